@@ -1,0 +1,1 @@
+"""Losses, advantages and diagnostics as pure functions over per-token tensors."""

@@ -1,0 +1,1 @@
+"""Directed, named, bounded edges; the payload goes from source to sink directly."""

@@ -1,0 +1,1 @@
+"""Atomic, checksummed snapshots of a whole job."""

@@ -1,0 +1,1 @@
+"""Prompt streams and chat templates."""

@@ -1,0 +1,67 @@
+"""The Protocol of a generation engine: the native one, and ``vllm``, stand behind it.
+
+    add ─▶ [waiting] ─▶ step ... step ─▶ finished sequences
+                          │
+             suspend ◀────┘  (unfinished ones leave whole, without their KV cache)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from llamarl.engine.sequence import Sequence as TokenSequence
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Engine"]
+
+
+class Engine(Protocol):
+    """Samples tokens for many sequences at once. Sequences with equal prompts share the prompt's KV cache."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in use; stamped on every token sampled."""
+        ...
+
+    def add(self, sequences: Sequence[TokenSequence]) -> None:
+        """Admit new or carried sequences, in order. Order and content alone decide every later bit.
+
+        Raises:
+            ValueError: A prompt (plus ``max_new_tokens``) does not fit the context or the KV cache.
+        """
+        ...
+
+    def step(self) -> list[TokenSequence]:
+        """One engine step: prefill what was admitted within the token budget, and decode one token for the rest.
+
+        Returns the sequences that ended in this step, in admission order.
+        """
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """True while an admitted sequence is unfinished."""
+        ...
+
+    def suspend(self) -> list[TokenSequence]:
+        """Take every unfinished sequence out, in admission order, and drop all KV. ``add`` resumes them."""
+        ...
+
+    def cancel(self, prompt_index: int, sample_index: int | None = None) -> None:
+        """End the matching sequences with finish_reason ``cancelled``; the next ``step`` returns them."""
+        ...
+
+    def parameters_for_sync(self) -> Mapping[str, torch.Tensor]:
+        """Name -> live tensor as the trainer names it (tied weights once); what a weight version is written into."""
+        ...
+
+    def weights_updated(self, version: int) -> None:
+        """The tensors above now hold ``version``: requantize, relayout, drop the KV cache of earlier weights."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters since the last call: tokens sampled, prompt tokens computed, prompt tokens shared, KV bytes, ..."""
+        ...

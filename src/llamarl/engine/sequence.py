@@ -1,0 +1,63 @@
+"""A sequence on its way through the engine, and what a caller asks of it. No tensors.
+
+A ``Sequence`` owns its whole history, so that it can leave the engine unfinished, lie in a checkpoint, and come back
+under later weights: its KV cache is never part of it, the cache is recomputed by prefill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llamarl.types import FinishReason
+
+__all__ = ["SamplingParams", "Sequence"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn and when a response ends."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """Logits are divided by it; 0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens with at least this probability."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    deadline_s: float | None = None
+    """Wall-clock limit from admission; None is none (the only repeatable choice)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sequence:
+    """One response in the making. The engine appends; ``finish_reason`` is set once, when it ends."""
+
+    prompt_index: int
+    sample_index: int
+    prompt_tokens: list[int]
+    params: SamplingParams
+    seed: int
+    """64-bit; the draw at position t depends on (seed, t) alone, not on what else is in the batch."""
+    tokens: list[int] = field(default_factory=list)
+    """Response tokens so far."""
+    logprobs: list[float] = field(default_factory=list)
+    """log mu of each, under the distribution sampled from (after temperature and filters)."""
+    raw_logprobs: list[float] = field(default_factory=list)
+    """log-prob of each under the unfiltered distribution at temperature 1."""
+    policy_versions: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens together: what the KV cache must hold."""
+        return len(self.prompt_tokens) + len(self.tokens)

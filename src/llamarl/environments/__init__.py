@@ -1,0 +1,1 @@
+"""Tasks and their judges; user code runs in worker processes with a time limit."""

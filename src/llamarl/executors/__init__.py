@@ -1,0 +1,1 @@
+"""The roles of a job: generator, reward, trainer, evaluator."""

@@ -1,0 +1,1 @@
+"""Hugging Face decoders: loading, our attention function, parallel plans."""

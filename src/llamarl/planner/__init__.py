@@ -1,0 +1,1 @@
+"""The paper's theory as numbers: memory, step time, search. No torch needed."""

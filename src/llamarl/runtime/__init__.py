@@ -1,0 +1,1 @@
+"""Where executors live: Monarch processes, or the controller's own process."""

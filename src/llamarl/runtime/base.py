@@ -1,0 +1,99 @@
+"""The Protocol behind which both runtimes stand: start executors, fire them, wait for whoever finishes next.
+
+``inline`` runs executors in the controller's process, ``monarch`` in processes of their own, and the simulator on a
+virtual clock. The controller's loop is the same for all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from llamarl.channels.base import ChannelSpec, Handle
+from llamarl.executors.base import ExecutorSpec
+
+__all__ = ["Order", "Report", "Runtime", "SetupReport"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Fire executor ``executor`` for ``tick``."""
+
+    executor: str
+    tick: int
+    inputs: Mapping[str, tuple[Handle, ...]] = field(default_factory=dict)
+    """In-channel name -> one handle a source rank."""
+    save_to: Path | None = None
+    """If set, each rank saves its state after this tick into ``save_to / executor / rank_N``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Executor ``executor`` has finished ``tick`` on all its ranks."""
+
+    executor: str
+    tick: int
+    outputs: Mapping[str, tuple[Handle, ...]] = field(default_factory=dict)
+    """Out-channel name -> one handle a source rank."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    started_s: float = 0.0
+    """When rank 0 began, on the runtime's clock."""
+    finished_s: float = 0.0
+    spans: tuple[tuple[str, float, float], ...] = ()
+    controller_bytes: int = 0
+    """Bytes of order and report as they passed through the controller (0 where nothing is serialized)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetupReport:
+    """An executor stands ready."""
+
+    executor: str
+    initial_tokens: Mapping[str, Mapping[int, tuple[Handle, ...]]] = field(default_factory=dict)
+    """Out-channel name -> source tick -> handles, for the ``delay`` tokens that lie on the edge at start."""
+
+
+class Runtime(Protocol):
+    """Starts executors and carries orders to them and reports back. Every wait has a deadline."""
+
+    def start(
+        self,
+        executors: Sequence[ExecutorSpec],
+        channels: Sequence[ChannelSpec],
+        *,
+        run_dir: Path | None,
+        seed: int,
+        first_tick: int,
+        load_from: Path | None,
+        deadline_s: float,
+    ) -> Mapping[str, SetupReport]:
+        """Bring all executors up, in parallel; with ``load_from`` each rank loads ``load_from / executor / rank_N``.
+
+        Raises:
+            ExecutorFailed: One raised or died; the message carries its cause, once.
+            DeadlineExceeded: One was not ready after ``deadline_s`` seconds; the message names which.
+        """
+        ...
+
+    def fire(self, order: Order) -> None:
+        """Send an order; returns at once (``inline`` may run it when ``wait`` is called)."""
+        ...
+
+    def wait(self, deadline_s: float) -> Report:
+        """The next report of any executor.
+
+        Raises:
+            ExecutorFailed: An executor raised, or a process of it died.
+            DeadlineExceeded: Nobody reported within ``deadline_s``; the message names the orders out and their age.
+        """
+        ...
+
+    def now(self) -> float:
+        """Seconds on the clock of this runtime (monotonic, or virtual)."""
+        ...
+
+    def close(self) -> None:
+        """Close every executor and leave no process behind, within a bounded time. Safe after a failure; idempotent."""
+        ...

@@ -1,0 +1,1 @@
+"""The real controller on a virtual clock."""

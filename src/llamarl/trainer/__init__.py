@@ -1,0 +1,1 @@
+"""The training step: packing, log-probs by chunk, optimizer."""

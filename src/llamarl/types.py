@@ -1,0 +1,97 @@
+"""Records that cross a channel. Plain values and NumPy arrays: no torch, picklable, comparable in tests.
+
+    Prompt ──generator──▶ Group of Responses (no score) ──reward──▶ Group of Responses (scored or failed) ──▶ trainer
+
+Every token carries its own history: ``behavior_logprobs[t]`` and ``policy_versions[t]`` are recorded when token t is
+sampled, by the engine, weights and precision that sampled it. Nobody recomputes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Failure", "FailureKind", "FinishReason", "Group", "Prompt", "Response", "Score"]
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+FailureKind = Literal["exception", "timeout", "crash", "not_a_number", "generation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt of the run's prompt stream."""
+
+    index: int
+    """Position in the prompt stream, unique in a run; seeds derive from it."""
+    tokens: npt.NDArray[np.int32]
+    """[P] token ids, chat template applied."""
+    text: str
+    """What the tokens say, for logs and for reward functions."""
+    answer: str | None = None
+    """Reference answer, if the task has one."""
+    task: str = ""
+    """Name of the task that judges the response."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Task data that the judge needs; plain JSON values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The reward function's verdict."""
+
+    value: float
+    """The reward; finite."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of it, for metrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """There is no reward: the sample is kept, counted and excluded from the baseline, never scored zero."""
+
+    kind: FailureKind
+    detail: str
+    """First lines of the cause, for logs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """One sampled answer. All arrays have length R, the number of tokens after the prompt."""
+
+    prompt_index: int
+    sample_index: int
+    """0 .. group_size - 1."""
+    tokens: npt.NDArray[np.int32]
+    """[R] token ids, the stop token included where one was sampled."""
+    behavior_logprobs: npt.NDArray[np.float32]
+    """[R] log mu(token), nats, of the distribution sampled from; NaN where ``loss_mask`` is False."""
+    policy_versions: npt.NDArray[np.int32]
+    """[R] policy version that sampled each token; -1 where the policy did not write the token."""
+    loss_mask: npt.NDArray[np.bool_]
+    """[R] True on tokens that the policy wrote and the trainer may use."""
+    text: str
+    finish_reason: FinishReason
+    outcome: Score | Failure | None = None
+    """None until a reward executor has judged it."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.tokens), len(self.behavior_logprobs), len(self.policy_versions), len(self.loss_mask)}
+        if len(lengths) != 1:
+            raise ValueError(f"response {self.prompt_index}/{self.sample_index}: arrays differ in length: {lengths}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All responses to one prompt. Groups travel whole: the baseline needs every member."""
+
+    prompt: Prompt
+    responses: tuple[Response, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens counted once a response, plus response tokens: the trainer's cost of the group."""
+        return sum(len(self.prompt.tokens) + len(r.tokens) for r in self.responses)

@@ -1,0 +1,1 @@
+"""DDMA: versioned weights from trainer shards to generator shards, proved by checksum."""
