@@ -1,0 +1,73 @@
+"""Hugging Face folders in and out. Trainer and generator load the same decoder module through here.
+
+``trust_remote_code`` stays off: a folder whose architecture transformers does not know is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
+
+from llamarl.errors import ModelError
+
+__all__ = ["load_model", "load_model_config", "load_tokenizer", "resolve_model_path"]
+
+_ASSETS = Path(__file__).resolve().parent.parent / "assets"
+
+
+def resolve_model_path(path: str | Path) -> Path:
+    """Folder of a model; ``bundled:NAME`` names one that ships with llamarl.
+
+    Raises:
+        ModelError: No such folder, or no ``config.json`` in it.
+    """
+    text = str(path)
+    folder = _ASSETS / text.removeprefix("bundled:") if text.startswith("bundled:") else Path(text).expanduser()
+    if not folder.is_dir():
+        bundled = sorted(f"bundled:{p.parent.name}" for p in _ASSETS.glob("*/config.json"))
+        raise ModelError(f"model.path: no folder {folder}; give a Hugging Face folder, or one of {', '.join(bundled)}")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model.path: {folder} has no config.json, so it is not a Hugging Face model folder")
+    return folder
+
+
+def load_model_config(path: str | Path) -> PretrainedConfig:
+    """The architecture's configuration, without weights."""
+    folder = resolve_model_path(path)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"model.path: {folder}/config.json is not usable: {error}") from error
+
+
+def load_model(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", attention: str = "sdpa"
+) -> PreTrainedModel:
+    """The causal language model of a folder, in eval mode, on ``device``.
+
+    Args:
+        attention: Name registered in transformers' attention interface (``llamarl_paged``, ``llamarl_packed``, ``sdpa``).
+
+    Raises:
+        ModelError: Weights are missing or do not fit the architecture.
+    """
+    folder = resolve_model_path(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"model.path: cannot load {folder}: {error}") from error
+    return model.to(device).eval()
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside a model."""
+    folder = resolve_model_path(path)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"model.path: {folder} has no usable tokenizer: {error}") from error
