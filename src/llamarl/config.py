@@ -22,7 +22,7 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.controller.config import DeadlineConfig, ScheduleConfig
 from llamarl.data.config import DataConfig
-from llamarl.environments.config import RewardPoolConfig, TaskConfig
+from llamarl.environments.config import TaskConfig
 from llamarl.errors import ConfigError
 from llamarl.executors.config import EvaluationConfig, GeneratorConfig
 from llamarl.observability.config import ObservabilityConfig
@@ -68,11 +68,10 @@ class ModelConfig:
 class RunConfig:
     run: RunSection = Field(default_factory=RunSection)
     model: ModelConfig = Field(default_factory=ModelConfig)
-    task: TaskConfig
+    task: TaskConfig = Field(default_factory=TaskConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
-    reward: RewardPoolConfig = Field(default_factory=RewardPoolConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)

@@ -52,7 +52,7 @@ class EvaluatorExecutor:
         self.params = sampling_params(
             self.config.generator.sampling, self.tokenizer, temperature=self.config.evaluation.temperature
         )
-        self.pool = RewardPool(self.config.task, self.config.reward, seed=self.config.run.seed)
+        self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
         raise ValueError(f"channel {channel!r} leaves the evaluator with a delay; only the weights edge may have one")
@@ -126,14 +126,16 @@ def sample_groups(
 def evaluate(groups: Sequence[Group]) -> dict[str, float]:
     """Scores of judged groups.
 
-    ``accuracy``: mean reward over scored samples. ``pass_at_k``: share of prompts with a reward >= 1 among their
-    samples. ``failed``: samples without a verdict, in neither.
+    A response is right when its reward is at least 1. ``accuracy``: share of right ones among scored samples;
+    ``pass_at_k``: share of prompts with a right one among their k samples; ``reward_mean``: mean reward of scored
+    samples; ``failed``: samples without a verdict, which count in none of these.
     """
     responses = [r for g in groups for r in g.responses]
     values = [r.outcome.value for r in responses if isinstance(r.outcome, Score)]
     solved = [any(isinstance(r.outcome, Score) and r.outcome.value >= 1 for r in g.responses) for g in groups]
     return {
-        "accuracy": float(np.mean(values)) if values else float("nan"),
+        "accuracy": float(np.mean([v >= 1 for v in values])) if values else float("nan"),
+        "reward_mean": float(np.mean(values)) if values else float("nan"),
         "pass_at_k": float(np.mean(solved)),
         "length_mean": float(np.mean([len(r.tokens) for r in responses])),
         "failed": float(sum(isinstance(r.outcome, Failure) for r in responses)),

@@ -31,7 +31,7 @@ class RewardExecutor:
         self._writer: RolloutWriter | None = None
 
     def setup(self) -> None:
-        self.pool = RewardPool(self.config.task, self.config.reward, seed=self.config.run.seed)
+        self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
         if self.context.run_dir is not None and self.config.observability.rollouts:
             self._writer = RolloutWriter(self.context.run_dir / "rollouts")
 
