@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         overrides += ["--run.dir", json.dumps(str(args.resume))]
     config = load_config(args.recipe, overrides)
     # Absolute, because executors in other processes must find the same files.
-    from llamarl.training import plan_run, resume_run, start_run
+    from llamarl.controller.training import plan_run, resume_run, start_run
 
     if args.dry_run:
         print(plan_run(config))
