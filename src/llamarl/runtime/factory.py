@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import time
+from types import SimpleNamespace
 
 from llamarl.errors import ConfigError
+from llamarl.executors.base import ExecutorContext, ExecutorSpec
 from llamarl.runtime.base import Runtime
 from llamarl.runtime.inline import InlineRuntime
 from llamarl.runtime.worker import CHANNEL_FACTORY
 
-__all__ = ["RUNTIMES", "make_runtime"]
+__all__ = ["RUNTIMES", "make_runtime", "probe_processes"]
 
 RUNTIMES = ("monarch", "inline")
 
@@ -49,3 +52,30 @@ def make_runtime(
         channel_factory=channel_factory,
         deterministic=deterministic,
     )
+
+
+def probe_processes(deadline_s: float) -> float:
+    """Seconds to bring one worker process up and down again: does Monarch work on this machine?
+
+    Raises:
+        LlamaRLError: It does not; the message says why.
+    """
+    began = time.monotonic()
+    runtime = make_runtime("monarch")
+    try:
+        runtime.start(
+            [ExecutorSpec(name="probe", factory=f"{__name__}:_idle_executor")],
+            [],
+            run_dir=None,
+            seed=0,
+            first_tick=0,
+            load_from=None,
+            deadline_s=deadline_s,
+        )
+    finally:
+        runtime.close()
+    return time.monotonic() - began
+
+
+def _idle_executor(config: object, context: ExecutorContext) -> SimpleNamespace:
+    return SimpleNamespace(name=context.name, setup=lambda: None, close=lambda: None)

@@ -33,7 +33,9 @@ def resolve(import_path: str) -> Callable[..., Any]:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            public = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+            public = sorted(
+                name for name, value in vars(module).items() if callable(value) and not name.startswith("_")
+            )
             raise ConfigError(f"{import_path!r}: {where!r} has no {attribute!r}; its callables are {public}")
         found = getattr(found, part)
     if not callable(found):

@@ -196,7 +196,7 @@ class MonarchRuntime:
         for name, ranks in plans.items():
             self._ranks[name] = [_Rank(name, plan.rank) for plan in ranks]
         self._submit(lambda: self._bring_up(plans))
-        waiting = {name: [] for name in plans}  # type: dict[str, list[RankSetup]]
+        waiting: dict[str, list[RankSetup]] = {name: [] for name in plans}
         reports: dict[str, SetupReport] = {}
         while len(reports) < len(plans):
             event = self._next_event(began + deadline_s - self.now())
@@ -270,7 +270,7 @@ class MonarchRuntime:
         _live_runtimes.discard(self)
         busy = self._failed or bool(self._out)
         grace_s = _CLOSE_BUSY_S if busy else _CLOSE_IDLE_S
-        ended = asyncio.run_coroutine_threadsafe(self._shut_down(grace_s), self._loop)
+        ended = asyncio.run_coroutine_threadsafe(self._shut_down(grace_s, tell=not busy), self._loop)
         try:
             ended.result(grace_s + _STOP_S + _KILL_S + 1.0)
         except TimeoutError:
@@ -283,6 +283,21 @@ class MonarchRuntime:
             self._reader.close(timeout_s=1.0)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(1.0)
+            self._end_loop()
+
+    def _end_loop(self) -> None:
+        """Close the stopped loop; calls that will never be answered are dropped without a word."""
+        assert self._loop is not None
+        if self._loop.is_running():
+            return
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+        for rank in (rank for ranks in self._ranks.values() for rank in ranks):
+            if rank.pidfd is not None:
+                os.close(rank.pidfd)
+                rank.pidfd = None
 
     # -- controller thread ------------------------------------------------------------------------------------------
 
@@ -323,7 +338,7 @@ class MonarchRuntime:
 
     async def _bring_up(self, plans: Mapping[str, tuple[WorkerPlan, ...]]) -> None:
         try:
-            host = self._host or _local_host()
+            host = self._host or await _local_host()
             for name, ranks in plans.items():
                 self._spawn_task(self._bring_up_one(host, name, ranks))
         except Exception as error:
@@ -404,8 +419,11 @@ class MonarchRuntime:
             self._on_death(rank, "its process ended")
             return
         if rank.pidfd is not None:
-            loop = asyncio.get_running_loop()
-            loop.add_reader(rank.pidfd, lambda fd=rank.pidfd: (loop.remove_reader(fd), self._on_death(rank, cause_of_death(fd))))
+            asyncio.get_running_loop().add_reader(rank.pidfd, self._on_pidfd, rank, rank.pidfd)
+
+    def _on_pidfd(self, rank: _Rank, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        self._on_death(rank, cause_of_death(pidfd))
 
     def _on_death(self, rank: _Rank, cause: str) -> None:
         rank.dead = True
@@ -428,35 +446,41 @@ class MonarchRuntime:
             RankFailure(executor="?", rank=0, doing="supervision", cause=text, traceback="", pid=0, at_s=self.now())
         )
 
-    async def _shut_down(self, grace_s: float) -> None:
+    async def _shut_down(self, grace_s: float, tell: bool) -> None:
+        """Ask every executor to close, stop what has answered, kill what has not.
+
+        ``tell`` prints what goes wrong. After a failure it stays silent: the cause has been told, this is a consequence.
+        """
         everyone = [rank for ranks in self._ranks.values() for rank in ranks]
-        closing = [
-            asyncio.ensure_future(self._close_rank(rank)) for rank in everyone if rank.actor is not None and not rank.dead
-        ]
+        closing = {
+            asyncio.ensure_future(self._close_rank(rank, tell)): rank
+            for rank in everyone
+            if rank.actor is not None and not rank.dead
+        }
         if closing:
-            await asyncio.wait(closing, timeout=grace_s)
-        stopping = [asyncio.ensure_future(_stop(mesh)) for mesh in self._meshes]
-        if stopping:
-            await asyncio.wait(stopping, timeout=_STOP_S)
+            _, late = await asyncio.wait(closing, timeout=grace_s)
+            for task in late:
+                task.cancel()
+                rank = closing[task]
+                _kill(rank)
+                if tell:
+                    print(f"{rank.executor!r} rank {rank.rank} did not close in {grace_s:g} s: killed", file=sys.stderr)
+        if self._meshes:
+            await asyncio.wait([asyncio.ensure_future(_stop(mesh)) for mesh in self._meshes], timeout=_STOP_S)
         for rank in everyone:
             _kill(rank)
         until = time.monotonic() + _KILL_S
         while any(_alive(rank) for rank in everyone) and time.monotonic() < until:
             await asyncio.sleep(0.005)
 
-    async def _close_rank(self, rank: _Rank) -> None:
+    async def _close_rank(self, rank: _Rank, tell: bool) -> None:
+        blob = cloudpickle.dumps((rank.executor, rank.rank, "close", "close", None))
         try:
-            reply = await rank.actor.command.call_one(
-                cloudpickle.dumps((rank.executor, rank.rank, "close", "close", None))
-            )
+            result = cloudpickle.loads(await rank.actor.command.call_one(blob))
         except Exception as error:
-            if not rank.dead and not self._failed:
-                print(f"runtime: {rank.executor!r} rank {rank.rank} could not be closed: {error}", file=sys.stderr)
-            return
-        result = cloudpickle.loads(reply)
-        troubles = (result.message(),) if isinstance(result, RankFailure) else result
-        if not self._failed:  # after a failure an unclean end is a consequence; its cause has been told
-            for trouble in troubles:
+            result = capture(rank.executor, rank.rank, "close", error)
+        if tell:
+            for trouble in (result.message(),) if isinstance(result, RankFailure) else result:
                 print(trouble, file=sys.stderr)
 
 
@@ -506,12 +530,12 @@ def _close_all() -> None:
         runtime.close()
 
 
-def _local_host() -> HostMesh:
+async def _local_host() -> HostMesh:
     """This machine, with Monarch's client brought up in silence the first time."""
     monarch.actor.unhandled_fault_hook = _on_fault  # its default ends this process and prints the cause a second time
     with _drop_stderr_line("Monarch internal logs are being written to"):
         host = this_host()
-        host.initialized.get(timeout=30)
+        await asyncio.wait_for(host.initialized.as_asyncio(), 30.0)
     return host
 
 

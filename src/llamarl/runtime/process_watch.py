@@ -1,7 +1,7 @@
 """Notice the death of a local process at once, and say what it died of.
 
 A pidfd becomes readable when its process ends, whoever's child it is and whoever reaps it. Linux 5.3 and later; the cause
-of death needs 6.15, before that it reads "ended".
+of death of one that has been reaped needs 6.15, before that it reads "ended".
 """
 
 from __future__ import annotations
@@ -46,7 +46,18 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def cause_of_death(pidfd: int) -> str:
-    """What ended the process of a readable ``pidfd``, in words."""
+    """What ended the process of a readable ``pidfd``, in words.
+
+    A child that nobody has reaped yet tells its parent, and leaves that as it is; one that has been reaped (Monarch does,
+    at its own time) tells the kernel's record.
+    """
+    try:
+        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        ended = None
+    if ended is not None:
+        exited = ended.si_code == os.CLD_EXITED
+        return _describe(code=ended.si_status) if exited else _describe(signal_number=ended.si_status)
     info = bytearray(struct.pack("<Q", _PIDFD_INFO_EXIT).ljust(_PIDFD_INFO_SIZE, b"\0"))
     try:
         fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
@@ -56,14 +67,14 @@ def cause_of_death(pidfd: int) -> str:
     if not mask & _PIDFD_INFO_EXIT:
         return "its process ended"
     (status,) = struct.unpack_from("<i", info, _EXIT_CODE_OFFSET)
-    return describe_wait_status(status)
-
-
-def describe_wait_status(status: int) -> str:
-    """Words for a status as ``wait(2)`` gives it."""
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
-        hint = "; the kernel does this when memory runs out" if number == signal.SIGKILL else ""
-        return f"its process was killed by signal {number} ({name}{hint})"
-    return f"its process exited with code {os.WEXITSTATUS(status)}"
+        return _describe(signal_number=os.WTERMSIG(status))
+    return _describe(code=os.WEXITSTATUS(status))
+
+
+def _describe(*, code: int = 0, signal_number: int = 0) -> str:
+    if not signal_number:
+        return f"its process exited with code {code}"
+    name = signal.Signals(signal_number).name if signal_number in set(signal.Signals) else "unknown"
+    hint = "; the kernel does this when memory runs out" if signal_number == signal.SIGKILL else ""
+    return f"its process was killed by signal {signal_number} ({name}{hint})"

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from llamarl.channels.base import ChannelSpec, Handle, Receiver, Sender
@@ -25,7 +25,16 @@ from llamarl.runtime.base import Order
 from llamarl.runtime.determinism import pin
 from llamarl.runtime.import_path import load_module, resolve
 
-__all__ = ["CHANNEL_FACTORY", "RankFailure", "RankReport", "RankSetup", "Worker", "WorkerPlan", "capture", "rank_device"]
+__all__ = [
+    "CHANNEL_FACTORY",
+    "RankFailure",
+    "RankReport",
+    "RankSetup",
+    "Worker",
+    "WorkerPlan",
+    "capture",
+    "rank_device",
+]
 
 CHANNEL_FACTORY = "llamarl.channels.factory"
 """Module with ``make_sender`` and ``make_receiver``."""
@@ -103,11 +112,20 @@ def capture(executor: str, rank: int, doing: str, error: BaseException) -> RankF
         rank=rank,
         doing=doing,
         cause="".join(traceback.format_exception_only(error)).strip(),
-        traceback="".join(traceback.format_exception(error)),
+        traceback="".join(traceback.format_exception(type(error), error, _outside_the_shell(error.__traceback__))),
         pid=os.getpid(),
         at_s=time.monotonic(),
         exit_code=error.exit_code if isinstance(error, LlamaRLError) else 1,
     )
+
+
+def _outside_the_shell(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins in the executor; all of it if the shell itself raised."""
+    here = os.path.dirname(__file__)
+    inner = trace
+    while inner is not None and os.path.dirname(inner.tb_frame.f_code.co_filename) == here:
+        inner = inner.tb_next
+    return inner or trace
 
 
 class Worker:
@@ -146,7 +164,8 @@ class Worker:
         executor.setup()
         if plan.load_from is not None:
             executor.load(_rank_folder(plan.load_from, spec.name, plan.rank), plan.first_tick - 1)
-        self._open_channels(load_module(plan.channel_factory, plan.channel_factory))
+        if plan.channels:
+            self._open_channels(load_module(plan.channel_factory, plan.channel_factory))
         tokens: dict[str, dict[int, Handle]] = {}
         for channel in plan.channels:
             if channel.source == spec.name and channel.delay:
