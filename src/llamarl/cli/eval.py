@@ -86,7 +86,7 @@ def _locate(model: str, recipe: str | None) -> tuple[str, str | None]:
 
 def _evaluate(config: Any, responses: str | None) -> dict[str, Any]:
     from llamarl.data.prompts import PromptStream
-    from llamarl.environments.base import make_task
+    from llamarl.environments.factory import make_task
     from llamarl.environments.pool import RewardPool
     from llamarl.executors.evaluator import evaluate, sample_groups
     from llamarl.executors.generator import make_engine, resolve_device, sampling_params

@@ -27,7 +27,7 @@ from llamarl.engine.base import Engine
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.environments.base import make_task
+from llamarl.environments.factory import make_task
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.config import SamplingConfig
 from llamarl.executors.partial_rollouts import select_deliveries
