@@ -30,6 +30,10 @@ class ExecutorSpec:
     threads: int = 1
     """CPU threads of each rank. Bits depend on it, so a run pins it."""
     device: str = "cpu"
+    """``cpu``, ``cuda:N``, a comma-separated list with one a rank (``cuda:2,cuda:3``), or ``cuda``: placement chooses."""
+    process_group: str = ""
+    """Backend of ``torch.distributed`` that each rank has joined before the factory is called: ``gloo``, ``nccl``,
+    ``cpu:gloo,cuda:nccl``; empty for none. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
