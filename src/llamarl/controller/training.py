@@ -181,9 +181,14 @@ class _RunCheckpoints:
         self._prepared = prepared
         self._recorder = recorder
         self._folders: dict[int, Path] = {}
+        self._required: set[int] = set()
+
+    def require(self, tick: int) -> None:
+        self._required.add(tick)
 
     def folder_for(self, tick: int) -> Path | None:
-        if not self._prepared.config.checkpoint.is_due(tick, self._prepared.config.run.num_ticks):
+        due = self._prepared.config.checkpoint.is_due(tick, self._prepared.config.run.num_ticks)
+        if not due and tick not in self._required:
             return None
         if tick not in self._folders:
             self._folders[tick] = self._store.begin(tick)
