@@ -172,7 +172,9 @@ def _explain(error: Any, raw: Mapping[str, Any]) -> str:
         return f"{key}: required, but not given"
     if kind == "value_error":
         message = str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
-        return f"{key + ': ' if key else ''}{message}"
+        if not key or message.startswith(f"{key}."):
+            return message
+        return f"{key}.{message}" if message.split()[0].split(".")[0] in _fields_of(location) else f"{key}: {message}"
     got = error.get("input")
     return f"{key}: {error['msg'].lower()}, got {got!r} ({type(got).__name__})"
 

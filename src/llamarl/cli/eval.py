@@ -86,12 +86,11 @@ def _locate(model: str, recipe: str | None) -> tuple[str, str | None]:
 
 def _evaluate(config: Any, responses: str | None) -> dict[str, Any]:
     from llamarl.data.prompts import PromptStream
-    from llamarl.environments.base import make_task
+    from llamarl.environments.factory import make_task
     from llamarl.environments.pool import RewardPool
     from llamarl.executors.evaluator import evaluate, sample_groups
     from llamarl.executors.generator import make_engine, resolve_device, sampling_params
     from llamarl.models.loading import load_tokenizer
-    from llamarl.observability.rollouts import RolloutWriter
 
     tokenizer = load_tokenizer(config.model.path)
     stream = PromptStream(make_task(config.task, seed=config.run.seed), tokenizer, config.data, seed=config.run.seed)
@@ -109,7 +108,10 @@ def _evaluate(config: Any, responses: str | None) -> dict[str, Any]:
     finally:
         pool.close()
     if responses:
-        RolloutWriter(Path(responses).parent).write_file(Path(responses), groups)
+        with open(responses, "w", encoding="utf-8") as file:
+            for group in groups:
+                for response in group.responses:
+                    print(json.dumps(_line(group, response)), file=file)
     scores = evaluate(groups)
     return {
         "model": config.model.path,
@@ -123,3 +125,9 @@ def _evaluate(config: Any, responses: str | None) -> dict[str, Any]:
         "length_mean": scores["length_mean"],
         "failed": int(scores["failed"]),
     }
+
+
+def _line(group: Any, response: Any) -> dict[str, Any]:
+    outcome = response.outcome
+    verdict = {"reward": outcome.value} if hasattr(outcome, "value") else {"failed": outcome.kind, "detail": outcome.detail}
+    return {"prompt": group.prompt.text, "answer": group.prompt.answer, "response": response.text} | verdict

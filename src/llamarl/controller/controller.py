@@ -14,7 +14,7 @@ from typing import Protocol
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
-from llamarl.errors import DeadlineExceeded
+from llamarl.errors import DeadlineExceeded, TrainingDiverged
 from llamarl.runtime.base import Order, Report, Runtime
 
 __all__ = ["Checkpoints", "Observer", "run_graph"]
@@ -31,6 +31,10 @@ class Checkpoints(Protocol):
 
     def folder_for(self, tick: int) -> Path | None:
         """Folder for the state after ``tick``, or None if this tick is not saved."""
+        ...
+
+    def require(self, tick: int) -> None:
+        """Save the state after ``tick`` too, a tick that no executor has begun: the job stops there."""
         ...
 
     def on_saved(self, tick: int) -> None:
@@ -56,6 +60,7 @@ def run_graph(
     Raises:
         ExecutorFailed: An executor raised or its process died.
         DeadlineExceeded: A setup or a tick took too long; the message says who waited for whom.
+        TrainingDiverged: An executor asked for the job to stop; everyone has saved the same tick before.
     """
     deadlines = deadlines or DeadlineConfig()
     ready = runtime.start(
@@ -71,6 +76,7 @@ def run_graph(
     marking = Marking(graph, first_tick=first_tick, num_ticks=num_ticks, initial_tokens=initial)
     fired_at: dict[str, float] = {}
     saved: dict[int, int] = {}
+    stop = ""
     while not marking.finished:
         for firing in marking.ready():
             save_to = checkpoints.folder_for(firing.tick) if checkpoints else None
@@ -85,6 +91,21 @@ def run_graph(
             saved[report.tick] = saved.get(report.tick, 0) + 1
             if saved[report.tick] == len(graph.executors):
                 checkpoints.on_saved(report.tick)
+        if report.stop and not stop:
+            stop = report.stop
+            marking.num_ticks = _last_tick(graph, marking, report) + 1
+            if checkpoints:
+                checkpoints.require(marking.num_ticks - 1)
+    if stop:
+        raise TrainingDiverged(f"{stop}\nEvery executor went on to tick {marking.num_ticks - 1} and stopped there.")
+
+
+def _last_tick(graph: Graph, marking: Marking, report: Report) -> int:
+    """The tick at which a job that must stop can stop together: none has begun it, and the tokens that lie on the
+    delayed edges of that cut are all made after the request, so the one who asked can keep them."""
+    begun = max([report.tick, *(firing.tick for firing in marking.busy.values())])
+    delay = max((channel.delay for channel in graph.outputs[report.executor]), default=0)
+    return max(begun + 1, max(marking.done_ticks.values()), report.tick + delay)
 
 
 def _wait(runtime: Runtime, marking: Marking, fired_at: Mapping[str, float], step_s: float) -> Report:

@@ -58,6 +58,8 @@ class StepResult:
     """Metric key -> value; see docs/metrics.md. Rank 0's are kept."""
     spans: tuple[tuple[str, float, float], ...] = ()
     """(label, start, end) on ``time.monotonic``, for the trace: what the step spent its time on."""
+    stop: str = ""
+    """Why the job should end soon, with a checkpoint; empty to go on. Rank 0's is kept."""
 
 
 class Executor(Protocol):

@@ -17,7 +17,7 @@ from llamarl.data.prompts import PromptStream
 from llamarl.engine.base import Engine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.environments.base import make_task
+from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.generator import make_engine, sampling_params, to_response

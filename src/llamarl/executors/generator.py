@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.config import RunConfig
@@ -27,7 +28,7 @@ from llamarl.engine.base import Engine
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.environments.base import make_task
+from llamarl.environments.factory import make_task
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.config import SamplingConfig
 from llamarl.executors.partial_rollouts import select_deliveries
@@ -35,7 +36,7 @@ from llamarl.models.loading import load_tokenizer
 from llamarl.seeding import derive_seed
 from llamarl.types import Failure, Group, Prompt, Response
 
-__all__ = ["GeneratorExecutor", "make_engine", "sampling_params", "to_response"]
+__all__ = ["GeneratorExecutor", "make_engine", "resolve_device", "sampling_params", "to_response"]
 
 _SAMPLING_SEED = 1
 
@@ -196,6 +197,13 @@ def make_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device
         device=device,
         quantization=config.generator.quantization,
     )
+
+
+def resolve_device(device: str) -> str:
+    """"auto" is CUDA where there is one."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def sampling_params(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> SamplingParams:

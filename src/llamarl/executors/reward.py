@@ -32,7 +32,7 @@ class RewardExecutor:
 
     def setup(self) -> None:
         self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
-        if self.context.run_dir is not None and self.config.observability.rollouts:
+        if self.context.run_dir is not None:
             self._writer = RolloutWriter(self.context.run_dir / "rollouts")
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
@@ -42,7 +42,7 @@ class RewardExecutor:
         started = time.monotonic()
         groups = self.pool.score(inputs["completions"])
         scored = time.monotonic()
-        if self._writer is not None:
+        if self._writer is not None and self.config.observability.rollouts_due(tick):
             self._writer.write(tick, groups)
         spans = (("score", started, scored), ("write_rollouts", scored, time.monotonic()))
         return StepResult(outputs={"scored": groups}, metrics=reward_metrics(groups), spans=spans)

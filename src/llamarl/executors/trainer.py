@@ -19,9 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from llamarl.channels.weights import WeightsPayload
 from llamarl.config import RunConfig
+from llamarl.errors import TrainingDiverged
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.evaluator import evaluation_due
 from llamarl.trainer.step import Trainer
+from llamarl.types import Group
 
 __all__ = ["TrainerExecutor"]
 
@@ -33,6 +35,7 @@ class TrainerExecutor:
         self.name = context.name
         self.config = config
         self.context = context
+        self._stop = ""
         self._edge_versions: dict[int, dict[str, torch.Tensor]] = {}
         """Earlier versions that the next checkpoint must hold: copies, made only in the ticks before one is due."""
 
@@ -57,7 +60,7 @@ class TrainerExecutor:
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
-        metrics = self.trainer.train(inputs["scored"], tick)
+        metrics = self._train(inputs["scored"], tick)
         trained = time.monotonic()
         version = self.trainer.policy_version
         self._remember(version)
@@ -67,7 +70,15 @@ class TrainerExecutor:
             outputs["eval_weights"] = self._payload(version) if due else None
         if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None:
             self._export(self.context.run_dir / "model")
-        return StepResult(outputs=outputs, metrics=metrics, spans=(("train", started, trained),))
+        return StepResult(outputs=outputs, metrics=metrics, spans=(("train", started, trained),), stop=self._stop)
+
+    def _train(self, groups: list[Group], tick: int) -> Mapping[str, float]:
+        """One optimizer step; if training has diverged, the job is asked to stop and this step's metrics are few."""
+        try:
+            return self.trainer.train(groups, tick)
+        except TrainingDiverged as error:
+            self._stop = self._stop or str(error)
+            return {"policy_version": float(self.trainer.policy_version), "step/skipped": 1.0}
 
     def _payload(self, version: int) -> WeightsPayload:
         return WeightsPayload(
@@ -82,7 +93,7 @@ class TrainerExecutor:
         staleness = self.config.schedule.max_staleness
         saves = self.config.checkpoint.is_due
         ahead = range(version, version + staleness)  # ticks c whose checkpoint needs this version as an older one
-        if any(saves(c, self.config.run.num_ticks) for c in ahead):
+        if staleness and (self._stop or any(saves(c, self.config.run.num_ticks) for c in ahead)):
             self._edge_versions[version] = {
                 name: tensor.detach().to("cpu", copy=True) for name, tensor in self.trainer.parameters_for_sync().items()
             }

@@ -84,6 +84,7 @@ def combine_reports(executor: str, ranks: Sequence[RankReport], *, controller_by
         started_s=ranks[0].started_s,
         finished_s=max(report.finished_s for report in ranks),
         spans=ranks[0].spans,
+        stop=ranks[0].stop,
         controller_bytes=controller_bytes,
     )
 

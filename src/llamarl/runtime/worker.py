@@ -84,6 +84,7 @@ class RankReport:
     spans: tuple[tuple[str, float, float], ...]
     started_s: float
     finished_s: float
+    stop: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +223,7 @@ class Worker:
             spans=tuple(spans),
             started_s=started_s,
             finished_s=time.monotonic(),
+            stop=result.stop,
         )
 
     def close(self) -> tuple[str, ...]:
