@@ -63,6 +63,8 @@ class WorkerPlan:
     """Longest wait of one collective of the executor's process group."""
     channel_factory: str = CHANNEL_FACTORY
     deterministic: bool = True
+    rendezvous: tuple[str, int] | None = None
+    """Address and port where the ranks of an executor meet for ``torch.distributed``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +163,14 @@ class Worker:
         """Make the executor and the channel ends, restore the state if asked, publish the initial tokens."""
         plan, spec = self._plan, self._plan.spec
         self.pin()
+        if plan.rendezvous is not None:
+            address, port = plan.rendezvous
+            os.environ |= {
+                "RANK": str(plan.rank),
+                "WORLD_SIZE": str(spec.num_ranks),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+            }
         if spec.process_group:
             self._leave_process_group = _join_process_group(spec, plan.rank, plan.collective_timeout_s)
         factory = resolve(spec.factory)
