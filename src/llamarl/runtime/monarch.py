@@ -50,13 +50,25 @@ from llamarl.runtime.determinism import environment
 from llamarl.runtime.job import combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.process_watch import cause_of_death, open_pidfd, process_space
-from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, RankSetup, Worker, WorkerPlan, capture
+from llamarl.runtime.worker import (
+    CHANNEL_FACTORY,
+    RankFailure,
+    RankReport,
+    RankSetup,
+    Worker,
+    WorkerPlan,
+    capture,
+    stack_of,
+)
 
-__all__ = ["MonarchRuntime", "RankActor"]
+__all__ = ["MonarchRuntime", "RankActor", "Witness"]
 
 _BOOTSTRAP = "llamarl.runtime.bootstrap"
 _FOLLOW_UP_S = 0.3
 """After a first failure, how long to listen for the others that came with it, to name the cause and not a consequence."""
+_EXECUTOR_THREAD = "llamarl-executor"
+_WHERE_S = 1.0
+"""How long a stuck process may take to say where it is stuck."""
 _CLOSE_IDLE_S = 10.0
 _CLOSE_BUSY_S = 0.5
 _STOP_S = 2.0
@@ -67,7 +79,7 @@ class RankActor(Actor):
     """The worker process's end. The executor's calls all run on one thread of their own."""
 
     def __init__(self) -> None:
-        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="llamarl-executor")
+        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=_EXECUTOR_THREAD)
         self._worker: Worker | None = None
 
     @endpoint
@@ -94,6 +106,15 @@ class RankActor(Actor):
             return cloudpickle.dumps(capture(executor, rank, doing, error))
 
 
+class Witness(Actor):
+    """A second actor in each process, which can still answer while the executor's thread is stuck."""
+
+    @endpoint
+    async def where(self) -> str:
+        """Where the executor's thread is now."""
+        return stack_of(_EXECUTOR_THREAD)
+
+
 @dataclass
 class _Rank:
     """One process, as the io thread knows it."""
@@ -101,6 +122,7 @@ class _Rank:
     executor: str
     rank: int
     actor: Any = None
+    witness: Any = None
     pid: int = 0
     pidfd: int | None = None
     doing: str = "start of its process"
@@ -201,15 +223,14 @@ class MonarchRuntime:
         while len(reports) < len(plans):
             event = self._next_event(began + deadline_s - self.now())
             if event is None:
-                missing = {
-                    name: [rank.doing for rank in self._ranks[name] if rank.doing != "idle"]
-                    for name in plans
-                    if name not in reports
-                }
                 self._failed = True
                 raise DeadlineExceeded(
-                    f"controller waited {self.now() - began:.1f} s for executors to stand ready, limit {deadline_s:g} s; "
-                    f"not ready (and what each rank is at): {missing}"
+                    f"controller waited {self.now() - began:.1f} s for executors to stand ready, limit {deadline_s:g} s:\n"
+                    + "\n".join(
+                        self._late(name, "setup", began, [ready.rank for ready in waiting[name]])
+                        for name in plans
+                        if name not in reports
+                    )
                 )
             waiting[event.executor].append(event.result)
             if len(waiting[event.executor]) == len(plans[event.executor]):
@@ -242,8 +263,11 @@ class MonarchRuntime:
             if event is None:
                 self._failed = True
                 raise DeadlineExceeded(
-                    f"controller waited {self.now() - began:.1f} s for a report, limit {deadline_s:g} s; orders out: "
-                    + "; ".join(self._describe(executor, out) for (executor, _), out in self._out.items())
+                    f"controller waited {self.now() - began:.1f} s for a report, limit {deadline_s:g} s; orders out:\n"
+                    + "\n".join(
+                        self._late(executor, f"tick {tick}", out.sent_s, [report.rank for report in out.replies])
+                        for (executor, tick), out in self._out.items()
+                    )
                 )
             report: RankReport = event.result
             key = (event.executor, report.tick)
@@ -319,11 +343,20 @@ class MonarchRuntime:
                     failures.append(follower)
         raise executor_failed(failures)
 
-    def _describe(self, executor: str, out: _Out) -> str:
-        reported = {report.rank for report in out.replies}
+    def _late(self, executor: str, doing: str, sent_s: float, reported: Sequence[int]) -> str:
+        """Who has not answered, since when, and where its executor is now."""
         missing = [rank for rank in self._ranks[executor] if rank.rank not in reported]
-        who = ", ".join(f"rank {rank.rank} (pid {rank.pid})" for rank in missing)
-        return f"{executor!r} tick {out.tick}, sent {self.now() - out.sent_s:.1f} s ago, no report from {who}"
+        assert self._loop is not None
+        asking = asyncio.run_coroutine_threadsafe(self._where(missing), self._loop)
+        try:
+            places = asking.result(_WHERE_S + 1.0)
+        except TimeoutError:
+            places = ["unknown"] * len(missing)
+        head = f"{executor!r}, {doing}, out for {self.now() - sent_s:.1f} s"
+        return "\n".join(
+            f"{head}: no report from rank {rank.rank} (pid {rank.pid}), which is at: {place}"
+            for rank, place in zip(missing, places, strict=True)
+        )
 
     def _submit(self, job: Callable[[], Any]) -> None:
         assert self._loop is not None
@@ -350,9 +383,9 @@ class MonarchRuntime:
             safe = re.sub(r"\W", "_", name)
             mesh = host.spawn_procs(per_host={"ranks": len(plans)}, name=safe, bootstrap_command=command)
             self._meshes.append(mesh)
-            actors = mesh.spawn(safe, RankActor)
+            actors, witnesses = mesh.spawn(safe, RankActor), mesh.spawn(f"{safe}_witness", Witness)
             for rank in self._ranks[name]:
-                rank.actor = actors.slice(ranks=rank.rank)
+                rank.actor, rank.witness = actors.slice(ranks=rank.rank), witnesses.slice(ranks=rank.rank)
             here = process_space()
             for rank, (pid, space) in zip(
                 self._ranks[name],
@@ -445,6 +478,17 @@ class MonarchRuntime:
         self._events.put(
             RankFailure(executor="?", rank=0, doing="supervision", cause=text, traceback="", pid=0, at_s=self.now())
         )
+
+    async def _where(self, ranks: Sequence[_Rank]) -> list[str]:
+        async def ask(rank: _Rank) -> str:
+            if rank.witness is None or not rank.pid:
+                return rank.doing
+            try:
+                return str(await asyncio.wait_for(rank.witness.where.call_one().as_asyncio(), _WHERE_S))
+            except Exception as error:  # a diagnosis only: the deadline that asked for it is what gets raised
+                return f"unknown, it does not answer ({type(error).__name__}): stopped, or busy in native code"
+
+        return await asyncio.gather(*(ask(rank) for rank in ranks))
 
     async def _shut_down(self, grace_s: float, tell: bool) -> None:
         """Ask every executor to close, stop what has answered, kill what has not.
