@@ -120,7 +120,6 @@ KEYS: tuple[MetricKey, ...] = (
         "Unfinished responses that the generator carries into its next tick.",
         integer=True,
     ),
-    _key("controller/bytes", "bytes", "Bytes of orders and reports of this tick, all executors.", integer=True),
     _key("eval/accuracy", "share", "Mean score on held-out prompts; only in rows in which an evaluation ended."),
     _key("eval/policy_version", "updates", "Policy version that was evaluated.", integer=True),
     _key("eval/length_mean", "tokens", "Mean response length in the evaluation."),
