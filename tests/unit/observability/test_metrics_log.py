@@ -155,7 +155,6 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("tokens_per_s/generated", True),
         ("mine/frames_per_s", True),
         ("reward/mean", False),
-        ("controller/bytes", False),
         ("staleness/max", False),
     ],
 )
