@@ -96,7 +96,7 @@ class TrainerExecutor:
             self._edge_versions[version] = {
                 name: tensor.detach().to("cpu", copy=True) for name, tensor in self.trainer.parameters_for_sync().items()
             }
-        for old in [v for v in self._edge_versions if v < version + 1 - staleness]:
+        for old in [v for v in self._edge_versions if v < version - staleness]:
             del self._edge_versions[old]
 
     def _export(self, folder: Path) -> None:
