@@ -11,6 +11,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import RunConfig
 from llamarl.controller.graph import Graph
 from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.placement import available_cuda_devices
 
 __all__ = ["llamarl_graph"]
 
@@ -53,5 +54,12 @@ def _executor(name: str, kind: str, config: RunConfig, num_ranks: int, threads: 
         config=config,
         num_ranks=num_ranks,
         threads=threads,
-        device=device,
+        device=_device(device),
     )
+
+
+def _device(device: str) -> str:
+    """"auto" is CUDA where there is one."""
+    if device != "auto":
+        return device
+    return "cuda" if available_cuda_devices() else "cpu"

@@ -192,7 +192,7 @@ def make_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device
     """The engine that the recipe's generator section asks for."""
     return NativeEngine(
         config.model.path,
-        dataclasses.replace(config.generator.engine, dtype=config.generator.dtype),
+        config.generator.engine,
         tokenizer=tokenizer,
         device=device,
         quantization=config.generator.quantization,

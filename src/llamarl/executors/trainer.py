@@ -50,13 +50,14 @@ class TrainerExecutor:
             device=self.context.device,
             num_ticks=self.config.run.num_ticks,
         )
+        self._layout = None  # one rank holds every parameter whole
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
         """The version made at ``source_tick``: version 0 before the run began, saved ones after a resume."""
         version = max(0, source_tick + 1)
         if version == self.trainer.policy_version:
             return self._payload(version)
-        return WeightsPayload(version=version, tensors=self._edge_versions[version], layout=self.trainer.sync_layout())
+        return WeightsPayload(version=version, tensors=self._edge_versions[version], layout=self._layout)
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
@@ -81,9 +82,7 @@ class TrainerExecutor:
             return {"policy_version": float(self.trainer.policy_version), "step/skipped": 1.0}
 
     def _payload(self, version: int) -> WeightsPayload:
-        return WeightsPayload(
-            version=version, tensors=self.trainer.parameters_for_sync(), layout=self.trainer.sync_layout()
-        )
+        return WeightsPayload(version=version, tensors=self.trainer.parameters_for_sync(), layout=self._layout)
 
     def _remember(self, version: int) -> None:
         """Copy this version if a checkpoint comes while it still lies on the weights edge.
@@ -97,7 +96,7 @@ class TrainerExecutor:
             self._edge_versions[version] = {
                 name: tensor.detach().to("cpu", copy=True) for name, tensor in self.trainer.parameters_for_sync().items()
             }
-        for old in [v for v in self._edge_versions if v < version + 1 - staleness]:
+        for old in [v for v in self._edge_versions if v < version - staleness]:
             del self._edge_versions[old]
 
     def _export(self, folder: Path) -> None:

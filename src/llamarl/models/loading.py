@@ -8,11 +8,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers import PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from transformers.utils import logging as transformers_logging
 
 from llamarl.errors import ModelError
+from llamarl.models.attention import check_attention_supported
 from llamarl.models.folders import resolve_model_path
+
+transformers_logging.disable_progress_bar()  # three processes would draw three bars into one console
 
 __all__ = ["load_model", "load_model_config", "load_tokenizer", "resolve_model_path"]
 
@@ -34,16 +45,18 @@ def load_model(
         attention: Name registered in transformers' attention interface (``llamarl_paged``, ``llamarl_packed``, ``sdpa``).
 
     Raises:
-        ModelError: Weights are missing or do not fit the architecture.
+        ModelError: Weights are missing or do not fit the architecture, or ours does not know its attention.
     """
     folder = resolve_model_path(path)
+    if attention.startswith("llamarl_"):
+        check_attention_supported(load_model_config(folder))
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"model.path: cannot load {folder}: {error}") from error
-    return model.to(device).eval()
+    return model.to(torch.device(device)).eval()  # type: ignore[arg-type]  # decorated upstream without its signature
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -1,0 +1,87 @@
+"""The trainer's state on disk: exact snapshots for a resume, Hugging Face folders for everyone else.
+
+A snapshot is one rank's own: ``state.safetensors`` (master weights, moments) and ``state.json`` (counters, layout).
+Tensors are stored as they are, so a resume gives the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llamarl.errors import CheckpointError
+from llamarl.models.folders import resolve_model_path
+
+__all__ = ["export_folder", "load_snapshot", "save_snapshot", "source_dtype"]
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.pt", "*.pth")
+
+
+def save_snapshot(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Write one rank's state into an existing folder."""
+    save_file({name: t.detach().contiguous().cpu() for name, t in tensors.items()}, folder / "state.safetensors")
+    (folder / "state.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+
+def load_snapshot(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what ``save_snapshot`` wrote.
+
+    Raises:
+        CheckpointError: A file is missing or unreadable.
+    """
+    try:
+        values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return load_file(folder / "state.safetensors"), values
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"trainer state in {folder} cannot be read: {error}") from error
+    except Exception as error:  # safetensors raises its own type for a torn file
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise CheckpointError(f"trainer state in {folder} is torn: {error}") from error
+
+
+def source_dtype(model_path: str | Path) -> torch.dtype:
+    """Precision in which most of a model folder's tensors are stored; float32 where it has no safetensors."""
+    counts: dict[str, int] = {}
+    for file in sorted(resolve_model_path(model_path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                dtype = tensors.get_slice(name).get_dtype()
+                counts[dtype] = counts.get(dtype, 0) + 1
+    most = max(counts, key=lambda dtype: (counts[dtype], dtype), default="F32")
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(most, torch.float32)
+
+
+def export_folder(
+    folder: Path,
+    model: PreTrainedModel,
+    weights: Iterator[tuple[str, Tensor]],
+    *,
+    source: str | Path,
+    dtype: torch.dtype,
+) -> None:
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads: weights, config, tokenizer files.
+
+    Args:
+        model: The architecture; gives the config and the names on disk.
+        weights: Whole parameters by name, float32, tied ones once.
+        source: Folder of the initial model; its tokenizer and generation files are copied.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(resolve_model_path(source).iterdir()):
+        if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):
+            shutil.copyfile(file, folder / file.name)
+    model.save_pretrained(folder, state_dict={name: weight.detach().to(dtype).cpu() for name, weight in weights})
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
