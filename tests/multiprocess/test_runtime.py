@@ -258,6 +258,24 @@ def test_the_end_of_the_controller_is_the_end_of_every_process(tmp_path: Path, s
     assert _gone(pids, within_s=10.0)
 
 
+def test_ctrl_c_ends_a_job_that_is_still_coming_up(tmp_path: Path) -> None:
+    program = Program(
+        tmp_path,
+        num_ticks=1000,
+        doubler={"trouble": "hang", "trouble_tick": -1},
+        source={"trouble": "child", "trouble_tick": -1},
+    )
+    until = time.monotonic() + 60.0
+    while not (tmp_path / "child.pid").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    pids = program.workers()
+    assert len(pids) == 3
+    os.killpg(program.process.pid, signal.SIGINT)
+    code, err = program.end(within_s=10.0)
+    assert (code, err.strip()) == (130, "ended: stopped by the user")
+    assert _gone(pids, within_s=1.0)
+
+
 @pytest.mark.parametrize(
     ("trouble", "cause", "code"),
     [("raise", "ValueError: the answer is 42", 1), ("kill", "its process", 1), ("bad data", "line 3: not JSON", 2)],

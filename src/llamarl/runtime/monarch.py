@@ -108,6 +108,9 @@ class MonarchRuntime:
             channel_factory=self._channel_factory,
             deterministic=self._deterministic,
         )
+        self._failed = (
+            True  # until all stand: whatever ends the wait below, Ctrl-C too, leaves a job that cannot close in order
+        )
         self._processes = Processes(plans, self._hosts)
         _running.add(self)
         self._processes.bring_up()
@@ -119,6 +122,7 @@ class MonarchRuntime:
                 late = [self._late(name, "setup", began, [setup.rank for setup in ready[name]]) for name in missing]
                 raise DeadlineExceeded("\n".join([waited, *late]))
             ready[answer.executor].append(answer.result)
+        self._failed = False
         return {name: combine_setups(name, setups) for name, setups in ready.items()}
 
     def fire(self, order: Order) -> None:
@@ -166,7 +170,7 @@ class MonarchRuntime:
         self._closed = True
         _running.discard(self)
         busy = self._failed or bool(self._out)
-        self._processes.end(_CLOSE_BUSY_S if busy else _CLOSE_IDLE_S, tell=not busy)
+        self._processes.end(_CLOSE_BUSY_S if busy else _CLOSE_IDLE_S, orderly=not busy)
 
     def _next_answer(self, timeout_s: float) -> Answer | None:
         """The next answer; None when the time is over. A failure raises, together with those that came with it."""

@@ -111,20 +111,23 @@ class Processes:
         except TimeoutError:
             return ["unknown: the runtime's own thread does not answer"] * len(ranks)
 
-    def end(self, grace_s: float, *, tell: bool) -> None:
+    def end(self, grace_s: float, *, orderly: bool) -> None:
         """Close the executors, stop the processes, kill what is left. Takes at most ``grace_s`` + 6 seconds.
 
         Args:
             grace_s: How long executors may take to close.
-            tell: Print what goes wrong on the way. After a failure that would only bury its cause.
+            orderly: Let processes exit in order and print what goes wrong on the way. After a failure, when that would
+                take time and bury the cause, they are killed as soon as their executors have closed.
         """
         self._ending = True
         fault_listeners.discard(self._on_fault)
-        ending = asyncio.run_coroutine_threadsafe(self._end(grace_s, tell), self._loop)
+        ending = asyncio.run_coroutine_threadsafe(self._end(grace_s, orderly), self._loop)
         try:
             ending.result(grace_s + _STOP_S + _KILL_S + 1.0)
         except TimeoutError:
             print("runtime: processes did not end in time and are killed", file=sys.stderr)
+        except KeyboardInterrupt:
+            pass  # asked a second time to stop: it is what this does, now without waiting
         finally:
             for rank in self._all_ranks():
                 rank.kill()
@@ -242,18 +245,18 @@ class Processes:
 
     # -- io thread: ending --
 
-    async def _end(self, grace_s: float, tell: bool) -> None:
+    async def _end(self, grace_s: float, orderly: bool) -> None:
         up = [rank for rank in self._all_ranks() if rank.actor is not None and not rank.dead]
-        closing = {asyncio.ensure_future(self._close(rank, tell)): rank for rank in up}
+        closing = {asyncio.ensure_future(self._close(rank, orderly)): rank for rank in up}
         if closing:
             _, late = await asyncio.wait(closing, timeout=grace_s)
             for task in late:
                 task.cancel()
                 closing[task].kill()
-                if tell:
+                if orderly:
                     who = f"{closing[task].executor!r} rank {closing[task].rank}"
                     print(f"runtime: {who} did not close within {grace_s:g} s and is killed", file=sys.stderr)
-        if self._meshes:
+        if self._meshes and orderly:  # after a failure there is nothing to wait for: who could close has closed
             await asyncio.wait([asyncio.ensure_future(_stop(mesh)) for mesh in self._meshes], timeout=_STOP_S)
         for rank in up:
             rank.kill()
@@ -261,13 +264,13 @@ class Processes:
         while any(rank.pidfd is not None and not rank.dead for rank in up) and time.monotonic() < until:
             await asyncio.sleep(0.005)
 
-    async def _close(self, rank: Rank, tell: bool) -> None:
+    async def _close(self, rank: Rank, orderly: bool) -> None:
         blob = command_blob(rank.executor, rank.rank, "close", "close", None)
         try:
             result = cloudpickle.loads(await rank.actor.command.call_one(blob))
         except Exception as error:
             result = capture(rank.executor, rank.rank, "close", error)
-        if tell:
+        if orderly:
             for trouble in (result.message(),) if isinstance(result, RankFailure) else result:
                 print(trouble, file=sys.stderr)
 
