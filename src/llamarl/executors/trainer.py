@@ -51,6 +51,7 @@ class TrainerExecutor:
             num_ticks=self.config.run.num_ticks,
         )
         self._layout = None  # one rank holds every parameter whole
+        self._remember(0)
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
         """The version made at ``source_tick``: version 0 before the run began, saved ones after a resume."""
@@ -121,6 +122,7 @@ class TrainerExecutor:
         assert self.trainer.policy_version == tick + 1, f"{folder}: version {self.trainer.policy_version}, tick {tick}"
         edge = json.loads((folder / "edge.json").read_text(encoding="utf-8"))
         self._edge_versions = {v: load_file(folder / f"edge_version_{v}.safetensors") for v in edge["versions"]}
+        self._remember(self.trainer.policy_version)
 
     def close(self) -> None:
         self._edge_versions = {}
