@@ -95,7 +95,8 @@ class TrainerExecutor:
         ahead = range(version, version + staleness)  # ticks c whose checkpoint needs this version as an older one
         if staleness and (self._stop or any(saves(c, self.config.run.num_ticks) for c in ahead)):
             self._edge_versions[version] = {
-                name: tensor.detach().to("cpu", copy=True) for name, tensor in self.trainer.parameters_for_sync().items()
+                name: tensor.detach().to("cpu", copy=True)
+                for name, tensor in self.trainer.parameters_for_sync().items()
             }
         for old in [v for v in self._edge_versions if v < version - staleness]:
             del self._edge_versions[old]
