@@ -16,7 +16,7 @@ import torch
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.errors import ChannelError
-from llamarl.weight_sync.layout import Layout
+from llamarl.weight_sync.layout import HeldShard, Layout
 from llamarl.weight_sync.sink import Puller, WeightVersion
 from llamarl.weight_sync.source import Publisher, SlotHandle
 from llamarl.weight_sync.transports.base import SinkTransport, SourceTransport
@@ -33,8 +33,8 @@ class WeightsPayload:
     """Trainer ticks done."""
     tensors: Mapping[str, torch.Tensor]
     """This rank's local tensors by name; a tied weight once."""
-    layout: Layout | None = None
-    """Which boxes of which parameters all source ranks hold; None: every rank holds every tensor whole."""
+    layout: Layout | Mapping[str, HeldShard] | None = None
+    """Which boxes all source ranks hold, or this rank's shard of each parameter; None: every rank holds all whole."""
     wire_dtype: torch.dtype | None = None
     """Floating-point parameters travel in it; None: as they are."""
     sink_layout: Layout | None = None

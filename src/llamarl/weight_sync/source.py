@@ -19,7 +19,7 @@ import torch
 
 from llamarl.errors import WeightSyncError
 from llamarl.weight_sync.checksum import digest
-from llamarl.weight_sync.layout import Layout, ParameterSpec, Piece, replicated_layout, shift
+from llamarl.weight_sync.layout import HeldShard, Layout, ParameterSpec, Piece, layout_of_rank, replicated_layout, shift
 from llamarl.weight_sync.manifest import Catalog, build_catalog, manifest_checksum
 from llamarl.weight_sync.transports.base import Address, SourceBuffer, SourceTransport
 
@@ -95,7 +95,7 @@ class Publisher:
         version: int,
         tensors: Mapping[str, torch.Tensor],
         *,
-        layout: Layout | None = None,
+        layout: Layout | Mapping[str, HeldShard] | None = None,
         wire_dtype: torch.dtype | None = None,
         sink_layout: Layout | None = None,
     ) -> SlotHandle:
@@ -103,7 +103,8 @@ class Publisher:
 
         Args:
             tensors: This rank's local tensors, by the names the layout's pieces use.
-            layout: All source ranks' pieces; None: every rank holds every tensor whole.
+            layout: All source ranks' pieces, or this rank's shards by parameter; None: every rank holds every tensor
+                whole.
             wire_dtype: Floating-point parameters travel in it; None: in their own dtype.
             sink_layout: What the sinks will ask for, if known; the slot is then cut to fit.
 
@@ -171,7 +172,7 @@ class Publisher:
     def _prepare(
         self,
         local: Mapping[str, torch.Tensor],
-        layout: Layout | None,
+        layout: Layout | Mapping[str, HeldShard] | None,
         wire_dtype: torch.dtype | None,
         sink_layout: Layout | None,
     ) -> None:
@@ -179,7 +180,12 @@ class Publisher:
         made_for = (signature, layout, wire_dtype, sink_layout)
         if made_for == self._made_for:
             return
-        source = layout if layout is not None else _whole(local, self._num_source_ranks)
+        if layout is None:
+            source = _whole(local, self._num_source_ranks)
+        elif isinstance(layout, Layout):
+            source = layout
+        else:
+            source = layout_of_rank(layout, self._rank, self._num_source_ranks)
         if source.num_ranks != self._num_source_ranks:
             raise ValueError(f"the layout counts {source.num_ranks} source ranks, the channel {self._num_source_ranks}")
         _check_tensors(source, self._rank, local)

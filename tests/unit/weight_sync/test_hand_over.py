@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -285,6 +286,27 @@ def test_fsdp_by_tp_to_fused_tp_is_reshard_of_the_whole() -> None:
             receiver.receive(tuple(handles), 5.0).load_into(got, sink)
             assert torch.equal(got["qk"], torch.cat([full["q"].chunk(2)[rank], full["k"].chunk(2)[rank]]))
             assert torch.equal(got["o"], full["o"].chunk(2, dim=1)[rank])
+
+
+@dataclass(frozen=True)
+class Held:
+    shape: tuple[int, ...]
+    dtype: str
+    box: tuple[tuple[int, int], ...]
+
+
+def test_each_rank_may_describe_only_itself() -> None:
+    senders, (receiver,) = ends(sources=3)
+    full = torch.arange(20.0).view(5, 4)
+    handles = []
+    for rank, (start, stop) in enumerate([(0, 2), (2, 4), (4, 5)]):
+        held = {
+            "w": Held((5, 4), "float32", ((start, stop), (0, 4))),
+            "none": Held((1, 2), "float32", ((rank > 0, 1), (0, 2))),
+        }
+        tensors = {"w": full[start:stop].clone(), "none": torch.full((1 if rank == 0 else 0, 2), 7.0)}
+        handles.append(senders[rank].send(0, WeightsPayload(version=1, tensors=tensors, layout=held)))
+    assert_bits_equal(receiver.receive(tuple(handles), 5.0).read_all(), {"w": full, "none": torch.full((1, 2), 7.0)})
 
 
 def test_layout_of_another_size_is_a_callers_mistake() -> None:
