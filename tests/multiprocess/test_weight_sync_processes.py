@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,6 +17,8 @@ import torch
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.errors import WeightSyncError
+from llamarl.weight_sync import source
+from llamarl.weight_sync.checksum import digest
 from llamarl.weight_sync.layout import Layout, ParameterSpec, Shard, mesh_layout, replicated_layout
 
 WAIT_S = 120.0
@@ -60,6 +64,25 @@ def generator_rank(pipe: Connection, rank: int, num_ranks: int, num_sources: int
             pipe.send((version.version, {name: t.numpy().copy() for name, t in live.items()}))
         except WeightSyncError as error:
             pipe.send(str(error))
+
+
+def dying_trainer(pipe: Connection) -> None:
+    """Announces a version, writes two blocks of it and hangs, as a process does that is about to be killed."""
+    written = []
+
+    def digest_then_hang(data: memoryview) -> int:
+        if threading.current_thread().name == "weight-copy":
+            written.append(data)
+            if len(written) > 2:
+                threading.Event().wait()
+        return digest(data)
+
+    source.digest = digest_then_hang
+    sender = WeightsSender(SPEC, rank=0, num_source_ranks=1, num_sink_ranks=1)
+    tensors = {"w": torch.ones(1 << 20)}
+    pipe.recv()
+    pipe.send(sender.send(0, WeightsPayload(version=9, tensors=tensors, released=threading.Event())))
+    pipe.recv()
 
 
 class Ranks:
@@ -139,3 +162,18 @@ def test_dead_source_is_named_and_a_restarted_sink_can_pull_what_still_lies_ther
     assert not os.path.isdir("/dev/shm") or not {
         n for n in set(os.listdir("/dev/shm")) - shared_before if "llamarl" in n
     }
+
+
+def test_source_that_dies_in_the_middle_is_named_long_before_the_deadline(ranks: Ranks) -> None:
+    trainer = ranks.start(dying_trainer)
+    handle = ranks.ask(trainer, "go")
+    receiver = WeightsReceiver(SPEC, rank=0, num_source_ranks=1, num_sink_ranks=1)
+    version = receiver.receive((handle,), WAIT_S)
+    assert version is not None
+    threading.Timer(0.3, ranks.kill, (trainer,)).start()
+    started = time.monotonic()
+    with pytest.raises(
+        WeightSyncError, match=r"version 9 from source rank 0 .*the source has ended.*2 of \d+ blocks written"
+    ):
+        version.load_into({"w": torch.zeros(1 << 20)}, deadline_s=WAIT_S)
+    assert time.monotonic() - started < WAIT_S / 2

@@ -30,7 +30,7 @@ import torch
 
 from llamarl.errors import ChannelError
 
-__all__ = ["HEADER_BYTES", "MappedSegment", "Segment", "SegmentHandle", "open_segment", "tensor_over"]
+__all__ = ["HEADER_BYTES", "MappedSegment", "Segment", "SegmentHandle", "open_segment", "owner_holds", "tensor_over"]
 
 HEADER_BYTES = 4096
 """Bytes before the payload: one page, so that the payload starts on a page of its own."""
@@ -158,6 +158,16 @@ def open_segment(handle: SegmentHandle) -> MappedSegment:
     return MappedSegment(handle, mapping)
 
 
+def owner_holds(handle: SegmentHandle) -> bool:
+    """False if the owner has ended or closed the segment (its pages stay readable for who has them open)."""
+    if handle.path:
+        return os.path.exists(handle.path) and _alive(handle.pid)
+    try:
+        return os.readlink(f"/proc/{handle.pid}/fd/{handle.fd}").startswith(f"/memfd:{_MEMFD_NAME}")
+    except OSError:
+        return False  # also a killed process that nobody has waited for yet: it holds no descriptors
+
+
 def tensor_over(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:
     """uint8 tensor [n] over the same memory, without a copy. Never write to it if the memory is a reader's."""
     with warnings.catch_warnings():  # torch warns that the memory is read-only: that is the point
@@ -200,14 +210,18 @@ def _new_file(folder: Path | None, nonce: bytes, total: int) -> tuple[int, str]:
 def _remove_files_of_dead_owners(folder: Path) -> None:
     for path in folder.iterdir():
         match = _FILE_PATTERN.fullmatch(path.name)
-        if match is None:
-            continue
-        try:
-            os.kill(int(match.group(1)), 0)
-        except ProcessLookupError:
+        if match is not None and not _alive(int(match.group(1))):
             path.unlink(missing_ok=True)
-        except PermissionError:
-            continue  # alive, and another user's
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # another user's
+    return True
 
 
 def _close_map(mapping: mmap.mmap) -> None:

@@ -9,6 +9,7 @@ carry nothing at a tick (an evaluator's edge between evaluations): the payload, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,9 +17,10 @@ import torch
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.errors import ChannelError
-from llamarl.weight_sync.layout import Layout
+from llamarl.weight_sync.layout import HeldShard, Layout
 from llamarl.weight_sync.sink import Puller, WeightVersion
-from llamarl.weight_sync.source import Publisher, SlotHandle
+from llamarl.weight_sync.slot import SlotHandle
+from llamarl.weight_sync.source import Publisher
 from llamarl.weight_sync.transports.base import SinkTransport, SourceTransport
 from llamarl.weight_sync.transports.shared_memory import SharedMemorySink, SharedMemorySource
 
@@ -27,18 +29,21 @@ __all__ = ["WeightVersion", "WeightsPayload", "WeightsReceiver", "WeightsSender"
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsPayload:
-    """One version of this source rank's shards. They may change again as soon as ``send`` has returned."""
+    """One version of this source rank's shards. They may change again as soon as ``send`` has returned, or, with
+    ``released``, as soon as that event is set."""
 
     version: int
     """Trainer ticks done."""
     tensors: Mapping[str, torch.Tensor]
     """This rank's local tensors by name; a tied weight once."""
-    layout: Layout | None = None
-    """Which boxes of which parameters all source ranks hold; None: every rank holds every tensor whole."""
+    layout: Layout | Mapping[str, HeldShard] | None = None
+    """Which boxes all source ranks hold, or this rank's shard of each parameter; None: every rank holds all whole."""
     wire_dtype: torch.dtype | None = None
     """Floating-point parameters travel in it; None: as they are."""
     sink_layout: Layout | None = None
     """What the sinks will ask for, if known: the bytes are then laid out so that each sink reads only its own."""
+    released: threading.Event | None = None
+    """If given, ``send`` returns at once and a thread copies; the event is set when the tensors may change again."""
 
 
 class WeightsSender:
@@ -67,7 +72,7 @@ class WeightsSender:
 
         Raises:
             ValueError: The payload is no ``WeightsPayload``, or its tensors do not fit its layout.
-            WeightSyncError: There is no memory for the slots.
+            WeightSyncError: There is no memory for the slots, or the copy of the version before failed in the background.
         """
         if payload is None:
             return None
@@ -81,6 +86,8 @@ class WeightsSender:
             layout=payload.layout,
             wire_dtype=payload.wire_dtype,
             sink_layout=payload.sink_layout,
+            background=payload.released is not None,
+            done=payload.released.set if payload.released is not None else None,
         )
 
     def close(self) -> None:

@@ -51,6 +51,7 @@ class TrainerExecutor:
             num_ticks=self.config.run.num_ticks,
         )
         self._layout = None  # one rank holds every parameter whole
+        self._remember(0)
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
         """The version made at ``source_tick``: version 0 before the run began, saved ones after a resume."""
@@ -94,7 +95,8 @@ class TrainerExecutor:
         ahead = range(version, version + staleness)  # ticks c whose checkpoint needs this version as an older one
         if staleness and (self._stop or any(saves(c, self.config.run.num_ticks) for c in ahead)):
             self._edge_versions[version] = {
-                name: tensor.detach().to("cpu", copy=True) for name, tensor in self.trainer.parameters_for_sync().items()
+                name: tensor.detach().to("cpu", copy=True)
+                for name, tensor in self.trainer.parameters_for_sync().items()
             }
         for old in [v for v in self._edge_versions if v < version - staleness]:
             del self._edge_versions[old]
@@ -121,6 +123,7 @@ class TrainerExecutor:
         assert self.trainer.policy_version == tick + 1, f"{folder}: version {self.trainer.policy_version}, tick {tick}"
         edge = json.loads((folder / "edge.json").read_text(encoding="utf-8"))
         self._edge_versions = {v: load_file(folder / f"edge_version_{v}.safetensors") for v in edge["versions"]}
+        self._remember(self.trainer.policy_version)
 
     def close(self) -> None:
         self._edge_versions = {}

@@ -95,7 +95,9 @@ def gather_s(hardware: Hardware, num_bytes: float, ranks: int, stride: int = 1) 
     return volume + hops + e.collective_launch_s
 
 
-def matmul_s(hardware: Hardware, rows: float, inner: float, columns: float, precision: str, weight_bytes: float) -> float:
+def matmul_s(
+    hardware: Hardware, rows: float, inner: float, columns: float, precision: str, weight_bytes: float
+) -> float:
     """A [rows, inner] x [inner, columns] product: slower of arithmetic and traffic.
 
     Arithmetic runs in tiles, and the last wave of tiles leaves units idle: a product cut thin by tensor parallelism

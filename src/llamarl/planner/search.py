@@ -223,9 +223,7 @@ def generator_choices(
                     time, memory = _generator_cost(key, work.model, layout, demand)
                     if not _fits(memory, memory_limit) or (best and best.time_s <= time):
                         continue
-                    best = GeneratorChoice(
-                        layout=layout, replicas=replicas, demand=demand, time_s=time, memory=memory
-                    )
+                    best = GeneratorChoice(layout=layout, replicas=replicas, demand=demand, time_s=time, memory=memory)
                 if best:
                     yield best
 
@@ -330,7 +328,9 @@ def best_separate(
     if max_staleness < 0:
         raise PlanError(f"max_staleness must be >= 0 trainer ticks, got {max_staleness}; 0 is synchronous")
     if devices < 2:
-        raise PlanError("separate generator and trainer need 2 devices, got 1; one device can run co-located, synchronous")
+        raise PlanError(
+            "separate generator and trainer need 2 devices, got 1; one device can run co-located, synchronous"
+        )
     found = candidates if candidates is not None else best_split(hardware, work, options, devices)
     best: tuple[tuple[float, int], TrainerChoice, GeneratorChoice, float] | None = None
     for trainer, generator, sync in found:

@@ -17,11 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from llamarl.errors import PlanError
 
 __all__ = [
     "Box",
+    "HeldShard",
     "Layout",
     "ParameterSpec",
     "Piece",
@@ -31,6 +33,7 @@ __all__ = [
     "dtype_bytes",
     "fuse",
     "intersect",
+    "layout_of_rank",
     "mesh_layout",
     "replicated_layout",
     "shift",
@@ -120,6 +123,32 @@ class Layout:
     def bytes_of_rank(self, rank: int) -> int:
         """Bytes of the pieces that ``rank`` holds."""
         return sum(box_elements(p.box) * dtype_bytes(self.parameters[p.parameter].dtype) for p in self.pieces[rank])
+
+
+class HeldShard(Protocol):
+    """One parameter and the box of it that one rank holds, as a trainer describes itself."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global."""
+        ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def box(self) -> Box:
+        """Global coordinates; empty where there are more ranks than rows."""
+        ...
+
+
+def layout_of_rank(shards: Mapping[str, HeldShard], rank: int, num_ranks: int) -> Layout:
+    """What one rank says of itself: the layout's other ranks are left empty. Enough to publish, not to plan."""
+    parameters = {name: ParameterSpec(tuple(s.shape), s.dtype) for name, s in shards.items()}
+    pieces = tuple(
+        Piece(name, tuple(s.box), name, (0,) * len(s.box)) for name, s in shards.items() if box_elements(s.box) > 0
+    )
+    return Layout(parameters, tuple(pieces if r == rank else () for r in range(num_ranks)))
 
 
 def replicated_layout(parameters: Mapping[str, ParameterSpec], num_ranks: int) -> Layout:

@@ -1,7 +1,8 @@
 """The sink rank's side of a hand-over: read manifests, plan, pull exactly the slices needed, prove them.
 
-    handles ─▶ open slots, check state / generation / manifest ─▶ plan (once per layout) ─▶ for each block that matters:
-        bytes ─▶ my memory ─▶ my checksum == manifest's?  yes: cast and place   no: pull again, then WeightSyncError
+    handles ─▶ open slots, check generation and manifest ─▶ plan (once per layout) ─▶ for each block that matters:
+        wait until it is written ─▶ bytes into my memory ─▶ does my checksum agree with the manifest's?
+            yes: cast and place        no: pull again, MAX_ATTEMPTS in all, then WeightSyncError
 
 What is checked is the copy that this process holds, not the source's bytes: a block goes into a private, cache-sized
 buffer (or, where it fits one tensor as it is, straight into that tensor) and is checksummed there.
@@ -9,46 +10,26 @@ buffer (or, where it fits one tensor as it is, straight into that tensor) and is
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from llamarl.errors import DeadlineExceeded, PlanError, WeightSyncError
+from llamarl.errors import PlanError, WeightSyncError
 from llamarl.weight_sync.checksum import digest
 from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, intersect, replicated_layout, shift
-from llamarl.weight_sync.manifest import Block, Catalog, Manifest, manifest_checksum
+from llamarl.weight_sync.manifest import Block, Catalog
 from llamarl.weight_sync.plan import SliceCopy, plan_transfer
-from llamarl.weight_sync.source import (
-    EMPTY,
-    READY,
-    SLOT_HEADER,
-    SLOT_MAGIC,
-    WRITING,
-    SlotHandle,
-    dtype_name,
-    torch_dtype,
-)
+from llamarl.weight_sync.remote_slot import Clock, RemoteSlot, deadline_clock, read_catalog
+from llamarl.weight_sync.slot import SlotHandle
+from llamarl.weight_sync.source import dtype_name, torch_dtype
 from llamarl.weight_sync.transports.base import RemoteBuffer, SinkTransport
 
-__all__ = ["MAX_ATTEMPTS", "Puller", "SourceSlot", "WeightVersion"]
+__all__ = ["MAX_ATTEMPTS", "Puller", "WeightVersion"]
 
 MAX_ATTEMPTS = 3
 """How often a block whose checksum does not agree is pulled before the version is refused."""
-
-_STATES = {EMPTY: "empty", WRITING: "writing", READY: "ready"}
-
-
-@dataclass(frozen=True)
-class SourceSlot:
-    """One source rank's slot, opened and its manifest proved."""
-
-    handle: SlotHandle
-    remote: RemoteBuffer
-    manifest: Manifest
 
 
 @dataclass(frozen=True)
@@ -105,7 +86,8 @@ class Puller:
         versions = {h.version for h in handles}
         if len(versions) != 1:
             raise WeightSyncError(f"{self._name}: source ranks offer different versions {sorted(versions)}")
-        return WeightVersion(self, [self._open_slot(handle, deadline_s) for handle in handles])
+        clock = deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is opening version {min(versions)}")
+        return WeightVersion(self, [self._open_slot(handle, clock) for handle in handles])
 
     def close(self) -> None:
         """Unmap what was open. Idempotent."""
@@ -115,7 +97,33 @@ class Puller:
         self._open.clear()
         self._transport.close()
 
-    def _open_slot(self, handle: SlotHandle, deadline_s: float) -> SourceSlot:
+    def pull(
+        self,
+        slots: Sequence[RemoteSlot],
+        tensors: Mapping[str, torch.Tensor],
+        layout: Layout | None,
+        deadline_s: float,
+        *,
+        keep_plan: bool = True,
+    ) -> int:
+        """Fill ``tensors``; returns the bytes pulled. See ``WeightVersion.load_into``."""
+        version = slots[0].handle.version
+        clock = deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is loading version {version}")
+        by_rank = {slot.handle.source_rank: slot for slot in slots}
+        pulls = self._compile(slots, tensors, layout, keep_plan)
+        total = 0
+        for pull in pulls:
+            self._pull_block(by_rank[pull.source_rank], pull, clock)
+            total += pull.block.nbytes
+        for slot in slots:
+            slot.finish(clock)
+        return total
+
+    def _open_slot(self, handle: SlotHandle, clock: Clock) -> RemoteSlot:
+        who = (
+            f"{self._name}: sink rank {self.rank} cannot take version {handle.version} from source rank "
+            f"{handle.source_rank} (process {handle.pid}, {handle.transport})"
+        )
         key = (handle.source_rank, handle.slot)
         known = self._open.get(key)
         if known is None or known[0] != handle.address:
@@ -125,102 +133,36 @@ class Puller:
             try:
                 known = self._open[key] = (handle.address, self._transport.open(handle.address))
             except WeightSyncError as error:
-                raise WeightSyncError(f"{self.describe(handle)}: {error}") from error
-        remote = known[1]
-        header = self._read(remote, 0, SLOT_HEADER.size, deadline_s)
-        magic, state, generation, version, catalog_at, catalog_bytes, checksums_at, _ = SLOT_HEADER.unpack(
-            header.tobytes()
-        )
-        self._check_header(handle, magic, state, generation, version)
+                raise WeightSyncError(f"{who}: {error}") from error
         catalog_key = (handle.source_rank, handle.catalog_checksum)
         catalog = self._catalogs.get(catalog_key)
         if catalog is None:
-            data = self._read(remote, catalog_at, catalog_bytes, deadline_s).tobytes()
-            if digest(data) != handle.catalog_checksum:
-                raise WeightSyncError(
-                    f"{self.describe(handle)}: its catalog does not match its checksum; nothing was loaded"
-                )
-            catalog = self._catalogs[catalog_key] = Catalog.from_bytes(data)
-        checksums = self._read(remote, checksums_at, 8 * len(catalog.blocks), deadline_s).view(np.uint64)
-        if manifest_checksum(handle.version, handle.catalog_checksum, checksums) != handle.manifest_checksum:
-            raise WeightSyncError(
-                f"{self.describe(handle)}: its manifest does not match its checksum; nothing was loaded"
-            )
-        return SourceSlot(handle, remote, Manifest(handle.version, catalog, checksums))
+            catalog = self._catalogs[catalog_key] = read_catalog(handle, known[1], who, clock)
+        return RemoteSlot(handle, known[1], catalog, who, clock)
 
-    def check_current(self, slot: SourceSlot, deadline_s: float) -> None:
-        """Raise WeightSyncError if the source has begun to write another version into the slot."""
-        header = self._read(slot.remote, 0, SLOT_HEADER.size, deadline_s)
-        magic, state, generation, version, *_ = SLOT_HEADER.unpack(header.tobytes())
-        self._check_header(slot.handle, magic, state, generation, version)
-
-    def _check_header(self, handle: SlotHandle, magic: bytes, state: int, generation: int, version: int) -> None:
-        if (magic, state, generation, version) == (SLOT_MAGIC, READY, handle.generation, handle.version):
-            return
-        if magic != SLOT_MAGIC:
-            raise WeightSyncError(f"{self.describe(handle)}: the buffer is no weight slot (magic {magic!r})")
-        raise WeightSyncError(
-            f"{self.describe(handle)}: its slot {handle.slot} is {_STATES.get(state, state)} with version {version}, "
-            f"generation {generation}; expected ready, version {handle.version}, generation {handle.generation}. It was "
-            "overwritten or never finished: raise the capacity of the weights channel, or resume the run"
-        )
-
-    def describe(self, handle: SlotHandle) -> str:
-        return (
-            f"{self._name}: sink rank {self.rank} cannot take version {handle.version} from source rank "
-            f"{handle.source_rank} (process {handle.pid}, {handle.transport})"
-        )
-
-    def pull(
-        self, slots: Sequence[SourceSlot], tensors: Mapping[str, torch.Tensor], layout: Layout | None, deadline_s: float
-    ) -> int:
-        """Fill ``tensors``; returns the bytes pulled. See ``WeightVersion.load_into``."""
-        started = time.monotonic()
-        by_rank = {slot.handle.source_rank: slot for slot in slots}
-
-        def left(doing: str) -> float:
-            waited = time.monotonic() - started
-            if waited > deadline_s:
-                raise DeadlineExceeded(
-                    f"{self._name}: sink rank {self.rank} has been loading version {slots[0].handle.version} for "
-                    f"{waited:.1f} s ({doing}), limit {deadline_s:g} s; raise the limit, or look at the source's host"
-                )
-            return deadline_s - waited
-
-        pulls = self._compile(slots, tensors, layout)
-        total = 0
-        for pull in pulls:
-            slot = by_rank[pull.source_rank]
-            self._pull_block(slot, pull, left)
-            total += pull.block.nbytes
-        for slot in slots:
-            self.check_current(slot, left("checking that no slot was overwritten"))
-        return total
-
-    def _pull_block(self, slot: SourceSlot, pull: _Pull, left: Callable[[str], float]) -> None:
+    def _pull_block(self, slot: RemoteSlot, pull: _Pull, clock: Clock) -> None:
         block = pull.block
-        promised = int(slot.manifest.checksums[pull.index])
+        promised = slot.checksum(pull.index, clock)
         mine = pull.direct if pull.direct is not None else self._scratch[: block.nbytes]
-        offset = slot.handle.data_offset + block.offset
         for _ in range(MAX_ATTEMPTS):
-            slot.remote.read(offset, mine, left(f"reading from source rank {pull.source_rank}"))
+            slot.read(block.offset, mine, clock)
             if digest(mine.numpy().data) == promised:
                 for placement in pull.placements:
                     placement.target.copy_(placement.raw)
                 return
-        self.check_current(slot, left("looking for the cause of a wrong checksum"))
+        slot.check_current(clock)
         names = sorted({region.parameter for region in block.regions})
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise WeightSyncError(
-            f"{self.describe(slot.handle)}: {shown}: the bytes pulled {MAX_ATTEMPTS} times do not match the manifest's "
-            f"checksum (block {pull.index}); the source's memory was altered. This version is not served: resume the run"
+            f"{slot.who}: {shown}: the bytes pulled {MAX_ATTEMPTS} times do not match the manifest's checksum "
+            f"(block {pull.index}); the source's memory was altered. This version is not served: resume the run"
         )
 
     def _compile(
-        self, slots: Sequence[SourceSlot], tensors: Mapping[str, torch.Tensor], layout: Layout | None
+        self, slots: Sequence[RemoteSlot], tensors: Mapping[str, torch.Tensor], layout: Layout | None, keep: bool
     ) -> list[_Pull]:
         local = {name: _plain(tensor) for name, tensor in tensors.items()}
-        catalogs = tuple(slot.manifest.catalog for slot in slots)
+        catalogs = tuple(slot.catalog for slot in slots)
         where = tuple((name, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device) for name, t in local.items())
         key = (tuple(id(c) for c in catalogs), where, layout)  # self._catalogs keeps the ids
         if self._compiled is not None and self._compiled[0] == key:
@@ -234,7 +176,8 @@ class Puller:
         except PlanError as error:
             raise WeightSyncError(f"{self._name}: sink rank {self.rank} cannot be served: {error}") from error
         pulls = self._pulls(catalogs, plan.to_sink(self.rank), local)
-        self._compiled = (key, pulls)
+        if keep:
+            self._compiled = (key, pulls)
         return pulls
 
     def _pulls(
@@ -259,7 +202,7 @@ class Puller:
                     placements = tuple(self._place(catalog, local, *match) for match in matches)
                     direct = _direct(block, placements)
                     pulls.append(_Pull(catalog.rank, index, block, () if direct is not None else placements, direct))
-        return pulls
+        return sorted(pulls, key=lambda pull: pull.index)  # in the order in which the sources write them
 
     def _place(
         self,
@@ -288,16 +231,11 @@ class Puller:
             )
         return _Placement(copy.parameter, raw[_slices(inside)], tensor[_slices(there)])
 
-    def _read(self, remote: RemoteBuffer, offset: int, nbytes: int, deadline_s: float) -> npt.NDArray[np.uint8]:
-        into = torch.empty(nbytes, dtype=torch.uint8)
-        remote.read(offset, into, deadline_s)
-        return into.numpy()
-
 
 class WeightVersion:
     """One version of the weights, published and not yet pulled. Valid while its token lies on the edge."""
 
-    def __init__(self, puller: Puller, slots: list[SourceSlot]) -> None:
+    def __init__(self, puller: Puller, slots: list[RemoteSlot]) -> None:
         self._puller = puller
         self._slots = slots
 
@@ -309,7 +247,7 @@ class WeightVersion:
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """Global shapes and wire dtypes of what the source sends."""
-        return self._slots[0].manifest.catalog.parameters
+        return self._slots[0].catalog.parameters
 
     def load_into(
         self, tensors: Mapping[str, torch.Tensor], layout: Layout | None = None, deadline_s: float = 600.0
@@ -337,7 +275,10 @@ class WeightVersion:
     def read_all(self, deadline_s: float = 600.0) -> dict[str, torch.Tensor]:
         """Every parameter whole, proved, in the dtype it travels in: for checkpoints of what lies on the edge."""
         full = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in self.parameters.items()}
-        self.load_into(full, deadline_s=deadline_s)
+        with torch.no_grad():
+            self._puller.pull(
+                self._slots, full, None, deadline_s, keep_plan=False
+            )  # the plan would keep ``full`` alive
         return full
 
 

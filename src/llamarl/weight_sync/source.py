@@ -1,51 +1,40 @@
 """The source rank's side of a hand-over: lay out a slot, fill it block by block, prove it, mark it ready.
 
-    slot = [ header | catalog | checksums | data blocks ]
-             state: EMPTY -> WRITING -> READY -> WRITING -> ...
-             generation: +1 at each begin; a reader that meets another generation than its handle's came too late
+    publish ─▶ next slot of the ring ─▶ WRITING ─▶ copy a block (cast on the way), checksum it while it is in the cache,
+                                                    count it ─▶ ... ─▶ READY
 
-Slots form a ring and are registered once; publishing a version allocates nothing.
+Slots are registered once and reused; publishing a version allocates nothing. With ``background=True`` the handle leaves
+at once and a thread fills the slot: sinks follow block by block, and the trainer goes on with its next forward and
+backward pass. It calls ``wait`` before it changes the tensors.
 """
 
 from __future__ import annotations
 
 import os
-import struct
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from llamarl.errors import WeightSyncError
+from llamarl.errors import DeadlineExceeded, WeightSyncError
 from llamarl.weight_sync.checksum import digest
-from llamarl.weight_sync.layout import Layout, ParameterSpec, Piece, replicated_layout, shift
+from llamarl.weight_sync.layout import (
+    HeldShard,
+    Layout,
+    ParameterSpec,
+    Piece,
+    layout_of_rank,
+    replicated_layout,
+    shift,
+)
 from llamarl.weight_sync.manifest import Catalog, build_catalog, manifest_checksum
-from llamarl.weight_sync.transports.base import Address, SourceBuffer, SourceTransport
+from llamarl.weight_sync.slot import PAGE, SlotHandle, SlotState, Word, header_words
+from llamarl.weight_sync.transports.base import SourceBuffer, SourceTransport
 
-__all__ = ["EMPTY", "READY", "SLOT_HEADER", "WRITING", "Publisher", "SlotHandle", "dtype_name", "torch_dtype"]
-
-EMPTY, WRITING, READY = 0, 1, 2
-SLOT_HEADER = struct.Struct("<8sQQqQQQQ")
-"""magic, state, generation, version, catalog offset, catalog bytes, checksums offset, data offset."""
-SLOT_MAGIC = b"lrlslot1"
-_PAGE = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class SlotHandle:
-    """One source rank's share of one version. Small and picklable."""
-
-    source_rank: int
-    version: int
-    slot: int
-    generation: int
-    address: Address
-    transport: str
-    pid: int
-    data_offset: int
-    catalog_checksum: int
-    manifest_checksum: int
+__all__ = ["Publisher", "dtype_name", "torch_dtype"]
 
 
 @dataclass
@@ -56,11 +45,16 @@ class _Slot:
     """By block: (view of the buffer, local tensor, slice of it)."""
     blocks: list[memoryview]
     """By block: its bytes."""
+    words: npt.NDArray[np.uint64]
+    """The header."""
+    checksums: npt.NDArray[np.uint64]
+    """[num_blocks], in the slot."""
     generation: int
 
     def close(self) -> None:
         self.copies.clear()
         self.blocks.clear()
+        self.words = self.checksums = np.empty(0, np.uint64)
         self.buffer.close()
 
 
@@ -84,6 +78,8 @@ class Publisher:
         self._catalog_checksum = 0
         self._made_for: tuple[object, ...] | None = None
         self._count = 0
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
 
     @property
     def catalog(self) -> Catalog | None:
@@ -95,47 +91,49 @@ class Publisher:
         version: int,
         tensors: Mapping[str, torch.Tensor],
         *,
-        layout: Layout | None = None,
+        layout: Layout | Mapping[str, HeldShard] | None = None,
         wire_dtype: torch.dtype | None = None,
         sink_layout: Layout | None = None,
+        background: bool = False,
+        done: Callable[[], None] | None = None,
     ) -> SlotHandle:
-        """Copy the shards into the next slot, cast on the way, and mark it ready. The tensors are free when it returns.
+        """Copy the shards into the next slot, cast on the way, and mark it ready.
 
         Args:
             tensors: This rank's local tensors, by the names the layout's pieces use.
-            layout: All source ranks' pieces; None: every rank holds every tensor whole.
+            layout: All source ranks' pieces, or this rank's shards by parameter; None: every rank holds every tensor
+                whole.
             wire_dtype: Floating-point parameters travel in it; None: in their own dtype.
             sink_layout: What the sinks will ask for, if known; the slot is then cut to fit.
+            background: Return at once. The tensors must not change before ``wait`` has returned or ``done`` was called.
+            done: Called when the tensors are free, also after a failure; from the copying thread if ``background``.
 
         Raises:
             ValueError: The tensors do not fit the layout.
-            WeightSyncError: No memory for the slots.
+            WeightSyncError: No memory for the slots, or the copy of the version before this one failed.
         """
+        self.wait()
         local = {name: _plain(tensor) for name, tensor in tensors.items()}
         self._prepare(local, layout, wire_dtype, sink_layout)
-        assert self._catalog is not None
         index = self._count % self._num_slots
         self._count += 1
         slot = self._slot(index)
         slot.generation += 1
+        slot.words[Word.STATE] = SlotState.WRITING
+        slot.words[Word.GENERATION] = slot.generation
+        slot.words[Word.VERSION] = version
+        slot.words[Word.PROGRESS] = 0
+        checksum: int | None = None
+        if background:
+            self._thread = threading.Thread(
+                target=self._fill_in_background, args=(slot, local, version, done), name="weight-copy", daemon=True
+            )
+            self._thread.start()
+        else:
+            checksum = self._fill(slot, local, version)
+            if done is not None:
+                done()
         checksums_offset, data_offset = self._offsets()
-        memory = slot.buffer.data.numpy()
-        raw = memory.data
-
-        def mark(state: int) -> None:
-            SLOT_HEADER.pack_into(
-                raw, 0, SLOT_MAGIC, state, slot.generation, version, _PAGE, len(self._catalog_bytes),
-                checksums_offset, data_offset,
-            )  # fmt: skip
-
-        mark(WRITING)
-        checksums = np.empty(len(slot.blocks), np.uint64)
-        for block, copies in enumerate(slot.copies):
-            for view, name, where in copies:
-                view.copy_(local[name][where])
-            checksums[block] = digest(slot.blocks[block])
-        memory[checksums_offset : checksums_offset + checksums.nbytes] = checksums.view(np.uint8)
-        mark(READY)
         return SlotHandle(
             source_rank=self._rank,
             version=version,
@@ -144,13 +142,61 @@ class Publisher:
             address=slot.buffer.address,
             transport=self._transport.name,
             pid=os.getpid(),
-            data_offset=data_offset,
+            catalog_bytes=len(self._catalog_bytes),
             catalog_checksum=self._catalog_checksum,
-            manifest_checksum=manifest_checksum(version, self._catalog_checksum, checksums),
+            checksums_offset=checksums_offset,
+            data_offset=data_offset,
+            manifest_checksum=checksum,
         )
+
+    def wait(self, deadline_s: float = 600.0) -> None:
+        """Return when no tensor is being read any more.
+
+        Raises:
+            WeightSyncError: The copy failed; the message carries its cause.
+            DeadlineExceeded: It is still running after ``deadline_s`` seconds.
+        """
+        if self._thread is not None:
+            self._thread.join(deadline_s)
+            if self._thread.is_alive():
+                raise DeadlineExceeded(
+                    f"source rank {self._rank} has waited {deadline_s:g} s for its own copy of the weights into a slot; "
+                    "the machine is short of memory or cores"
+                )
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise WeightSyncError(f"source rank {self._rank}: a version could not be published: {failure}") from failure
+
+    def _fill(self, slot: _Slot, local: Mapping[str, torch.Tensor], version: int) -> int:
+        for block, copies in enumerate(slot.copies):
+            for view, name, where in copies:
+                view.copy_(local[name][where])
+            slot.checksums[block] = digest(slot.blocks[block])
+            slot.words[Word.PROGRESS] = block + 1
+        checksum = manifest_checksum(version, self._catalog_checksum, slot.checksums)
+        slot.words[Word.MANIFEST_CHECKSUM] = checksum
+        slot.words[Word.STATE] = SlotState.READY
+        return checksum
+
+    def _fill_in_background(
+        self, slot: _Slot, local: Mapping[str, torch.Tensor], version: int, done: Callable[[], None] | None
+    ) -> None:
+        try:
+            with torch.no_grad():
+                self._fill(slot, local, version)
+        except Exception as error:  # raised again by wait(), on the thread that can act on it
+            slot.words[Word.STATE] = SlotState.FAILED
+            self._failure = error
+        finally:
+            if done is not None:
+                done()
 
     def close(self) -> None:
         """Free the slots. Idempotent."""
+        if self._thread is not None:
+            self._thread.join(60.0)
+            self._thread = None
         for index, slot in enumerate(self._slots):
             if slot is not None:
                 self._slots[index] = None
@@ -171,7 +217,7 @@ class Publisher:
     def _prepare(
         self,
         local: Mapping[str, torch.Tensor],
-        layout: Layout | None,
+        layout: Layout | Mapping[str, HeldShard] | None,
         wire_dtype: torch.dtype | None,
         sink_layout: Layout | None,
     ) -> None:
@@ -179,7 +225,12 @@ class Publisher:
         made_for = (signature, layout, wire_dtype, sink_layout)
         if made_for == self._made_for:
             return
-        source = layout if layout is not None else _whole(local, self._num_source_ranks)
+        if layout is None:
+            source = _whole(local, self._num_source_ranks)
+        elif isinstance(layout, Layout):
+            source = layout
+        else:
+            source = layout_of_rank(layout, self._rank, self._num_source_ranks)
         if source.num_ranks != self._num_source_ranks:
             raise ValueError(f"the layout counts {source.num_ranks} source ranks, the channel {self._num_source_ranks}")
         _check_tensors(source, self._rank, local)
@@ -192,16 +243,16 @@ class Publisher:
 
     def _offsets(self) -> tuple[int, int]:
         assert self._catalog is not None
-        checksums = -(-(_PAGE + len(self._catalog_bytes)) // 64) * 64
-        data = -(-(checksums + 8 * len(self._catalog.blocks)) // _PAGE) * _PAGE
+        checksums = -(-(PAGE + len(self._catalog_bytes)) // 64) * 64
+        data = -(-(checksums + 8 * len(self._catalog.blocks)) // PAGE) * PAGE
         return checksums, data
 
     def _new_slot(self, generation: int) -> _Slot:
         catalog = self._catalog
         assert catalog is not None
-        _, data_offset = self._offsets()
+        checksums_offset, data_offset = self._offsets()
         buffer = self._transport.register(data_offset + max(64, catalog.nbytes))
-        buffer.data[_PAGE : _PAGE + len(self._catalog_bytes)] = torch.frombuffer(
+        buffer.data[PAGE : PAGE + len(self._catalog_bytes)] = torch.frombuffer(
             bytearray(self._catalog_bytes), dtype=torch.uint8
         )
         pieces: dict[str, list[Piece]] = {}
@@ -225,7 +276,9 @@ class Publisher:
                 )
             copies.append(views)
         blocks = [memory.data[b.offset : b.offset + b.nbytes] for b in catalog.blocks]
-        return _Slot(buffer, catalog, copies, blocks, generation)
+        whole = buffer.data.numpy()
+        checksums = whole[checksums_offset : checksums_offset + 8 * len(blocks)].view(np.uint64)
+        return _Slot(buffer, catalog, copies, blocks, header_words(whole), checksums, generation)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSen
 from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
 from llamarl.weight_sync.checksum import BLOCK_BYTES
 from llamarl.weight_sync.layout import ParameterSpec, Shard, fuse, mesh_layout
-from llamarl.weight_sync.source import SLOT_HEADER, SLOT_MAGIC, WRITING
+from llamarl.weight_sync.slot import PAGE, SlotState, Word
 
 
 def ends(sources: int = 1, sinks: int = 1, capacity: int = 1) -> tuple[list[WeightsSender], list[WeightsReceiver]]:
@@ -131,11 +132,7 @@ def test_slot_overwritten_between_receive_and_load_is_refused() -> None:
 def test_half_written_slot_is_refused() -> None:
     (sender,), (receiver,) = ends()
     handle = sender.send(0, WeightsPayload(version=4, tensors=model()))
-    memory = sender._publisher._slots[handle.slot].buffer.data.numpy()
-    fields = list(SLOT_HEADER.unpack_from(memory.data))
-    fields[1] = WRITING
-    SLOT_HEADER.pack_into(memory.data, 0, *fields)
-    assert fields[0] == SLOT_MAGIC
+    sender._publisher._slots[handle.slot].words[Word.STATE] = SlotState.WRITING
     with pytest.raises(WeightSyncError, match="is writing with version 4"):
         receiver.receive((handle,), 5.0)
 
@@ -178,9 +175,10 @@ def test_altered_catalog_and_altered_checksums_are_found() -> None:
         (sender,), (receiver,) = ends()
         handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
         memory = sender._publisher._slots[handle.slot].buffer.data
-        *_, catalog_at, _, checksums_at, _ = SLOT_HEADER.unpack_from(memory.numpy().data)
-        memory[(catalog_at if where == "catalog" else checksums_at) + 3] ^= 1
-        with pytest.raises(WeightSyncError, match="nothing was loaded"):
+        memory[(PAGE if where == "catalog" else handle.checksums_offset) + 3] ^= 1
+        with pytest.raises(
+            WeightSyncError, match=f"its {'catalog' if where == 'catalog' else 'manifest'} does not match"
+        ):
             receiver.receive((handle,), 5.0)
 
 
@@ -243,7 +241,7 @@ def test_closed_source_is_gone() -> None:
 def test_deadline_names_sink_version_and_limit() -> None:
     (sender,), (receiver,) = ends()
     version = receiver.receive((sender.send(0, WeightsPayload(version=3, tensors=model())),), 5.0)
-    with pytest.raises(DeadlineExceeded, match=r"sink rank 0 has been loading version 3 .*limit 0 s"):
+    with pytest.raises(DeadlineExceeded, match=r"sink rank 0 is loading version 3: .*limit 0 s"):
         version.load_into(zeros_like(model()), deadline_s=0.0)
 
 
@@ -285,6 +283,27 @@ def test_fsdp_by_tp_to_fused_tp_is_reshard_of_the_whole() -> None:
             receiver.receive(tuple(handles), 5.0).load_into(got, sink)
             assert torch.equal(got["qk"], torch.cat([full["q"].chunk(2)[rank], full["k"].chunk(2)[rank]]))
             assert torch.equal(got["o"], full["o"].chunk(2, dim=1)[rank])
+
+
+@dataclass(frozen=True)
+class Held:
+    shape: tuple[int, ...]
+    dtype: str
+    box: tuple[tuple[int, int], ...]
+
+
+def test_each_rank_may_describe_only_itself() -> None:
+    senders, (receiver,) = ends(sources=3)
+    full = torch.arange(20.0).view(5, 4)
+    handles = []
+    for rank, (start, stop) in enumerate([(0, 2), (2, 4), (4, 5)]):
+        held = {
+            "w": Held((5, 4), "float32", ((start, stop), (0, 4))),
+            "none": Held((1, 2), "float32", ((rank > 0, 1), (0, 2))),
+        }
+        tensors = {"w": full[start:stop].clone(), "none": torch.full((1 if rank == 0 else 0, 2), 7.0)}
+        handles.append(senders[rank].send(0, WeightsPayload(version=1, tensors=tensors, layout=held)))
+    assert_bits_equal(receiver.receive(tuple(handles), 5.0).read_all(), {"w": full, "none": torch.full((1, 2), 7.0)})
 
 
 def test_layout_of_another_size_is_a_callers_mistake() -> None:

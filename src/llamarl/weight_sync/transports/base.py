@@ -66,6 +66,10 @@ class RemoteBuffer(Protocol):
         """
         ...
 
+    def check_source(self) -> None:
+        """Raise WeightSyncError if the source is known to be gone. Cheap: asked while waiting for a slow source."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from llamarl.channels.segments import MappedSegment, Segment, SegmentHandle, open_segment, tensor_over
+from llamarl.channels.segments import MappedSegment, Segment, SegmentHandle, open_segment, owner_holds, tensor_over
 from llamarl.errors import ChannelError, WeightSyncError
 
 __all__ = ["SharedMemorySink", "SharedMemorySource"]
@@ -58,6 +58,10 @@ class _Remote:
 
     def read(self, offset: int, into: torch.Tensor, deadline_s: float) -> None:
         into.copy_(self._data[offset : offset + into.numel()])
+
+    def check_source(self) -> None:
+        if not owner_holds(self._segment.handle):
+            raise WeightSyncError("the source has ended or closed its buffer")
 
     def close(self) -> None:
         self._data = torch.empty(0, dtype=torch.uint8)
