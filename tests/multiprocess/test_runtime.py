@@ -290,3 +290,28 @@ def test_a_failing_program_tells_its_cause_once(tmp_path: Path, trouble: str, ca
     assert lines and lines[0].startswith("ended: executor 'doubler'") and len(lines) <= 2, err
     assert err.count("ended:") == 1 and not any(noise in err for noise in ("Unhandled", "onarch", "Task was")), err
     assert _gone(pids, within_s=1.0)
+
+
+def test_a_failure_that_monarch_tells_late_hits_only_the_job_it_is_about() -> None:
+    from llamarl.runtime.job import plan_workers
+    from llamarl.runtime.monarch_processes import Processes
+
+    plans = plan_workers(
+        *job(num_ranks=2),
+        run_dir=None,
+        seed=0,
+        first_tick=0,
+        load_from=None,
+        pull_deadline_s=1.0,
+        collective_timeout_s=1.0,
+        channel_factory=str(HERE),
+        deterministic=True,
+    )
+    earlier, later = Processes(plans, {}), Processes(plans, {})
+    for processes in (earlier, later):
+        processes._on_fault(earlier._mesh_name("doubler") + "-xYz", "MeshFailure(crashed_ranks=[1], ...)")
+    failure = earlier.events.get(timeout=1.0)
+    assert (failure.executor, failure.rank) == ("doubler", 1)  # type: ignore[union-attr]
+    assert later.events.empty()
+    for processes in (earlier, later):
+        processes._reader.close(0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import queue
 import re
@@ -37,6 +38,7 @@ _WHERE_S = 1.0
 _STOP_S = 2.0
 _KILL_S = 2.0
 _OUTPUT_S = 1.0
+_runtimes = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Processes:
         self._meshes: list[ProcMesh] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False
+        self._token = f"j{os.getpid()}r{next(_runtimes)}"
         self._reader = OutputReader()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llamarl-runtime", daemon=True)
@@ -157,7 +160,8 @@ class Processes:
                 bootstrap_command=self._bootstrap_commands(name, local=name not in self._hosts),
             )
             self._meshes.append(mesh)
-            actors, witnesses = (mesh.spawn(kind.__name__, kind).flatten("rank") for kind in (RankActor, Witness))
+            actors = mesh.spawn(self._mesh_name(name), RankActor).flatten("rank")
+            witnesses = mesh.spawn("witness", Witness).flatten("rank")
             for rank in ranks:
                 rank.actor, rank.witness = actors.slice(rank=rank.rank), witnesses.slice(rank=rank.rank)
             hellos: list[Hello] = await asyncio.gather(*(rank.actor.hello.call_one() for rank in ranks))
@@ -228,9 +232,20 @@ class Processes:
             # At "the beginning of time", before every exception: peers that miss a dead process fail because of it.
             self.events.put(_failure(rank.executor, rank.rank, rank.doing, cause, rank.pid, at_s=float("-inf")))
 
-    def _on_fault(self, text: str) -> None:
+    def _mesh_name(self, executor: str) -> str:
+        """Names that no other runtime of this process uses, so that Monarch's late reports find the right one."""
+        return f"{re.sub(r'[^a-z0-9]', '', executor.lower())}{self._token}n{list(self._plans).index(executor)}"
+
+    def _on_fault(self, mesh_name: str, text: str) -> None:
         """Monarch tells of a failure that no call waited for: an idle process on another host died."""
-        self.events.put(_failure("?", 0, "supervision", text, 0, at_s=time.monotonic()))
+        name = next((name for name in self._plans if mesh_name.startswith(self._mesh_name(name) + "-")), None)
+        if name is None:
+            return
+        crashed = re.search(r"crashed_ranks=\[(\d+)", text)  # in the text only
+        rank = self.ranks[name][int(crashed[1]) if crashed else 0]
+        if not rank.dead:
+            cause = f"Monarch reports: {text.strip()}"
+            self.events.put(_failure(name, rank.rank, rank.doing, cause, rank.pid, at_s=time.monotonic()))
 
     async def _where(self, ranks: Sequence[Rank]) -> list[str]:
         async def ask(rank: Rank) -> str:
