@@ -30,6 +30,7 @@ from llamarl.models.parallel import (
     ParameterShard,
     apply_fully_shard,
     apply_tensor_parallel,
+    gather_parameters,
     local_tensor,
     make_layout,
     parameter_shards,
@@ -229,12 +230,18 @@ class Trainer:
         self.num_skipped_in_a_row = values["num_skipped_in_a_row"]
 
     def export(self, folder: Path) -> None:
-        """Write the current version as a Hugging Face folder."""
+        """Write the current version as a Hugging Face folder. All ranks call it; rank 0 writes, file by file."""
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(self.config.export_dtype)
+        whole = gather_parameters(self.parameters_for_sync(), self._shards, self.layout)
+        if self.layout.rank != 0:
+            for _ in whole:  # send this rank's parts
+                raise AssertionError("only rank 0 receives whole parameters")
+            return
         export_folder(
             Path(folder),
             self.policy.model,
-            iter(self.parameters_for_sync().items()),
+            whole,
+            {name: shard.shape for name, shard in self._shards.items()},
             source=self.model_path,
             dtype=dtype or source_dtype(self.model_path),
         )
