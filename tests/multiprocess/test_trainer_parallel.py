@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,35 +20,34 @@ from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "unit" / "trainer"))
+sys.path.insert(0, str(HERE))
+import trainer_ranks  # noqa: E402
 from training_fixtures import write_model  # noqa: E402
+
+_SERVER = multiprocessing.get_context("forkserver")
 
 FAMILIES = ("llama", "qwen3", "gemma2")
 LAYOUTS = ("2x1", "1x2", "2x2")
 
 
 def _launch(folder: Path, world: int, cases: list[str]) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    program = str(HERE / "trainer_ranks.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program, str(rank), str(world), str(folder), *cases],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        for rank in range(world)
-    ]
+    ranks = [_SERVER.Process(target=trainer_ranks.main, args=(rank, world, folder, cases)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
     try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+        for rank in ranks:
+            rank.join(timeout=240)
+        assert [rank.exitcode for rank in ranks] == [0] * world  # a rank's traceback is in the captured stderr
     finally:
         for rank in ranks:
             rank.kill()
-    for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, output
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All layouts of all families, each set of processes started once."""
     folder = tmp_path_factory.mktemp("ranks")
+    _SERVER.set_forkserver_preload(["trainer_ranks"])
     for family in FAMILIES:
         write_model(folder / family, family)
     _launch(folder, 1, [f"{family}:1x1" for family in FAMILIES])
@@ -85,7 +83,9 @@ def test_parts_of_all_ranks_make_the_weights_of_one_process(runs: Path, family: 
         for report, tensors in zip(reports, parts, strict=True):
             where = tuple(slice(start, stop) for start, stop in report["boxes"][name])
             covered[where] = True
-            torch.testing.assert_close(tensors[name], whole[where], rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                tensors[name], whole[where], rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
         assert covered.all(), name
 
 

@@ -1,6 +1,6 @@
 """One rank of a trainer under test: train three ticks in each asked layout, leave weights and metrics in a folder.
 
-Usage: trainer_ranks.py RANK WORLD FOLDER FAMILY:FSDPxTP ...
+``main`` runs in processes forked from a server that has imported this module, so that torch is imported once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,3 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         trainer.export(out / "model")
     if world > 1:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
