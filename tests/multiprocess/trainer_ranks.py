@@ -15,12 +15,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
-from training_fixtures import make_groups  # noqa: E402
+from training_fixtures import make_groups
 
-from llamarl.algorithms.config import AlgorithmConfig  # noqa: E402
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig  # noqa: E402
-from llamarl.trainer.step import Trainer  # noqa: E402
-from llamarl.types import Group  # noqa: E402
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.step import Trainer
+from llamarl.types import Group
 
 NUM_TICKS = 3
 LENGTHS_DIFFER = {"num_groups": 5, "group_size": 3, "max_response": 20}
