@@ -26,13 +26,19 @@ TRL_PACKAGES = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face folder of SmolLM2-135M-Instruct (examples/smollm2)")
+    parser.add_argument(
+        "--model", required=True, help="Hugging Face folder of SmolLM2-135M-Instruct (examples/smollm2)"
+    )
     parser.add_argument("--json", help="write the report here")
     parser.add_argument("--trl-env", default="runs/trl-env", help="virtual environment for TRL; made if missing")
     parser.add_argument("--rounds", type=int, default=2, help="A B rounds")
     parser.add_argument("--trl-steps", type=int, default=2, help="timed TRL steps a round, after one of warm-up")
-    parser.add_argument("--llamarl-steps", type=int, default=6, help="timed llamarl steps a round, after two of warm-up")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 16], help="TRL micro-batch sizes; the best counts")
+    parser.add_argument(
+        "--llamarl-steps", type=int, default=6, help="timed llamarl steps a round, after two of warm-up"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, nargs="+", default=[8, 16], help="TRL micro-batch sizes; the best counts"
+    )
     args = parser.parse_args()
     sizes = {"prompts_per_step": 8, "group_size": 8, "max_new_tokens": 64}
     cores = len(os.sched_getaffinity(0))
@@ -52,7 +58,14 @@ def main() -> None:
     llamarl = spread([s for run in ours for s in run["step_s"]])
     trl = min((spread(run["step_s"]) for run in theirs), key=lambda s: s["median"])
     ratio = llamarl["median"] / trl["median"]
-    results = {"sizes": sizes, "task": TASK, "llamarl_step_s": llamarl, "trl_step_s": trl, "llamarl_runs": ours, "trl_runs": theirs}
+    results = {
+        "sizes": sizes,
+        "task": TASK,
+        "llamarl_step_s": llamarl,
+        "trl_step_s": trl,
+        "llamarl_runs": ours,
+        "trl_runs": theirs,
+    }
     write_report(args.json, results, [claim("llamarl's step over TRL's best step", ratio, 0.5, at_least=False)])
 
 

@@ -36,7 +36,9 @@ def machine() -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
         model = names[0] if names else model
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -62,7 +64,9 @@ def versions() -> dict[str, str]:
 def write_report(path: str | None, results: dict[str, Any], claims: Sequence[dict[str, Any]]) -> None:
     """Print the claims; write everything to ``path`` if given."""
     for entry in claims:
-        print(f"{'reached' if entry['ok'] else 'MISSED '}  {entry['claim']}: {entry['value']:.4g} (bar {entry['bar']:.4g})")
+        print(
+            f"{'reached' if entry['ok'] else 'MISSED '}  {entry['claim']}: {entry['value']:.4g} (bar {entry['bar']:.4g})"
+        )
     if path:
         report = {
             "machine": machine(),

@@ -75,7 +75,12 @@ def build(delay: int = 2) -> Graph:
             ChannelSpec(name="numbers", kind=ChannelKind.GATHER, source="source", sink="doubler", capacity=room),
             ChannelSpec(name="doubled", kind=ChannelKind.GATHER, source="doubler", sink="collector", capacity=room),
             ChannelSpec(
-                name="feedback", kind=ChannelKind.BROADCAST, source="collector", sink="source", delay=delay, capacity=room
+                name="feedback",
+                kind=ChannelKind.BROADCAST,
+                source="collector",
+                sink="source",
+                delay=delay,
+                capacity=room,
             ),
         ),
     )

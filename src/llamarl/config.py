@@ -130,9 +130,13 @@ def load_config(recipe: Path | str | None, overrides: Sequence[str] = ()) -> Run
         try:
             raw = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            raise ConfigError(f"recipe {path} does not exist; recipes that ship with llamarl lie in recipes/") from error
+            raise ConfigError(
+                f"recipe {path} does not exist; recipes that ship with llamarl lie in recipes/"
+            ) from error
         except IsADirectoryError as error:
-            raise ConfigError(f"recipe {path} is a folder; give a TOML file (a run's own is {path}/config.toml)") from error
+            raise ConfigError(
+                f"recipe {path} is a folder; give a TOML file (a run's own is {path}/config.toml)"
+            ) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"recipe {path} is not valid TOML: {error}") from error
     raw = apply_overrides(raw, overrides)
@@ -152,7 +156,10 @@ def validate(raw: Mapping[str, Any]) -> RunConfig:
         return _adapter().validate_python(raw)
     except ValidationError as error:
         lines = [_explain(e, raw) for e in error.errors()]
-        raise ConfigError(f"{len(lines)} mistake{'s' * (len(lines) > 1)} in the configuration:\n" + "\n".join(f"  - {line}" for line in lines)) from None
+        raise ConfigError(
+            f"{len(lines)} mistake{'s' * (len(lines) > 1)} in the configuration:\n"
+            + "\n".join(f"  - {line}" for line in lines)
+        ) from None
 
 
 def _explain(error: Any, raw: Mapping[str, Any]) -> str:

@@ -34,11 +34,18 @@ class CommandLine:
     """Starts ``llamarl`` as a user would, in a process of its own."""
 
     def train(
-        self, run_dir: Path, settings: dict[str, Any] | None = None, *flags: str, recipe: Path = RECIPE, limit_s: float = 240
+        self,
+        run_dir: Path,
+        settings: dict[str, Any] | None = None,
+        *flags: str,
+        recipe: Path = RECIPE,
+        limit_s: float = 240,
     ) -> subprocess.CompletedProcess[str]:
         return self.run(["train", str(recipe), *flags, *arguments(run_dir, settings or {})], limit_s=limit_s)
 
-    def run(self, words: Sequence[str], *, limit_s: float = 240, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, words: Sequence[str], *, limit_s: float = 240, stdin: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "llamarl.cli.main", *words],
             capture_output=True,
@@ -50,7 +57,15 @@ class CommandLine:
 
     def start(self, run_dir: Path, settings: dict[str, Any] | None = None, *flags: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "llamarl.cli.main", "train", str(RECIPE), *flags, *arguments(run_dir, settings or {})],
+            [
+                sys.executable,
+                "-m",
+                "llamarl.cli.main",
+                "train",
+                str(RECIPE),
+                *flags,
+                *arguments(run_dir, settings or {}),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

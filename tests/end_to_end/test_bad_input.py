@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from conftest import CommandLine, rows
 
 MATH = {"task.name": '"math"', "run.num_ticks": 1}
@@ -25,7 +24,11 @@ def math_files(folder: Path, text: str) -> dict[str, Any]:
 
 
 CASES: dict[str, tuple[Any, int, list[str]]] = {
-    "unknown key": ({"schedule.max_stalenes": 0}, 2, ["schedule.max_stalenes", "did you mean 'schedule.max_staleness'"]),
+    "unknown key": (
+        {"schedule.max_stalenes": 0},
+        2,
+        ["schedule.max_stalenes", "did you mean 'schedule.max_staleness'"],
+    ),
     "unknown section": ({"trainr.lr": 1}, 2, ["trainr", "did you mean 'trainer"]),
     "wrong type": ({"schedule.max_staleness": '"two"'}, 2, ["schedule.max_staleness", "'two'", "integer"]),
     "value out of range": ({"schedule.max_staleness": -1}, 2, ["schedule.max_staleness must be >= 0", "-1"]),
@@ -84,7 +87,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(llamarl: CommandLine, tmp_
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
-REWARDS = '''
+REWARDS = """
 import math, os, time
 def raises(prompt, response, answer): raise KeyError("no such unit")
 def hangs(prompt, response, answer): time.sleep(3600)
@@ -94,12 +97,18 @@ def text(prompt, response, answer): return "good"
 def mixed(prompt, response, answer):
     if len(response) % 2: raise ValueError("odd")
     return 1.0
-'''
+"""
 
 
 @pytest.mark.parametrize(
     ("function", "kind"),
-    [("raises", "exception"), ("hangs", "timeout"), ("dies", "crash"), ("nan", "not_a_number"), ("text", "not_a_number")],
+    [
+        ("raises", "exception"),
+        ("hangs", "timeout"),
+        ("dies", "crash"),
+        ("nan", "not_a_number"),
+        ("text", "not_a_number"),
+    ],
 )
 def test_a_reward_that_fails_is_counted_and_never_scored_zero(
     llamarl: CommandLine, tmp_path: Path, function: str, kind: str
@@ -122,7 +131,9 @@ def test_a_reward_that_fails_is_counted_and_never_scored_zero(
     assert kind in line
 
 
-def test_failed_samples_are_left_out_of_the_baseline_and_the_rest_still_teach(llamarl: CommandLine, tmp_path: Path) -> None:
+def test_failed_samples_are_left_out_of_the_baseline_and_the_rest_still_teach(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     done = llamarl.train(tmp_path / "run", {**INLINE, "task.reward": json.dumps(f"{tmp_path / 'rewards.py'}:mixed")})
     assert done.returncode == 0, done.stdout + done.stderr

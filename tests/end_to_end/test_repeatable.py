@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from conftest import CommandLine, rows, wait_until
+
 from llamarl.observability.keys import is_timing_key
 
 PARTIAL = {"generator.max_segments": 2, "generator.oversubscription": 1.5}

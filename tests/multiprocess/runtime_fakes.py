@@ -170,3 +170,26 @@ def make_sender(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink
 
 def make_receiver(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> _Direct:
     return _Direct(spec)
+
+
+class Reducer(_Fake):
+    """Sums rank + 1 over its ranks by ``torch.distributed``; the metric tells what torch was pinned to."""
+
+    def setup(self) -> None:
+        import torch.distributed
+
+        assert torch.distributed.is_initialized()
+
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
+        import torch
+
+        number = torch.tensor([self.context.rank + 1.0])
+        self._trouble(tick)
+        torch.distributed.all_reduce(number)
+        return StepResult(
+            metrics={
+                "sum": number.item(),
+                "threads": torch.get_num_threads(),
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+            }
+        )

@@ -83,5 +83,7 @@ def test_every_module_declares_what_it_exports(path: Path) -> None:
         return
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree), f"{path} has no docstring"
-    names = {t.id for node in tree.body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)}
+    names = {
+        t.id for node in tree.body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)
+    }
     assert "__all__" in names, f"{path} has no __all__"

@@ -27,6 +27,7 @@ import llamarl
 
 __all__ = [
     "FORMAT",
+    "FREE_TO_CHANGE",
     "MANIFEST",
     "Checkpoint",
     "FileRecord",

@@ -99,9 +99,7 @@ def _evaluate(config: Any, responses: str | None) -> dict[str, Any]:
     prompts = stream.eval_prompts(config.evaluation.num_prompts)
     samples = config.evaluation.samples_per_prompt
     print(f"sampling {len(prompts)} prompts x {samples} responses ...", file=sys.stderr)
-    groups = sample_groups(
-        engine, prompts, params, tokenizer, samples_per_prompt=samples, seed=config.run.seed
-    )
+    groups = sample_groups(engine, prompts, params, tokenizer, samples_per_prompt=samples, seed=config.run.seed)
     pool = RewardPool(config.task, seed=config.run.seed)
     try:
         groups = pool.score(groups)
@@ -129,5 +127,7 @@ def _evaluate(config: Any, responses: str | None) -> dict[str, Any]:
 
 def _line(group: Any, response: Any) -> dict[str, Any]:
     outcome = response.outcome
-    verdict = {"reward": outcome.value} if hasattr(outcome, "value") else {"failed": outcome.kind, "detail": outcome.detail}
+    verdict = (
+        {"reward": outcome.value} if hasattr(outcome, "value") else {"failed": outcome.kind, "detail": outcome.detail}
+    )
     return {"prompt": group.prompt.text, "answer": group.prompt.answer, "response": response.text} | verdict

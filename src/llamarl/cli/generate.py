@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         while engine.has_work:
             finished = engine.step()
             if stream:
-                text = tokenizer.decode(sequences[0].tokens, skip_special_tokens=True)
+                text = str(tokenizer.decode(sequences[0].tokens, skip_special_tokens=True))
                 if not text.endswith("\ufffd"):  # half of a multi-byte character
                     print(text[shown:], end="", flush=True)
                     shown = len(text)

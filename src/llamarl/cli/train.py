@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import os
-from pathlib import Path
 from typing import Any
-
-from llamarl.errors import CheckpointError, ConfigError
 
 __all__ = ["add_parser", "run"]
 

@@ -87,7 +87,9 @@ def check_graph(executors: Sequence[ExecutorSpec], channels: Sequence[ChannelSpe
 def _check_channel(channel: ChannelSpec, names: Sequence[str]) -> None:
     for role, executor in (("source", channel.source), ("sink", channel.sink)):
         if executor not in names:
-            raise GraphError(f"channel {channel.name!r}: its {role} {executor!r} is no executor; known: {', '.join(names)}")
+            raise GraphError(
+                f"channel {channel.name!r}: its {role} {executor!r} is no executor; known: {', '.join(names)}"
+            )
     if channel.delay < 0:
         raise GraphError(f"channel {channel.name!r}: delay must be >= 0 ticks, got {channel.delay}")
     if channel.capacity < max(1, channel.delay):
@@ -115,7 +117,9 @@ def _check_connected(names: Sequence[str], channels: Sequence[ChannelSpec]) -> N
             seen.add(name)
             stack.extend(neighbours[name])
     if missing := [name for name in names if name not in seen]:
-        raise GraphError(f"executors {', '.join(missing)} are not connected with {names[0]!r}: run them as a job of their own")
+        raise GraphError(
+            f"executors {', '.join(missing)} are not connected with {names[0]!r}: run them as a job of their own"
+        )
 
 
 def _check_live(names: Sequence[str], channels: Sequence[ChannelSpec]) -> None:
@@ -123,7 +127,9 @@ def _check_live(names: Sequence[str], channels: Sequence[ChannelSpec]) -> None:
     empty: dict[str, list[tuple[str, str]]] = {name: [] for name in names}
     for channel in channels:
         if channel.delay == 0:
-            empty[channel.source].append((channel.sink, f"{channel.name!r} ({channel.source} -> {channel.sink}, delay 0)"))
+            empty[channel.source].append(
+                (channel.sink, f"{channel.name!r} ({channel.source} -> {channel.sink}, delay 0)")
+            )
         if channel.capacity - channel.delay == 0:
             room = f"the room on {channel.name!r} (capacity {channel.capacity} = delay {channel.delay})"
             empty[channel.sink].append((channel.source, room))

@@ -1,8 +1,8 @@
 """The LlamaRL job as a graph: which executors a recipe asks for, and the channels between them.
 
-        ┌────────────── weights, delay max_staleness + 1 ◀─────────────┐
-        ▼                                                              │
-    generator ── completions ──▶ reward ── scored ──▶ trainer ─────────┴── eval_weights ──▶ evaluator
+    ┌────────────── weights, delay max_staleness + 1 ◀─────────────┐
+    ▼                                                              │
+generator ── completions ──▶ reward ── scored ──▶ trainer ─────────┴── eval_weights ──▶ evaluator
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import RunConfig
 from llamarl.controller.graph import Graph
 from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.placement import available_cuda_devices
 
 __all__ = ["llamarl_graph"]
+
+_EVALUATION_ROOM = 2
+"""Ticks by which the trainer may be ahead of the evaluator. Each costs one copy of the weights in shared memory."""
 
 
 def llamarl_graph(config: RunConfig) -> Graph:
@@ -20,7 +24,9 @@ def llamarl_graph(config: RunConfig) -> Graph:
     room = config.schedule.max_staleness + 1
     trainer = config.trainer
     executors = [
-        _executor("generator", "Generator", config, config.generator.dp, config.generator.threads, config.generator.device),
+        _executor(
+            "generator", "Generator", config, config.generator.dp, config.generator.threads, config.generator.device
+        ),
         _executor("reward", "Reward", config, 1, 1, "cpu"),
         _executor("trainer", "Trainer", config, trainer.fsdp * trainer.tp, trainer.threads, trainer.device),
     ]
@@ -40,7 +46,7 @@ def llamarl_graph(config: RunConfig) -> Graph:
                 kind=ChannelKind.WEIGHTS,
                 source="trainer",
                 sink="evaluator",
-                capacity=evaluation.every,
+                capacity=_EVALUATION_ROOM,
             )
         )
     return Graph(tuple(executors), tuple(channels))
@@ -53,5 +59,12 @@ def _executor(name: str, kind: str, config: RunConfig, num_ranks: int, threads: 
         config=config,
         num_ranks=num_ranks,
         threads=threads,
-        device=device,
+        device=_device(device),
     )
+
+
+def _device(device: str) -> str:
+    """ "auto" is CUDA where there is one."""
+    if device != "auto":
+        return device
+    return "cuda" if available_cuda_devices() else "cpu"

@@ -51,7 +51,9 @@ class Marking:
         for channel in graph.channels:
             wanted = range(first_tick - channel.delay, first_tick)
             given = initial_tokens.get(channel.name, {})
-            assert set(given) == set(wanted), f"channel {channel.name}: initial tokens {sorted(given)}, need {list(wanted)}"
+            assert set(given) == set(wanted), (
+                f"channel {channel.name}: initial tokens {sorted(given)}, need {list(wanted)}"
+            )
             self._tokens[channel.name] = dict(given)
 
     @property
@@ -84,7 +86,9 @@ class Marking:
         firing = self._busy.pop(executor)
         assert firing.tick == tick, f"{executor} reported tick {tick}, expected {firing.tick}"
         expected = {c.name for c in self.graph.outputs[executor]}
-        assert set(outputs) == expected, f"{executor} tick {tick}: outputs {sorted(outputs)}, expected {sorted(expected)}"
+        assert set(outputs) == expected, (
+            f"{executor} tick {tick}: outputs {sorted(outputs)}, expected {sorted(expected)}"
+        )
         for channel in self.graph.inputs[executor]:
             del self._tokens[channel.name][tick - channel.delay]
         for channel in self.graph.outputs[executor]:
@@ -115,5 +119,7 @@ class Marking:
             if name in self._busy:
                 lines.append(f"  {name}: running tick {self._busy[name].tick}")
             else:
-                lines.append(f"  {name}: at tick {self.done_ticks[name]}, waits for {'; '.join(self._blockers(name)) or 'nothing'}")
+                lines.append(
+                    f"  {name}: at tick {self.done_ticks[name]}, waits for {'; '.join(self._blockers(name)) or 'nothing'}"
+                )
         return "\n".join(lines)

@@ -20,7 +20,7 @@ from llamarl.config import RunConfig, save_config, to_plain
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.job import llamarl_graph
-from llamarl.errors import CheckpointError, ConfigError, LlamaRLError
+from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import resolve_model_path
 from llamarl.observability.job import describe_job
 from llamarl.observability.recorder import Recorder
@@ -209,9 +209,7 @@ class _Observe:
         self._recorder.on_report(report)
 
 
-def _execute(
-    prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | None, load_from: Path | None
-) -> None:
+def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | None, load_from: Path | None) -> None:
     config, graph = prepared.config, prepared.graph
     facts = {
         "model": config.model.path,
@@ -242,7 +240,9 @@ def _execute(
             first_tick=0 if resume_after_tick is None else resume_after_tick + 1,
             load_from=load_from,
             deadlines=config.deadlines,
-            checkpoints=_RunCheckpoints(CheckpointStore(run_dir / "checkpoints", config.checkpoint), prepared, recorder),
+            checkpoints=_RunCheckpoints(
+                CheckpointStore(run_dir / "checkpoints", config.checkpoint), prepared, recorder
+            ),
             observers=[_Observe(recorder)],
         )
         stopped = ""

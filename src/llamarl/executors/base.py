@@ -33,7 +33,8 @@ class ExecutorSpec:
     """``cpu``, ``cuda:N``, a comma-separated list with one a rank (``cuda:2,cuda:3``), or ``cuda``: placement chooses."""
     process_group: str = ""
     """Backend of ``torch.distributed`` that each rank has joined before the factory is called: ``gloo``, ``nccl``,
-    ``cpu:gloo,cuda:nccl``; empty for none. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in any case."""
+    ``cpu:gloo,cuda:nccl``; empty for none. In processes of their own, RANK,
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)

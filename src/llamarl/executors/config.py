@@ -70,9 +70,6 @@ class GeneratorConfig:
     quantization: Literal["none", "int8", "fp8"] = "none"
     """Weights of the linear layers: "none", "int8" (CPU), "fp8" (CUDA). Rebuilt from every weight version."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the generator's weights and activations where not quantized."""
-
     engine: EngineConfig = Field(default_factory=EngineConfig)
 
     dp: int = 1

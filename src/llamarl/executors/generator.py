@@ -192,7 +192,7 @@ def make_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device
     """The engine that the recipe's generator section asks for."""
     return NativeEngine(
         config.model.path,
-        dataclasses.replace(config.generator.engine, dtype=config.generator.dtype),
+        config.generator.engine,
         tokenizer=tokenizer,
         device=device,
         quantization=config.generator.quantization,
@@ -200,7 +200,7 @@ def make_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device
 
 
 def resolve_device(device: str) -> str:
-    """"auto" is CUDA where there is one."""
+    """ "auto" is CUDA where there is one."""
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -224,7 +224,7 @@ def to_response(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> 
         behavior_logprobs=np.asarray(sequence.logprobs, np.float32),
         policy_versions=np.asarray(sequence.policy_versions, np.int32),
         loss_mask=np.asarray(sequence.loss_mask, np.bool_),
-        text=tokenizer.decode(sequence.tokens, skip_special_tokens=True),
+        text=str(tokenizer.decode(sequence.tokens, skip_special_tokens=True)),
         finish_reason=sequence.finish_reason,
         outcome=Failure(kind="generation", detail=sequence.error or sequence.finish_reason) if failed else None,
     )

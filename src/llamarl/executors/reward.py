@@ -36,7 +36,9 @@ class RewardExecutor:
             self._writer = RolloutWriter(self.context.run_dir / "rollouts")
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
-        raise ValueError(f"channel {channel!r} leaves the reward executor with a delay; only the weights edge may have one")
+        raise ValueError(
+            f"channel {channel!r} leaves the reward executor with a delay; only the weights edge may have one"
+        )
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()

@@ -50,13 +50,15 @@ class TrainerExecutor:
             device=self.context.device,
             num_ticks=self.config.run.num_ticks,
         )
+        self._layout = None  # one rank holds every parameter whole
+        self._remember(0)
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
         """The version made at ``source_tick``: version 0 before the run began, saved ones after a resume."""
         version = max(0, source_tick + 1)
         if version == self.trainer.policy_version:
             return self._payload(version)
-        return WeightsPayload(version=version, tensors=self._edge_versions[version], layout=self.trainer.sync_layout())
+        return WeightsPayload(version=version, tensors=self._edge_versions[version], layout=self._layout)
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
@@ -81,9 +83,7 @@ class TrainerExecutor:
             return {"policy_version": float(self.trainer.policy_version), "step/skipped": 1.0}
 
     def _payload(self, version: int) -> WeightsPayload:
-        return WeightsPayload(
-            version=version, tensors=self.trainer.parameters_for_sync(), layout=self.trainer.sync_layout()
-        )
+        return WeightsPayload(version=version, tensors=self.trainer.parameters_for_sync(), layout=self._layout)
 
     def _remember(self, version: int) -> None:
         """Copy this version if a checkpoint comes while it still lies on the weights edge.
@@ -95,9 +95,10 @@ class TrainerExecutor:
         ahead = range(version, version + staleness)  # ticks c whose checkpoint needs this version as an older one
         if staleness and (self._stop or any(saves(c, self.config.run.num_ticks) for c in ahead)):
             self._edge_versions[version] = {
-                name: tensor.detach().to("cpu", copy=True) for name, tensor in self.trainer.parameters_for_sync().items()
+                name: tensor.detach().to("cpu", copy=True)
+                for name, tensor in self.trainer.parameters_for_sync().items()
             }
-        for old in [v for v in self._edge_versions if v < version + 1 - staleness]:
+        for old in [v for v in self._edge_versions if v < version - staleness]:
             del self._edge_versions[old]
 
     def _export(self, folder: Path) -> None:
@@ -122,6 +123,7 @@ class TrainerExecutor:
         assert self.trainer.policy_version == tick + 1, f"{folder}: version {self.trainer.policy_version}, tick {tick}"
         edge = json.loads((folder / "edge.json").read_text(encoding="utf-8"))
         self._edge_versions = {v: load_file(folder / f"edge_version_{v}.safetensors") for v in edge["versions"]}
+        self._remember(self.trainer.policy_version)
 
     def close(self) -> None:
         self._edge_versions = {}

@@ -16,12 +16,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from llamarl.errors import ModelError
 from llamarl.models.attention import check_attention_supported
 from llamarl.models.folders import resolve_model_path
 
+transformers_logging.disable_progress_bar()  # three processes would draw three bars into one console
+
 __all__ = ["load_model", "load_model_config", "load_tokenizer", "resolve_model_path"]
+
 
 def load_model_config(path: str | Path) -> PretrainedConfig:
     """The architecture's configuration, without weights."""

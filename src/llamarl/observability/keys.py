@@ -2,12 +2,16 @@
 
 A row of ``metrics.jsonl`` lists its keys in the order of this table; keys that it does not know (parts of a reward, metrics
 of a user's own executor) follow in alphabetical order. Two runs of one seed have equal rows but for the timing keys.
+
+``python -m llamarl.observability.keys docs/metrics.md`` writes the table anew between the page's two marks.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["KEYS", "MetricKey", "is_integer_key", "is_timing_key", "key_order", "markdown_table"]
 
@@ -116,12 +120,12 @@ KEYS: tuple[MetricKey, ...] = (
         "Unfinished responses that the generator carries into its next tick.",
         integer=True,
     ),
-    _key("controller/bytes", "bytes", "Bytes of orders and reports of this tick, all executors.", integer=True),
     _key("eval/accuracy", "share", "Mean score on held-out prompts; only in rows in which an evaluation ended."),
     _key("eval/policy_version", "updates", "Policy version that was evaluated.", integer=True),
     _key("eval/length_mean", "tokens", "Mean response length in the evaluation."),
 )
 
+_BEGIN, _END = "<!-- keys -->", "<!-- end of keys -->"
 _POSITION = {key.name: position for position, key in enumerate(KEYS)}
 _INTEGERS = frozenset(key.name for key in KEYS if key.integer)
 
@@ -148,3 +152,16 @@ def markdown_table() -> str:
         f"| `{key.name}` | {key.unit} | {key.meaning} | {'no' if is_timing_key(key.name) else 'yes'} |" for key in KEYS
     ]
     return "\n".join(lines) + "\n"
+
+
+def _rewrite(page: Path) -> None:
+    """Put the table between the marks of a page."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise SystemExit(f"{page} has no lines {_BEGIN!r} and {_END!r} to write the table between")
+    page.write_text(f"{before}{_BEGIN}\n{markdown_table()}{_END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _rewrite(Path(sys.argv[1]))

@@ -23,8 +23,11 @@ __all__ = [
     "MetricsLog",
     "Row",
     "TickJoin",
+    "append_all",
+    "cannot_write",
     "merge_metrics",
     "read_metrics",
+    "replace_file",
     "row_to_line",
     "strip_timing",
 ]

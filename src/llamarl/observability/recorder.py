@@ -142,7 +142,9 @@ class Recorder:
                 report.started_s,
                 report.finished_s,
                 spans=report.spans,
-                args={key: float(value) for key, value in report.metrics.items() if math.isfinite(value)},
+                # Bytes through the controller vary by a few with process ids, so they are no key of metrics.jsonl.
+                args={key: float(value) for key, value in report.metrics.items() if math.isfinite(value)}
+                | {"controller/bytes": float(report.controller_bytes)},
             )
         self.console.on_report(report.executor, report.tick)
         return [self._write(tick, items) for tick, items in self._join.add(report.executor, report.tick, timed)]
@@ -223,7 +225,6 @@ class Recorder:
                 end - start for label, start, end in report.spans if label.startswith(WEIGHT_SYNC_SPAN)
             )
         row["time/weight_sync_s"] = weight_sync_s
-        row["controller/bytes"] = sum(timed.report.controller_bytes for timed in items.values())
         return row
 
     def _report_gap(self, resume_after_tick: int | None) -> None:

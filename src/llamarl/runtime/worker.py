@@ -10,6 +10,8 @@ whole and is printed once, by whoever ends the job.
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -36,6 +38,7 @@ __all__ = [
     "rank_device",
 ]
 
+_HERE = os.path.dirname(__file__)
 CHANNEL_FACTORY = "llamarl.channels.factory"
 """Module with ``make_sender`` and ``make_receiver``."""
 
@@ -60,6 +63,8 @@ class WorkerPlan:
     """Longest wait of one collective of the executor's process group."""
     channel_factory: str = CHANNEL_FACTORY
     deterministic: bool = True
+    rendezvous: tuple[str, int] | None = None
+    """Address and port where the ranks of an executor meet for ``torch.distributed``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +125,21 @@ def capture(executor: str, rank: int, doing: str, error: BaseException) -> RankF
     )
 
 
+def stack_of(thread_name: str) -> str:
+    """Where the thread of this process whose name starts so is now, innermost call last, without the shell's own calls."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread.name.startswith(thread_name) and thread.ident in frames:
+            stack = traceback.extract_stack(frames[thread.ident])
+            start = next((i for i in range(len(stack), 0, -1) if os.path.dirname(stack[i - 1].filename) == _HERE), 0)
+            return "\n" + "".join(traceback.format_list(stack[start:] or stack[-1:])).rstrip()
+    return "no call"
+
+
 def _outside_the_shell(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that begins in the executor; all of it if the shell itself raised."""
-    here = os.path.dirname(__file__)
     inner = trace
-    while inner is not None and os.path.dirname(inner.tb_frame.f_code.co_filename) == here:
+    while inner is not None and os.path.dirname(inner.tb_frame.f_code.co_filename) == _HERE:
         inner = inner.tb_next
     return inner or trace
 
@@ -148,6 +163,14 @@ class Worker:
         """Make the executor and the channel ends, restore the state if asked, publish the initial tokens."""
         plan, spec = self._plan, self._plan.spec
         self.pin()
+        if plan.rendezvous is not None:
+            address, port = plan.rendezvous
+            os.environ |= {
+                "RANK": str(plan.rank),
+                "WORLD_SIZE": str(spec.num_ranks),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+            }
         if spec.process_group:
             self._leave_process_group = _join_process_group(spec, plan.rank, plan.collective_timeout_s)
         factory = resolve(spec.factory)

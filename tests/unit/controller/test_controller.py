@@ -87,7 +87,9 @@ def job(max_staleness: int) -> Graph:
         (
             ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward", capacity=room),
             ChannelSpec(name="scored", kind=ChannelKind.SCATTER, source="reward", sink="trainer", capacity=room),
-            ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room),
+            ChannelSpec(
+                name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room
+            ),
         ),
     )
 
@@ -130,7 +132,7 @@ def test_a_stop_is_joined_by_everyone_at_one_tick_whose_state_is_saved() -> None
     with pytest.raises(TrainingDiverged, match="loss is NaN"):
         run_graph(job(2), runtime, num_ticks=50, seed=0, checkpoints=checkpoints)
     (last,) = checkpoints.finished
-    assert {name: max(t for n, t, _ in runtime.log if n == name) for name in ("generator", "reward", "trainer")} == dict.fromkeys(
-        ("generator", "reward", "trainer"), last
-    )
+    assert {
+        name: max(t for n, t, _ in runtime.log if n == name) for name in ("generator", "reward", "trainer")
+    } == dict.fromkeys(("generator", "reward", "trainer"), last)
     assert last >= 3 + 3  # every version on the weights edge was made after the request

@@ -20,7 +20,9 @@ def job(max_staleness: int) -> Graph:
         (
             ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward", capacity=room),
             ChannelSpec(name="scored", kind=ChannelKind.SCATTER, source="reward", sink="trainer", capacity=room),
-            ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room),
+            ChannelSpec(
+                name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room
+            ),
         ),
     )
 
