@@ -84,6 +84,7 @@ class Processes:
         self._plans = plans
         self._hosts = hosts
         self._meshes: list[ProcMesh] = []
+        self._greeted: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False
         self._token = f"j{os.getpid()}r{next(_runtimes)}"
@@ -168,6 +169,9 @@ class Processes:
         except Exception as error:
             self.events.put(capture(name, 0, "start of its processes", error))
             return
+        self._greeted.add(name)
+        if len(self._greeted) == len(self._plans):
+            self._reader.unlink()
         space = process_space()
         _, first_space, address, port = hellos[0]
         together = all(other == first_space for _, other, _, _ in hellos)
