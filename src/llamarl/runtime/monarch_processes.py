@@ -189,14 +189,13 @@ class Processes:
             **environment(spec.threads),
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path)),
         }
-        prefixes = []
         if local:
             shared[PARENT_PID] = str(os.getpid())
-            for rank in range(spec.num_ranks):
-                prefixes.append(self._reader.open(name if spec.num_ranks == 1 else f"{name} {rank}"))
+        labels = [name] if spec.num_ranks == 1 else [f"{name} {rank}" for rank in range(spec.num_ranks)]
+        prefixes = [self._reader.open(label) for label in labels]
 
         def command(point: Point) -> BootstrapCommand:
-            own = {OUTPUT_PREFIX: prefixes[point.rank]} if local else {}
+            own = {OUTPUT_PREFIX: prefixes[point.rank]}
             return BootstrapCommand(sys.executable, None, ["-m", "llamarl.runtime.bootstrap"], shared | own)
 
         return command
