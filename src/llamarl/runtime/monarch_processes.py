@@ -34,7 +34,7 @@ from llamarl.runtime.worker import RankFailure, WorkerPlan, capture
 
 __all__ = ["Answer", "Processes", "Rank"]
 
-_WHERE_S = 1.0
+_WHERE_S = 3.0
 _STOP_S = 2.0
 _KILL_S = 2.0
 _OUTPUT_S = 1.0
@@ -108,7 +108,7 @@ class Processes:
         return sum(map(len, blobs))
 
     def where(self, ranks: Sequence[Rank]) -> list[str]:
-        """Where the executor of each of ``ranks`` is now, in words; takes at most two seconds."""
+        """Where the executor of each of ``ranks`` is now, in words; takes at most six seconds."""
         asking = asyncio.run_coroutine_threadsafe(self._where(ranks), self._loop)
         try:
             return asking.result(2 * _WHERE_S)
