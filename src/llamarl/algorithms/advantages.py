@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from llamarl.algorithms.config import AlgorithmConfig
 
-__all__ = ["ESTIMATORS", "compute_advantages", "group_mean", "group_std", "leave_one_out"]
+__all__ = ["ESTIMATORS", "compute_advantages", "group_mean", "group_std", "leave_one_out", "overlong_penalty"]
 
 Rewards = npt.NDArray[np.float64]
 
@@ -55,22 +55,53 @@ def group_std(rewards: Rewards) -> Rewards:
     return group_mean(rewards) / (rewards[scored].std(ddof=1) + _STD_EPSILON)
 
 
+def overlong_penalty(length: int, config: AlgorithmConfig) -> float:
+    """What a response of ``length`` tokens loses (DAPO, arXiv:2503.14476): 0 up to ``overlong_limit - overlong_buffer``,
+    then linearly up to ``overlong_penalty`` at the limit and beyond. Not negative."""
+    if config.overlong_buffer == 0:
+        return 0.0
+    over = (length - (config.overlong_limit - config.overlong_buffer)) / config.overlong_buffer
+    return config.overlong_penalty * min(1.0, max(0.0, over))
+
+
 ESTIMATORS: dict[str, Callable[[Rewards], Rewards]] = {
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
     "group_std": group_std,
 }
-"""``algorithm.advantage`` -> function of one group's rewards."""
+"""``algorithm.advantage`` -> function of one group's rewards, for those that look at one group alone."""
 
 
-def compute_advantages(rewards: Sequence[Rewards], config: AlgorithmConfig) -> list[Rewards]:
+def compute_advantages(
+    rewards: Sequence[Rewards],
+    config: AlgorithmConfig,
+    sum_over_ranks: Callable[[Rewards], Rewards] = lambda values: values,
+) -> list[Rewards]:
     """Advantages of every response of the step, group by group.
 
     Args:
         rewards: One array [G_i] a group; NaN where the sample failed.
+        sum_over_ranks: Adds an array up over the ranks that hold the step's other groups; called the same number of
+            times on each.
 
     Returns:
         One array [G_i] a group; finite, 0 where the sample failed.
     """
-    estimate = ESTIMATORS[config.advantage]
-    return [estimate(np.asarray(group, dtype=np.float64)) for group in rewards]
+    groups = [np.asarray(group, dtype=np.float64) for group in rewards]
+    if config.advantage in ESTIMATORS:
+        return [ESTIMATORS[config.advantage](group) for group in groups]
+    if config.advantage == "reward":
+        return [np.nan_to_num(group, nan=0.0) for group in groups]
+    if config.advantage == "group_mean_batch_std":  # REINFORCE++-baseline (arXiv:2501.03262)
+        groups = [np.where(np.isnan(group), np.nan, group_mean(group)) for group in groups]
+    count, total = sum_over_ranks(_count_and_sum(groups))
+    mean = total / max(1.0, count)
+    squares = [(group - mean) ** 2 for group in groups]
+    deviation = np.sqrt(sum_over_ranks(_count_and_sum(squares))[1] / max(1.0, count - 1.0))
+    return [np.nan_to_num((group - mean) / (deviation + _STD_EPSILON), nan=0.0) for group in groups]
+
+
+def _count_and_sum(groups: Sequence[Rewards]) -> Rewards:
+    values = np.concatenate([*groups, np.zeros(0)])
+    scored = values[~np.isnan(values)]
+    return np.array([len(scored), scored.sum()], dtype=np.float64)

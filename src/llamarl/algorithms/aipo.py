@@ -15,7 +15,7 @@ from torch import Tensor
 from llamarl.algorithms.base import TokenBatch, TokenLosses, check_same_shape, masked_log_ratio
 from llamarl.algorithms.config import AlgorithmConfig
 
-__all__ = ["aipo", "aipo_loss", "reinforce"]
+__all__ = ["aipo", "aipo_loss", "aipo_surrogate", "reinforce"]
 
 
 def aipo_loss(
@@ -63,6 +63,18 @@ def aipo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
         batch.policy_logprobs, batch.behavior_logprobs, batch.advantages, batch.loss_mask, rho
     )
     return TokenLosses(losses=losses, clipped=clipped)
+
+
+def aipo_surrogate(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+    """-min(pi / mu, rho) * A with a differentiable ratio: equal to ``aipo`` below ``rho``, no gradient above.
+
+    Some implementations call this AIPO. It is here to compare with, not what the paper's update says.
+    """
+    rho = math.inf if config.rho == "none" else float(config.rho)
+    log_ratio = masked_log_ratio(batch.policy_logprobs, batch.behavior_logprobs, batch.loss_mask)
+    clipped = batch.loss_mask & (log_ratio > math.log(rho)).detach()
+    ratio = torch.where(clipped, math.log(rho), log_ratio).exp()  # where, not clamp: no gradient through the bound
+    return TokenLosses(losses=torch.where(batch.loss_mask, -ratio * batch.advantages, 0.0), clipped=clipped)
 
 
 def reinforce(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
 
-__all__ = ["LossFunction", "TokenBatch", "TokenLosses", "check_same_shape", "masked_log_ratio"]
+__all__ = ["LossFunction", "TokenBatch", "TokenLosses", "check_same_shape", "masked_log_ratio", "sequence_means"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,9 @@ class TokenBatch:
     sequence_ids: Tensor
     """[T] int64, 0 .. num_sequences - 1: which response of the micro-batch a token belongs to."""
     num_sequences: int
+    proximal_logprobs: Tensor | None = None
+    """log-probs under the weights before the tick's first update, nats, [T]; None where the tick has one update, which
+    makes them the policy's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +66,13 @@ def masked_log_ratio(policy_logprobs: Tensor, behavior_logprobs: Tensor, loss_ma
     """log pi - log mu, [T], with grad; 0 where masked, so that a NaN there reaches neither value nor gradient."""
     behavior = torch.where(loss_mask, behavior_logprobs, 0.0)
     return torch.where(loss_mask, policy_logprobs - behavior, 0.0)
+
+
+def sequence_means(values: Tensor, batch: TokenBatch) -> Tensor:
+    """Mean of ``values`` [T] over each response's trained tokens, [S], with grad; 0 for a response without any.
+
+    A product with the membership matrix, not a scatter: its sums have a fixed order on every device.
+    """
+    members = batch.sequence_ids[None, :] == torch.arange(batch.num_sequences, device=values.device)[:, None]
+    members = (members & batch.loss_mask).to(values.dtype)
+    return members @ values / members.sum(dim=1).clamp(min=1.0)

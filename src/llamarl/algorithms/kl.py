@@ -9,10 +9,12 @@ For y drawn from p and r = q(y) / p(y)::
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-__all__ = ["k1", "k2", "k3"]
+__all__ = ["ESTIMATORS", "k1", "k2", "k3"]
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -28,3 +30,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """KL(p || q) per token from ``log_ratio`` = log q - log p, [T], under samples of p."""
     return torch.expm1(log_ratio) - log_ratio
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""``algorithm.kl_estimator`` -> function of log q - log p."""

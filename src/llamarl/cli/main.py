@@ -14,7 +14,7 @@ from llamarl.errors import LlamaRLError, RunInterrupted
 
 __all__ = ["main"]
 
-_VERBS = ("train", "eval", "generate", "doctor")
+_VERBS = ("train", "eval", "generate", "plan", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

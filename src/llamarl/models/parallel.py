@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,11 @@ __all__ = [
     "apply_fully_shard",
     "apply_tensor_parallel",
     "check_tensor_parallel",
+    "gather_parameters",
     "local_tensor",
     "make_layout",
     "parameter_shards",
+    "shard_box",
 ]
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
@@ -193,6 +195,7 @@ def apply_fully_shard(root: nn.Module, layers: list[nn.Module], layout: Parallel
         fully_shard(module, mesh=layout.mesh["fsdp"], mp_policy=policy)
     for module in [*layers, root]:
         module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no scaled sum
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -207,22 +210,60 @@ def parameter_shards(
     shards = {}
     for name, parameter in parameters.items():
         shape = list(parameter.shape)  # of a DTensor: after tensor parallelism, before FSDP
-        box = [(0, size) for size in shape]
         cuts: list[tuple[str, int]] = []
         if (dim := tensor_parallel_cuts.get(name)) is not None:
-            step = shape[dim]
-            box[dim] = (layout.tp_rank * step, (layout.tp_rank + 1) * step)
             shape[dim] *= layout.tp
             cuts.append(("tp", dim))
         if layout.fsdp > 1:
-            start, stop = box[0]
-            step = -(-(stop - start) // layout.fsdp)
-            box[0] = (min(stop, start + layout.fsdp_rank * step), min(stop, start + (layout.fsdp_rank + 1) * step))
             cuts.append(("fsdp", 0))
-        shards[name] = ParameterShard(shape=tuple(shape), dtype=dtype, box=tuple(box), cuts=tuple(cuts))
+        box = shard_box(shape, cuts, layout, layout.rank)
+        shards[name] = ParameterShard(shape=tuple(shape), dtype=dtype, box=box, cuts=tuple(cuts))
         held = tuple(stop - start for start, stop in box)
         assert math.prod(held) == local_tensor(parameter).numel(), f"{name}: {held} is not what this rank holds"
     return shards
+
+
+def shard_box(
+    shape: Sequence[int], cuts: Sequence[tuple[str, int]], layout: ParallelLayout, rank: int
+) -> tuple[tuple[int, int], ...]:
+    """Global (start, stop) a dimension of what ``rank`` holds of a parameter cut by ``cuts``, in that order."""
+    box = [(0, size) for size in shape]
+    for axis, dim in cuts:
+        parts, part = (layout.tp, rank % layout.tp) if axis == "tp" else (layout.fsdp, rank // layout.tp)
+        start, stop = box[dim]
+        step = -(-(stop - start) // parts)
+        box[dim] = (min(stop, start + part * step), min(stop, start + (part + 1) * step))
+    return tuple(box)
+
+
+@torch.no_grad()
+def gather_parameters(
+    tensors: Mapping[str, Tensor], shards: Mapping[str, ParameterShard], layout: ParallelLayout
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters one after another, on rank 0 and on the CPU; other ranks send and get nothing.
+
+    Every rank must iterate to the end. No rank holds more than one whole parameter at a time.
+    """
+    for name, tensor in tensors.items():
+        shard = shards[name]
+        if layout.num_ranks == 1:
+            yield name, tensor.detach().cpu()
+            continue
+        boxes = [shard_box(shard.shape, shard.cuts, layout, rank) for rank in range(layout.num_ranks)]
+        holders = {box: rank for rank, box in reversed(list(enumerate(boxes)))}  # the first rank of each part
+        senders = {rank: box for box, rank in holders.items() if all(start < stop for start, stop in box)}
+        if layout.rank != 0:
+            if layout.rank in senders:
+                dist.send(tensor.detach().contiguous(), dst=0)
+            continue
+        whole = torch.empty(shard.shape, dtype=tensor.dtype)
+        for rank, box in sorted(senders.items()):
+            part = tensor.detach()
+            if rank != 0:
+                part = tensor.new_empty([stop - start for start, stop in box])
+                dist.recv(part, src=rank)
+            whole[tuple(slice(start, stop) for start, stop in box)] = part.cpu()
+        yield name, whole
 
 
 class _CopyToRanks(torch.autograd.Function):

@@ -167,10 +167,10 @@ def generator_memory(
         prompts = profile.peak_active * demand.prompt_tokens
     tokens = profile.peak_written + prompts
     body = (model.total_params - model.embedding_params) * BYTES_PER_WEIGHT[layout.precision] / layout.devices
-    ends = model.embedding_params * BYTES_PER_WEIGHT[hardware.device.train_precision] / layout.tp
+    ends = model.embedding_params * hardware.device.activation_bytes / layout.tp
     workspace = 4.0 * profile.peak_active * model.vocab / layout.tp + 8.0 * 2048 * (model.hidden + model.intermediate)
     return {
         "weights": body + ends,
-        "kv_cache": tokens * model.kv_bytes_per_token() / shards,
+        "kv_cache": tokens * model.kv_bytes_per_token(hardware.device.activation_bytes) / shards,
         "workspace": workspace,
     }

@@ -67,6 +67,11 @@ class Device:
     def train_precision(self) -> str:
         return self.weight_precisions[0]
 
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes of one number of an activation, of the cache, and of a weight as the trainer computes with it."""
+        return BYTES_PER_WEIGHT[self.train_precision]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:

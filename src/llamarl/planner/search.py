@@ -87,9 +87,13 @@ class Options:
     captured: bool = True
     """Decode from captured graphs, in every system."""
     common_captured: bool = True
+    """Common layout: decode from captured graphs; False launches every kernel from the host."""
     common_padded: bool = False
+    """Common layout: static batches padded to the longest allowed response, in generation and in training."""
     common_sharded: bool = False
     """Common layout: optimizer, gradients and master weights are also sharded over the data-parallel copies."""
+    common_release_cache: bool = False
+    """Common layout: the cache is given back before training; False (DeepSpeed-Chat's default) keeps it allocated."""
     common_max_pipeline: int = 1
 
 
@@ -439,11 +443,22 @@ def _static_bytes(memory: Mapping[str, float]) -> float:
     return sum(memory.get(name, 0.0) for name in ("parameters", "gradients", "optimizer", "reference"))
 
 
+def _common_bytes(trainer: Mapping[str, float], generator: Mapping[str, float], release_cache: bool) -> float:
+    """What a device holds when both roles share it; the weights that generate are the trainer's half-precision copy."""
+    state = _static_bytes(trainer)
+    training = sum(trainer.values()) - state
+    weights = generator["weights"]
+    generating = sum(generator.values()) - weights
+    if release_cache:
+        return state + max(training, weights + generating)
+    return state + max(training, weights) + generating
+
+
 def best_common(hardware: Hardware, work: Workload, options: Options, devices: int) -> Plan:
     """Best synchronous plan with one layout for both roles, whose memory holds both (DeepSpeed-Chat-like).
 
     ``m = tp * pp`` devices form a replica that trains and generates; the rest is data parallelism. The generator uses the
-    trainer's half-precision copy, so weights are not held twice; activations and cache are never alive together.
+    trainer's half-precision copy, so weights are not held twice. Activations and cache share the memory, as in the paper's constraint.
     """
     _check_devices(devices)
     limit = hardware.usable_memory_bytes
@@ -461,14 +476,9 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
             copies = min(devices // (tp * pp), work.sequences)
             fsdp = copies if options.common_sharded else 1
             shape = TrainerLayout(tp, pp, fsdp, copies // fsdp, 1, True)
-            trains = list(_micro_batches(hardware, work.model, demand, limit, shape))
-            if not trains:
-                continue
-            trainer = min(trains, key=lambda c: c.time.total_s)
-            held = trainer.memory["parameters"] + trainer.memory["gradients"] + trainer.memory["optimizer"]
-            held += trainer.memory.get("reference", 0.0)
             share = math.ceil(work.sequences / copies)
             layout = GeneratorLayout(tp, pp, hardware.device.train_precision, options.common_captured)
+            generators = []
             for slots in _slots(share, min(options.max_slots, share)):
                 asked = GeneratorDemand(
                     lengths=work.response,
@@ -480,14 +490,16 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
                     padded=options.common_padded,
                 )
                 time, memory = _generator_cost(key, work.model, layout, asked)
-                if held + sum(memory.values()) > limit:
-                    continue
-                step = trainer.time.total_s + time + work.reward_s
-                if best is None or step < best[0]:
-                    choice = GeneratorChoice(
-                        layout=layout, replicas=copies, demand=asked, time_s=time, memory=memory
-                    )  # fmt: skip
-                    best = (step, trainer, choice)
+                generators.append(
+                    GeneratorChoice(layout=layout, replicas=copies, demand=asked, time_s=time, memory=memory)
+                )
+            for trainer in _micro_batches(hardware, work.model, demand, limit, shape):
+                for generator in generators:
+                    if _common_bytes(trainer.memory, generator.memory, options.common_release_cache) > limit:
+                        continue
+                    step = trainer.time.total_s + generator.time_s + work.reward_s
+                    if best is None or step < best[0]:
+                        best = (step, trainer, generator)
     if best is None:
         raise PlanError(_nothing_fits(hardware, work, options, devices))
     step, trainer, generator = best

@@ -8,7 +8,7 @@ P + j) is predicted at position P + j - 1. What follows a response's last traine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.advantages import compute_advantages
+from llamarl.algorithms.advantages import compute_advantages, overlong_penalty
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.types import Failure, Group, Response, Score
 
@@ -65,17 +65,25 @@ class Microbatch:
     num_sequences: int
 
 
-def make_sequences(groups: Sequence[Group], config: AlgorithmConfig) -> list[TrainingSequence]:
+def make_sequences(
+    groups: Sequence[Group],
+    config: AlgorithmConfig,
+    sum_over_ranks: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]] = lambda values: values,
+) -> list[TrainingSequence]:
     """The responses that train, in order. Failed responses and those without a trained token are left out.
+
+    Args:
+        sum_over_ranks: For advantages that look at the whole step: adds up over the ranks that hold its other groups.
 
     Raises:
         ValueError: A response was never judged, or a trained token has no finite behaviour log-prob.
     """
-    rewards = [np.array([_reward(response) for response in group.responses], dtype=np.float64) for group in groups]
+    rewards = [np.array([_reward(r, config) for r in group.responses], dtype=np.float64) for group in groups]
     sequences = []
-    for group, advantages in zip(groups, compute_advantages(rewards, config), strict=True):
+    for group, advantages in zip(groups, compute_advantages(rewards, config, sum_over_ranks), strict=True):
         for response, advantage in zip(group.responses, advantages, strict=True):
-            if isinstance(response.outcome, Score) and response.loss_mask.any():
+            truncated = response.finish_reason == "length" and not config.train_truncated
+            if isinstance(response.outcome, Score) and response.loss_mask.any() and not truncated:
                 sequences.append(_sequence(group, response, float(advantage)))
     return sequences
 
@@ -125,13 +133,15 @@ def make_microbatch(
     )
 
 
-def _reward(response: Response) -> float:
+def _reward(response: Response, config: AlgorithmConfig) -> float:
     if response.outcome is None:
         raise ValueError(
             f"response {response.prompt_index}/{response.sample_index} reached the trainer without a verdict:"
             " wire a reward executor between generator and trainer"
         )
-    return float("nan") if isinstance(response.outcome, Failure) else response.outcome.value
+    if isinstance(response.outcome, Failure):
+        return float("nan")
+    return response.outcome.value - overlong_penalty(len(response.tokens), config)
 
 
 def _sequence(group: Group, response: Response, advantage: float) -> TrainingSequence:

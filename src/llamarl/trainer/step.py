@@ -16,13 +16,15 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from llamarl.algorithms.base import TokenBatch
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.diagnostics import token_statistics
-from llamarl.algorithms.kl import k3
+from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
+from llamarl.algorithms.masking import ratio_keep_mask
 from llamarl.algorithms.registry import LOSSES
 from llamarl.errors import CheckpointError, TrainingDiverged
 from llamarl.models.loading import load_model
@@ -30,6 +32,7 @@ from llamarl.models.parallel import (
     ParameterShard,
     apply_fully_shard,
     apply_tensor_parallel,
+    gather_parameters,
     local_tensor,
     make_layout,
     parameter_shards,
@@ -104,7 +107,7 @@ class Trainer:
         """
         if tick != self.policy_version:
             raise ValueError(f"the trainer holds version {self.policy_version}, so its next tick is that, got {tick}")
-        sequences = make_sequences(groups, self.algorithm)
+        sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
         statistics = StepStatistics(sequences, self.policy_version, self.layout, self.device)
         lr = learning_rate(self.optimizer_config, tick, self.num_ticks)
         grad_norm, stepped = 0.0, False
@@ -143,7 +146,12 @@ class Trainer:
             num_sequences=microbatch.num_sequences,
         )
         terms = self.loss(batch, self.algorithm)
-        losses, sums = terms.losses, {"loss/policy": (terms.losses.detach() * microbatch.weights).sum()}
+        losses, sums = terms.losses, {}
+        if self.algorithm.ratio_mask != "none":
+            keep = ratio_keep_mask(batch, self.algorithm)
+            losses = torch.where(keep, losses, 0.0)
+            sums["ratio/masked_fraction"] = (mask & ~keep).sum().to(losses.dtype)
+        sums["loss/policy"] = (losses.detach() * microbatch.weights).sum()
         if self.algorithm.entropy_coef:
             losses = losses - self.algorithm.entropy_coef * entropy
         if self.reference is not None:
@@ -159,7 +167,7 @@ class Trainer:
         assert self.reference is not None
         with torch.no_grad():
             reference_logprobs, _ = self.reference(microbatch)
-        return k3(reference_logprobs - policy_logprobs)
+        return KL_ESTIMATORS[self.algorithm.kl_estimator](reference_logprobs - policy_logprobs)
 
     def _microbatches(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> list[Microbatch]:
         """Packed and weighted; the same number on every rank, because gathering weights takes all of them."""
@@ -181,6 +189,11 @@ class Trainer:
             make_microbatch([sequences[i] for i in items], [weights[i] for i in items], self.device)
             for items in packing
         ]
+
+    def _sum_over_data(self, values: np.ndarray) -> np.ndarray:
+        if self.layout.fsdp == 1:
+            return values
+        return self.layout.sum_over_data(torch.from_numpy(values).to(self.device)).cpu().numpy()
 
     def _count_skips(self, *, skipped: bool, tick: int) -> None:
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
@@ -229,12 +242,18 @@ class Trainer:
         self.num_skipped_in_a_row = values["num_skipped_in_a_row"]
 
     def export(self, folder: Path) -> None:
-        """Write the current version as a Hugging Face folder."""
+        """Write the current version as a Hugging Face folder. All ranks call it; rank 0 writes, file by file."""
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(self.config.export_dtype)
+        whole = gather_parameters(self.parameters_for_sync(), self._shards, self.layout)
+        if self.layout.rank != 0:
+            for _ in whole:  # send this rank's parts
+                raise AssertionError("only rank 0 receives whole parameters")
+            return
         export_folder(
             Path(folder),
             self.policy.model,
-            iter(self.parameters_for_sync().items()),
+            whole,
+            {name: shard.shape for name, shard in self._shards.items()},
             source=self.model_path,
             dtype=dtype or source_dtype(self.model_path),
         )

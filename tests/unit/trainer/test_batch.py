@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -84,3 +85,17 @@ def test_a_microbatch_lays_sequences_end_to_end() -> None:
 def test_an_empty_microbatch_still_runs_and_trains_nothing() -> None:
     batch = make_microbatch([], [], torch.device("cpu"))
     assert batch.input_ids.shape == (1, 1) and batch.targets.shape == (0,) and batch.num_sequences == 0
+
+
+def test_the_overlong_penalty_is_taken_from_the_reward_before_the_baseline() -> None:
+    group = _group(make_response(0, 0, [20] * 4, Score(value=1.0)), make_response(0, 1, [22], Score(value=1.0)))
+    config = AlgorithmConfig(overlong_buffer=2, overlong_limit=4)
+    assert [s.advantage for s in make_sequences([group], config)] == [-0.5, 0.5]  # rewards 0 and 1
+
+
+def test_truncated_responses_may_stay_out_of_the_loss_but_in_the_baseline() -> None:
+    cut = dataclasses.replace(make_response(0, 0, [20] * 4, Score(value=0.0)), finish_reason="length")
+    group = _group(cut, make_response(0, 1, [22], Score(value=1.0)))
+    (sequence,) = make_sequences([group], AlgorithmConfig(train_truncated=False))
+    assert sequence.targets.tolist() == [22] and sequence.advantage == 0.5
+    assert len(make_sequences([group], AlgorithmConfig())) == 2

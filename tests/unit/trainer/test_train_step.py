@@ -11,6 +11,7 @@ from training_fixtures import make_groups, make_response, write_model
 from transformers import AutoModelForCausalLM
 
 from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.algorithms.registry import LOSSES
 from llamarl.errors import CheckpointError, ModelError, TrainingDiverged
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
@@ -340,3 +341,24 @@ def test_an_unknown_transformation_of_the_logits_is_refused(
     monkeypatch.setattr(LlamaForCausalLM, "forward", doubled)
     with pytest.raises(ModelError, match="changes its logits"):
         _trainer(model_folder)
+
+
+def test_masked_ratios_leave_the_loss_and_are_counted(model_folder: Path) -> None:
+    plain = _trainer(model_folder).train(make_groups(), 0)
+    assert "ratio/masked_fraction" not in plain
+    algorithm = AlgorithmConfig(ratio_mask="token", ratio_mask_low=0.0, ratio_mask_high=1.0)
+    some = _trainer(model_folder, algorithm=algorithm).train(make_groups(), 0)
+    assert 0.0 < some["ratio/masked_fraction"] < 1.0
+    assert some["grad_norm"] != plain["grad_norm"] and some["ratio/mean"] == plain["ratio/mean"]
+    none = AlgorithmConfig(ratio_mask="token", ratio_mask_low=1e8, ratio_mask_high=1e9)
+    metrics = _trainer(model_folder, algorithm=none).train(make_groups(), 0)
+    assert metrics["ratio/masked_fraction"] == 1.0 and metrics["grad_norm"] == metrics["loss/policy"] == 0.0
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_every_algorithm_trains_through_the_same_step(model_folder: Path, name: str) -> None:
+    algorithm = AlgorithmConfig(name=name, normalization="sequence")  # type: ignore[arg-type]
+    together = _trainer(model_folder, algorithm=algorithm).train(make_groups(), 0)
+    split = _trainer(model_folder, algorithm=algorithm, max_tokens_per_microbatch=20).train(make_groups(), 0)
+    assert together["grad_norm"] > 0
+    assert split == pytest.approx(together, rel=1e-4)
