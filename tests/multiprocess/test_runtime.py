@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.errors import ConfigError, DeadlineExceeded, ExecutorFailed
 from llamarl.runtime.base import Order, Report, Runtime
-from llamarl.runtime.factory import make_runtime
+from llamarl.runtime.factory import make_runtime, probe_processes
 
 NUM_TICKS = 5
 
@@ -292,6 +293,13 @@ def test_a_failing_program_tells_its_cause_once(tmp_path: Path, trouble: str, ca
     assert lines and lines[0].startswith("ended: executor 'doubler'") and len(lines) <= 2, err
     assert err.count("ended:") == 1 and not any(noise in err for noise in ("Unhandled", "onarch", "Task was")), err
     assert _gone(pids, within_s=5.0)
+
+
+def test_a_notebook_whose_thread_runs_an_event_loop_can_be_the_controller() -> None:
+    async def cell() -> float:
+        return probe_processes(60.0)
+
+    assert asyncio.run(cell()) > 0.0
 
 
 def test_a_failure_that_monarch_tells_late_hits_only_the_job_it_is_about() -> None:

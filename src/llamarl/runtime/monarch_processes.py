@@ -90,7 +90,7 @@ class Processes:
         self._token = f"j{os.getpid()}r{next(_runtimes)}"
         self._reader = OutputReader()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="llamarl-runtime", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="llamarl-runtime", daemon=True)
 
     # -- for the controller's thread --
 
@@ -138,7 +138,6 @@ class Processes:
             self._reader.close(_OUTPUT_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(1.0)
-            self._close_loop()
 
     # -- io thread: bringing up --
 
@@ -292,10 +291,9 @@ class Processes:
             for trouble in (result.message(),) if isinstance(result, RankFailure) else result:
                 print(trouble, file=sys.stderr)
 
-    def _close_loop(self) -> None:
-        """After the io thread has ended. Calls that will never be answered are dropped without a word."""
-        if self._loop.is_running():
-            return
+    def _run_loop(self) -> None:
+        """The io thread. At its end, calls that will never be answered are dropped without a word."""
+        self._loop.run_forever()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
         self._loop.run_until_complete(asyncio.sleep(0))
