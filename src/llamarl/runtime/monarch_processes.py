@@ -34,7 +34,7 @@ from llamarl.runtime.worker import RankFailure, WorkerPlan, capture
 
 __all__ = ["Answer", "Processes", "Rank"]
 
-_WHERE_S = 1.0
+_WHERE_S = 3.0
 _STOP_S = 2.0
 _KILL_S = 2.0
 _OUTPUT_S = 1.0
@@ -90,7 +90,7 @@ class Processes:
         self._token = f"j{os.getpid()}r{next(_runtimes)}"
         self._reader = OutputReader()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="llamarl-runtime", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="llamarl-runtime", daemon=True)
 
     # -- for the controller's thread --
 
@@ -108,7 +108,7 @@ class Processes:
         return sum(map(len, blobs))
 
     def where(self, ranks: Sequence[Rank]) -> list[str]:
-        """Where the executor of each of ``ranks`` is now, in words; takes at most two seconds."""
+        """Where the executor of each of ``ranks`` is now, in words; takes at most six seconds."""
         asking = asyncio.run_coroutine_threadsafe(self._where(ranks), self._loop)
         try:
             return asking.result(2 * _WHERE_S)
@@ -138,7 +138,6 @@ class Processes:
             self._reader.close(_OUTPUT_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(1.0)
-            self._close_loop()
 
     # -- io thread: bringing up --
 
@@ -189,14 +188,13 @@ class Processes:
             **environment(spec.threads),
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path)),
         }
-        prefixes = []
         if local:
             shared[PARENT_PID] = str(os.getpid())
-            for rank in range(spec.num_ranks):
-                prefixes.append(self._reader.open(name if spec.num_ranks == 1 else f"{name} {rank}"))
+        labels = [name] if spec.num_ranks == 1 else [f"{name} {rank}" for rank in range(spec.num_ranks)]
+        prefixes = [self._reader.open(label) for label in labels]
 
         def command(point: Point) -> BootstrapCommand:
-            own = {OUTPUT_PREFIX: prefixes[point.rank]} if local else {}
+            own = {OUTPUT_PREFIX: prefixes[point.rank]}
             return BootstrapCommand(sys.executable, None, ["-m", "llamarl.runtime.bootstrap"], shared | own)
 
         return command
@@ -293,10 +291,9 @@ class Processes:
             for trouble in (result.message(),) if isinstance(result, RankFailure) else result:
                 print(trouble, file=sys.stderr)
 
-    def _close_loop(self) -> None:
-        """After the io thread has ended. Calls that will never be answered are dropped without a word."""
-        if self._loop.is_running():
-            return
+    def _run_loop(self) -> None:
+        """The io thread. At its end, calls that will never be answered are dropped without a word."""
+        self._loop.run_forever()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
         self._loop.run_until_complete(asyncio.sleep(0))
