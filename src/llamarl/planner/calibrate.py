@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 __all__ = ["Sample", "calibrate", "calibration_path", "fit", "load_calibration", "save_calibration"]
 
 _FORMAT = 1
+_FITTED = {
+    **dict.fromkeys(("matmul", "attention", "train_layer_overhead_s"), "fitted to measured training steps"),
+    **dict.fromkeys(("decode_step_overhead_s", "decode_sequence_overhead_s"), "fitted to measured decode steps"),
+    **dict.fromkeys(("memory", "decode_layer_overhead_s", "train_step_overhead_s"), "part of what was measured"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +81,15 @@ def fit(peaks: Hardware, model: ModelSpec, samples: Sequence[Sample]) -> Hardwar
     )  # fmt: skip
     hardware = _fit_training(hardware, model, train)
     precision = hardware.device.train_precision
-    base = [float(decode_step_s(hardware, model, GeneratorLayout(1, 1, precision), s.sequences, s.tokens)) for s in decode]
+    base = [
+        float(decode_step_s(hardware, model, GeneratorLayout(1, 1, precision), s.sequences, s.tokens)) for s in decode
+    ]
     rest = np.array([s.seconds for s in decode]) - np.array(base)
     weight = 1.0 / np.array([s.seconds for s in decode])  # relative errors count alike
     counts = np.array([float(s.sequences) for s in decode])
     step, each = _non_negative_line(counts, rest, weight)
-    return hardware.with_efficiency(decode_step_overhead_s=step, decode_sequence_overhead_s=each)
+    fitted = hardware.with_efficiency(decode_step_overhead_s=step, decode_sequence_overhead_s=each)
+    return replace(fitted, efficiency=replace(fitted.efficiency, sources={**fitted.efficiency.sources, **_FITTED}))
 
 
 def _fit_training(hardware: Hardware, model: ModelSpec, train: Sequence[Sample]) -> Hardware:
@@ -126,8 +134,8 @@ def _non_negative_line(
 def calibrate(
     model_path: str,
     *,
-    decode_sizes: Sequence[tuple[int, int]] = ((1, 64), (8, 64), (32, 64), (8, 256)),
-    train_sizes: Sequence[tuple[int, int]] = ((1, 128), (4, 128), (8, 256)),
+    decode_sizes: Sequence[tuple[int, int]] = ((1, 64), (4, 64), (16, 64), (4, 256)),
+    train_sizes: Sequence[tuple[int, int]] = ((1, 64), (2, 64), (2, 128)),
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[Hardware, list[Sample]]:
     """Measure one device of this machine with one model, and fit.
@@ -150,7 +158,9 @@ def calibrate(
             torch.set_num_threads(1)  # a device is one core
         device = torch.device("cuda" if cuda else "cpu")
         peaks = _peaks(device)
-        log(f"matmul {max(peaks.device.matmul_flops.values()) / 1e9:.1f} GFLOP/s, memory {peaks.device.memory_bytes_per_s / 1e9:.1f} GB/s")
+        log(
+            f"matmul {max(peaks.device.matmul_flops.values()) / 1e9:.1f} GFLOP/s, memory {peaks.device.memory_bytes_per_s / 1e9:.1f} GB/s"
+        )
         module = _build(spec, model_path, device)
         samples = []
         for sequences, tokens in decode_sizes:
@@ -164,7 +174,7 @@ def calibrate(
     return fit(peaks, spec, samples), samples
 
 
-def _median_time(action: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+def _median_time(action: Callable[[], Any], device: torch.device, repeats: int = 4) -> float:
     import torch
 
     times = []
@@ -274,7 +284,7 @@ def _train_sample(module: Any, device: torch.device, vocab: int, sequences: int,
         logits = module(ids, use_cache=False).logits
         torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()).backward()
 
-    seconds = _median_time(step, device, repeats=3)
+    seconds = _median_time(step, device, repeats=2)
     module.zero_grad(set_to_none=True)
     return Sample(kind="train", sequences=sequences, tokens=tokens, seconds=seconds)
 
@@ -300,7 +310,9 @@ def save_calibration(path: Path, hardware: Hardware, samples: Sequence[Sample], 
         partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        raise PlanError(f"calibration file {path} cannot be written: {error}; give another with --calibration") from error
+        raise PlanError(
+            f"calibration file {path} cannot be written: {error}; give another with --calibration"
+        ) from error
 
 
 def load_calibration(path: Path) -> Hardware:
@@ -312,7 +324,9 @@ def load_calibration(path: Path) -> Hardware:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["format"] != _FORMAT:
-            raise PlanError(f"calibration file {path} has format {record['format']}, expected {_FORMAT}: calibrate again")
+            raise PlanError(
+                f"calibration file {path} has format {record['format']}, expected {_FORMAT}: calibrate again"
+            )
         return hardware_from_dict("this-machine", record["device"], record["efficiency"])
     except FileNotFoundError:
         raise PlanError(f"calibration file {path} does not exist: make it with llamarl plan --calibrate") from None

@@ -166,7 +166,9 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         config = {**config["text_config"], "model_type": config["text_config"].get("model_type", "")}
     kind = str(config.get("model_type", ""))
     if kind in _RECURRENT:
-        raise PlanError(f"model {name}: {kind} has recurrent layers, whose cost is not modelled; plan with a transformer")
+        raise PlanError(
+            f"model {name}: {kind} has recurrent layers, whose cost is not modelled; plan with a transformer"
+        )
 
     def read(key: str, default: int | None = None) -> int:
         for candidate in (key, *_ALIASES.get(key, ())):

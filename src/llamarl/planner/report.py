@@ -98,7 +98,12 @@ def report_text(
     lines += ["", *_details(chosen)]
     best_sync = min((p.step_s for p in plans if p.system != "separate"), default=None)
     if best_sync is not None and chosen.system == "separate":
-        lines.append(f"  against the best synchronous plan: {best_sync / chosen.step_s:.2f} times as fast")
+        lines.append(f"  gain       against the best synchronous plan: {best_sync / chosen.step_s:.2f} times as fast")
+    if chosen.system != "separate" and (separate := [p for p in plans if p.system == "separate"]):
+        best = min(separate, key=lambda p: p.step_s)
+        lines.append(
+            f"  note       best with executors on their own devices: {_seconds(best.step_s)} ({system_title(best)})"
+        )
     return "\n".join(lines)
 
 
@@ -233,7 +238,7 @@ def save_picture(plans: Sequence[Plan], path: Path, title: str) -> None:
     times.set_title("time by role")
     times.legend(fontsize=8)
     parts = sorted({name for plan in plans for m in (plan.trainer.memory, plan.generator.memory) for name in m})
-    colors = dict(zip(parts, plt.get_cmap("tab10").colors, strict=False))
+    colors = {name: plt.get_cmap("tab10")(index % 10) for index, name in enumerate(parts)}
     for i, plan in enumerate(plans):
         for offset, held in ((-0.2, plan.generator.memory), (0.2, plan.trainer.memory)):
             bottom = 0.0

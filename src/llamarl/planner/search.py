@@ -82,6 +82,9 @@ class Options:
     """With partial rollouts, slots a generator may keep busy, in units of its share of a tick."""
     max_pipeline: int = 1
     """Largest pipeline size; llamarl's trainer and engine run 1."""
+    whole_groups: bool = True
+    """As llamarl runs: each generator replica gets the same number of whole groups, each trainer data rank at least one.
+    False: single responses are spread over any number of replicas and ranks."""
     max_slots: int = 1024
     """Most sequences that decode at once in one replica."""
     captured: bool = True
@@ -161,6 +164,13 @@ class Plan:
         return (idle + (self.devices - train - generate)) / self.devices
 
 
+def _replicas(work: Workload, options: Options, most: int) -> int:
+    """Generator replicas that ``most`` can hold and the batch can feed evenly."""
+    if not options.whole_groups:
+        return min(most, work.sequences)
+    return max(n for n in range(1, min(most, work.prompts_per_step) + 1) if work.prompts_per_step % n == 0)
+
+
 def _powers(limit: int) -> list[int]:
     return [2**i for i in range(max(1, limit).bit_length())]
 
@@ -207,7 +217,7 @@ def generator_choices(
     precisions = options.precisions or hardware.device.weight_precisions
     for pp in _powers(min(options.max_pipeline, work.model.layers)):
         for tp in tensor_parallel_sizes(work.model, devices // pp):
-            replicas = min(devices // (tp * pp), work.sequences)
+            replicas = _replicas(work, options, devices // (tp * pp))
             share = math.ceil(work.sequences / replicas)
             for precision in precisions:
                 layout = GeneratorLayout(tp, pp, precision, options.captured)
@@ -227,9 +237,7 @@ def generator_choices(
                     time, memory = _generator_cost(key, work.model, layout, demand)
                     if not _fits(memory, memory_limit) or (best and best.time_s <= time):
                         continue
-                    best = GeneratorChoice(
-                        layout=layout, replicas=replicas, demand=demand, time_s=time, memory=memory
-                    )
+                    best = GeneratorChoice(layout=layout, replicas=replicas, demand=demand, time_s=time, memory=memory)
                 if best:
                     yield best
 
@@ -247,7 +255,7 @@ def trainer_choices(
     node = hardware.device.devices_per_node
     for pp in _powers(min(options.max_pipeline, work.model.layers)):
         for tp in tensor_parallel_sizes(work.model, min(node, devices // pp)):
-            ranks = min(devices // (tp * pp), work.sequences)
+            ranks = min(devices // (tp * pp), work.prompts_per_step if options.whole_groups else work.sequences)
             for fsdp in sorted({ranks, *(f for f in (1, 8, 64, node // tp) if 0 < f < ranks and ranks % f == 0)}):
                 for recompute in (False, True):
                     yield from _micro_batches(
@@ -268,6 +276,11 @@ def _micro_batches(
         yield TrainerChoice(
             layout=candidate, time=trainer_tick(hardware, model, candidate, demand), memory=memory
         )  # fmt: skip
+
+
+def _trainer_rank(choice: TrainerChoice) -> tuple[float, int]:
+    """Faster first; among equals (to a part in ten thousand) the larger micro-batch, which launches less."""
+    return float(f"{choice.time.total_s:.4g}"), -choice.layout.micro_batch
 
 
 def _tokens_rate(work: Workload, step_s: float) -> float:
@@ -297,7 +310,7 @@ def best_split(
     modes = (False, True) if options.partial_rollouts and options.max_segments > 1 else (False,)
     for trainers in splits if splits is not None else split_sizes(devices, hardware.device.devices_per_node):
         choices = trainer_choices(hardware, work, options, trainers, memory_limit=limit)
-        trainer = min(choices, key=lambda c: c.time.total_s, default=None)
+        trainer = min(choices, key=_trainer_rank, default=None)
         if trainer is None:
             continue
         for partial in modes:
@@ -334,7 +347,9 @@ def best_separate(
     if max_staleness < 0:
         raise PlanError(f"max_staleness must be >= 0 trainer ticks, got {max_staleness}; 0 is synchronous")
     if devices < 2:
-        raise PlanError("separate generator and trainer need 2 devices, got 1; one device can run co-located, synchronous")
+        raise PlanError(
+            "separate generator and trainer need 2 devices, got 1; one device can run co-located, synchronous"
+        )
     found = candidates if candidates is not None else best_split(hardware, work, options, devices)
     best: tuple[tuple[float, int], TrainerChoice, GeneratorChoice, float] | None = None
     for trainer, generator, sync in found:
@@ -402,9 +417,7 @@ def best_resharding(hardware: Hardware, work: Workload, options: Options, device
     _check_devices(devices)
     limit = hardware.usable_memory_bytes
     e, device = hardware.efficiency, hardware.device
-    trainers = sorted(
-        trainer_choices(hardware, work, options, devices, memory_limit=limit), key=lambda c: c.time.total_s
-    )
+    trainers = sorted(trainer_choices(hardware, work, options, devices, memory_limit=limit), key=_trainer_rank)
     best: tuple[float, TrainerChoice, GeneratorChoice, float, str] | None = None
     for trainer in trainers[:8]:
         state = _static_bytes(trainer.memory)
@@ -473,7 +486,7 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
     key = _register(hardware)
     for pp in _powers(min(options.common_max_pipeline, work.model.layers)):
         for tp in tensor_parallel_sizes(work.model, devices // pp):
-            copies = min(devices // (tp * pp), work.sequences)
+            copies = _replicas(work, options, devices // (tp * pp))
             fsdp = copies if options.common_sharded else 1
             shape = TrainerLayout(tp, pp, fsdp, copies // fsdp, 1, True)
             share = math.ceil(work.sequences / copies)

@@ -84,9 +84,7 @@ class TrainerTime:
 
     @property
     def total_s(self) -> float:
-        return (
-            self.compute_s + self.tensor_parallel_s + self.fsdp_s + self.bubble_s + self.optimizer_s + self.other_s
-        )
+        return self.compute_s + self.tensor_parallel_s + self.fsdp_s + self.bubble_s + self.optimizer_s + self.other_s
 
 
 def _forward_layer_s(hardware: Hardware, model: ModelSpec, tp: int, tokens: float, attended: float) -> float:
