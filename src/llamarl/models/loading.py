@@ -8,30 +8,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers import PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
 
 from llamarl.errors import ModelError
+from llamarl.models.attention import check_attention_supported
+from llamarl.models.folders import resolve_model_path
+
+transformers_logging.disable_progress_bar()  # three processes would draw three bars into one console
 
 __all__ = ["load_model", "load_model_config", "load_tokenizer", "resolve_model_path"]
-
-_ASSETS = Path(__file__).resolve().parent.parent / "assets"
-
-
-def resolve_model_path(path: str | Path) -> Path:
-    """Folder of a model; ``bundled:NAME`` names one that ships with llamarl.
-
-    Raises:
-        ModelError: No such folder, or no ``config.json`` in it.
-    """
-    text = str(path)
-    folder = _ASSETS / text.removeprefix("bundled:") if text.startswith("bundled:") else Path(text).expanduser()
-    if not folder.is_dir():
-        bundled = sorted(f"bundled:{p.parent.name}" for p in _ASSETS.glob("*/config.json"))
-        raise ModelError(f"model.path: no folder {folder}; give a Hugging Face folder, or one of {', '.join(bundled)}")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path: {folder} has no config.json, so it is not a Hugging Face model folder")
-    return folder
 
 
 def load_model_config(path: str | Path) -> PretrainedConfig:
@@ -52,16 +45,18 @@ def load_model(
         attention: Name registered in transformers' attention interface (``llamarl_paged``, ``llamarl_packed``, ``sdpa``).
 
     Raises:
-        ModelError: Weights are missing or do not fit the architecture.
+        ModelError: Weights are missing or do not fit the architecture, or ours does not know its attention.
     """
     folder = resolve_model_path(path)
+    if attention.startswith("llamarl_"):
+        check_attention_supported(load_model_config(folder))
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"model.path: cannot load {folder}: {error}") from error
-    return model.to(device).eval()
+    return model.to(torch.device(device)).eval()  # type: ignore[arg-type]  # decorated upstream without its signature
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -1,0 +1,42 @@
+"""Configuration of the generation engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from llamarl.strict import STRICT
+
+__all__ = ["EngineConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EngineConfig:
+    """Memory, batch and precision of one generation engine."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of weights, activations and KV cache."""
+
+    block_size: int = 16
+    """Tokens in one block of the KV cache. Smaller wastes less memory at the end of a sequence, larger gathers faster."""
+
+    kv_cache_bytes: int = 1 << 30
+    """Hard limit of the KV cache, in bytes, over all layers. When it is full, the youngest sequences are preempted and later recomputed."""
+
+    max_batch_tokens: int = 2048
+    """Token budget of one engine step: decoded tokens plus prompt tokens. A longer prompt is computed in chunks over several steps."""
+
+    max_sequences: int = 256
+    """Sequences in the running batch; the rest wait in admission order."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "kv_cache_bytes", "max_batch_tokens", "max_sequences"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"engine.{name} must be >= 1, got {value}")
+        if self.max_sequences > self.max_batch_tokens:
+            raise ValueError(
+                f"engine.max_sequences ({self.max_sequences}) must be <= engine.max_batch_tokens "
+                f"({self.max_batch_tokens}): every running sequence decodes one token a step; lower the first or raise the second"
+            )

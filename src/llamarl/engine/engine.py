@@ -1,0 +1,238 @@
+"""The native engine: continuous batching on the ``transformers`` module, with our scheduler, KV cache and sampler.
+
+    step():  deadlines ─▶ Scheduler.schedule ─▶ ModelRunner.execute ─▶ sample ─▶ append, stop checks ─▶ ended sequences
+
+Everything that decides a bit of the output is in the sequences and the order in which they were added; nothing survives
+``suspend``, so an engine that resumes carried sequences equals a new one that was given the same ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.model_runner import ModelRunner
+from llamarl.engine.sampler import sample
+from llamarl.engine.scheduler import Member, Scheduler
+from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.types import FinishReason
+
+__all__ = ["NativeEngine"]
+
+
+class NativeEngine:
+    """Implements :class:`llamarl.engine.base.Engine`.
+
+    Args:
+        model_path: Hugging Face folder, or ``bundled:NAME``.
+        tokenizer: Needed for stop strings only.
+        quantization: ``none`` serves the weights in ``config.dtype``.
+        eos_token_ids: Tokens that end every response; None takes those of the model's generation config.
+        clock: Seconds, monotonic; for deadlines.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: EngineConfig,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        device: torch.device | str = "cpu",
+        quantization: str = "none",
+        eos_token_ids: Iterable[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if quantization != "none":
+            raise ValueError(f"generator.quantization={quantization!r} is not known to the native engine; use 'none'")
+        self.config = config
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._runner = ModelRunner(model_path, config, device=device)
+        self._scheduler = Scheduler(
+            num_blocks=self._runner.num_blocks,
+            block_size=config.block_size,
+            max_batch_tokens=config.max_batch_tokens,
+            max_sequences=config.max_sequences,
+        )
+        self._eos = frozenset(_eos_of(self._runner.model) if eos_token_ids is None else eos_token_ids)
+        self._policy_version = 0
+        self._members: dict[int, Member] = {}
+        self._deadlines: dict[int, float] = {}
+        self._ended: list[Member] = []
+        self._stop_windows: dict[tuple[str, ...], int] = {}
+        self._reset_counters()
+
+    # -- the Engine protocol --------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._members) or bool(self._ended)
+
+    def add(self, sequences: Sequence[TokenSequence]) -> None:
+        """Admit sequences in order; all of them, or on an error none."""
+        for sequence in sequences:
+            self._check(sequence)
+        now = self._clock()
+        for sequence in sequences:
+            member = self._scheduler.add(sequence)
+            self._members[member.order] = member
+            if sequence.params.deadline_s is not None:
+                self._deadlines[member.order] = now + sequence.params.deadline_s
+
+    def step(self) -> list[TokenSequence]:
+        self._expire()
+        plan = self._scheduler.schedule()
+        assert plan.chunks or plan.samples or self._ended or not self._members, "the scheduler made no progress"
+        if plan.chunks or plan.samples:
+            logits = self._runner.execute(plan)
+            members = [member for member, _ in plan.samples]
+            self._count_step(plan.num_tokens)
+            if members:
+                self._append(members, logits)
+        ended = sorted(self._ended, key=lambda m: m.order)
+        self._ended = []
+        return [member.sequence for member in ended]
+
+    def suspend(self) -> list[TokenSequence]:
+        self._members.clear()
+        self._deadlines.clear()
+        return self._scheduler.take_all()
+
+    def cancel(self, prompt_index: int, sample_index: int | None = None) -> None:
+        for member in list(self._members.values()):
+            sequence = member.sequence
+            if sequence.prompt_index == prompt_index and sample_index in (None, sequence.sample_index):
+                self._finish(member, "cancelled")
+
+    def parameters_for_sync(self) -> Mapping[str, torch.Tensor]:
+        return self._runner.parameters_for_sync()
+
+    def weights_updated(self, version: int) -> None:
+        """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is recomputed."""
+        if version < 0:
+            raise ValueError(f"policy version must be >= 0, got {version}")
+        self._policy_version = version
+        self._scheduler.restart_all()
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters since the last call, and the state of the KV cache now."""
+        scheduler, runner = self._scheduler, self._runner
+        result = {
+            "steps": self._steps,
+            "tokens_computed": self._tokens_computed,
+            "tokens_sampled": self._tokens_sampled,
+            "prompt_tokens_computed": scheduler.prompt_tokens_computed,
+            "prompt_tokens_shared": scheduler.prompt_tokens_shared,
+            "preemptions": scheduler.num_preemptions,
+            "kv_bytes_used": scheduler.blocks.num_used * runner.block_bytes,
+            "kv_bytes_used_max": self._max_blocks_used * runner.block_bytes,
+            "kv_bytes_limit": self.config.kv_cache_bytes,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+        }
+        self._reset_counters()
+        return result
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _reset_counters(self) -> None:
+        self._steps = self._tokens_computed = self._tokens_sampled = 0
+        self._max_blocks_used = self._scheduler.blocks.num_used
+        self._scheduler.prompt_tokens_computed = self._scheduler.prompt_tokens_shared = 0
+        self._scheduler.num_preemptions = 0
+
+    def _count_step(self, num_tokens: int) -> None:
+        self._steps += 1
+        self._tokens_computed += num_tokens
+        self._max_blocks_used = max(self._max_blocks_used, self._scheduler.blocks.num_used)
+
+    def _check(self, sequence: TokenSequence) -> None:
+        where = f"sequence {sequence.prompt_index}/{sequence.sample_index}"
+        params = sequence.params
+        if sequence.finished:
+            raise ValueError(f"{where} has already ended ({sequence.finish_reason})")
+        if params.max_new_tokens <= len(sequence.tokens):
+            raise ValueError(
+                f"{where} has {len(sequence.tokens)} tokens, max_new_tokens={params.max_new_tokens} leaves none"
+            )
+        longest = len(sequence.prompt_tokens) + params.max_new_tokens
+        if longest > self._runner.context_length:
+            raise ValueError(
+                f"{where}: {len(sequence.prompt_tokens)} prompt tokens and max_new_tokens={params.max_new_tokens} exceed the "
+                f"model's context of {self._runner.context_length} tokens: shorten the prompt or lower max_new_tokens"
+            )
+        if params.stop_strings and self._tokenizer is None:
+            raise ValueError(f"{where}: stop_strings {params.stop_strings} need an engine that was given a tokenizer")
+        self._scheduler.check(sequence)
+
+    def _expire(self) -> None:
+        if self._deadlines:
+            now = self._clock()
+            for order, deadline in list(self._deadlines.items()):
+                if now >= deadline:
+                    self._finish(self._members[order], "deadline")
+
+    def _append(self, members: list[Member], logits: torch.Tensor) -> None:
+        sequences = [member.sequence for member in members]
+        draws = sample(
+            logits, [s.params for s in sequences], [s.seed for s in sequences], [len(s.tokens) for s in sequences]
+        )
+        for i, (member, sequence) in enumerate(zip(members, sequences, strict=True)):
+            if not draws.ok[i]:
+                sequence.error = (
+                    f"logits are not finite at token {len(sequence.tokens)} under policy version {self._policy_version}"
+                )
+                self._finish(member, "error")
+                continue
+            sequence.tokens.append(draws.tokens[i])
+            sequence.logprobs.append(draws.logprobs[i])
+            sequence.raw_logprobs.append(draws.raw_logprobs[i])
+            sequence.policy_versions.append(self._policy_version)
+            sequence.loss_mask.append(True)
+            self._tokens_sampled += 1
+            reason = self._finish_reason(sequence)
+            if reason is not None:
+                self._finish(member, reason)
+
+    def _finish_reason(self, sequence: TokenSequence) -> FinishReason | None:
+        params, token = sequence.params, sequence.tokens[-1]
+        if token in self._eos or token in params.stop_token_ids:
+            return "stop"
+        if params.stop_strings and self._ends_in_stop_string(sequence):
+            return "stop"
+        return "length" if len(sequence.tokens) >= params.max_new_tokens else None
+
+    def _ends_in_stop_string(self, sequence: TokenSequence) -> bool:
+        """Whether the newest token completes a stop string. Text that the policy did not write cannot be part of one."""
+        strings = sequence.params.stop_strings
+        window = self._stop_windows.setdefault(strings, max(len(s.encode()) for s in strings) + 4)
+        own = 0
+        while own < min(window, len(sequence.tokens)) and sequence.loss_mask[-1 - own]:
+            own += 1
+        assert self._tokenizer is not None
+        text = self._tokenizer.decode(sequence.tokens[-own:], skip_special_tokens=False)
+        return any(s in text for s in strings)
+
+    def _finish(self, member: Member, reason: FinishReason) -> None:
+        member.sequence.finish_reason = reason
+        del self._members[member.order]
+        self._deadlines.pop(member.order, None)
+        self._ended.append(member)
+        self._scheduler.remove(member)
+
+
+def _eos_of(model: torch.nn.Module) -> list[int]:
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config, "eos_token_id", None)
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -1,0 +1,173 @@
+"""Runs one step plan on the model: tensors in, logits of the sampling rows out. Holds the weights and the KV cache.
+
+StepPlan ──▶ [1, T] token row + PagedBatch ──▶ transformers decoder ──▶ hidden states of sampling rows ──▶ logits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
+from llamarl.models.loading import load_model
+from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk
+
+__all__ = ["ModelRunner"]
+
+_MAX_PADDED_RATIO = 1.25  # decodes share a batch while its padded size stays within this factor of what they hold
+
+
+class ModelRunner:
+    """The model of one engine."""
+
+    def __init__(self, model_path: str | Path, config: EngineConfig, *, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.model = load_model(model_path, dtype=self.dtype, device=self.device, attention="llamarl_paged")
+        self.model.requires_grad_(False)
+        self.model_config = self.model.config
+        self.block_size = config.block_size
+        c = self.model_config
+        self._head_dim: int = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        self._num_kv_heads: int = c.num_key_value_heads
+        self._num_layers: int = c.num_hidden_layers
+        self._final_softcap: float | None = getattr(c, "final_logit_softcapping", None)
+        self.num_blocks = config.kv_cache_bytes // self.block_bytes
+        if self.num_blocks < 1:
+            raise ValueError(
+                f"engine.kv_cache_bytes is {config.kv_cache_bytes}, less than one block of {config.block_size} tokens: "
+                f"{self.block_bytes} bytes over {self._num_layers} layers"
+            )
+        self._cache = self._zeros(
+            (2, self._num_layers, self.num_blocks, self.block_size, self._num_kv_heads, self._head_dim)
+        )
+        self._keys = list(self._cache[0].unbind(0))
+        self._values = list(self._cache[1].unbind(0))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return 2 * self._num_layers * self._num_kv_heads * self._head_dim * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        return self.token_bytes * self.block_size
+
+    @property
+    def context_length(self) -> int:
+        return self.model_config.max_position_embeddings
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        # calloc: pages of the cache that are never written are never committed
+        count = int(np.prod(shape))
+        return torch.from_numpy(np.zeros(count * self.dtype.itemsize, dtype=np.uint8)).view(self.dtype).view(shape)
+
+    def parameters_for_sync(self) -> Mapping[str, Tensor]:
+        """Parameters by their Hugging Face name; a tied one once, under its first name."""
+        return dict(self.model.named_parameters())
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> Tensor:
+        """Compute the plan's tokens and return the logits of its sampling rows, [len(plan.samples), V].
+
+        The rows of one prompt's members are equal.
+        """
+        # attention multiplies slots it must not see by zero, and zero times a NaN that another request left is NaN
+        if plan.fresh:
+            self._cache[:, :, torch.tensor(plan.fresh, device=self.device)] = 0
+        if plan.copies:
+            sources, targets = (torch.tensor(blocks, device=self.device) for blocks in zip(*plan.copies, strict=True))
+            self._cache[:, :, targets] = self._cache[:, :, sources]
+        hidden_TE, last_row = self._forward(plan.chunks)
+        for prompt, chunk in plan.completed:
+            prompt.end_state = hidden_TE[last_row[chunk]].clone()
+        # one row of logits for all members that sample from the end of one prompt
+        states: list[Tensor] = []
+        row_of: dict[int, int] = {}
+        rows: list[int] = []
+        for _, source in plan.samples:
+            key = id(source) if isinstance(source, Prompt) else last_row[source]
+            if key not in row_of:
+                row_of[key] = len(states)
+                states.append(source.end_state if isinstance(source, Prompt) else hidden_TE[key])  # type: ignore[arg-type]
+            rows.append(row_of[key])
+        if not states:
+            return torch.empty(0, self.model_config.vocab_size)
+        logits = self._logits(torch.stack(states))
+        return logits if rows == list(range(len(states))) else logits[torch.tensor(rows, device=self.device)]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self.model.get_output_embeddings()(hidden).float()
+        if self._final_softcap is not None:
+            logits = torch.tanh(logits / self._final_softcap) * self._final_softcap
+        return logits
+
+    def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, list[int]]:
+        """Hidden states [T, E] of the step's row, and for each chunk the row of its last token."""
+        last_row = [0] * len(chunks)
+        if not chunks:
+            return torch.empty(0, self.model_config.hidden_size, dtype=self.dtype), last_row
+        # decodes by context length, longest first, so that neighbours pad each other little
+        order = sorted(
+            range(len(chunks)), key=lambda i: (not chunks[i].decode, -chunks[i].start if chunks[i].decode else 0, i)
+        )
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        size = self.block_size
+        decoding: list[Chunk] = []
+        prefills: list[PrefillChunk] = []
+        for i in order:
+            chunk = chunks[i]
+            n = len(chunk.tokens)
+            first, end = len(tokens), chunk.start + n
+            tokens += chunk.tokens
+            positions += range(chunk.start, end)
+            slots += [chunk.blocks[p // size] * size + p % size for p in range(chunk.start, end)]
+            last_row[i] = len(tokens) - 1
+            if chunk.decode:
+                decoding.append(chunk)
+            else:
+                blocks = torch.tensor(chunk.blocks[: -(-end // size)], device=self.device)
+                prefills.append(PrefillChunk(first, n, chunk.start, blocks))
+        batch = PagedBatch(
+            self._keys,
+            self._values,
+            torch.tensor(slots, device=self.device),
+            self._decode_batches(decoding),
+            prefills,
+        )
+        row: dict[str, Any] = {
+            "input_ids": torch.tensor(tokens, device=self.device)[None],
+            "position_ids": torch.tensor(positions, device=self.device)[None],
+        }
+        hidden = self.model.base_model(**row, use_cache=False, paged_batch=batch).last_hidden_state[0]
+        return hidden, last_row
+
+    def _decode_batches(self, decoding: list[Chunk]) -> list[DecodeBatch]:
+        """Cut the decodes (sorted by context, longest first) into batches with little padding."""
+        size = self.block_size
+        counts = [chunk.start // size + 1 for chunk in decoding]
+        batches: list[DecodeBatch] = []
+        first = 0
+        while first < len(decoding):
+            width, held, last = counts[first], 0, first
+            while last < len(decoding) and width * (last + 1 - first) <= _MAX_PADDED_RATIO * (held + counts[last]):
+                held += counts[last]
+                last += 1
+            blocks: list[int] = []
+            for chunk, count in zip(decoding[first:last], counts[first:last], strict=True):
+                blocks += chunk.blocks[:count]
+                blocks += [chunk.blocks[count - 1]] * (width - count)
+            lengths = torch.tensor([chunk.start + 1 for chunk in decoding[first:last]], device=self.device)
+            batches.append(DecodeBatch(first, torch.tensor(blocks, device=self.device), lengths, width * size))
+            first = last
+        return batches

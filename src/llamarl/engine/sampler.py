@@ -1,0 +1,168 @@
+"""Draws tokens, and says how likely each draw was.
+
+One uniform number a token, from a hash of (sequence seed, position): no generator state, so a draw does not depend on what
+else is in the batch, and a resumed sequence draws what it would have drawn. The token is the inverse of the cumulative
+distribution at that number, found in two levels (sums of slices of the vocabulary, then inside one slice), which costs a few
+passes over the logits and no sort. Filters (in the order top-k, top-p, min-p, each on what the earlier one left, as in
+``transformers``) look at the likeliest tokens only.
+
+Two log-probs come back: under the distribution sampled from, which is the mu of importance sampling, and under the unfiltered
+distribution at temperature 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from llamarl.engine.sequence import SamplingParams
+
+__all__ = ["Draws", "sample", "uniforms"]
+
+_SLICE = 256  # vocabulary entries summed into one first-level entry
+_CANDIDATES = 1024  # likeliest tokens looked at first when only top-p asks
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """One entry a row. A row whose logits are not finite enough to sample from has ``ok`` False and token -1."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    ok: list[bool]
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position): the upper 53 bits of splitmix64 chained over both."""
+    with np.errstate(over="ignore"):
+        state = np.array(seeds, dtype=np.uint64) ^ _splitmix64(np.array(positions, dtype=np.uint64))
+        return (_splitmix64(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> Draws:
+    """Draw one token a row.
+
+    Args:
+        logits: [N, V]; not changed.
+        params: [N]; temperature 0 takes the likeliest token, whose log-prob under the (one-point) distribution is 0.
+        seeds: [N] 64-bit seeds of the sequences.
+        positions: [N] index in its response of the token being drawn.
+    """
+    logits_NV = logits.float()
+    N = len(params)
+    top_N, argmax_N = logits_NV.max(dim=-1)
+    shifted_NV = logits_NV - top_N[:, None]  # NaN in a row stays in that row
+    u_N = torch.from_numpy(uniforms(seeds, positions)).to(logits.device)
+
+    raw_NV = shifted_NV.exp()
+    log_total_N = raw_NV.sum(dim=-1).log()
+    ok_N = log_total_N.isfinite()
+    tokens_N = argmax_N.clone()
+    logprobs_N = torch.zeros_like(log_total_N)
+
+    dense = [i for i, p in enumerate(params) if p.temperature > 0 and not _needs_candidates(p)]
+    ranked = [i for i, p in enumerate(params) if p.temperature > 0 and _needs_candidates(p)]
+    if dense:
+        tempered = any(params[i].temperature != 1.0 for i in dense)
+        whole = len(dense) == N
+        rows = torch.tensor(dense, device=logits.device)
+        if tempered:
+            scale = torch.tensor([1.0 / params[i].temperature for i in dense], device=logits.device)[:, None]
+            scaled = (shifted_NV if whole else shifted_NV[rows]) * scale
+            weights = scaled.exp()
+        else:
+            scaled = shifted_NV if whole else shifted_NV[rows]
+            weights = raw_NV if whole else raw_NV[rows]
+        if any(params[i].min_p > 0 for i in dense):  # the likeliest token has weight 1
+            floor = torch.tensor([params[i].min_p for i in dense], device=logits.device)[:, None]
+            weights = torch.where(weights >= floor, weights, 0.0)
+        chosen, total = _invert(weights, u_N if whole else u_N[rows])
+        tokens_N[rows] = chosen
+        logprobs_N[rows] = (scaled.gather(1, chosen[:, None])[:, 0].double() - total.log()).float()
+    for rows_list in _by_width(ranked, params):
+        rows = torch.tensor(rows_list, device=logits.device)
+        chosen, logprob = _sample_ranked(shifted_NV[rows], [params[i] for i in rows_list], u_N[rows])
+        tokens_N[rows] = chosen
+        logprobs_N[rows] = logprob
+
+    raw_N = shifted_NV.gather(1, tokens_N[:, None])[:, 0] - log_total_N
+    tokens_N = torch.where(ok_N, tokens_N, -1)
+    return Draws(tokens_N.tolist(), logprobs_N.tolist(), raw_N.tolist(), ok_N.tolist())
+
+
+def _needs_candidates(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0
+
+
+def _invert(weights: Tensor, u_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Index where the running sum of each row passes ``u`` times its total, and the totals (fp64).
+
+    Args:
+        weights: [N, V], >= 0.
+        u_N: [N] fp64 in [0, 1).
+    """
+    N, V = weights.shape
+    slices = -(-V // _SLICE)
+    if V % _SLICE:
+        weights = torch.nn.functional.pad(weights, (0, slices * _SLICE - V))
+    weights_NSW = weights.view(N, slices, _SLICE)
+    sums = weights_NSW.sum(dim=-1).double().cumsum(dim=-1)  # [N, S]
+    total = sums[:, -1]
+    target = u_N * total
+    index = (sums <= target[:, None]).sum(dim=-1).clamp_(max=slices - 1)
+    before = torch.where(index > 0, sums.gather(1, (index - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    inside = weights_NSW[torch.arange(N, device=weights.device), index].double()  # [N, W]
+    running = inside.cumsum(dim=-1)
+    # rounding may leave the target at or past the slice's own sum: then it is the slice's last possible token
+    target = torch.minimum(target - before, torch.nextafter(running[:, -1], torch.zeros_like(total)))
+    offset = (running <= target[:, None]).sum(dim=-1).clamp_(max=_SLICE - 1)
+    return (index * _SLICE + offset).clamp_(max=V - 1), total  # a row that is not finite must stay in range
+
+
+def _by_width(rows: list[int], params: Sequence[SamplingParams]) -> list[list[int]]:
+    """Rows with the same top-k together: each set needs as many candidates."""
+    sets: dict[int, list[int]] = {}
+    for i in rows:
+        sets.setdefault(params[i].top_k, []).append(i)
+    return list(sets.values())
+
+
+def _sample_ranked(shifted: Tensor, params: list[SamplingParams], u: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows with top-k (the same for all) or top-p. ``shifted``: [n, V] logits less their maximum, at temperature 1."""
+    device, V = shifted.device, shifted.shape[1]
+    temperature = torch.tensor([p.temperature for p in params], device=device)[:, None]
+    top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64)[:, None]
+    min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
+    scaled = shifted / temperature
+    top_k = min(params[0].top_k, V)
+    mass = None if top_k else scaled.exp().sum(dim=-1, keepdim=True).double()
+    width = top_k or min(_CANDIDATES, V)
+    while True:
+        values, indices = scaled.topk(width, dim=-1)  # sorted, likeliest first
+        weights = values.exp()
+        share = weights.double().cumsum(dim=-1)
+        total = share[:, -1:] if mass is None else mass
+        # NaN rows compare False everywhere and must not widen the search
+        if top_k or width == V or not bool((share[:, -1:] < top_p * total).any()):
+            break
+        width = min(V, width * 8)
+    # the smallest set that reaches top_p: a token stays if those before it have not reached it yet
+    keep = (share - weights.double() < top_p * total) & (weights >= min_p)
+    keep[:, 0] = True
+    weights = torch.where(keep, weights, 0.0)
+    chosen, kept_total = _invert(weights, u)
+    logprob = (values.gather(1, chosen[:, None])[:, 0].double() - kept_total.log()).float()
+    return indices.gather(1, chosen[:, None])[:, 0], logprob

@@ -1,0 +1,300 @@
+"""The trainer's attention: several sequences in one row, ``llamarl_packed`` in transformers' attention interface.
+
+The trainer lays its sequences end to end, [1, T], without padding. Attention must then keep them apart: token t sees
+the tokens of its own sequence up to itself, and within the layer's sliding window if it has one::
+
+    with packed_attention_context([0, 3, 7]):                  # two sequences, of 3 and 4 tokens
+        hidden = model(tokens[None], position_ids=packed.position_ids(device)).last_hidden_state
+
+How it is computed: on CUDA in half precision by the variable-length flash kernel. Elsewhere sequences of similar length
+share one padded batch for ``scaled_dot_product_attention``: padding lies after the last token, so causality alone hides it
+and the result is exact. Neither ever holds a [T, T] matrix. Layers with a soft cap (Gemma 2) have no fused kernel: they go
+through query chunks that are recomputed in the backward pass.
+
+The engine's attention is ``llamarl_paged`` in :mod:`llamarl.models.paged_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PretrainedConfig
+
+from llamarl.errors import ModelError
+
+__all__ = [
+    "SUPPORTED_MODEL_TYPES",
+    "PackedSequences",
+    "check_attention_supported",
+    "packed_attention_context",
+    "softcapped_attention",
+]
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3")
+"""Families whose tokens are tested against the library's own attention."""
+
+_MAX_LENGTH_RATIO = 0.8  # a padded batch holds sequences at least this long relative to its longest
+_SMALL_GAP = 16  # tokens of padding that are always cheaper than another kernel call
+_SOFTCAP_CHUNK = 256  # query rows whose scores are held at once in a soft-capped layer
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Sequences that share one padded batch of shape [num_sequences, length]."""
+
+    num_sequences: int
+    length: int
+    tokens: Tensor
+    """[n] positions in the row, of all tokens of these sequences."""
+    slots: Tensor
+    """[n] where each goes in the flattened padded batch."""
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """Where the sequences of one packed row begin and end, and what attention derives from that (once, not per layer)."""
+
+    cu_seqlens: tuple[int, ...]
+    """0, then the end of each sequence in tokens; the last is T."""
+    _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.cu_seqlens) < 2 or self.cu_seqlens[0] != 0:
+            raise ValueError(f"cu_seqlens must be 0 followed by the end of each sequence, got {self.cu_seqlens}")
+        if any(end <= start for start, end in zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False)):
+            raise ValueError(f"cu_seqlens must increase strictly (no empty sequence), got {self.cu_seqlens}")
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor | Sequence[int] | PackedSequences) -> PackedSequences:
+        """From boundaries in any form; a device tensor costs one synchronisation, so keep the result."""
+        if isinstance(cu_seqlens, PackedSequences):
+            return cu_seqlens
+        values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+        return cls(tuple(int(v) for v in values))
+
+    @property
+    def lengths(self) -> list[int]:
+        return [end - start for start, end in zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False)]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.cu_seqlens[-1]
+
+    def position_ids(self, device: torch.device | str) -> Tensor:
+        """[1, T] int64: the position of each token in its own sequence, as the model call needs it."""
+        return torch.cat([torch.arange(n) for n in self.lengths])[None].to(device)
+
+    def cu_tensor(self, device: torch.device) -> Tensor:
+        key = ("cu", device)
+        if key not in self._cache:
+            self._cache[key] = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=device)
+        return self._cache[key]
+
+    def buckets(self, device: torch.device) -> tuple[tuple[_Bucket, ...], Tensor]:
+        """Padded batches, and for each token of the row its place in their concatenated outputs, [T]."""
+        key = ("buckets", device)
+        if key in self._cache:
+            return self._cache[key]
+        lengths = self.lengths
+        members: list[list[int]] = []
+        for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+            longest = lengths[members[-1][0]] if members else 0
+            if members and (lengths[i] >= _MAX_LENGTH_RATIO * longest or longest - lengths[i] <= _SMALL_GAP):
+                members[-1].append(i)
+            else:
+                members.append([i])
+        buckets, place, base = [], torch.empty(self.num_tokens, dtype=torch.int64), 0
+        for group in members:
+            longest = lengths[group[0]]
+            tokens = torch.cat([torch.arange(self.cu_seqlens[i], self.cu_seqlens[i + 1]) for i in group])
+            slots = torch.cat([row * longest + torch.arange(lengths[i]) for row, i in enumerate(group)])
+            place[tokens] = base + torch.arange(len(tokens))
+            base += len(tokens)
+            buckets.append(_Bucket(len(group), longest, tokens.to(device), slots.to(device)))
+        self._cache[key] = (tuple(buckets), place.to(device))
+        return self._cache[key]
+
+    def window_mask(self, length: int, window: int, device: torch.device) -> Tensor:
+        """[length, length] bool, True where query i may see key j: j <= i < j + window."""
+        key = ("window", length, window, device)
+        if key not in self._cache:
+            distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+            self._cache[key] = (distance >= 0) & (distance < window)
+        return self._cache[key]
+
+
+_current: ContextVar[PackedSequences | None] = ContextVar("llamarl_packed_sequences", default=None)
+
+
+@contextmanager
+def packed_attention_context(cu_seqlens: Tensor | Sequence[int] | PackedSequences) -> Iterator[PackedSequences]:
+    """Tell ``llamarl_packed`` where the sequences of the packed row lie.
+
+    Model calls inside take ``input_ids`` [1, T] and ``position_ids`` [1, T] that restart at every sequence (the yielded
+    object's ``position_ids`` gives them) and no attention mask. Activation checkpointing runs the forward again during
+    ``backward``, on CUDA in another thread, where a context is not seen: then pass the object to the model call
+    instead, ``model(..., packed_sequences=PackedSequences.of(cu_seqlens))``, which is kept with the recomputation.
+
+    Args:
+        cu_seqlens: [num_sequences + 1]; 0, then the end of each sequence in tokens.
+
+    Raises:
+        ValueError: The boundaries do not start at 0 or do not increase strictly.
+    """
+    packed = PackedSequences.of(cu_seqlens)
+    token = _current.set(packed)
+    try:
+        yield packed
+    finally:
+        _current.reset(token)
+
+
+def check_attention_supported(config: PretrainedConfig) -> None:
+    """Refuse, before any weight is loaded, a model whose attention ours would compute wrongly.
+
+    Raises:
+        ModelError: The architecture is not one of ``SUPPORTED_MODEL_TYPES``, or asks for attention that is not causal.
+    """
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise ModelError(
+            f"model.path: architecture {config.model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ModelError(f"model.path: {config.model_type} with use_bidirectional_attention is not a causal decoder")
+
+
+def softcapped_attention(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, *, scale: float, softcap: float
+) -> Tensor:
+    """Attention with scores ``softcap * tanh(score / softcap)``, softmax in fp32; no fused kernel has this.
+
+    Args:
+        query: [B, H, Q, D].
+        key, value: [B, KV, L, D], H a multiple of KV.
+        allowed: Broadcasts to [B, 1, Q, L]; bool, True where the query may look.
+
+    Returns:
+        [B, H, Q, D].
+    """
+    B, H, Q, D = query.shape
+    KV = key.shape[1]
+    grouped = query.reshape(B, KV, H // KV * Q, D)
+    scores = torch.matmul(grouped, key.transpose(2, 3)).view(B, H, Q, -1).float() * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    weights = torch.softmax(scores, dim=-1).to(value.dtype).view(B, KV, H // KV * Q, -1)
+    return torch.matmul(weights, value).view(B, H, Q, D)
+
+
+def _softcapped_causal(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float, window: int
+) -> Tensor:
+    """Soft-capped causal attention over padded sequences, in query chunks that the backward pass recomputes."""
+    L = query.shape[2]
+    positions = torch.arange(L, device=query.device)
+    outputs = []
+    for start in range(0, L, _SOFTCAP_CHUNK):
+        end = min(start + _SOFTCAP_CHUNK, L)
+        first = max(0, start - window + 1)
+        distance = positions[start:end, None] - positions[None, first:end]
+        allowed = ((distance >= 0) & (distance < window))[None, None]
+        chunk = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end], allowed)
+        if torch.is_grad_enabled() and query.requires_grad:
+            out = checkpoint(softcapped_attention, *chunk, use_reentrant=False, scale=scale, softcap=softcap)
+        else:
+            out = softcapped_attention(*chunk, scale=scale, softcap=softcap)
+        outputs.append(out)
+    return torch.cat(outputs, dim=2)
+
+
+def _can_use_varlen(query: Tensor, softcap: float | None) -> bool:
+    return (
+        query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and softcap is None and query.shape[-1] <= 256
+    )
+
+
+def packed_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed_sequences: PackedSequences | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """The function behind ``llamarl_packed``; its signature is transformers' attention interface.
+
+    Args:
+        query: [1, H, T, D], already rotated.
+        key, value: [1, KV, T, D].
+        packed_sequences: Boundaries; without it, those of the enclosing ``packed_attention_context``.
+
+    Returns:
+        [1, T, H, D], and None for the attention weights, which never exist.
+
+    Raises:
+        ValueError: No boundaries were given, they do not fit T, or the call asks for what we do not compute.
+    """
+    packed = packed_sequences if packed_sequences is not None else _current.get()
+    if packed is None:
+        raise ValueError("llamarl_packed needs the sequence boundaries: use packed_attention_context(cu_seqlens)")
+    _, H, T, D = query.shape
+    if query.shape[0] != 1 or packed.num_tokens != T:
+        raise ValueError(f"cu_seqlens ends at {packed.num_tokens} but the packed row has shape {tuple(query.shape)}")
+    if attention_mask is not None:
+        raise ValueError("llamarl_packed takes no attention mask: cu_seqlens says all there is to say")
+    if dropout:
+        raise ValueError(f"llamarl_packed has no attention dropout, got {dropout}: set attention_dropout to 0")
+    scale = D**-0.5 if scaling is None else scaling
+    window = sliding_window if sliding_window is not None else T
+    KV = key.shape[1]
+    q_THD, k_TKD, v_TKD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+
+    if _can_use_varlen(query, softcap):
+        from torch.nn.attention.varlen import varlen_attn
+
+        cu, longest = packed.cu_tensor(query.device), max(packed.lengths)
+        left = window - 1 if window < longest else -1
+        out_THD: Any = varlen_attn(
+            q_THD, k_TKD, v_TKD, cu, cu, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=H != KV
+        )
+        return out_THD[None], None
+
+    buckets, place = packed.buckets(query.device)
+    outputs = []
+    for bucket in buckets:
+        N, L = bucket.num_sequences, bucket.length
+        full = N * L == len(bucket.tokens)
+
+        def pad(x: Tensor, bucket: _Bucket = bucket, N: int = N, L: int = L, full: bool = full) -> Tensor:
+            rows = x.index_select(0, bucket.tokens)
+            if not full:
+                rows = x.new_zeros(N * L, *x.shape[1:]).index_copy(0, bucket.slots, rows)
+            return rows.view(N, L, *x.shape[1:]).transpose(1, 2)
+
+        q, k, v = pad(q_THD), pad(k_TKD), pad(v_TKD)
+        if softcap is not None:
+            out = _softcapped_causal(q, k, v, scale=scale, softcap=softcap, window=window)
+        elif window < L:
+            mask = packed.window_mask(L, window, query.device)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=H != KV)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=H != KV)
+        rows = out.transpose(1, 2).reshape(N * L, H, D)
+        outputs.append(rows if full else rows.index_select(0, bucket.slots))
+    return torch.cat(outputs).index_select(0, place)[None], None
+
+
+AttentionInterface.register("llamarl_packed", packed_attention_forward)

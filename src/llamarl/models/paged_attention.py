@@ -1,0 +1,161 @@
+"""The engine's attention: ``llamarl_paged`` in transformers' attention interface.
+
+One engine step is one row of tokens [1, T]: first the decoding sequences, one token each, then chunks of prompts. The
+function writes the K and V of all of them into the paged cache and lets each query read its own sequence there::
+
+    row:    d0 d1 d2 | p0 p0 p0 p0 | p1 p1        PagedBatch says: slot of each token, block tables, context lengths
+    cache:  per layer  K, V  [num_blocks, block_size, KV, D]
+
+Decodes of similar length form one padded batch, so a step costs a few kernel calls a layer, not one a sequence. Queries that
+share a K/V head go through the kernel as rows of that head, so K and V are never repeated. Padding points at blocks of the
+sequence itself: a NaN in one sequence cannot reach another.
+
+Shape legend: N sequences, T tokens, L cached tokens (padded), H query heads, KV key/value heads, G = H / KV, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from llamarl.models.attention import softcapped_attention
+
+__all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk"]
+
+
+@dataclass(slots=True)
+class DecodeBatch:
+    """Rows ``first .. first + N`` of the step: one query each, contexts of similar length."""
+
+    first: int
+    blocks: Tensor
+    """[N * B] block ids, B blocks a sequence; shorter tables repeat their last block."""
+    lengths: Tensor
+    """[N] cached tokens, the new one included."""
+    num_slots: int
+    """L = B * block_size."""
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def allowed(self, window: int | None) -> Tensor:
+        """[N, 1, 1, L] bool: slots that hold tokens the query may see."""
+        if window not in self._masks:
+            positions = torch.arange(self.num_slots, device=self.lengths.device)[None, :]
+            allowed = positions < self.lengths[:, None]
+            if window is not None:
+                allowed &= positions >= self.lengths[:, None] - window
+            self._masks[window] = allowed[:, None, None, :]
+        return self._masks[window]
+
+
+@dataclass(slots=True)
+class PrefillChunk:
+    """Rows ``first .. first + num_tokens``: successive tokens of one sequence, of which ``start`` lie in the cache already."""
+
+    first: int
+    num_tokens: int
+    start: int
+    blocks: Tensor
+    """[B] block ids that cover ``start + num_tokens`` tokens."""
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def allowed(self, window: int | None) -> Tensor:
+        """[1, 1, num_tokens, start + num_tokens] bool."""
+        if window not in self._masks:
+            device = self.blocks.device
+            queries = torch.arange(self.start, self.start + self.num_tokens, device=device)[:, None]
+            distance = queries - torch.arange(self.start + self.num_tokens, device=device)[None, :]
+            allowed = distance >= 0
+            if window is not None:
+                allowed &= distance < window
+            self._masks[window] = allowed[None, None]
+        return self._masks[window]
+
+
+@dataclass(slots=True)
+class PagedBatch:
+    """What ``llamarl_paged`` must know of a step. Passed to the model call as ``paged_batch``."""
+
+    keys: list[Tensor]
+    """Per layer, [num_blocks, block_size, KV, D]."""
+    values: list[Tensor]
+    slots: Tensor
+    """[T] flat slot (block * block_size + offset) of each token."""
+    decodes: list[DecodeBatch]
+    prefills: list[PrefillChunk]
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    paged_batch: PagedBatch | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """The function behind ``llamarl_paged``; its signature is transformers' attention interface.
+
+    Args:
+        query: [1, H, T, D], already rotated.
+        key, value: [1, KV, T, D].
+
+    Returns:
+        [1, T, H, D], and None for the attention weights.
+    """
+    if paged_batch is None:
+        raise ValueError(
+            "llamarl_paged needs paged_batch: it runs inside the engine only; load with attention='sdpa' otherwise"
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = paged_batch.keys[layer], paged_batch.values[layer]
+    _, H, T, D = query.shape
+    KV = key.shape[1]
+    scale = D**-0.5 if scaling is None else scaling
+    q_THD, k_TKD, v_TKD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    keys.view(-1, KV, D).index_copy_(0, paged_batch.slots, k_TKD)
+    values.view(-1, KV, D).index_copy_(0, paged_batch.slots, v_TKD)
+    out_THD = query.new_empty(T, H, D)
+
+    for batch in paged_batch.decodes:
+        N, L = len(batch.lengths), batch.num_slots
+        window = sliding_window if sliding_window is not None and sliding_window < L else None
+        k = keys.index_select(0, batch.blocks).view(N, L, KV, D).transpose(1, 2)
+        v = values.index_select(0, batch.blocks).view(N, L, KV, D).transpose(1, 2)
+        q = q_THD[batch.first : batch.first + N].reshape(N, KV, H // KV, D)
+        allowed = batch.allowed(window)
+        if softcap is not None:
+            out = softcapped_attention(q, k, v, allowed, scale=scale, softcap=softcap)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
+        out_THD[batch.first : batch.first + N] = out.reshape(N, H, D)
+
+    for chunk in paged_batch.prefills:
+        end, L = chunk.first + chunk.num_tokens, chunk.start + chunk.num_tokens
+        window = sliding_window if sliding_window is not None and sliding_window < L else None
+        q = q_THD[chunk.first : end].transpose(0, 1)[None]
+        if chunk.start == 0:
+            k, v = key[:, :, chunk.first : end], value[:, :, chunk.first : end]
+        else:
+            k = keys.index_select(0, chunk.blocks).view(-1, KV, D)[:L].transpose(0, 1)[None]
+            v = values.index_select(0, chunk.blocks).view(-1, KV, D)[:L].transpose(0, 1)[None]
+        if softcap is not None:
+            out = softcapped_attention(q, k, v, chunk.allowed(window), scale=scale, softcap=softcap)
+        elif chunk.start == 0 and window is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=H != KV)
+        else:
+            mask = chunk.allowed(window)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=H != KV)
+        out_THD[chunk.first : end] = out[0].transpose(0, 1)
+    return out_THD[None], None
+
+
+AttentionInterface.register("llamarl_paged", paged_attention_forward)

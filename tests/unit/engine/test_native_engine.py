@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.models.attention import PackedSequences
+from llamarl.models.loading import load_model
+from llamarl.seeding import derive_seed
+
+SMALL_BLOCKS = {"block_size": 4, "max_sequences": 16, "max_batch_tokens": 64}
+TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # K and V, layers, KV heads, head size, fp32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    tiny_model("llama", "sdpa").save_pretrained(path)
+    return path
+
+
+def _prompts(n: int, *, lengths: range = range(3, 30)) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    picks = torch.randint(lengths.start, lengths.stop, (n,), generator=generator).tolist()
+    return [torch.randint(3, 97, (k,), generator=generator).tolist() for k in picks]
+
+
+def _sequences(prompts: list[list[int]], group: int = 1, **params: object) -> list[Sequence]:
+    settings = SamplingParams(**{"max_new_tokens": 64, "temperature": 0.0, **params})  # type: ignore[arg-type]
+    return [
+        Sequence(prompt_index=i, sample_index=j, prompt_tokens=list(p), params=settings, seed=derive_seed(3, i, j))
+        for i, p in enumerate(prompts)
+        for j in range(group)
+    ]
+
+
+def _engine(folder: Path, *, num_tokens: int = 4096, **changes: object) -> NativeEngine:
+    config = EngineConfig(**{**SMALL_BLOCKS, "kv_cache_bytes": num_tokens * TOKEN_BYTES, **changes})  # type: ignore[arg-type]
+    return NativeEngine(folder, config, eos_token_ids=())
+
+
+def _run(engine: NativeEngine, sequences: list[Sequence]) -> list[Sequence]:
+    engine.add(sequences)
+    done: list[Sequence] = []
+    for _ in range(5000):
+        if not engine.has_work:
+            return done
+        done += engine.step()
+    raise AssertionError("the engine did not finish")
+
+
+def _greedy(folder: Path, prompt: list[int], n: int) -> list[int]:
+    model = load_model(folder, dtype=torch.float32, attention="eager")
+    out = model.generate(
+        torch.tensor([prompt]), max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def _state(sequences: list[Sequence]) -> list[tuple[object, ...]]:
+    ordered = sorted(sequences, key=lambda s: (s.prompt_index, s.sample_index))
+    return [
+        (s.tokens, s.logprobs, s.raw_logprobs, s.policy_versions, s.loss_mask, s.finish_reason, s.error)
+        for s in ordered
+    ]
+
+
+def test_greedy_tokens_equal_generate_alone(folder: Path) -> None:
+    for prompt in _prompts(3):
+        (done,) = _run(_engine(folder), _sequences([prompt]))
+        assert done.tokens == _greedy(folder, prompt, 64)
+        assert done.finish_reason == "length"
+
+
+def test_greedy_tokens_equal_generate_in_a_mixed_batch_with_preemption_and_chunked_prefill(folder: Path) -> None:
+    prompts = _prompts(9)
+    engine = _engine(folder, num_tokens=320, max_batch_tokens=16)  # nine sequences would hold about 700
+    sequences = _sequences(prompts, group=2)
+    _run(engine, sequences)
+    stats = engine.stats()
+    assert stats["preemptions"] > 0
+    assert stats["kv_bytes_used_max"] <= 320 * TOKEN_BYTES
+    expected = [_greedy(folder, prompt, 64) for prompt in prompts]
+    assert [s.tokens for s in sequences] == [e for e in expected for _ in range(2)]
+
+
+def test_logprobs_equal_the_trainers_packed_forward(folder: Path) -> None:
+    sequences = _sequences(_prompts(6), group=2, temperature=0.7, max_new_tokens=20)
+    _run(_engine(folder), sequences)
+    model = load_model(folder, dtype=torch.float32, attention="llamarl_packed")
+    ends = torch.tensor([0, *[s.num_tokens for s in sequences]]).cumsum(0)
+    packed = PackedSequences.of(ends)
+    row = torch.tensor([t for s in sequences for t in s.prompt_tokens + s.tokens])
+    with torch.no_grad():
+        logits = model(
+            row[None], position_ids=packed.position_ids("cpu"), packed_sequences=packed, use_cache=False
+        ).logits[0]
+    for i, s in enumerate(sequences):
+        first = int(ends[i]) + len(s.prompt_tokens)
+        predicting = logits[first - 1 : first - 1 + len(s.tokens)]
+        for recorded, temperature in ((s.raw_logprobs, 1.0), (s.logprobs, 0.7)):
+            expected = torch.log_softmax(predicting / temperature, -1).gather(1, torch.tensor(s.tokens)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(recorded), expected, atol=1e-4, rtol=0)
+
+
+def test_prompt_of_a_group_is_computed_and_stored_once(folder: Path) -> None:
+    engine = _engine(folder)
+    prompt = list(range(3, 25))  # 22 tokens: five full blocks and a half one
+    engine.add(_sequences([prompt], group=8, temperature=1.0, max_new_tokens=2))
+    engine.step()
+    stats = engine.stats()
+    assert stats["prompt_tokens_computed"] == 22
+    assert stats["prompt_tokens_shared"] == 7 * 22
+    assert stats["tokens_sampled"] == 8
+    assert stats["kv_bytes_used"] == 6 * 4 * TOKEN_BYTES  # nobody has written behind it yet
+    engine.step()
+    assert engine.stats()["kv_bytes_used_max"] == (5 + 8) * 4 * TOKEN_BYTES  # the half block is everyone's own now
+
+
+def test_members_admitted_later_sample_from_the_same_prompt(folder: Path) -> None:
+    prompt = list(range(3, 25))
+    together = _sequences([prompt], group=6, temperature=1.0, max_new_tokens=9)
+    _run(_engine(folder), together)
+    engine = _engine(folder, max_sequences=2)
+    apart = _sequences([prompt], group=6, temperature=1.0, max_new_tokens=9)
+    _run(engine, apart)
+    assert engine.stats()["prompt_tokens_computed"] == 22
+    assert [s.tokens for s in apart] == [s.tokens for s in together]
+
+
+def test_resumed_sequences_give_the_same_bits_in_the_old_engine_and_in_a_new_one(folder: Path) -> None:
+    engine = _engine(folder)
+    engine.add(_sequences(_prompts(5), group=3, temperature=1.0, max_new_tokens=30))
+    done: list[Sequence] = []
+    for _ in range(11):
+        done += engine.step()
+    carried = engine.suspend()
+    assert not engine.has_work
+    assert len(carried) == 15
+    for_new = copy.deepcopy(carried)
+    engine.weights_updated(1)
+    _run(engine, carried)
+    fresh = _engine(folder)
+    fresh.weights_updated(1)
+    _run(fresh, for_new)
+    assert _state(carried) == _state(for_new)
+    assert all(s.policy_versions == sorted(s.policy_versions) and s.policy_versions[-1] == 1 for s in carried)
+    assert sum(s.policy_versions[0] == 0 for s in carried) >= 10
+
+
+def test_two_engines_given_the_same_sequences_agree_bit_for_bit(folder: Path) -> None:
+    runs = []
+    for _ in range(2):
+        sequences = _sequences(_prompts(7), group=3, temperature=0.9, top_p=0.9, max_new_tokens=25)
+        _run(_engine(folder, num_tokens=300), sequences)
+        runs.append(_state(sequences))
+    assert runs[0] == runs[1]
+
+
+def test_new_weights_are_used_at_the_next_token_and_cached_keys_are_recomputed(folder: Path) -> None:
+    engine = _engine(folder)
+    prompts = _prompts(2)
+    sequences = _sequences(prompts, max_new_tokens=20)
+    engine.add(sequences)
+    for _ in range(5):
+        engine.step()
+    assert [len(s.tokens) for s in sequences] == [5, 5]
+    other = tiny_model("llama", "sdpa", seed=9)
+    source = dict(other.named_parameters())
+    live = engine.parameters_for_sync()
+    assert set(live) == set(source)
+    assert "lm_head.weight" not in live  # tied to the embedding
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(source[name])
+    engine.weights_updated(4)
+    while engine.has_work:
+        engine.step()
+    for s, prompt in zip(sequences, prompts, strict=True):
+        assert s.policy_versions == [0] * 5 + [4] * 15
+        start = torch.tensor([prompt + s.tokens[:5]])
+        out = other.generate(start, max_new_tokens=15, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert s.tokens[5:] == out[0, start.shape[1] :].tolist()
+
+
+def test_a_poisoned_request_fails_alone(folder: Path) -> None:
+    prompts = _prompts(4)
+    engine = _engine(folder)
+    engine.parameters_for_sync()["model.embed_tokens.weight"][96] = float("nan")
+    prompts = [[t for t in p if t != 96] for p in prompts]
+    sequences = _sequences([prompts[0], [5, 96, 7, 8], *prompts[1:]], max_new_tokens=12)
+    # the tied head makes the logit of token 96 NaN for everybody: keep it out of the head
+    engine._runner.model.lm_head.weight = torch.nn.Parameter(
+        tiny_model("llama", "sdpa").lm_head.weight.detach().clone(), requires_grad=False
+    )
+    _run(engine, sequences)
+    assert sequences[1].finish_reason == "error"
+    assert "not finite at token 0 under policy version 0" in (sequences[1].error or "")
+    healthy = [s for s in sequences if s.prompt_index != 1]
+    assert [s.finish_reason for s in healthy] == ["length"] * 4
+    again = _sequences(prompts[:2], max_new_tokens=12)  # the freed blocks hold no NaN any more
+    _run(engine, again)
+    assert [s.tokens for s in again] == [healthy[0].tokens, healthy[1].tokens]
+
+
+def test_stop_tokens_end_a_response_and_are_part_of_it(folder: Path) -> None:
+    prompt = _prompts(1)[0]
+    free = _greedy(folder, prompt, 20)
+    stop = free[6]
+    (done,) = _run(_engine(folder), _sequences([prompt], max_new_tokens=20, stop_token_ids=(stop,)))
+    assert done.finish_reason == "stop"
+    assert done.tokens == free[: free.index(stop) + 1]
+
+
+class _Letters:
+    """A tokenizer whose token n is the text ``<n>`` cut so that stop strings cross token borders."""
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(f"{t:02d}" for t in tokens)
+
+
+def test_stop_strings_are_found_across_token_borders(folder: Path) -> None:
+    prompt = _prompts(1)[0]
+    free = _greedy(folder, prompt, 20)
+    text = "".join(f"{t:02d}" for t in free)
+    stop = text[9:12]  # second digit of token 4, both of token 5
+    config = EngineConfig(kv_cache_bytes=1 << 20, **SMALL_BLOCKS)  # type: ignore[arg-type]
+    engine = NativeEngine(folder, config, eos_token_ids=(), tokenizer=_Letters())  # type: ignore[arg-type]
+    (done,) = _run(engine, _sequences([prompt], max_new_tokens=20, stop_strings=("never", stop)))
+    assert done.finish_reason == "stop"
+    end = -(-(text.index(stop) + 3) // 2)
+    assert done.tokens == free[:end]
+
+
+def test_cancelled_and_expired_sequences_are_returned_by_the_next_step_and_free_their_memory(folder: Path) -> None:
+    now = [100.0]
+    config = EngineConfig(kv_cache_bytes=1 << 20, **SMALL_BLOCKS)  # type: ignore[arg-type]
+    engine = NativeEngine(folder, config, eos_token_ids=(), clock=lambda: now[0])
+    patient, hasty = _sequences(_prompts(2), group=2), _sequences([[9, 8, 7]], deadline_s=2.0)
+    hasty[0].prompt_index = 50
+    engine.add([*patient, *hasty])
+    engine.step()
+    now[0] = 102.5
+    assert engine.step() == hasty
+    assert hasty[0].finish_reason == "deadline"
+    engine.cancel(0, 1)
+    assert [s.finish_reason for s in engine.step()] == ["cancelled"]
+    engine.cancel(0)
+    engine.cancel(1)
+    assert len(engine.step()) == 3
+    assert not engine.has_work
+    assert engine.stats()["kv_bytes_used"] == 0
+
+
+def test_requests_that_cannot_fit_are_refused_and_nothing_is_admitted(folder: Path) -> None:
+    engine = _engine(folder, num_tokens=64)
+    fine = _sequences([[4, 5, 6]], max_new_tokens=4)
+    with pytest.raises(ValueError, match="context of 256 tokens"):
+        engine.add([*fine, *_sequences([[3] * 250], max_new_tokens=7)])
+    with pytest.raises(ValueError, match="raise engine.kv_cache_bytes"):
+        engine.add([*fine, *_sequences([[3] * 40], max_new_tokens=40)])
+    with pytest.raises(ValueError, match="empty"):
+        engine.add([*fine, *_sequences([[]], max_new_tokens=4)])
+    with pytest.raises(ValueError, match="tokenizer"):
+        engine.add([*fine, *_sequences([[3]], max_new_tokens=4, stop_strings=("x",))])
+    assert not engine.has_work

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model
+from transformers import PretrainedConfig
+
+from llamarl.errors import ModelError
+from llamarl.models.attention import PackedSequences, check_attention_supported, packed_attention_context
+
+LENGTHS = [5, 1, 40, 17, 38, 23]
+
+
+def _row(lengths: list[int], vocab: int) -> tuple[torch.Tensor, list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    return torch.randint(3, vocab, (sum(lengths),), generator=generator), ends
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_row_gives_the_logits_of_each_sequence_alone_under_the_librarys_attention(family: str) -> None:
+    packed_model, plain_model = tiny_model(family, "llamarl_packed"), tiny_model(family, "eager")
+    tokens, ends = _row(LENGTHS, packed_model.config.vocab_size)
+    with torch.no_grad(), packed_attention_context(ends) as packed:
+        together = packed_model(tokens[None], position_ids=packed.position_ids("cpu"), use_cache=False).logits[0]
+        for start, end in zip(ends, ends[1:], strict=False):
+            alone = plain_model(tokens[None, start:end], use_cache=False).logits[0]
+            torch.testing.assert_close(together[start:end], alone, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_gradients_of_a_packed_row_are_the_sum_over_sequences(family: str) -> None:
+    packed_model, plain_model = tiny_model(family, "llamarl_packed"), tiny_model(family, "eager")
+    tokens, ends = _row(LENGTHS, packed_model.config.vocab_size)
+    packed = PackedSequences.of(torch.tensor(ends))
+    logits = packed_model(
+        tokens[None], position_ids=packed.position_ids("cpu"), packed_sequences=packed, use_cache=False
+    ).logits[0]
+    torch.log_softmax(logits, -1).gather(1, tokens[:, None]).sum().backward()
+    for start, end in zip(ends, ends[1:], strict=False):
+        alone = plain_model(tokens[None, start:end], use_cache=False).logits[0]
+        torch.log_softmax(alone, -1).gather(1, tokens[start:end, None]).sum().backward()
+    reference = dict(plain_model.named_parameters())
+    for name, parameter in packed_model.named_parameters():
+        torch.testing.assert_close(parameter.grad, reference[name].grad, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_activation_checkpointing_recomputes_with_the_boundaries_passed_to_the_call() -> None:
+    model = tiny_model("llama", "llamarl_packed").train()
+    tokens, ends = _row(LENGTHS, model.config.vocab_size)
+    packed = PackedSequences.of(ends)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        positions = packed.position_ids("cpu")
+        out = model(tokens[None], position_ids=positions, packed_sequences=packed, use_cache=False)
+        out.logits.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for a, b in zip(plain, gradients(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_boundaries_that_do_not_fit_are_refused() -> None:
+    model = tiny_model("llama", "llamarl_packed")
+    tokens = torch.arange(3, 8)[None]
+    with pytest.raises(ValueError, match="packed_attention_context"):
+        model(tokens, use_cache=False)
+    with pytest.raises(ValueError, match="ends at 4"), packed_attention_context([0, 4]):
+        model(tokens, use_cache=False)
+    for bad in ([0, 3, 3], [1, 5], [0], [0, 4, 2]):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            PackedSequences.of(bad)
+
+
+def test_unsupported_attention_is_refused_with_the_reason() -> None:
+    config = PretrainedConfig()
+    config.model_type = "gpt2"
+    with pytest.raises(ModelError, match="'gpt2' is not supported; supported are llama"):
+        check_attention_supported(config)
+    config.model_type, config.use_bidirectional_attention = "gemma3_text", True
+    with pytest.raises(ModelError, match="not a causal decoder"):
+        check_attention_supported(config)
