@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import PlanError
+from llamarl.planner.choices import Options, Workload
 from llamarl.planner.hardware import Hardware, find_hardware
 from llamarl.planner.lengths import Lengths, constant, lognormal
 from llamarl.planner.model_spec import find_model
 from llamarl.planner.report import plan_to_dict
-from llamarl.planner.search import Options, Plan, Workload, best_common, best_resharding, best_separate, best_split
+from llamarl.planner.search import Plan, best_common, best_resharding, best_separate, best_split
 
 ROWS = (
     # model, devices, published synchronous and asynchronous step (s), published speed-up

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from llamarl.errors import PlanError
 
 if TYPE_CHECKING:
+    from llamarl.planner.choices import Options, Workload
     from llamarl.planner.hardware import Hardware
     from llamarl.planner.recipe import RecipeQuestion
-    from llamarl.planner.search import Options, Plan, Workload
+    from llamarl.planner.search import Plan
 
 __all__ = ["add_parser", "run"]
 
@@ -171,9 +172,9 @@ def _hardware(args: argparse.Namespace, model_path: str) -> Hardware:
 
 
 def _work(args: argparse.Namespace, model_path: str, question: RecipeQuestion | None) -> Workload:
+    from llamarl.planner.choices import Workload
     from llamarl.planner.lengths import parse_lengths
     from llamarl.planner.model_spec import find_model
-    from llamarl.planner.search import Workload
 
     if args.response_tokens:
         response = parse_lengths(args.response_tokens)
@@ -195,8 +196,8 @@ def _work(args: argparse.Namespace, model_path: str, question: RecipeQuestion | 
 
 
 def _options(args: argparse.Namespace, question: RecipeQuestion | None) -> Options:
+    from llamarl.planner.choices import Options
     from llamarl.planner.hardware import BYTES_PER_WEIGHT
-    from llamarl.planner.search import Options
 
     precisions = tuple(p.strip().lower() for p in args.precision.split(",")) if args.precision else ()
     if unknown := [p for p in precisions if p not in BYTES_PER_WEIGHT]:

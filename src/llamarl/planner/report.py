@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import PlanError
+from llamarl.planner.choices import Workload
 from llamarl.planner.hardware import Hardware
-from llamarl.planner.search import Plan, Workload
+from llamarl.planner.search import Plan
 
 __all__ = ["plan_to_dict", "report_json", "report_text", "save_picture", "system_title"]
 

@@ -14,12 +14,13 @@ import pytest
 from llamarl.cli import plan as verb
 from llamarl.errors import PlanError
 from llamarl.planner.calibrate import Sample, fit, load_calibration, save_calibration
+from llamarl.planner.choices import Options, Workload
 from llamarl.planner.costs import GeneratorLayout, decode_step_s
 from llamarl.planner.hardware import find_hardware, this_machine
 from llamarl.planner.lengths import constant
 from llamarl.planner.model_spec import find_model
 from llamarl.planner.recipe import plan_settings, question_from_config, recipe_text
-from llamarl.planner.search import Options, Workload, best_resharding, best_separate
+from llamarl.planner.search import best_resharding, best_separate
 from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_tick
 
 H100 = "--model Llama-3.1-8B --devices 8 --hardware h100 --prompts 16 --group-size 8 --response-tokens 300:lognormal"

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from llamarl.errors import PlanError
+from llamarl.planner.choices import Options, Workload
 from llamarl.planner.hardware import Efficiency, device_names, find_hardware
 from llamarl.planner.lengths import constant, lognormal
 from llamarl.planner.model_spec import find_model
 from llamarl.planner.report import plan_to_dict, report_text, save_picture
 from llamarl.planner.search import (
-    Options,
-    Workload,
     best_common,
     best_resharding,
     best_separate,
