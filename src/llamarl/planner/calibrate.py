@@ -31,7 +31,7 @@ from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_tick
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Sample", "calibrate", "calibration_path", "fit", "load_calibration", "save_calibration"]
+__all__ = ["Sample", "calibrate", "calibration_path", "fit", "forecast_sample", "load_calibration", "save_calibration"]
 
 _FORMAT = 1
 _FITTED = {
@@ -92,30 +92,46 @@ def fit(peaks: Hardware, model: ModelSpec, samples: Sequence[Sample]) -> Hardwar
     return replace(fitted, efficiency=replace(fitted.efficiency, sources={**fitted.efficiency.sources, **_FITTED}))
 
 
+def forecast_sample(hardware: Hardware, model: ModelSpec, sample: Sample) -> float:
+    """Seconds that the cost model gives for a measured step."""
+    if sample.kind == "decode":
+        layout = GeneratorLayout(1, 1, hardware.device.train_precision)
+        return float(decode_step_s(hardware, model, layout, sample.sequences, sample.tokens))
+    demand = TrainerDemand(lengths=constant(max(1, sample.tokens - 1)), prompt_tokens=1, sequences=sample.sequences)
+    train = TrainerLayout(micro_batch=sample.sequences, recompute=False)
+    return trainer_tick(hardware, model, train, demand).compute_s
+
+
 def _fit_training(hardware: Hardware, model: ModelSpec, train: Sequence[Sample]) -> Hardware:
-    """Efficiency e and overhead o that make max(compute / e, o) + rest closest: e by bisection at the largest sample."""
+    """Efficiency and host overhead in turn: the first exact at the largest sample, the second the rest's mean shortfall."""
     largest = max(train, key=lambda s: s.sequences * s.tokens)
+    others = [s for s in train if s is not largest]
+    fitted, overhead = hardware, 0.0
+    for _ in range(30):
+        base = hardware.with_efficiency(train_layer_overhead_s=overhead)
+        fitted = _fit_efficiency(base, model, largest)
+        short = [(s.seconds - forecast_sample(fitted, model, s)) / (3.0 * model.layers) for s in others]
+        step = statistics.fmean(short)
+        if abs(step) < 1e-9:
+            break
+        overhead = max(0.0, overhead + 0.5 * step)
+    return fitted
 
-    def predicted(trial: Hardware, sample: Sample) -> float:
-        demand = TrainerDemand(lengths=constant(max(1, sample.tokens - 1)), prompt_tokens=1, sequences=sample.sequences)
-        layout = TrainerLayout(micro_batch=sample.sequences, recompute=False)
-        return trainer_tick(trial, model, layout, demand).compute_s
 
+def _fit_efficiency(hardware: Hardware, model: ModelSpec, sample: Sample) -> Hardware:
+    """The efficiency, at most 1, at which the forecast of ``sample`` is its measured time, by bisection."""
     low, high = 1e-4, 1.0
-    if predicted(hardware, largest) < largest.seconds:
-        for _ in range(60):
+    if forecast_sample(hardware, model, sample) < sample.seconds:
+        for _ in range(50):
             middle = (low * high) ** 0.5
-            trial = hardware.with_efficiency(matmul=middle, attention=middle)
-            if predicted(trial, largest) > largest.seconds:
+            if (
+                forecast_sample(hardware.with_efficiency(matmul=middle, attention=middle), model, sample)
+                > sample.seconds
+            ):
                 low = middle
             else:
                 high = middle
-    fitted = hardware.with_efficiency(matmul=high, attention=high)
-    # The rest of the smaller samples is host time that does not grow with tokens: three passes over the layers.
-    rests = [max(0.0, s.seconds - predicted(fitted, s)) for s in train if s is not largest]
-    smallest = min(train, key=lambda s: s.sequences * s.tokens)
-    overhead = smallest.seconds / (3.0 * model.layers) if statistics.median(rests) > 0.3 * smallest.seconds else 0.0
-    return fitted.with_efficiency(train_layer_overhead_s=overhead)
+    return hardware.with_efficiency(matmul=high, attention=high)
 
 
 def _non_negative_line(
@@ -171,7 +187,11 @@ def calibrate(
             log(f"train {sequences} sequences of {tokens} tokens: {samples[-1].seconds * 1e3:.1f} ms")
     finally:
         torch.set_num_threads(threads)
-    return fit(peaks, spec, samples), samples
+    fitted = fit(peaks, spec, samples)
+    for sample in samples:
+        error = forecast_sample(fitted, spec, sample) / sample.seconds - 1.0
+        log(f"fit: {sample.kind} {sample.sequences} x {sample.tokens}: {error:+.0%}")
+    return fitted, samples
 
 
 def _median_time(action: Callable[[], Any], device: torch.device, repeats: int = 4) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,7 @@ def plan_settings(
     dtype = "float32" if cpu else "bfloat16"
     quantized = g.layout.precision != hardware.device.train_precision
     sequence = work.prompt_tokens + work.lengths.mean
+    together = g.replicas if shared else 1  # on CPU cores one process does the work of all planned replicas
     threads = {"threads": plan.devices if shared else 1} if cpu else {}
     return {
         "model": {"path": model_path},
@@ -107,11 +109,14 @@ def plan_settings(
             "dp": 1 if shared else g.replicas,
             "tp": 1 if shared else g.layout.tp,
             "pp": g.layout.pp,
-            "dtype": dtype,
             "quantization": g.layout.precision if quantized else "none",
             **threads,
             "sampling": {"max_new_tokens": work.lengths.limit},
-            "engine": {"dtype": dtype, "max_sequences": work.slots * (g.replicas if shared else 1)},
+            "engine": {
+                "dtype": dtype,
+                "max_sequences": work.slots * together,
+                "kv_cache_bytes": math.ceil(1.25 * g.memory["kv_cache"] * together),  # room for blocks half full
+            },
         },
         "trainer": {
             "fsdp": 1 if shared else t.data_ranks,

@@ -238,6 +238,7 @@ def save_picture(plans: Sequence[Plan], path: Path, title: str) -> None:
     times.set_ylabel("seconds a step")
     times.set_title("time by role")
     times.legend(fontsize=8)
+    times.margins(y=0.08)
     parts = sorted({name for plan in plans for m in (plan.trainer.memory, plan.generator.memory) for name in m})
     colors = {name: plt.get_cmap("tab10")(index % 10) for index, name in enumerate(parts)}
     for i, plan in enumerate(plans):
@@ -252,7 +253,8 @@ def save_picture(plans: Sequence[Plan], path: Path, title: str) -> None:
     memory.set_xticks(range(len(plans)), names, fontsize=8)
     memory.set_ylabel("GB a device")
     memory.set_title("memory: generator (left), trainer (right); dashed: limit")
-    memory.legend(fontsize=7)
+    memory.set_ylim(0, plans[0].memory_limit / 1e9 * 1.05)
+    memory.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     try:
