@@ -1,8 +1,8 @@
 """The Protocol of a generation engine: the native one, and ``vllm``, stand behind it.
 
-    add ─▶ [waiting] ─▶ step ... step ─▶ finished sequences
-                          │
-             suspend ◀────┘  (unfinished ones leave whole, without their KV cache)
+add ─▶ [waiting] ─▶ step ... step ─▶ finished sequences
+                      │
+         suspend ◀────┘  (unfinished ones leave whole, without their KV cache)
 """
 
 from __future__ import annotations

@@ -30,6 +30,11 @@ class ExecutorSpec:
     threads: int = 1
     """CPU threads of each rank. Bits depend on it, so a run pins it."""
     device: str = "cpu"
+    """``cpu``, ``cuda:N``, a comma-separated list with one a rank (``cuda:2,cuda:3``), or ``cuda``: placement chooses."""
+    process_group: str = ""
+    """Backend of ``torch.distributed`` that each rank has joined before the factory is called: ``gloo``, ``nccl``,
+    ``cpu:gloo,cuda:nccl``; empty for none. In processes of their own, RANK,
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,8 @@ class StepResult:
     """Metric key -> value; see docs/metrics.md. Rank 0's are kept."""
     spans: tuple[tuple[str, float, float], ...] = ()
     """(label, start, end) on ``time.monotonic``, for the trace: what the step spent its time on."""
+    stop: str = ""
+    """Why the job should end soon, with a checkpoint; empty to go on. Rank 0's is kept."""
 
 
 class Executor(Protocol):

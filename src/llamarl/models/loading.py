@@ -16,29 +16,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from llamarl.errors import ModelError
 from llamarl.models.attention import check_attention_supported
+from llamarl.models.folders import resolve_model_path
+
+transformers_logging.disable_progress_bar()  # three processes would draw three bars into one console
 
 __all__ = ["load_model", "load_model_config", "load_tokenizer", "resolve_model_path"]
-
-_ASSETS = Path(__file__).resolve().parent.parent / "assets"
-
-
-def resolve_model_path(path: str | Path) -> Path:
-    """Folder of a model; ``bundled:NAME`` names one that ships with llamarl.
-
-    Raises:
-        ModelError: No such folder, or no ``config.json`` in it.
-    """
-    text = str(path)
-    folder = _ASSETS / text.removeprefix("bundled:") if text.startswith("bundled:") else Path(text).expanduser()
-    if not folder.is_dir():
-        bundled = sorted(f"bundled:{p.parent.name}" for p in _ASSETS.glob("*/config.json"))
-        raise ModelError(f"model.path: no folder {folder}; give a Hugging Face folder, or one of {', '.join(bundled)}")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path: {folder} has no config.json, so it is not a Hugging Face model folder")
-    return folder
 
 
 def load_model_config(path: str | Path) -> PretrainedConfig:

@@ -42,6 +42,8 @@ class Report:
     """When rank 0 began, on the runtime's clock."""
     finished_s: float = 0.0
     spans: tuple[tuple[str, float, float], ...] = ()
+    stop: str = ""
+    """Why the executor asks for the job to end with a checkpoint; empty to go on."""
     controller_bytes: int = 0
     """Bytes of order and report as they passed through the controller (0 where nothing is serialized)."""
 

@@ -1,0 +1,78 @@
+"""What every benchmark shares: the JSON it writes, medians with spread, alternating runs.
+
+The file holds machine, versions, command, results and claims; each claim has the value measured, the bar and whether it
+was reached. A benchmark exits 0 when it could measure, whatever the claims say.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["claim", "spread", "write_report"]
+
+_PACKAGES = ("llamarl", "torch", "transformers", "torchmonarch", "numpy")
+
+
+def claim(text: str, value: float, bar: float, *, at_least: bool = True) -> dict[str, Any]:
+    """One claim: reached if ``value`` >= ``bar`` (or <= with ``at_least`` False)."""
+    return {"claim": text, "value": value, "bar": bar, "ok": value >= bar if at_least else value <= bar}
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median, extremes and the values themselves."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "values": list(values)}
+
+
+def machine() -> dict[str, Any]:
+    """What ran it: processor, cores this process may use, memory, CUDA devices if torch sees any."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what matters to a number."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_report(path: str | None, results: dict[str, Any], claims: Sequence[dict[str, Any]]) -> None:
+    """Print the claims; write everything to ``path`` if given."""
+    for entry in claims:
+        print(
+            f"{'reached' if entry['ok'] else 'MISSED '}  {entry['claim']}: {entry['value']:.4g} (bar {entry['bar']:.4g})"
+        )
+    if path:
+        report = {
+            "machine": machine(),
+            "versions": versions(),
+            "command": " ".join(["python", *sys.argv]),
+            "results": results,
+            "claims": list(claims),
+        }
+        Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

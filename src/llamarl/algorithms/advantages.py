@@ -1,0 +1,107 @@
+"""Advantages from rewards: pure functions over one group's rewards, in float64 NumPy.
+
+A sample without a reward is NaN on the way in. It is no part of any baseline and has advantage 0 on the way out; the
+trainer does not train it. Every token of a response has the response's advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.algorithms.config import AlgorithmConfig
+
+__all__ = ["ESTIMATORS", "compute_advantages", "group_mean", "group_std", "leave_one_out", "overlong_penalty"]
+
+Rewards = npt.NDArray[np.float64]
+
+_STD_EPSILON = 1e-6
+
+
+def group_mean(rewards: Rewards) -> Rewards:
+    """r_i - mean of the group's rewards, the sample itself included (LlamaRL, Sec. 6). [G] -> [G].
+
+    Equal to (n - 1) / n times ``leave_one_out``, n being the members with a reward.
+    """
+    scored = ~np.isnan(rewards)
+    if not scored.any():
+        return np.zeros_like(rewards)
+    return np.where(scored, rewards - rewards[scored].mean(), 0.0)
+
+
+def leave_one_out(rewards: Rewards) -> Rewards:
+    """r_i - mean of the *other* members' rewards (RLOO, arXiv:2402.14740): an unbiased baseline. [G] -> [G].
+
+    A lone scored member has no others to compare with: its advantage is 0.
+    """
+    scored = ~np.isnan(rewards)
+    n = int(scored.sum())
+    if n < 2:
+        return np.zeros_like(rewards)
+    others = (rewards[scored].sum() - rewards) / (n - 1)
+    return np.where(scored, rewards - others, 0.0)
+
+
+def group_std(rewards: Rewards) -> Rewards:
+    """(r_i - mean) / (std + 1e-6), std with n - 1 (GRPO, arXiv:2402.03300). [G] -> [G].
+
+    Groups whose rewards nearly agree are blown up to unit scale; that is the estimator's known bias.
+    """
+    scored = ~np.isnan(rewards)
+    if scored.sum() < 2:
+        return np.zeros_like(rewards)
+    return group_mean(rewards) / (rewards[scored].std(ddof=1) + _STD_EPSILON)
+
+
+def overlong_penalty(length: int, config: AlgorithmConfig) -> float:
+    """What a response of ``length`` tokens loses (DAPO, arXiv:2503.14476): 0 up to ``overlong_limit - overlong_buffer``,
+    then linearly up to ``overlong_penalty`` at the limit and beyond. Not negative."""
+    if config.overlong_buffer == 0:
+        return 0.0
+    over = (length - (config.overlong_limit - config.overlong_buffer)) / config.overlong_buffer
+    return config.overlong_penalty * min(1.0, max(0.0, over))
+
+
+ESTIMATORS: dict[str, Callable[[Rewards], Rewards]] = {
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "group_std": group_std,
+}
+"""``algorithm.advantage`` -> function of one group's rewards, for those that look at one group alone."""
+
+
+def compute_advantages(
+    rewards: Sequence[Rewards],
+    config: AlgorithmConfig,
+    sum_over_ranks: Callable[[Rewards], Rewards] = lambda values: values,
+) -> list[Rewards]:
+    """Advantages of every response of the step, group by group.
+
+    Args:
+        rewards: One array [G_i] a group; NaN where the sample failed.
+        sum_over_ranks: Adds an array up over the ranks that hold the step's other groups; called the same number of
+            times on each.
+
+    Returns:
+        One array [G_i] a group; finite, 0 where the sample failed.
+    """
+    groups = [np.asarray(group, dtype=np.float64) for group in rewards]
+    if config.advantage in ESTIMATORS:
+        return [ESTIMATORS[config.advantage](group) for group in groups]
+    if config.advantage == "reward":
+        return [np.nan_to_num(group, nan=0.0) for group in groups]
+    if config.advantage == "group_mean_batch_std":  # REINFORCE++-baseline (arXiv:2501.03262)
+        groups = [np.where(np.isnan(group), np.nan, group_mean(group)) for group in groups]
+    count, total = sum_over_ranks(_count_and_sum(groups))
+    mean = total / max(1.0, count)
+    squares = [(group - mean) ** 2 for group in groups]
+    deviation = np.sqrt(sum_over_ranks(_count_and_sum(squares))[1] / max(1.0, count - 1.0))
+    return [np.nan_to_num((group - mean) / (deviation + _STD_EPSILON), nan=0.0) for group in groups]
+
+
+def _count_and_sum(groups: Sequence[Rewards]) -> Rewards:
+    values = np.concatenate([*groups, np.zeros(0)])
+    scored = values[~np.isnan(values)]
+    return np.array([len(scored), scored.sum()], dtype=np.float64)

@@ -1,0 +1,78 @@
+"""What a loss sees and what it returns.
+
+    TokenBatch (per-token tensors of one micro-batch) ──loss(batch, config)──▶ TokenLosses ──weights──▶ scalar
+
+A loss is a pure function. It never averages: every token's term is multiplied by a weight that the trainer computed
+once for the whole optimizer step, so any split over micro-batches and ranks adds up to the same gradient. A loss that
+looks at whole responses finds them through ``sequence_ids``; micro-batches never split a response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llamarl.algorithms.config import AlgorithmConfig
+
+__all__ = ["LossFunction", "TokenBatch", "TokenLosses", "check_same_shape", "masked_log_ratio", "sequence_means"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Per-token tensors of one micro-batch; T response tokens of S responses, in response order."""
+
+    policy_logprobs: Tensor
+    """log pi, nats, [T], with grad: the weights being trained."""
+    behavior_logprobs: Tensor
+    """log mu as recorded while sampling, nats, [T]; may be NaN where masked."""
+    advantages: Tensor
+    """[T], finite."""
+    loss_mask: Tensor
+    """[T] bool, True on trained tokens."""
+    sequence_ids: Tensor
+    """[T] int64, 0 .. num_sequences - 1: which response of the micro-batch a token belongs to."""
+    num_sequences: int
+    proximal_logprobs: Tensor | None = None
+    """log-probs under the weights before the tick's first update, nats, [T]; None where the tick has one update, which
+    makes them the policy's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLosses:
+    """A loss's answer."""
+
+    losses: Tensor
+    """[T], to be minimised, with grad; 0 where masked. Not averaged."""
+    clipped: Tensor
+    """[T] bool: the algorithm's bound was active on this token (for ``ratio/clipped_fraction``)."""
+
+
+LossFunction = Callable[[TokenBatch, AlgorithmConfig], TokenLosses]
+
+
+def check_same_shape(**tensors: Tensor) -> None:
+    """Raises:
+    ValueError: The named tensors differ in shape.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"per-token tensors must have one shape, got {shapes}")
+
+
+def masked_log_ratio(policy_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+    """log pi - log mu, [T], with grad; 0 where masked, so that a NaN there reaches neither value nor gradient."""
+    behavior = torch.where(loss_mask, behavior_logprobs, 0.0)
+    return torch.where(loss_mask, policy_logprobs - behavior, 0.0)
+
+
+def sequence_means(values: Tensor, batch: TokenBatch) -> Tensor:
+    """Mean of ``values`` [T] over each response's trained tokens, [S], with grad; 0 for a response without any.
+
+    A product with the membership matrix, not a scatter: its sums have a fixed order on every device.
+    """
+    members = batch.sequence_ids[None, :] == torch.arange(batch.num_sequences, device=values.device)[:, None]
+    members = (members & batch.loss_mask).to(values.dtype)
+    return members @ values / members.sum(dim=1).clamp(min=1.0)

@@ -1,0 +1,36 @@
+"""Estimates of a KL divergence from samples, per token (J. Schulman, "Approximating KL divergence", 2020).
+
+For y drawn from p and r = q(y) / p(y)::
+
+    k1 = -log r              unbiased, high variance, may be negative
+    k2 = (log r)^2 / 2       biased, never negative, low variance
+    k3 = (r - 1) - log r     unbiased, never negative
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["ESTIMATORS", "k1", "k2", "k3"]
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """KL(p || q) per token from ``log_ratio`` = log q - log p, [T], under samples of p."""
+    return -log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """KL(p || q) per token from ``log_ratio`` = log q - log p, [T], under samples of p."""
+    return log_ratio.square() / 2
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """KL(p || q) per token from ``log_ratio`` = log q - log p, [T], under samples of p."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""``algorithm.kl_estimator`` -> function of log q - log p."""

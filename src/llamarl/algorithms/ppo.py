@@ -1,0 +1,79 @@
+"""The clipped surrogates: PPO (GRPO, DAPO), its decoupled and truncated forms, and GSPO.
+
+All maximise min(u A, clip(u, 1 - clip_low, 1 + clip_high) A). They differ in what u compares, and in what weighs it:
+
+    ppo             u = pi / mu                          1
+    decoupled_ppo   u = pi / pi_prox                     pi_prox / mu, detached
+    truncated_is    u = pi / pi_prox                     min(pi_prox / mu, rho), detached
+    gspo            u = (pi(y) / mu(y))^(1 / |y|)        1          one u for a whole response
+
+A clipped token has no gradient. That bounds how far one batch can move the policy; AIPO bounds only the weight.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from llamarl.algorithms.base import TokenBatch, TokenLosses, masked_log_ratio, sequence_means
+from llamarl.algorithms.config import AlgorithmConfig
+
+__all__ = ["decoupled_ppo", "gspo", "ppo", "truncated_is"]
+
+
+def ppo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+    """PPO's clipped surrogate (arXiv:1707.06347) against the behaviour policy, as GRPO and DAPO use it.
+
+    The ratio is to what sampled the token, so a stale token starts outside the trust region and may have no gradient
+    from the first step on: at high staleness PPO learns from fewer tokens, where AIPO reweighs them.
+    """
+    log_ratio = masked_log_ratio(batch.policy_logprobs, batch.behavior_logprobs, batch.loss_mask)
+    return _clipped_surrogate(log_ratio, batch, config)
+
+
+def decoupled_ppo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+    """Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298): clip against a recent policy, weigh by pi_prox / mu.
+
+    The proximal policy is the one before the tick's first update. With one update a tick it is pi itself: the clip
+    never acts and the gradient is the plain importance-weighted one.
+    """
+    return _with_proximal_weight(batch, config, rho=math.inf)
+
+
+def truncated_is(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+    """Truncated importance sampling (Ionides 2008): decoupled PPO with its weight pi_prox / mu cut at ``rho``.
+
+    With one update a tick its gradient equals AIPO's.
+    """
+    return _with_proximal_weight(batch, config, rho=math.inf if config.rho == "none" else float(config.rho))
+
+
+def gspo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+    """GSPO (arXiv:2507.18071): one ratio a response, the geometric mean of its tokens' ratios, clipped whole.
+
+    Each token carries its response's term, so normalisation by ``sequence`` is the paper's mean over responses.
+    """
+    log_ratio = masked_log_ratio(batch.policy_logprobs, batch.behavior_logprobs, batch.loss_mask)
+    means = sequence_means(log_ratio, batch)
+    return _clipped_surrogate(torch.where(batch.loss_mask, means[batch.sequence_ids], 0.0), batch, config)
+
+
+def _with_proximal_weight(batch: TokenBatch, config: AlgorithmConfig, rho: float) -> TokenLosses:
+    proximal = batch.proximal_logprobs
+    if proximal is None:
+        proximal = batch.policy_logprobs.detach()
+    log_weight = masked_log_ratio(proximal, batch.behavior_logprobs, batch.loss_mask).detach()
+    weight = log_weight.clamp(max=math.log(rho)).exp()
+    terms = _clipped_surrogate(masked_log_ratio(batch.policy_logprobs, proximal, batch.loss_mask), batch, config)
+    over = batch.loss_mask & (log_weight > math.log(rho))
+    return TokenLosses(losses=weight * terms.losses, clipped=terms.clipped | over)
+
+
+def _clipped_surrogate(log_ratio: Tensor, batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+    ratio = log_ratio.exp()
+    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    plain, clipped = ratio * batch.advantages, bounded * batch.advantages
+    losses = torch.where(batch.loss_mask, -torch.minimum(plain, clipped), 0.0)
+    return TokenLosses(losses=losses, clipped=batch.loss_mask & (clipped < plain).detach())

@@ -1,0 +1,153 @@
+"""The weights channel: a version of the parameters, from trainer shards to generator shards (DDMA).
+
+    WeightsPayload ─▶ WeightsSender.send: copy into a slot, checksum, mark ready ─▶ handle (< 1 kB)
+    handle of every source rank ─▶ WeightsReceiver.receive: open slots, prove manifests ─▶ WeightVersion.load_into(tensors)
+
+The bytes never leave the source's memory until a sink pulls them, each sink only the slices it holds. A channel may also
+carry nothing at a tick (an evaluator's edge between evaluations): the payload, and what is received, is then None.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
+from llamarl.errors import ChannelError
+from llamarl.weight_sync.layout import HeldShard, Layout
+from llamarl.weight_sync.sink import Puller, WeightVersion
+from llamarl.weight_sync.slot import SlotHandle
+from llamarl.weight_sync.source import Publisher
+from llamarl.weight_sync.transports.base import SinkTransport, SourceTransport
+from llamarl.weight_sync.transports.shared_memory import SharedMemorySink, SharedMemorySource
+
+__all__ = ["WeightVersion", "WeightsPayload", "WeightsReceiver", "WeightsSender"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsPayload:
+    """One version of this source rank's shards. They may change again as soon as ``send`` has returned, or, with
+    ``released``, as soon as that event is set."""
+
+    version: int
+    """Trainer ticks done."""
+    tensors: Mapping[str, torch.Tensor]
+    """This rank's local tensors by name; a tied weight once."""
+    layout: Layout | Mapping[str, HeldShard] | None = None
+    """Which boxes all source ranks hold, or this rank's shard of each parameter; None: every rank holds all whole."""
+    wire_dtype: torch.dtype | None = None
+    """Floating-point parameters travel in it; None: as they are."""
+    sink_layout: Layout | None = None
+    """What the sinks will ask for, if known: the bytes are then laid out so that each sink reads only its own."""
+    released: threading.Event | None = None
+    """If given, ``send`` returns at once and a thread copies; the event is set when the tensors may change again."""
+
+
+class WeightsSender:
+    """A source rank's end. Holds ``capacity + 1`` slots, made at the first send and reused from then on."""
+
+    def __init__(
+        self,
+        spec: ChannelSpec,
+        *,
+        rank: int,
+        num_source_ranks: int,
+        num_sink_ranks: int,
+        transport: SourceTransport | None = None,
+    ) -> None:
+        _check(spec, rank, num_source_ranks)
+        self._spec = spec
+        self._publisher = Publisher(
+            rank=rank,
+            num_source_ranks=num_source_ranks,
+            num_slots=spec.capacity + 1,
+            transport=transport if transport is not None else SharedMemorySource(),
+        )
+
+    def send(self, tick: int, payload: WeightsPayload | None) -> Handle:
+        """Publish a version; None sends nothing at this tick.
+
+        Raises:
+            ValueError: The payload is no ``WeightsPayload``, or its tensors do not fit its layout.
+            WeightSyncError: There is no memory for the slots, or the copy of the version before failed in the background.
+        """
+        if payload is None:
+            return None
+        if not isinstance(payload, WeightsPayload):
+            raise ValueError(
+                f"channel {self._spec.name!r} carries WeightsPayload or None, got {type(payload).__name__}"
+            )
+        return self._publisher.publish(
+            payload.version,
+            payload.tensors,
+            layout=payload.layout,
+            wire_dtype=payload.wire_dtype,
+            sink_layout=payload.sink_layout,
+            background=payload.released is not None,
+            done=payload.released.set if payload.released is not None else None,
+        )
+
+    def close(self) -> None:
+        """Free the slots. Idempotent."""
+        self._publisher.close()
+
+
+class WeightsReceiver:
+    """A sink rank's end. ``receive`` pulls only manifests; ``WeightVersion.load_into`` pulls the weights."""
+
+    def __init__(
+        self,
+        spec: ChannelSpec,
+        *,
+        rank: int,
+        num_source_ranks: int,
+        num_sink_ranks: int,
+        transport: SinkTransport | None = None,
+        allow_unused: bool = False,
+    ) -> None:
+        _check(spec, rank, num_sink_ranks)
+        self._spec = spec
+        self._num_source_ranks = num_source_ranks
+        self._puller = Puller(
+            rank=rank,
+            num_sink_ranks=num_sink_ranks,
+            transport=transport if transport is not None else SharedMemorySink(),
+            name=f"channel {spec.name!r} ({spec.source} to {spec.sink})",
+            allow_unused=allow_unused,
+        )
+
+    def receive(self, handles: tuple[Handle, ...], deadline_s: float) -> WeightVersion | None:
+        """Open one version.
+
+        Raises:
+            WeightSyncError: A source is gone, its slot is stale, or its manifest is torn.
+            ChannelError: Some source ranks sent a version and others did not.
+        """
+        if len(handles) != self._num_source_ranks:
+            raise ValueError(
+                f"channel {self._spec.name!r} joins {self._num_source_ranks} source ranks, got {len(handles)} handles"
+            )
+        if all(handle is None for handle in handles):
+            return None
+        for rank, handle in enumerate(handles):
+            if handle is None:
+                raise ChannelError(f"channel {self._spec.name!r}: source rank {rank} sent no version, others did")
+            if not isinstance(handle, SlotHandle) or handle.source_rank != rank:
+                raise ValueError(f"channel {self._spec.name!r}: {handle!r} is not a handle of source rank {rank}")
+        return self._puller.open(handles, deadline_s)
+
+    def close(self) -> None:
+        """Unmap what was open. Idempotent."""
+        self._puller.close()
+
+
+def _check(spec: ChannelSpec, rank: int, num_own: int) -> None:
+    if spec.kind is not ChannelKind.WEIGHTS:
+        raise ValueError(f"channel {spec.name!r} is a {spec.kind.value} channel: use llamarl.channels.data")
+    if not 0 <= rank < num_own:
+        raise ValueError(f"channel {spec.name!r}: rank {rank} of {num_own}")
+    if spec.capacity < 1:
+        raise ValueError(f"channel {spec.name!r}: capacity must be >= 1, got {spec.capacity}")

@@ -1,0 +1,332 @@
+"""Checkpoints on disk: all or nothing, whatever ends the process and whenever.
+
+    begin(9)                       executors write                       finish(9)
+    tick_000009.partial/  ──────▶  tick_000009.partial/trainer/rank_0 …  ──▶  sync every file, write the manifest, sync,
+                                                                              rename to tick_000009, sync the parent, prune
+
+A name without a suffix is a finished checkpoint; the rename is the one moment at which it comes to be, and everything that
+it names lies on the disk before. Suffixes mark what a killed process may leave, and ``clean`` deals with each:
+
+    .partial    being written: removed
+    .replaced   an older checkpoint of the same tick, moved aside for a new one: put back if the new one did not arrive
+    .deleted    being removed: removed
+
+A checkpoint is proved (``verify``) before anything is loaded from it. Several may be in progress at once, because a
+generator passes tick c before the trainer does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from llamarl.checkpoint.config import CheckpointConfig
+from llamarl.checkpoint.snapshot import MANIFEST, Checkpoint, FileRecord, Manifest, checksum_file, versions
+from llamarl.errors import CheckpointError
+
+__all__ = ["CheckpointStore", "saving"]
+
+_NAME = re.compile(r"tick_(\d{6,})(\.partial|\.replaced|\.deleted)?")
+
+
+class CheckpointStore:
+    """The checkpoints of one run. One process writes; any may read."""
+
+    def __init__(self, folder: str | os.PathLike[str], config: CheckpointConfig | None = None) -> None:
+        """``folder`` is ``RUN/checkpoints``; it is made when the first checkpoint begins."""
+        self.folder = Path(folder)
+        self.config = config if config is not None else CheckpointConfig()
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def begin(self, tick: int) -> Path:
+        """An empty folder in which each executor rank writes ``<executor>/rank_<n>/...`` after its own tick ``tick``.
+
+        Raises:
+            CheckpointError: The disk is full or not writable; the message says what to do.
+        """
+        partial = self._path(tick, ".partial")
+        with self._failing(f"cannot begin checkpoint {self._path(tick).name}", partial):
+            if partial.exists():  # this tick was begun before and never finished
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+        return partial
+
+    def finish(self, tick: int, metadata: Mapping[str, Any] | None = None) -> Checkpoint:
+        """Make the checkpoint that ``begin`` opened real, then remove those beyond ``config.keep``.
+
+        Call it when every rank has written. Returns after the disk has it.
+
+        Args:
+            metadata: What the run says of itself, plain JSON values (``snapshot.describe_run``).
+
+        Raises:
+            CheckpointError: Nothing was begun, or the disk failed; then the unfinished folder is removed and earlier
+                checkpoints are as they were.
+        """
+        partial, final, replaced = self._path(tick, ".partial"), self._path(tick), self._path(tick, ".replaced")
+        if not partial.is_dir():
+            raise CheckpointError(f"cannot finish checkpoint {final}: it was not begun, or {partial.name} was removed")
+        try:
+            with self._failing(f"cannot finish checkpoint {final.name}", partial):
+                manifest = Manifest(
+                    tick=tick, files=_sync_files(partial), versions=versions(), run=dict(metadata or {})
+                )
+                _write_synced(partial / MANIFEST, manifest.to_bytes())
+                _sync_folder(partial)
+                if final.exists():
+                    if replaced.exists():
+                        shutil.rmtree(replaced)
+                    os.rename(final, replaced)
+                os.rename(partial, final)
+                _sync_folder(self.folder)
+                _sync_folder(self.folder.parent)  # the folder itself may be as new as its first checkpoint
+        except CheckpointError:
+            self.abort(tick)
+            if replaced.exists() and not final.exists():
+                os.rename(replaced, final)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)  # what cannot be removed now is removed by the next clean()
+        self._prune(tick)
+        return Checkpoint(path=final, manifest=manifest)
+
+    def abort(self, tick: int) -> None:
+        """Drop a checkpoint that was begun. Never fails: what cannot be removed now is removed by ``clean``."""
+        shutil.rmtree(self._path(tick, ".partial"), ignore_errors=True)
+
+    def clean(self, after_tick: int | None = None) -> tuple[str, ...]:
+        """Remove what a killed run left; call it once, before a run starts or goes on.
+
+        Args:
+            after_tick: If given, the run goes on from this checkpoint: later ones belong to a future that will be computed
+                anew, and are removed too.
+
+        Returns:
+            Names of the folders that were removed or put back.
+
+        Raises:
+            CheckpointError: The folder is not writable.
+        """
+        touched = []
+        with self._failing("cannot tidy the checkpoints", self.folder):
+            for tick, suffix, path in self._entries():
+                if suffix == ".replaced" and not self._path(tick).exists():
+                    os.rename(path, self._path(tick))
+                elif suffix:
+                    shutil.rmtree(path)
+                elif after_tick is None or tick <= after_tick:
+                    continue
+                else:
+                    self._remove(path)
+                touched.append(path.name)
+        return tuple(touched)
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def list(self) -> tuple[Path, ...]:
+        """Finished checkpoints, oldest first, not yet proved."""
+        return tuple(path for _, suffix, path in self._entries() if not suffix)
+
+    def latest_good(self) -> Checkpoint | None:
+        """The newest checkpoint whose every byte is proved, or None."""
+        return self._good_among(self.list())
+
+    def load(self, tick: int | None = None) -> Checkpoint:
+        """The checkpoint of ``tick``, or the newest, proved.
+
+        Raises:
+            CheckpointError: There is none, or it is torn or altered; the message offers the last good one.
+        """
+        paths = self.list()
+        if not paths:
+            raise CheckpointError(f"{self.folder} holds no finished checkpoint: start the run anew")
+        path = paths[-1] if tick is None else self._path(tick)
+        if path not in paths:
+            raise CheckpointError(f"{self.folder} holds no {path.name}; it holds {', '.join(p.name for p in paths)}")
+        return self.verify(path)
+
+    def verify(self, path: str | os.PathLike[str]) -> Checkpoint:
+        """Prove that a checkpoint is byte for byte what was written.
+
+        Raises:
+            CheckpointError: A file is missing, torn, altered or not of the checkpoint. The message names the file and
+                the last good checkpoint.
+        """
+        path = Path(path)
+        try:
+            return _prove(path)
+        except (ValueError, OSError) as error:
+            good = self._good_among(tuple(p for p in self.list() if p != path))
+            if good is None:
+                advice = "no other checkpoint of this run is good: start it anew, or restore the folder from a copy"
+            else:
+                advice = f"the last good one is {good.path.name}: to go on from it, remove {path} and resume again"
+            raise CheckpointError(f"checkpoint {path} is refused: {error}; {advice}") from error
+
+    # -- within -----------------------------------------------------------------------------------------------------
+
+    def _path(self, tick: int, suffix: str = "") -> Path:
+        if tick < 0:
+            raise ValueError(f"a checkpoint's tick must be >= 0, got {tick}")
+        return self.folder / f"tick_{tick:06d}{suffix}"
+
+    def _entries(self) -> tuple[tuple[int, str, Path], ...]:
+        """(tick, suffix, path) of what is ours in the folder, in order of ticks; other files are left alone."""
+        if not self.folder.is_dir():
+            return ()
+        found = [(match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return tuple(sorted((int(match[1]), match[2] or "", path) for match, path in found if path.is_dir()))
+
+    def _good_among(self, paths: tuple[Path, ...]) -> Checkpoint | None:
+        for path in reversed(paths):
+            with contextlib.suppress(ValueError, OSError):  # a bad one is passed over: the question is which is good
+                return _prove(path)
+        return None
+
+    def _prune(self, newest: int) -> None:
+        """Remove the oldest beyond ``keep``, never ``newest`` (just proved) or what lies after it."""
+        if self.config.keep == 0:
+            return
+        with self._failing("cannot remove an old checkpoint", self.folder):
+            held = [path for tick, suffix, path in self._entries() if not suffix and tick <= newest]
+            for path in held[: -self.config.keep]:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Rename first: a half removed folder must not look like a checkpoint."""
+        doomed = path.with_name(path.name + ".deleted")
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+
+    @contextlib.contextmanager
+    def _failing(self, what: str, where: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(_explain(what, where, error, self._names())) from error
+
+    def _names(self) -> str:
+        """Names of the finished checkpoints, for messages."""
+        try:
+            return ", ".join(path.name for path in self.list()) or "none"
+        except OSError as error:
+            return f"unreadable ({error.strerror})"
+
+
+@contextlib.contextmanager
+def saving(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Put around an executor's writing of its state: a disk's failure becomes a ``CheckpointError`` that says what to do.
+
+    Libraries report a full disk in errors of their own (safetensors, torch), so any error while no space is left counts.
+
+    Raises:
+        CheckpointError: The disk is full or not writable.
+    """
+    path = Path(folder)
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(_explain("cannot save the state of an executor", path, error)) from error
+    except Exception as error:
+        if "No space left" in str(error) or _free_bytes(path) == 0:
+            raise CheckpointError(_explain("cannot save the state of an executor", path, error)) from error
+        raise
+
+
+def _explain(what: str, where: Path, error: BaseException, held: str = "") -> str:
+    """What failed, where, why, how much space there is, what to do."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    free = _free_bytes(where)
+    space = "" if free is None else f", {free / 1e6:.1f} MB free there"
+    kept = f" Finished checkpoints are untouched ({held})." if held else " Finished checkpoints are untouched."
+    return (
+        f"{what}: {where}: {reason}{space}.{kept} Free some space or make the folder writable "
+        f"(or set checkpoint.keep lower), then resume the run."
+    )
+
+
+def _free_bytes(path: Path) -> int | None:
+    """Bytes that this user may still write near ``path``; None if nothing can tell."""
+    for folder in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(folder).free
+    return None
+
+
+def _prove(path: Path) -> Checkpoint:
+    """Raises ValueError or OSError whose text names the file that is wrong."""
+    if not path.is_dir():
+        raise ValueError("there is no such folder")
+    if not (path / MANIFEST).is_file():
+        raise ValueError(f"{MANIFEST} is missing")
+    try:
+        manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST} {error}") from error
+    match = _NAME.fullmatch(path.name)
+    if match and int(match[1]) != manifest.tick:
+        raise ValueError(f"{MANIFEST} is of tick {manifest.tick}: the folder was renamed")
+    present = {_relative(path, file) for file in _walk(path)} - {MANIFEST}
+    for record in manifest.files:
+        if record.path not in present:
+            raise ValueError(f"{record.path} is missing")
+        num_bytes = (path / record.path).stat().st_size
+        if num_bytes != record.num_bytes:
+            raise ValueError(f"{record.path} is torn: {num_bytes} bytes, {record.num_bytes} were written")
+    extra = sorted(present - {record.path for record in manifest.files})
+    if extra:
+        raise ValueError(f"{extra[0]} was added: the manifest does not know it")
+    for record in manifest.files:
+        if checksum_file(path / record.path)[1] != record.xxh3_128:
+            raise ValueError(f"{record.path} was altered: its checksum differs from the one written")
+    return Checkpoint(path=path, manifest=manifest)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Every file below, in a fixed order."""
+    for parent, folders, files in os.walk(folder):
+        folders.sort()
+        for name in sorted(files):
+            yield Path(parent) / name
+
+
+def _relative(folder: Path, file: Path) -> str:
+    return file.relative_to(folder).as_posix()
+
+
+def _sync_files(folder: Path) -> tuple[FileRecord, ...]:
+    """Flush every file and folder below to the disk; checksums of what the files hold."""
+    records = []
+    for file in _walk(folder):
+        _sync_path(file, os.O_RDONLY)
+        num_bytes, checksum = checksum_file(file)
+        records.append(FileRecord(path=_relative(folder, file), num_bytes=num_bytes, xxh3_128=checksum))
+    for parent, _, _ in os.walk(folder, topdown=False):
+        _sync_folder(Path(parent))
+    return tuple(sorted(records, key=lambda record: record.path))
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    _sync_path(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync_path(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,54 @@
+"""The command line: ``llamarl VERB``. One file a verb; each teaches by ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from llamarl import __version__
+from llamarl.errors import LlamaRLError, RunInterrupted
+
+__all__ = ["main"]
+
+_VERBS = ("train", "eval", "generate", "plan", "doctor")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code. An expected error is printed once, without a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="llamarl",
+        description="Asynchronous, repeatable reinforcement learning for language models.",
+        epilog="First steps: llamarl doctor; llamarl train recipes/tiny.toml; llamarl VERB --help.",
+    )
+    parser.add_argument("--version", action="version", version=f"llamarl {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    named = next((a for a in arguments if not a.startswith("-")), None)
+    for verb in _VERBS:
+        # Only the verb asked for is imported in full: the others cost a second of imports each.
+        importlib.import_module(f"llamarl.cli.{verb}").add_parser(verbs, full=verb == named)
+    args, extra = parser.parse_known_args(arguments)
+    if extra and not getattr(args, "takes_overrides", False):
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    args.overrides = extra
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return int(args.run(args))
+    except LlamaRLError as error:
+        print(f"llamarl {args.verb}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"llamarl {args.verb}: stopped by the user", file=sys.stderr)
+        return RunInterrupted.exit_code
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""``llamarl train``: run a recipe, or go on with a run that was stopped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Runs generator, reward and trainer at once, each in its own process, as a recipe says.
+
+  llamarl train recipes/tiny.toml
+  llamarl train recipes/tiny.toml --schedule.max_staleness 0 --run.dir runs/synchronous
+  llamarl train recipes/tiny.toml --resume runs/tiny        go on from the last good checkpoint, bit for bit
+  llamarl train recipes/tiny.toml --dry-run                 print the configuration, graph and placement; run nothing
+
+The run folder holds config.toml, metrics.jsonl, rollouts/, trace.json (ui.perfetto.dev), tensorboard/, checkpoints/ and
+model/ (a Hugging Face folder of the final policy)."""
+
+
+def add_parser(verbs: Any, full: bool = True) -> None:
+    parser = verbs.add_parser(
+        "train",
+        help="train a policy as a recipe says",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", help="TOML file; every key can be overridden: --section.key VALUE")
+    parser.add_argument("--resume", metavar="RUN_DIR", help="go on with this run from its last good checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
+    if full:
+        from llamarl.config import field_help
+
+        parser.epilog = "every key of a recipe:\n" + field_help()
+    parser.set_defaults(run=run, takes_overrides=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    from llamarl.config import load_config
+
+    overrides = list(args.overrides)
+    if args.resume:
+        overrides += ["--run.dir", json.dumps(str(args.resume))]
+    config = load_config(args.recipe, overrides)
+    # Absolute, because executors in other processes must find the same files.
+    from llamarl.controller.training import plan_run, resume_run, start_run
+
+    if args.dry_run:
+        print(plan_run(config))
+        return 0
+    if args.resume:
+        resume_run(config)
+    else:
+        start_run(config)
+    return 0

@@ -1,0 +1,279 @@
+"""The whole configuration of a run: one frozen, validated tree, from a TOML recipe and command-line overrides.
+
+    recipe.toml ─▶ dict ─▶ + overrides (``--schedule.max_staleness 0``) ─▶ RunConfig (or every mistake, at once)
+
+Each section is owned by its package's ``config.py``; this file composes them and checks what concerns two of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.checkpoint.config import CheckpointConfig
+from llamarl.controller.config import DeadlineConfig, ScheduleConfig
+from llamarl.data.config import DataConfig
+from llamarl.environments.config import TaskConfig
+from llamarl.errors import ConfigError
+from llamarl.executors.config import EvaluationConfig, GeneratorConfig
+from llamarl.observability.config import ObservabilityConfig
+from llamarl.strict import STRICT
+from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+
+__all__ = ["ModelConfig", "RunConfig", "RunSection", "apply_overrides", "field_help", "load_config", "save_config"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunSection:
+    dir: str = "runs/{name}"
+    """Folder of the run. "{name}" becomes the recipe's file name. Refused if it already holds a run."""
+
+    seed: int = 0
+    """Every random choice of the run derives from it. Same recipe, seed and thread counts: same bits."""
+
+    num_ticks: int = 100
+    """Trainer ticks (optimizer steps) of the run."""
+
+    runtime: Literal["monarch", "inline"] = "monarch"
+    """"monarch": each executor in processes of its own, all at once. "inline": all in this process, one after the other."""
+
+    cores: int = 0
+    """CPU cores to divide among the executors whose ``threads`` is 0; 0 takes what this process may use."""
+
+    def __post_init__(self) -> None:
+        if self.num_ticks < 1:
+            raise ValueError(f"num_ticks must be >= 1 trainer tick, got {self.num_ticks}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be >= 0, got {self.seed}")
+        if self.cores < 0:
+            raise ValueError(f"cores must be >= 0 (0 takes what there is), got {self.cores}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    path: str = "bundled:tiny"
+    """Hugging Face folder of the policy to start from, or "bundled:tiny"."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunConfig:
+    run: RunSection = Field(default_factory=RunSection)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
+    deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
+
+    def __post_init__(self) -> None:
+        problems = list(_cross_checks(self))
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+def _cross_checks(config: RunConfig) -> Iterator[str]:
+    group_size, advantage = config.generator.group_size, config.algorithm.advantage
+    if group_size == 1 and advantage in GROUP_BASELINES:
+        yield (
+            f"generator.group_size is 1, but algorithm.advantage {advantage!r} compares the responses of a group: "
+            f"every advantage would be 0 and nothing learned; set generator.group_size >= 2"
+        )
+    if config.schedule.prompts_per_step % config.generator.dp:
+        yield (
+            f"schedule.prompts_per_step ({config.schedule.prompts_per_step}) must be a multiple of generator.dp "
+            f"({config.generator.dp}): each replica delivers the same number of groups a tick"
+        )
+    if config.schedule.prompts_per_step < config.trainer.fsdp:
+        yield (
+            f"schedule.prompts_per_step ({config.schedule.prompts_per_step}) must be >= trainer.fsdp "
+            f"({config.trainer.fsdp}): each data-parallel rank needs at least one group a tick"
+        )
+
+
+GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "group_std"})
+_ADAPTER: TypeAdapter[RunConfig] | None = None
+
+
+def _adapter() -> TypeAdapter[RunConfig]:
+    global _ADAPTER
+    if _ADAPTER is None:
+        _ADAPTER = TypeAdapter(RunConfig)
+    return _ADAPTER
+
+
+def load_config(recipe: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe, apply ``--a.b value`` overrides and validate the whole.
+
+    Raises:
+        ConfigError: With every mistake in one message, each naming its key.
+    """
+    raw: dict[str, Any] = {}
+    name = "run"
+    if recipe is not None:
+        path = Path(recipe)
+        name = path.stem
+        try:
+            raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"recipe {path} does not exist; recipes that ship with llamarl lie in recipes/"
+            ) from error
+        except IsADirectoryError as error:
+            raise ConfigError(
+                f"recipe {path} is a folder; give a TOML file (a run's own is {path}/config.toml)"
+            ) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"recipe {path} is not valid TOML: {error}") from error
+    raw = apply_overrides(raw, overrides)
+    config = validate(raw)
+    if "{name}" in config.run.dir:
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=config.run.dir.format(name=name)))
+    return config
+
+
+def validate(raw: Mapping[str, Any]) -> RunConfig:
+    """A ``RunConfig`` from plain values.
+
+    Raises:
+        ConfigError: With every mistake in one message.
+    """
+    try:
+        return _adapter().validate_python(raw)
+    except ValidationError as error:
+        lines = [_explain(e, raw) for e in error.errors()]
+        raise ConfigError(
+            f"{len(lines)} mistake{'s' * (len(lines) > 1)} in the configuration:\n"
+            + "\n".join(f"  - {line}" for line in lines)
+        ) from None
+
+
+def _explain(error: Any, raw: Mapping[str, Any]) -> str:
+    """One line: which key, what is wrong, what was expected, what to do."""
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location)
+    kind = error["type"]
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        siblings = _fields_of(location[:-1])
+        near = difflib.get_close_matches(location[-1], siblings, n=1, cutoff=0.5)
+        elsewhere = [k for k in known_keys() if k.rsplit(".", 1)[-1] == location[-1]]
+        best = ".".join([*location[:-1], near[0]]) if near else elsewhere[0] if elsewhere else None
+        if best is None:
+            best = next(iter(difflib.get_close_matches(key, list(known_keys()), n=1, cutoff=0.0)), None)
+        return f"{key}: unknown key; did you mean {best!r}?"
+    if kind in ("missing", "missing_argument"):
+        return f"{key}: required, but not given"
+    if kind == "value_error":
+        message = str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
+        if not key or message.startswith(f"{key}."):
+            return message
+        return f"{key}.{message}" if message.split()[0].split(".")[0] in _fields_of(location) else f"{key}: {message}"
+    got = error.get("input")
+    return f"{key}: {error['msg'].lower()}, got {got!r} ({type(got).__name__})"
+
+
+def _walk(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(cls):
+        info = cls.__pydantic_fields__[field.name]
+        if dataclasses.is_dataclass(info.annotation):
+            yield from _walk(info.annotation, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", info
+
+
+def known_keys() -> dict[str, Any]:
+    """Every key of a recipe, dotted -> pydantic's field."""
+    return dict(_walk(RunConfig))
+
+
+def _fields_of(path: Sequence[str]) -> list[str]:
+    cls: Any = RunConfig
+    for part in path:
+        info = getattr(cls, "__pydantic_fields__", {}).get(part)
+        if info is None or not dataclasses.is_dataclass(info.annotation):
+            return []
+        cls = info.annotation
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """``["--a.b", "3", "--c.d=x"]`` merged into nested plain values; a value is TOML, or else text.
+
+    Raises:
+        ConfigError: An override is not of the form ``--section.key value``.
+    """
+    merged = _copy(raw)
+    items = list(overrides)
+    while items:
+        flag = items.pop(0)
+        if not flag.startswith("--") or "." not in flag.split("=")[0]:
+            raise ConfigError(f"unexpected argument {flag!r}: overrides look like --schedule.max_staleness 0")
+        key, equals, value = flag[2:].partition("=")
+        if not equals:
+            if not items:
+                raise ConfigError(f"override --{key} has no value: write --{key} VALUE")
+            value = items.pop(0)
+        *path, last = key.replace("-", "_").split(".")
+        node = merged
+        for part in path:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"override --{key}: {part} is a value in the recipe, not a section")
+        node[last] = _parse(value)
+    return merged
+
+
+def _parse(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _copy(value: Any) -> Any:
+    return {k: _copy(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """Nested plain values, None left out (TOML has none)."""
+
+    def prune(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {k: prune(v) for k, v in value.items() if v is not None}
+        return [prune(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    return prune(dataclasses.asdict(config))
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write the resolved configuration as TOML; ``load_config`` of it gives an equal ``RunConfig``."""
+    path.write_text(tomli_w.dumps(to_plain(config)), encoding="utf-8")
+
+
+def field_help() -> str:
+    """Every key with its default and meaning, for ``--help``."""
+    lines = []
+    section = None
+    for key, info in known_keys().items():
+        head = key.rsplit(".", 1)[0]
+        if head != section:
+            section = head
+            lines.append(f"\n[{section}]")
+        default = "required" if info.is_required() else repr(info.get_default(call_default_factory=True))
+        lines.append(f"  --{key}  (default {default})")
+        lines += [f"      {line.strip()}" for line in (info.description or "").strip().splitlines()]
+    return "\n".join(lines)

@@ -1,0 +1,45 @@
+"""The job's schedule and its deadlines."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from llamarl.strict import STRICT
+
+__all__ = ["DeadlineConfig", "ScheduleConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ScheduleConfig:
+    prompts_per_step: int = 16
+    """Prompt groups consumed by one trainer tick, over all data-parallel ranks."""
+
+    max_staleness: int = 1
+    """Delay of the weights edge less one, in trainer ticks. 0 runs synchronously, 1 is LlamaRL's schedule."""
+
+    weights: Literal["exact"] = "exact"
+    """Which version makes batch k. "exact": always version max(0, k - max_staleness), so a run repeats bit for bit."""
+
+    def __post_init__(self) -> None:
+        if self.prompts_per_step < 1:
+            raise ValueError(f"prompts_per_step must be >= 1 prompt groups, got {self.prompts_per_step}")
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness must be >= 0 trainer ticks, got {self.max_staleness}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DeadlineConfig:
+    """Every wait has a limit; when it runs out, the error names who waited for whom and since when."""
+
+    setup_s: float = 600.0
+    """Seconds until every executor stands ready (model loaded, pools up)."""
+
+    step_s: float = 1800.0
+    """Seconds one executor may spend on one tick."""
+
+    def __post_init__(self) -> None:
+        for name in ("setup_s", "step_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be > 0 seconds, got {getattr(self, name)}")

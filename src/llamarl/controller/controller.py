@@ -1,0 +1,122 @@
+"""The one program: start the executors, fire whoever is ready, wait with a deadline, move handles, take checkpoints.
+
+    Marking (pure: who may fire) ◀──▶ loop ◀──▶ Runtime (where executors live) ; observers hear every report
+
+No payload passes through here: an order and a report carry handles, a few hundred bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from llamarl.controller.config import DeadlineConfig
+from llamarl.controller.graph import Graph
+from llamarl.controller.marking import Marking
+from llamarl.errors import DeadlineExceeded, TrainingDiverged
+from llamarl.runtime.base import Order, Report, Runtime
+
+__all__ = ["Checkpoints", "Observer", "run_graph"]
+
+
+class Observer(Protocol):
+    """Hears what happened; decides nothing."""
+
+    def on_report(self, report: Report) -> None: ...
+
+
+class Checkpoints(Protocol):
+    """When a tick is saved, where, and what to do when all executors have saved it."""
+
+    def folder_for(self, tick: int) -> Path | None:
+        """Folder for the state after ``tick``, or None if this tick is not saved."""
+        ...
+
+    def require(self, tick: int) -> None:
+        """Save the state after ``tick`` too, a tick that no executor has begun: the job stops there."""
+        ...
+
+    def on_saved(self, tick: int) -> None:
+        """Every executor has saved its state after ``tick``."""
+        ...
+
+
+def run_graph(
+    graph: Graph,
+    runtime: Runtime,
+    *,
+    num_ticks: int,
+    seed: int,
+    run_dir: Path | None = None,
+    first_tick: int = 0,
+    load_from: Path | None = None,
+    deadlines: DeadlineConfig | None = None,
+    checkpoints: Checkpoints | None = None,
+    observers: Sequence[Observer] = (),
+) -> None:
+    """Run every executor of ``graph`` from ``first_tick`` to ``num_ticks``, then return. The caller closes the runtime.
+
+    Raises:
+        ExecutorFailed: An executor raised or its process died.
+        DeadlineExceeded: A setup or a tick took too long; the message says who waited for whom.
+        TrainingDiverged: An executor asked for the job to stop; everyone has saved the same tick before.
+    """
+    deadlines = deadlines or DeadlineConfig()
+    ready = runtime.start(
+        graph.executors,
+        graph.channels,
+        run_dir=run_dir,
+        seed=seed,
+        first_tick=first_tick,
+        load_from=load_from,
+        deadline_s=deadlines.setup_s,
+    )
+    initial = {name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()}
+    marking = Marking(graph, first_tick=first_tick, num_ticks=num_ticks, initial_tokens=initial)
+    fired_at: dict[str, float] = {}
+    saved: dict[int, int] = {}
+    stop = ""
+    while not marking.finished:
+        for firing in marking.ready():
+            save_to = checkpoints.folder_for(firing.tick) if checkpoints else None
+            runtime.fire(Order(executor=firing.executor, tick=firing.tick, inputs=firing.inputs, save_to=save_to))
+            fired_at[firing.executor] = runtime.now()
+        report = _wait(runtime, marking, fired_at, deadlines.step_s)
+        marking.complete(report.executor, report.tick, report.outputs)
+        del fired_at[report.executor]
+        for observer in observers:
+            observer.on_report(report)
+        if checkpoints and checkpoints.folder_for(report.tick):
+            saved[report.tick] = saved.get(report.tick, 0) + 1
+            if saved[report.tick] == len(graph.executors):
+                checkpoints.on_saved(report.tick)
+        if report.stop and not stop:
+            stop = report.stop
+            marking.num_ticks = _last_tick(graph, marking, report) + 1
+            if checkpoints:
+                checkpoints.require(marking.num_ticks - 1)
+    if stop:
+        raise TrainingDiverged(f"{stop}\nEvery executor went on to tick {marking.num_ticks - 1} and stopped there.")
+
+
+def _last_tick(graph: Graph, marking: Marking, report: Report) -> int:
+    """The tick at which a job that must stop can stop together: none has begun it, and the tokens that lie on the
+    delayed edges of that cut are all made after the request, so the one who asked can keep them."""
+    begun = max([report.tick, *(firing.tick for firing in marking.busy.values())])
+    delay = max((channel.delay for channel in graph.outputs[report.executor]), default=0)
+    return max(begun + 1, max(marking.done_ticks.values()), report.tick + delay)
+
+
+def _wait(runtime: Runtime, marking: Marking, fired_at: Mapping[str, float], step_s: float) -> Report:
+    """The next report; the limit runs from the oldest order that is still out."""
+    oldest = min(fired_at, key=lambda name: fired_at[name])
+    try:
+        return runtime.wait(max(0.0, fired_at[oldest] + step_s - runtime.now()))
+    except DeadlineExceeded as error:
+        age = runtime.now() - fired_at[oldest]
+        raise DeadlineExceeded(
+            f"the controller waited {age:.0f} s for {oldest!r} to finish tick {marking.busy[oldest].tick} "
+            f"(limit deadlines.step_s = {step_s:g} s). {error}\nWho waits for whom:\n{marking.describe()}\n"
+            f"Raise deadlines.step_s if this tick is merely slow; else look at {oldest!r}'s output above."
+        ) from error

@@ -1,0 +1,85 @@
+"""The LlamaRL job as a graph: which executors a recipe asks for, and the channels between them.
+
+    ┌────────────── weights, delay max_staleness + 1 ◀─────────────┐
+    ▼                                                              │
+generator ── completions ──▶ reward ── scored ──▶ trainer ─────────┴── eval_weights ──▶ evaluator
+"""
+
+from __future__ import annotations
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.config import RunConfig
+from llamarl.controller.graph import Graph
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.placement import available_cuda_devices
+
+__all__ = ["llamarl_graph"]
+
+_EVALUATION_ROOM = 2
+"""Ticks by which the trainer may be ahead of the evaluator. Each costs one copy of the weights in shared memory."""
+
+
+def llamarl_graph(config: RunConfig) -> Graph:
+    """The standard job of a recipe: generator, reward, trainer and, where it evaluates, evaluator."""
+    room = config.schedule.max_staleness + 1
+    trainer = config.trainer
+    executors = [
+        _executor(
+            "generator", "Generator", config, config.generator.dp, config.generator.threads, config.generator.device
+        ),
+        _executor("reward", "Reward", config, 1, 1, "cpu"),
+        _executor("trainer", "Trainer", config, trainer.fsdp * trainer.tp, trainer.threads, trainer.device),
+    ]
+    channels = [
+        ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward", capacity=room),
+        ChannelSpec(
+            name="scored",
+            kind=ChannelKind.SCATTER,
+            source="reward",
+            sink="trainer",
+            capacity=room,
+            sink_replicas=trainer.tp,
+        ),
+        ChannelSpec(
+            name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room
+        ),
+    ]
+    if config.evaluation.every:
+        evaluation = config.evaluation
+        executors.append(_executor("evaluator", "Evaluator", config, 1, evaluation.threads, evaluation.device))
+        channels.append(
+            ChannelSpec(
+                name="eval_weights",
+                kind=ChannelKind.WEIGHTS,
+                source="trainer",
+                sink="evaluator",
+                capacity=_EVALUATION_ROOM,
+            )
+        )
+    return Graph(tuple(executors), tuple(channels))
+
+
+def _executor(name: str, kind: str, config: RunConfig, num_ranks: int, threads: int, device: str) -> ExecutorSpec:
+    return ExecutorSpec(
+        name=name,
+        factory=f"llamarl.executors.{name}:{kind}Executor",
+        config=config,
+        num_ranks=num_ranks,
+        threads=threads,
+        device=_device(device),
+        process_group=_process_group(name, num_ranks, _device(device)),
+    )
+
+
+def _process_group(name: str, num_ranks: int, device: str) -> str:
+    """The trainer's ranks share one model; generator replicas and evaluators never talk to each other."""
+    if name != "trainer" or num_ranks == 1:
+        return ""
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+
+
+def _device(device: str) -> str:
+    """ "auto" is CUDA where there is one."""
+    if device != "auto":
+        return device
+    return "cuda" if available_cuda_devices() else "cpu"

@@ -1,0 +1,125 @@
+"""Where the tokens are: the state of a running dataflow graph, and which executors may fire. Pure.
+
+    ready() ─▶ orders ─▶ (runtime) ─▶ report ─▶ complete() ─▶ tokens move ─▶ ready() ...
+
+Executor X may fire tick k when it is idle, tick k - d of every in-channel (delay d) is there, and every out-channel has
+room: its sink has finished tick k + d - c (capacity c). Nothing else ever delays a firing, and no clock is consulted,
+so the result of a run does not depend on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llamarl.channels.base import Handle
+from llamarl.controller.graph import Graph
+
+__all__ = ["Firing", "Marking"]
+
+
+@dataclass(frozen=True)
+class Firing:
+    """One executor, one tick, and the handles of its inputs."""
+
+    executor: str
+    tick: int
+    inputs: Mapping[str, tuple[Handle, ...]]
+
+
+class Marking:
+    """Tokens on the edges of ``graph`` between ``first_tick`` and ``num_ticks``.
+
+    Args:
+        initial_tokens: Channel -> source tick -> handles, for the ``delay`` ticks before ``first_tick``.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        first_tick: int,
+        num_ticks: int,
+        initial_tokens: Mapping[str, Mapping[int, tuple[Handle, ...]]],
+    ) -> None:
+        self.graph = graph
+        self.num_ticks = num_ticks
+        self.done_ticks = {e.name: first_tick for e in graph.executors}
+        """Executor -> number of ticks it has finished (its next tick)."""
+        self._busy: dict[str, Firing] = {}
+        self._tokens: dict[str, dict[int, tuple[Handle, ...]]] = {}
+        for channel in graph.channels:
+            wanted = range(first_tick - channel.delay, first_tick)
+            given = initial_tokens.get(channel.name, {})
+            assert set(given) == set(wanted), (
+                f"channel {channel.name}: initial tokens {sorted(given)}, need {list(wanted)}"
+            )
+            self._tokens[channel.name] = dict(given)
+
+    @property
+    def finished(self) -> bool:
+        return all(done >= self.num_ticks for done in self.done_ticks.values())
+
+    @property
+    def busy(self) -> Mapping[str, Firing]:
+        return self._busy
+
+    def tokens_on(self, channel: str) -> int:
+        """Tokens that lie on a channel now, those being consumed included."""
+        return len(self._tokens[channel])
+
+    def ready(self) -> list[Firing]:
+        """Firings that may start now, in the graph's executor order; each is marked as started."""
+        firings = []
+        for executor in self.graph.executors:
+            if executor.name in self._busy or self._blockers(executor.name):
+                continue
+            tick = self.done_ticks[executor.name]
+            inputs = {c.name: self._tokens[c.name][tick - c.delay] for c in self.graph.inputs[executor.name]}
+            firing = Firing(executor.name, tick, inputs)
+            self._busy[executor.name] = firing
+            firings.append(firing)
+        return firings
+
+    def complete(self, executor: str, tick: int, outputs: Mapping[str, tuple[Handle, ...]]) -> None:
+        """Move the tokens of a finished firing: its inputs are gone, its outputs lie on their edges."""
+        firing = self._busy.pop(executor)
+        assert firing.tick == tick, f"{executor} reported tick {tick}, expected {firing.tick}"
+        expected = {c.name for c in self.graph.outputs[executor]}
+        assert set(outputs) == expected, (
+            f"{executor} tick {tick}: outputs {sorted(outputs)}, expected {sorted(expected)}"
+        )
+        for channel in self.graph.inputs[executor]:
+            del self._tokens[channel.name][tick - channel.delay]
+        for channel in self.graph.outputs[executor]:
+            self._tokens[channel.name][tick] = outputs[channel.name]
+        self.done_ticks[executor] = tick + 1
+
+    def _blockers(self, name: str) -> list[str]:
+        tick = self.done_ticks[name]
+        if tick >= self.num_ticks:
+            return [f"all {self.num_ticks} ticks done"]
+        blockers = [
+            f"token {tick - c.delay} of channel {c.name!r} from {c.source!r}"
+            for c in self.graph.inputs[name]
+            if tick - c.delay not in self._tokens[c.name]
+        ]
+        blockers += [
+            f"room on channel {c.name!r}: {c.sink!r} has not finished tick {tick + c.delay - c.capacity}"
+            for c in self.graph.outputs[name]
+            if self.done_ticks[c.sink] <= tick + c.delay - c.capacity and tick + c.delay - c.capacity < self.num_ticks
+        ]
+        return blockers
+
+    def describe(self) -> str:
+        """Who runs, and who waits for whom: one line an executor."""
+        lines = []
+        for executor in self.graph.executors:
+            name = executor.name
+            if name in self._busy:
+                lines.append(f"  {name}: running tick {self._busy[name].tick}")
+            else:
+                lines.append(
+                    f"  {name}: at tick {self.done_ticks[name]}, waits for {'; '.join(self._blockers(name)) or 'nothing'}"
+                )
+        return "\n".join(lines)

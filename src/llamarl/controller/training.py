@@ -1,0 +1,257 @@
+"""A training run on disk: check it, start it, go on with it.
+
+    recipe ─▶ preflight (paths, data, first prompts) ─▶ placement ─▶ run folder ─▶ runtime + run_graph ─▶ model/
+
+The run folder's ``config.toml`` holds the resolved configuration: with the thread counts that were used, since the bits
+depend on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from llamarl.checkpoint.snapshot import describe_run, run_differences
+from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.config import RunConfig, save_config, to_plain
+from llamarl.controller.controller import run_graph
+from llamarl.controller.graph import Graph
+from llamarl.controller.job import llamarl_graph
+from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.models.folders import resolve_model_path
+from llamarl.observability.job import describe_job
+from llamarl.observability.recorder import Recorder
+from llamarl.runtime.base import Report
+from llamarl.runtime.factory import make_runtime
+from llamarl.runtime.placement import Placement, place
+
+__all__ = ["plan_run", "resume_run", "start_run"]
+
+_CONFIG = "config.toml"
+_DETAILS = {
+    "generator": "samples groups of responses",
+    "reward": "judges them in worker processes",
+    "trainer": "updates the policy, hands over weights",
+    "evaluator": "scores versions on held-out prompts",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """A run that has passed its checks: thread counts and devices are settled."""
+
+    config: RunConfig
+    graph: Graph
+    placement: Placement
+
+
+def plan_run(config: RunConfig) -> str:
+    """What a run of ``config`` would be: configuration, graph and placement, as text. Starts nothing."""
+    import tomli_w
+
+    prepared = _prepare(config)
+    return (
+        f"# configuration\n{tomli_w.dumps(to_plain(prepared.config))}\n"
+        f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}"
+    )
+
+
+def start_run(config: RunConfig) -> None:
+    """Run ``config`` from tick 0 in a new folder.
+
+    Raises:
+        LlamaRLError: Whatever ended the run; the message carries its cause.
+    """
+    prepared = _prepare(config)
+    run_dir = _absolute(prepared.config)
+    if (run_dir / _CONFIG).exists():
+        raise ConfigError(
+            f"run.dir: {run_dir} already holds a run: go on with it by --resume {run_dir}, or choose another --run.dir"
+        )
+    _make_folder(run_dir)
+    try:
+        save_config(prepared.config, run_dir / _CONFIG)
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write {run_dir / _CONFIG}: {error.strerror}") from error
+    _execute(prepared, run_dir, resume_after_tick=None, load_from=None)
+
+
+def resume_run(config: RunConfig) -> None:
+    """Go on with the run in ``config.run.dir`` from its last good checkpoint, or from the start if it has none.
+
+    Raises:
+        ConfigError: There is no run, or this recipe or machine would not give the bits of the uninterrupted run.
+        CheckpointError: Every checkpoint is torn.
+    """
+    prepared = _prepare(config)
+    run_dir = _absolute(prepared.config)
+    if not (run_dir / _CONFIG).is_file():
+        raise ConfigError(f"--resume: {run_dir} holds no run (no {_CONFIG}); start one without --resume")
+    store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
+    for note in store.clean():
+        print(note, file=sys.stderr)
+    if not store.list():
+        _execute(prepared, run_dir, resume_after_tick=-1, load_from=None)
+        return
+    checkpoint = store.load()
+    differences = run_differences(checkpoint.run, _describe(prepared))
+    if differences:
+        raise ConfigError(
+            f"--resume: {checkpoint.path} was made under another configuration, so the run would not go on bit for bit:\n"
+            + "\n".join(f"  - {line}" for line in differences)
+            + f"\nResume with {run_dir / _CONFIG} as the recipe, or start a new run."
+        )
+    if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
+        print(f"{run_dir} is complete at {checkpoint.tick + 1} ticks; raise --run.num_ticks to prolong it")
+        return
+    save_config(prepared.config, run_dir / _CONFIG)
+    store.clean(after_tick=checkpoint.tick)
+    _execute(prepared, run_dir, resume_after_tick=checkpoint.tick, load_from=checkpoint.path)
+
+
+def _prepare(config: RunConfig) -> _Prepared:
+    """Refuse what cannot run, before any process starts; settle threads and devices."""
+    folder = resolve_model_path(config.model.path)
+    _check_prompts(config, folder)
+    graph = llamarl_graph(config)
+    placement = place(graph.executors, cores=config.run.cores or None)
+    settled = {spec.name: spec for spec in placement.executors}
+    changes: dict[str, Any] = {
+        section: dataclasses.replace(
+            getattr(config, section), threads=settled[name].threads, device=_device_kind(settled[name].device)
+        )
+        for section, name in (("generator", "generator"), ("trainer", "trainer"), ("evaluation", "evaluator"))
+        if name in settled
+    }
+    config = dataclasses.replace(config, **changes)
+    executors = tuple(dataclasses.replace(spec, config=config) for spec in placement.executors)
+    return _Prepared(config, Graph(executors, graph.channels), placement)
+
+
+def _device_kind(device: str) -> str:
+    return "cuda" if device.startswith("cuda") else "cpu"
+
+
+def _check_prompts(config: RunConfig, folder: Path) -> None:
+    """Make the task and the first prompts once here: a wrong file or a prompt that is too long ends it at once."""
+    from llamarl.data.prompts import PromptStream
+    from llamarl.environments.factory import make_task
+    from llamarl.models.loading import load_model_config, load_tokenizer
+
+    stream = PromptStream(make_task(config.task, config.run.seed), load_tokenizer(folder), config.data, config.run.seed)
+    prompts = [stream.get(index) for index in range(config.schedule.prompts_per_step)]
+    if config.evaluation.every:
+        prompts += stream.eval_prompts(config.evaluation.num_prompts)
+    context = getattr(load_model_config(folder), "max_position_embeddings", None)
+    longest = max(len(p.tokens) for p in prompts) + config.generator.sampling.max_new_tokens
+    if context is not None and longest > context:
+        raise ConfigError(
+            f"a prompt of {longest - config.generator.sampling.max_new_tokens} tokens and "
+            f"generator.sampling.max_new_tokens = {config.generator.sampling.max_new_tokens} exceed the context of "
+            f"{config.model.path} ({context} tokens): lower max_new_tokens or data.max_prompt_tokens"
+        )
+
+
+def _absolute(config: RunConfig) -> Path:
+    return Path(config.run.dir).expanduser().resolve()
+
+
+def _make_folder(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot make {run_dir}: {error.strerror}; choose another --run.dir") from error
+    if not os.access(run_dir, os.W_OK):
+        raise ConfigError(f"run.dir: {run_dir} is not writable; choose another --run.dir")
+
+
+def _describe(prepared: _Prepared) -> dict[str, Any]:
+    threads = {spec.name: spec.threads for spec in prepared.graph.executors}
+    return describe_run(to_plain(prepared.config), threads)
+
+
+class _RunCheckpoints:
+    """Connects the controller's question "is this tick saved?" with the store."""
+
+    def __init__(self, store: CheckpointStore, prepared: _Prepared, recorder: Recorder) -> None:
+        self._store = store
+        self._prepared = prepared
+        self._recorder = recorder
+        self._folders: dict[int, Path] = {}
+        self._required: set[int] = set()
+
+    def require(self, tick: int) -> None:
+        self._required.add(tick)
+
+    def folder_for(self, tick: int) -> Path | None:
+        due = self._prepared.config.checkpoint.is_due(tick, self._prepared.config.run.num_ticks)
+        if not due and tick not in self._required:
+            return None
+        if tick not in self._folders:
+            self._folders[tick] = self._store.begin(tick)
+        return self._folders[tick]
+
+    def on_saved(self, tick: int) -> None:
+        self._recorder.sync()
+        self._store.finish(tick, _describe(self._prepared))
+
+
+class _Observe:
+    """The recorder as an observer of the controller."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def on_report(self, report: Report) -> None:
+        self._recorder.on_report(report)
+
+
+def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | None, load_from: Path | None) -> None:
+    config, graph = prepared.config, prepared.graph
+    facts = {
+        "model": config.model.path,
+        "task": config.task.name,
+        "algorithm": config.algorithm.name,
+        "staleness": f"max_staleness {config.schedule.max_staleness}, max_segments {config.generator.max_segments}: "
+        f"no token older than {config.schedule.max_staleness + config.generator.max_segments - 1} versions",
+        "run": str(run_dir),
+    }
+    recorder = Recorder(
+        run_dir,
+        config.observability,
+        [spec.name for spec in graph.executors],
+        config.run.num_ticks,
+        resume_after_tick,
+        job=describe_job(run_dir.name, graph.executors, graph.channels, details=_DETAILS, facts=facts),
+        run_config=to_plain(config),
+    )
+    runtime = make_runtime(config.run.runtime)
+    stopped = "stopped by an error"
+    try:
+        run_graph(
+            graph,
+            runtime,
+            num_ticks=config.run.num_ticks,
+            seed=config.run.seed,
+            run_dir=run_dir,
+            first_tick=0 if resume_after_tick is None else resume_after_tick + 1,
+            load_from=load_from,
+            deadlines=config.deadlines,
+            checkpoints=_RunCheckpoints(
+                CheckpointStore(run_dir / "checkpoints", config.checkpoint), prepared, recorder
+            ),
+            observers=[_Observe(recorder)],
+        )
+        stopped = ""
+    except KeyboardInterrupt:
+        stopped = "stopped by the user"
+        raise
+    except LlamaRLError as error:
+        stopped = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise
+    finally:
+        runtime.close()
+        recorder.close(stopped)

@@ -1,0 +1,44 @@
+"""How prompts are made from a task's items. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from llamarl.strict import STRICT
+
+__all__ = ["DataConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig:
+    """From a task's item to the tokens that the policy continues."""
+
+    chat_template: Literal["auto", "none"] = "auto"
+    """auto: the tokenizer's chat template where it has one, else plain text; none: always plain text."""
+
+    system_prompt: str = ""
+    """Words before the question: a system message in a chat template, a paragraph of its own in plain text. Empty:
+    none, and the template's own default system message, if it has one, stands."""
+
+    question_template: str = "{question}"
+    """Wraps each question; must contain {question}. Other braces need no doubling."""
+
+    response_prefix: str = ""
+    """Words put into the policy's mouth: they end the prompt, and the response goes on from them."""
+
+    max_prompt_tokens: int = 1024
+    """Longest prompt, in tokens, chat template included."""
+
+    too_long: Literal["error", "skip"] = "error"
+    """A longer prompt ends the run with an error that names it, or is replaced by another item chosen by the seed."""
+
+    shuffle: bool = True
+    """A finite task's items are shuffled anew each epoch, by the run's seed; false keeps their order."""
+
+    def __post_init__(self) -> None:
+        if "{question}" not in self.question_template:
+            raise ValueError(f"question_template must contain {{question}}, got {self.question_template!r}")
+        if self.max_prompt_tokens < 1:
+            raise ValueError(f"max_prompt_tokens must be >= 1 token, got {self.max_prompt_tokens}")

@@ -1,0 +1,122 @@
+"""The run's prompt stream: prompt ``i`` is a pure function of the configuration, the seed and ``i``.
+
+    index ──(epoch, shuffled place)──▶ task item ──chat template──▶ Prompt
+
+Nothing is consumed, so the position in the data is one integer, and resuming is asking for the next one. An epoch's
+order comes from sorting 64-bit keys derived from (seed, epoch, place): the same on every machine and library version.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.data.chat import Tokenizer, render_prompt
+from llamarl.data.config import DataConfig
+from llamarl.data.items import ItemSource, Split
+from llamarl.errors import DataError
+from llamarl.seeding import derive_seed
+from llamarl.types import Prompt
+
+__all__ = ["EVAL_INDEX_OFFSET", "PromptStream"]
+
+EVAL_INDEX_OFFSET = 1 << 30
+"""Eval prompts are numbered from here, so that no sampling seed of theirs is a training prompt's."""
+
+_MAX_REPLACEMENTS = 100
+_EVAL_EPOCH = (1 << 63) - 1
+
+
+class PromptStream:
+    """Random access to a task's prompts, tokenized.
+
+    Args:
+        task: Where items come from.
+        tokenizer: The policy's own.
+        seed: The run's seed; decides the order, never the content of an item.
+    """
+
+    def __init__(self, task: ItemSource, tokenizer: Tokenizer, config: DataConfig, seed: int) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self._config = config
+        self._seed = seed
+        self._order = lru_cache(maxsize=4)(self._compute_order)
+
+    def get(self, index: int) -> Prompt:
+        """Prompt ``index`` of the training stream, ``index`` from 0 on without end.
+
+        Raises:
+            DataError: The prompt is longer than ``max_prompt_tokens``, or too many replacements in a row were.
+            ValueError: ``index`` is outside 0 .. 2**30 - 1.
+        """
+        if not 0 <= index < EVAL_INDEX_OFFSET:
+            raise ValueError(f"prompt index must be in 0 .. {EVAL_INDEX_OFFSET - 1}, got {index}")
+        num_items = self._task.num_items("train")
+        for attempt in range(_MAX_REPLACEMENTS):
+            if attempt:
+                place = derive_seed(self._seed, index, attempt) % (num_items or EVAL_INDEX_OFFSET)
+            elif num_items is None:
+                place = index
+            else:
+                epoch, position = divmod(index, num_items)
+                place = int(self._order(num_items, epoch)[position]) if self._config.shuffle else position
+            prompt = self._make("train", place, index)
+            if prompt is not None:
+                return prompt
+        raise DataError(
+            f"task {self._task.name!r}: {_MAX_REPLACEMENTS} items in a row are longer than max_prompt_tokens="
+            f"{self._config.max_prompt_tokens} (looking for prompt {index}): raise data.max_prompt_tokens"
+        )
+
+    def eval_prompts(self, num_prompts: int) -> list[Prompt]:
+        """The first ``num_prompts`` held-out prompts in an order that the seed alone decides; fewer if there are fewer.
+
+        Raises:
+            DataError: A prompt is longer than ``max_prompt_tokens`` and ``too_long`` is ``error``, or none is left.
+        """
+        num_items = self._task.num_items("eval")
+        places = range(num_prompts + _MAX_REPLACEMENTS) if num_items is None else range(num_items)
+        if num_items is not None and self._config.shuffle:
+            places = [int(place) for place in self._order(num_items, _EVAL_EPOCH)]  # type: ignore[assignment]
+        prompts: list[Prompt] = []
+        for place in places:
+            if len(prompts) == num_prompts:
+                break
+            prompt = self._make("eval", place, EVAL_INDEX_OFFSET + len(prompts))
+            if prompt is not None:
+                prompts.append(prompt)
+        if not prompts and num_prompts > 0:
+            raise DataError(
+                f"task {self._task.name!r} has no eval prompt of at most max_prompt_tokens="
+                f"{self._config.max_prompt_tokens} tokens: give eval data, or raise data.max_prompt_tokens"
+            )
+        return prompts
+
+    def _make(self, split: Split, place: int, index: int) -> Prompt | None:
+        """The prompt of one item; None where it is too long and such prompts are skipped."""
+        item = self._task.item(split, place)
+        text, tokens = render_prompt(item, self._tokenizer, self._config)
+        if len(tokens) > self._config.max_prompt_tokens:
+            if self._config.too_long == "skip":
+                return None
+            raise DataError(
+                f"task {self._task.name!r}, {split} item {place} (prompt {index}): the prompt has {len(tokens)} tokens, "
+                f"limit max_prompt_tokens={self._config.max_prompt_tokens}: raise data.max_prompt_tokens or set "
+                f"data.too_long = 'skip'; it begins {item.question[:80]!r}"
+            )
+        metadata = dict(item.metadata)
+        return Prompt(
+            index=index, tokens=tokens, text=text, answer=item.answer, task=self._task.name, metadata=metadata
+        )
+
+    def _compute_order(self, num_items: int, epoch: int) -> npt.NDArray[np.int64]:
+        """A permutation of 0 .. num_items - 1: places sorted by splitmix64 keys."""
+        keys = np.arange(num_items, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        keys += np.uint64(derive_seed(self._seed, epoch))
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
+        keys ^= keys >> np.uint64(31)
+        return np.argsort(keys, kind="stable")

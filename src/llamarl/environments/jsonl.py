@@ -1,0 +1,109 @@
+"""Items from JSONL files: one JSON object a line, every mistake named by file and line.
+
+With an eval file the two splits are the two files, and a training question that also stands in the eval file is left
+out. Without one, a share of the distinct questions is held out by a hash of their words.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llamarl.data.items import Split, TaskItem, held_out
+from llamarl.errors import DataError
+
+__all__ = ["JsonlSplits", "load_jsonl", "text_field"]
+
+_log = logging.getLogger(__name__)
+
+
+def load_jsonl(path: str | Path, to_item: Callable[[Mapping[str, Any], str], TaskItem]) -> list[TaskItem]:
+    """All items of a file, in order; blank lines are passed over.
+
+    Args:
+        to_item: Makes an item of one object; its second argument, ``file:line``, is for its errors.
+
+    Raises:
+        DataError: The file is missing, unreadable or has no items, or a line is not a JSON object of the right form.
+    """
+    file = Path(path).expanduser()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}); give a JSONL file") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8 text (byte {error.start}); expected one JSON object a line") from error
+    items = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{where}: got {line.strip()[:80]!r}, expected one JSON object ({error.msg} at column {error.colno}): "
+                "fix or remove the line"
+            ) from error
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: got {type(record).__name__} {line.strip()[:80]!r}, expected a JSON object")
+        items.append(to_item(record, where))
+    if not items:
+        raise DataError(f"{file}: got an empty file, expected one JSON object a line")
+    return items
+
+
+def text_field(record: Mapping[str, Any], names: tuple[str, ...], where: str) -> str:
+    """The first of ``names`` that the record has, as text; numbers are written out.
+
+    Raises:
+        DataError: It has none of them, or the value is neither text nor a number, or blank.
+    """
+    for name in names:
+        if name in record:
+            value = record[name]
+            if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+                raise DataError(f"{where}: field {name!r} is {type(value).__name__} {value!r:.60}, expected text")
+            text = str(value).strip()
+            if not text:
+                raise DataError(f"{where}: field {name!r} is blank, expected text")
+            return text
+    raise DataError(f"{where}: got fields {sorted(record)}, expected one of {list(names)}")
+
+
+class JsonlSplits:
+    """The train and eval items of one or two JSONL files; an ``ItemSource`` but for its name."""
+
+    def __init__(
+        self,
+        train_file: str,
+        eval_file: str,
+        to_item: Callable[[Mapping[str, Any], str], TaskItem],
+        *,
+        seed: int,
+        eval_fraction: float,
+    ) -> None:
+        train = load_jsonl(train_file, to_item)
+        if eval_file:
+            held = load_jsonl(eval_file, to_item)
+            asked = {item.question for item in held}
+            kept = [item for item in train if item.question not in asked]
+            if not kept:
+                raise DataError(f"{train_file}: every question is also in {eval_file}; the splits must be disjoint")
+            if len(kept) < len(train):
+                _log.warning("%s: left out %d items that %s holds too", train_file, len(train) - len(kept), eval_file)
+        else:
+            held = [item for item in train if held_out(item.question, seed=seed, fraction=eval_fraction)]
+            kept = [item for item in train if not held_out(item.question, seed=seed, fraction=eval_fraction)]
+            if not kept:
+                raise DataError(f"{train_file}: eval_fraction={eval_fraction} holds out every item; lower it")
+        self._items: dict[Split, list[TaskItem]] = {"train": kept, "eval": held}
+
+    def num_items(self, split: Split) -> int | None:
+        return len(self._items[split])
+
+    def item(self, split: Split, index: int) -> TaskItem:
+        return self._items[split][index]

@@ -1,0 +1,97 @@
+"""Any dataset of ``reasoning_gym`` by name, scored by the dataset's own ``score_answer``.
+
+The library makes item i of seed s from ``s + i`` alone, so neighbouring seeds share almost all items: train and eval
+differ here by the question's hash (see ``procedural``), not by a seed. The judge makes the entry again from its number
+instead of carrying it through the run, and checks that it got the same question.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from llamarl.data.items import Split, TaskItem
+from llamarl.environments.answers import AnswerFrom, extract_answer, is_number
+from llamarl.environments.procedural import draw_item
+from llamarl.errors import DataError
+from llamarl.types import Prompt, Score
+
+__all__ = ["ReasoningGymTask"]
+
+
+class ReasoningGymTask:
+    """Endless items of one dataset. Single-turn; the score is the dataset's, mostly 0 to 1 with partial credit."""
+
+    def __init__(
+        self,
+        dataset: str,
+        options: Mapping[str, Any],
+        *,
+        seed: int,
+        eval_fraction: float,
+        answer_from: AnswerFrom = "auto",
+    ) -> None:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        self.name = f"reasoning_gym:{dataset}"
+        if dataset not in DATASETS:
+            near = difflib.get_close_matches(dataset, DATASETS, n=3) or sorted(DATASETS)[:5]
+            raise DataError(f"task.name: reasoning_gym has no dataset {dataset!r}; nearest: {', '.join(near)}")
+        if "seed" in options:
+            raise DataError("task.options: leave out 'seed'; questions follow run.seed")
+        try:
+            self._dataset = reasoning_gym.create_dataset(dataset, seed=0, **options)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise DataError(
+                f"task.options: reasoning_gym dataset {dataset!r} refuses {dict(options)}: {error}"
+            ) from error
+        self._seed = seed
+        self._eval_fraction = eval_fraction
+        self._answer_from: AnswerFrom = answer_from
+        self._entry = lru_cache(maxsize=1024)(self._make_entry)
+
+    def num_items(self, split: Split) -> int | None:
+        return None
+
+    def item(self, split: Split, index: int) -> TaskItem:
+        return draw_item(self._make, split, index, seed=self._seed, eval_fraction=self._eval_fraction, name=self.name)
+
+    def _make(self, number: int) -> tuple[str, TaskItem]:
+        entry = self._entry(number)
+        question = str(entry["question"])
+        answer = entry["answer"]
+        item = TaskItem(
+            question=question,
+            answer=None if answer is None else str(answer),
+            metadata={"entry": number, "question": question},
+        )
+        return question, item
+
+    def _make_entry(self, number: int) -> dict[str, Any]:
+        try:
+            entry: dict[str, Any] = self._dataset[number]
+        except IndexError:  # the few datasets that prepare all their items in advance
+            entry = self._dataset[number % len(self._dataset)]
+        return entry
+
+    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
+        """The dataset's own score of the answer found in the last turn; see ``answers.extract_answer``.
+
+        ``parts["correct"]`` is 1 where the score is full.
+
+        Raises:
+            ValueError: The dataset made another question of the same number: it is not reproducible across processes.
+        """
+        entry = self._entry(int(prompt.metadata["entry"]))
+        if entry["question"] != prompt.metadata["question"]:
+            raise ValueError(
+                f"{self.name} is not reproducible: entry {prompt.metadata['entry']} was "
+                f"{prompt.metadata['question'][:80]!r} and is {entry['question'][:80]!r}"
+            )
+        numeric = entry["answer"] is not None and is_number(str(entry["answer"]))
+        given = extract_answer(turns[-1], self._answer_from, numeric=numeric)
+        value = float(self._dataset.score_answer(given, entry))
+        return Score(value=value, parts={"correct": float(value >= 1.0), "answered": float(given is not None)})

@@ -1,0 +1,137 @@
+"""What a recipe says of the generator and the evaluator."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from llamarl.engine.config import EngineConfig
+from llamarl.strict import STRICT
+
+__all__ = ["EvaluationConfig", "GeneratorConfig", "SamplingConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SamplingConfig:
+    """How tokens are drawn and when a response ends."""
+
+    max_new_tokens: int = 128
+    """Longest response, in tokens. A response cut here has finish reason "length"."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 is greedy."""
+
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens with at least this probability; 1 keeps all."""
+
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."""
+
+    stop_strings: tuple[str, ...] = ()
+    """A response ends when its text contains one of these. The end-of-text token always ends it."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0 (0 keeps all tokens), got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p must be in [0, 1), got {self.min_p}")
+        if any(not s for s in self.stop_strings):
+            raise ValueError("stop_strings must not hold an empty string: it would end every response at once")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GeneratorConfig:
+    """The executor that samples responses."""
+
+    group_size: int = 8
+    """Responses sampled for each prompt. A group baseline needs at least 2."""
+
+    max_segments: int = 1
+    """Most policy versions one response may span. 1 finishes every response within its tick; more lets long ones be
+    cut and resumed under later weights (partial rollouts)."""
+
+    oversubscription: float = 1.0
+    """Groups kept active, as a multiple of schedule.prompts_per_step, so that the slowest need not hold up a tick.
+    1 .. max_segments; above 1 needs max_segments > 1."""
+
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+
+    quantization: Literal["none", "int8", "fp8"] = "none"
+    """Weights of the linear layers: "none", "int8" (CPU), "fp8" (CUDA). Rebuilt from every weight version."""
+
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+
+    dp: int = 1
+    """Generator replicas; each samples its share of the prompts of a tick."""
+
+    threads: int = 0
+    """CPU threads of each replica; 0 divides the machine's cores. A run records what it used, since bits depend on it."""
+
+    device: str = "auto"
+    """"cpu", "cuda", or "auto" for CUDA where there is one."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ValueError(f"group_size must be >= 1 response a prompt, got {self.group_size}")
+        if self.max_segments < 1:
+            raise ValueError(f"max_segments must be >= 1 policy version a response, got {self.max_segments}")
+        if not 1.0 <= self.oversubscription <= self.max_segments:
+            raise ValueError(
+                f"oversubscription must be between 1 and max_segments ({self.max_segments}), got {self.oversubscription}: "
+                f"a group has at most max_segments ticks to be delivered in; raise max_segments or lower oversubscription"
+            )
+        if self.sampling.temperature == 0 and self.group_size > 1:
+            raise ValueError(
+                "sampling.temperature is 0 (greedy), so all responses of a group are equal and teach nothing: "
+                "set it to 1.0"
+            )
+        if self.dp < 1:
+            raise ValueError(f"dp must be >= 1 replica, got {self.dp}")
+        if self.threads < 0:
+            raise ValueError(f"threads must be >= 0 (0 divides the cores), got {self.threads}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EvaluationConfig:
+    """The executor that scores policy versions on held-out prompts, beside the training."""
+
+    every: int = 10
+    """Trainer ticks between evaluations; version 0 and the last version are always scored. 0 never evaluates."""
+
+    num_prompts: int = 100
+    """Held-out prompts of one evaluation."""
+
+    samples_per_prompt: int = 1
+    """Responses a prompt; accuracy is their mean, pass@k counts prompts with a right one among k."""
+
+    temperature: float = 1.0
+    """Sampling temperature of evaluations; 0 is greedy. The seed is fixed, so evaluations compare."""
+
+    threads: int = 0
+    """CPU threads; 0 divides the machine's cores."""
+
+    device: str = "auto"
+    """"cpu", "cuda", or "auto" for CUDA where there is one."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"every must be >= 0 trainer ticks (0 never evaluates), got {self.every}")
+        if self.num_prompts < 1:
+            raise ValueError(f"num_prompts must be >= 1, got {self.num_prompts}")
+        if self.samples_per_prompt < 1:
+            raise ValueError(f"samples_per_prompt must be >= 1, got {self.samples_per_prompt}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
+        if self.threads < 0:
+            raise ValueError(f"threads must be >= 0 (0 divides the cores), got {self.threads}")

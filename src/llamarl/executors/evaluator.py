@@ -1,0 +1,142 @@
+"""The evaluator: scores the versions that are due on held-out prompts, in a process of its own, beside the training.
+
+In: ``eval_weights`` (nothing at most ticks). Sampling seeds are fixed, so two evaluations differ by the weights alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from llamarl.config import RunConfig
+from llamarl.data.prompts import PromptStream
+from llamarl.engine.base import Engine
+from llamarl.engine.sequence import SamplingParams
+from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.environments.factory import make_task
+from llamarl.environments.pool import RewardPool
+from llamarl.executors.base import ExecutorContext, StepResult
+from llamarl.executors.generator import make_engine, sampling_params, to_response
+from llamarl.models.loading import load_tokenizer
+from llamarl.seeding import derive_seed
+from llamarl.types import Failure, Group, Prompt, Score
+
+__all__ = ["EvaluatorExecutor", "evaluate", "evaluation_due", "sample_groups"]
+
+_EVALUATION_SEED = 2
+
+
+def evaluation_due(version: int, *, every: int, num_ticks: int) -> bool:
+    """Whether policy version ``version`` is scored: every ``every`` versions, and the last."""
+    return every > 0 and (version % every == 0 or version == num_ticks)
+
+
+class EvaluatorExecutor:
+    """Scores version 0 at tick 0, and version k + 1 at tick k where it is due."""
+
+    def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
+        self.name = context.name
+        self.config = config
+        self.context = context
+
+    def setup(self) -> None:
+        self.tokenizer = load_tokenizer(self.config.model.path)
+        task = make_task(self.config.task, seed=self.config.run.seed)
+        stream = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
+        self.prompts = stream.eval_prompts(self.config.evaluation.num_prompts)
+        self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
+        self.params = sampling_params(
+            self.config.generator.sampling, self.tokenizer, temperature=self.config.evaluation.temperature
+        )
+        self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
+
+    def initial_token(self, channel: str, source_tick: int) -> Any:
+        raise ValueError(f"channel {channel!r} leaves the evaluator with a delay; only the weights edge may have one")
+
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
+        weights = inputs["eval_weights"]
+        metrics: dict[str, float] = {}
+        if tick == 0:
+            metrics = self._evaluate(version=0)
+        elif weights is not None:
+            weights.load_into(self.engine.parameters_for_sync())
+            self.engine.weights_updated(weights.version)
+            metrics = self._evaluate(version=weights.version)
+        return StepResult(metrics=metrics)
+
+    def _evaluate(self, version: int) -> dict[str, float]:
+        groups = sample_groups(
+            self.engine,
+            self.prompts,
+            self.params,
+            self.tokenizer,
+            samples_per_prompt=self.config.evaluation.samples_per_prompt,
+            seed=self.config.run.seed,
+        )
+        scores = evaluate(self.pool.score(groups))
+        return {f"eval/{key}": value for key, value in scores.items()} | {"eval/policy_version": float(version)}
+
+    def save(self, folder: Path, tick: int) -> None:
+        pass  # prompts and seeds are functions of the recipe, weights arrive by channel
+
+    def load(self, folder: Path, tick: int) -> None:
+        pass
+
+    def close(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.close()
+
+
+def sample_groups(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    samples_per_prompt: int,
+    seed: int,
+) -> list[Group]:
+    """Sample ``samples_per_prompt`` responses to each prompt, to the end."""
+    sequences = [
+        [
+            TokenSequence(
+                prompt_index=prompt.index,
+                sample_index=sample,
+                prompt_tokens=prompt.tokens.tolist(),
+                params=params,
+                seed=derive_seed(seed, _EVALUATION_SEED, prompt.index, sample),
+            )
+            for sample in range(samples_per_prompt)
+        ]
+        for prompt in prompts
+    ]
+    engine.add([s for group in sequences for s in group])
+    while engine.has_work:
+        engine.step()
+    return [
+        Group(prompt=prompt, responses=tuple(to_response(s, tokenizer) for s in group))
+        for prompt, group in zip(prompts, sequences, strict=True)
+    ]
+
+
+def evaluate(groups: Sequence[Group]) -> dict[str, float]:
+    """Scores of judged groups.
+
+    A response is right when its reward is at least 1. ``accuracy``: share of right ones among scored samples;
+    ``pass_at_k``: share of prompts with a right one among their k samples; ``reward_mean``: mean reward of scored
+    samples; ``failed``: samples without a verdict, which count in none of these.
+    """
+    responses = [r for g in groups for r in g.responses]
+    values = [r.outcome.value for r in responses if isinstance(r.outcome, Score)]
+    solved = [any(isinstance(r.outcome, Score) and r.outcome.value >= 1 for r in g.responses) for g in groups]
+    return {
+        "accuracy": float(np.mean([v >= 1 for v in values])) if values else float("nan"),
+        "reward_mean": float(np.mean(values)) if values else float("nan"),
+        "pass_at_k": float(np.mean(solved)),
+        "length_mean": float(np.mean([len(r.tokens) for r in responses])),
+        "failed": float(sum(isinstance(r.outcome, Failure) for r in responses)),
+    }

@@ -1,0 +1,244 @@
+"""The generator: takes a weight version, delivers ``prompts_per_step`` complete groups, carries the rest.
+
+    tick k:  weights v ─▶ engine ;  admit new prompts ─▶ decode until enough groups are complete ─▶ suspend ─▶ groups
+                                       ▲                                                            │
+                                       └───────────── unfinished sequences (no KV cache) ◀──────────┘
+
+Every tick starts from an empty KV cache, whether the weights changed or not, so a resumed run repeats the same
+arithmetic. The end of a tick is counted in completed groups, never in seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llamarl.config import RunConfig
+from llamarl.data.prompts import PromptStream
+from llamarl.engine.base import Engine
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.sequence import SamplingParams
+from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.environments.factory import make_task
+from llamarl.executors.base import ExecutorContext, StepResult
+from llamarl.executors.config import SamplingConfig
+from llamarl.executors.partial_rollouts import select_deliveries
+from llamarl.models.loading import load_tokenizer
+from llamarl.seeding import derive_seed
+from llamarl.types import Failure, Group, Prompt, Response
+
+__all__ = ["GeneratorExecutor", "make_engine", "resolve_device", "sampling_params", "to_response"]
+
+_SAMPLING_SEED = 1
+
+
+@dataclass
+class _ActiveGroup:
+    prompt: Prompt
+    admitted_tick: int
+    sequences: list[TokenSequence] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return all(s.finished for s in self.sequences)
+
+
+class GeneratorExecutor:
+    """Samples groups of responses; in: ``weights``; out: ``completions``."""
+
+    def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
+        self.name = context.name
+        self.config = config
+        self.context = context
+        self._prompts_per_tick = config.schedule.prompts_per_step // config.generator.dp
+        self._num_active = int(self._prompts_per_tick * config.generator.oversubscription)
+        self._cursor = 0  # prompts this replica has admitted so far
+        self._active: list[_ActiveGroup] = []  # in order of admission
+        self._completed: list[int] = []  # prompt indices, in order of completion
+
+    def setup(self) -> None:
+        self.tokenizer = load_tokenizer(self.config.model.path)
+        task = make_task(self.config.task, seed=self.config.run.seed)
+        self.prompts = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
+        self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
+        self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
+
+    def initial_token(self, channel: str, source_tick: int) -> Any:
+        raise ValueError(f"channel {channel!r} leaves the generator with a delay; only the weights edge may have one")
+
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
+        started = time.monotonic()
+        self._load_weights(inputs["weights"])
+        loaded = time.monotonic()
+        self._admit(tick)
+        before = sum(len(s.tokens) for g in self._active for s in g.sequences)
+        delivered = self._decode(tick)
+        finished = time.monotonic()
+        generated = sum(len(s.tokens) for g in [*delivered, *self._active] for s in g.sequences) - before
+        groups = [self._to_group(g) for g in delivered]
+        metrics = _metrics(groups, delivered, tick)
+        metrics["tokens/generated"] = float(generated)
+        metrics["rollout/carried"] = float(sum(not s.finished for g in self._active for s in g.sequences))
+        metrics["time/weight_sync_s"] = loaded - started
+        metrics["tokens_per_s/generated"] = generated / max(finished - loaded, 1e-9)
+        spans = (("weight_sync", started, loaded), ("generate", loaded, finished))
+        return StepResult(outputs={"completions": groups}, metrics=metrics, spans=spans)
+
+    def _load_weights(self, weights: Any) -> None:
+        if weights.version != self.engine.policy_version:
+            weights.load_into(self.engine.parameters_for_sync())
+            self.engine.weights_updated(weights.version)
+
+    def _admit(self, tick: int) -> None:
+        while len(self._active) < self._num_active:
+            index = self._cursor * self.config.generator.dp + self.context.rank
+            self._cursor += 1
+            self._active.append(self._new_group(index, tick))
+
+    def _new_group(self, index: int, tick: int) -> _ActiveGroup:
+        prompt = self.prompts.get(index)
+        sequences = [
+            TokenSequence(
+                prompt_index=index,
+                sample_index=sample,
+                prompt_tokens=prompt.tokens.tolist(),
+                params=self.params,
+                seed=derive_seed(self.config.run.seed, _SAMPLING_SEED, index, sample),
+            )
+            for sample in range(self.config.generator.group_size)
+        ]
+        return _ActiveGroup(prompt, tick, sequences)
+
+    def _decode(self, tick: int) -> list[_ActiveGroup]:
+        """Decode until the groups to deliver are complete; take them out of the active ones."""
+        by_index = {g.prompt.index: g for g in self._active}
+        self.engine.add([s for g in self._active for s in g.sequences if not s.finished])
+        while (chosen := self._deliverable(tick)) is None:
+            for sequence in self.engine.step():
+                group = by_index[sequence.prompt_index]
+                if group.complete and group.prompt.index not in self._completed:
+                    self._completed.append(group.prompt.index)
+        self.engine.suspend()
+        delivered = [self._active[i] for i in chosen]
+        gone = {g.prompt.index for g in delivered}
+        self._active = [g for g in self._active if g.prompt.index not in gone]
+        self._completed = [i for i in self._completed if i not in gone]
+        return delivered
+
+    def _deliverable(self, tick: int) -> list[int] | None:
+        position = {g.prompt.index: i for i, g in enumerate(self._active)}
+        return select_deliveries(
+            [g.admitted_tick for g in self._active],
+            [position[i] for i in self._completed],
+            tick=tick,
+            max_segments=self.config.generator.max_segments,
+            prompts_per_step=self._prompts_per_tick,
+        )
+
+    def _to_group(self, active: _ActiveGroup) -> Group:
+        return Group(prompt=active.prompt, responses=tuple(to_response(s, self.tokenizer) for s in active.sequences))
+
+    def save(self, folder: Path, tick: int) -> None:
+        state = {
+            "tick": tick,
+            "cursor": self._cursor,
+            "completed": self._completed,
+            "active": [
+                {
+                    "prompt_index": g.prompt.index,
+                    "admitted_tick": g.admitted_tick,
+                    "sequences": [_sequence_state(s) for s in g.sequences],
+                }
+                for g in self._active
+            ],
+        }
+        (folder / "generator.json").write_text(json.dumps(state), encoding="utf-8")
+
+    def load(self, folder: Path, tick: int) -> None:
+        state = json.loads((folder / "generator.json").read_text(encoding="utf-8"))
+        assert state["tick"] == tick, f"{folder} holds tick {state['tick']}, not {tick}"
+        self._cursor = state["cursor"]
+        self._completed = state["completed"]
+        self._active = []
+        for saved in state["active"]:
+            group = self._new_group(saved["prompt_index"], saved["admitted_tick"])
+            for sequence, values in zip(group.sequences, saved["sequences"], strict=True):
+                for name, value in values.items():
+                    setattr(sequence, name, value)
+            self._active.append(group)
+
+    def close(self) -> None:
+        self._active = []
+
+
+_STATE = ("tokens", "logprobs", "raw_logprobs", "policy_versions", "loss_mask", "finish_reason", "error")
+
+
+def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
+    """What a new sequence of the same prompt lacks. Floats survive JSON: Python writes the shortest exact form."""
+    return {name: getattr(sequence, name) for name in _STATE}
+
+
+def make_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: str) -> Engine:
+    """The engine that the recipe's generator section asks for."""
+    return NativeEngine(
+        config.model.path,
+        config.generator.engine,
+        tokenizer=tokenizer,
+        device=device,
+        quantization=config.generator.quantization,
+    )
+
+
+def resolve_device(device: str) -> str:
+    """ "auto" is CUDA where there is one."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def sampling_params(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> SamplingParams:
+    """Sampling parameters of a recipe; the tokenizer's end-of-text token always stops a response."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)} | changes
+    eos = tokenizer.eos_token_id
+    return SamplingParams(stop_token_ids=() if eos is None else (int(eos),), **values)
+
+
+def to_response(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> Response:
+    """The record of a finished sequence. One that the engine had to give up is failed, not scored."""
+    assert sequence.finish_reason is not None, "only a finished sequence becomes a response"
+    failed = sequence.finish_reason in ("error", "deadline", "cancelled")
+    return Response(
+        prompt_index=sequence.prompt_index,
+        sample_index=sequence.sample_index,
+        tokens=np.asarray(sequence.tokens, np.int32),
+        behavior_logprobs=np.asarray(sequence.logprobs, np.float32),
+        policy_versions=np.asarray(sequence.policy_versions, np.int32),
+        loss_mask=np.asarray(sequence.loss_mask, np.bool_),
+        text=str(tokenizer.decode(sequence.tokens, skip_special_tokens=True)),
+        finish_reason=sequence.finish_reason,
+        outcome=Failure(kind="generation", detail=sequence.error or sequence.finish_reason) if failed else None,
+    )
+
+
+def _metrics(groups: Sequence[Group], delivered: Sequence[_ActiveGroup], tick: int) -> dict[str, float]:
+    lengths = [len(r.tokens) for g in groups for r in g.responses]
+    reasons = [r.finish_reason for g in groups for r in g.responses]
+    segments = [len(np.unique(r.policy_versions)) for g in groups for r in g.responses]
+    return {
+        "response/length_mean": float(np.mean(lengths)),
+        "response/length_min": float(min(lengths)),
+        "response/length_max": float(max(lengths)),
+        "response/truncated_fraction": reasons.count("length") / len(reasons),
+        "rollout/segments_max": float(max(segments)),
+        "rollout/age_max": float(max(tick - g.admitted_tick for g in delivered)),
+    }

@@ -1,0 +1,76 @@
+"""The reward executor: judges every response in a pool of worker processes, and keeps the run's rollouts.
+
+In: ``completions``; out: ``scored``. A response without a verdict is *failed*, never scored zero.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llamarl.config import RunConfig
+from llamarl.environments.pool import RewardPool
+from llamarl.executors.base import ExecutorContext, StepResult
+from llamarl.observability.rollouts import RolloutWriter
+from llamarl.types import Failure, Group, Score
+
+__all__ = ["RewardExecutor", "reward_metrics"]
+
+
+class RewardExecutor:
+    """Scores groups; stateless between ticks, so a checkpoint of it is an empty folder."""
+
+    def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
+        self.name = context.name
+        self.config = config
+        self.context = context
+        self._writer: RolloutWriter | None = None
+
+    def setup(self) -> None:
+        self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
+        if self.context.run_dir is not None:
+            self._writer = RolloutWriter(self.context.run_dir / "rollouts")
+
+    def initial_token(self, channel: str, source_tick: int) -> Any:
+        raise ValueError(
+            f"channel {channel!r} leaves the reward executor with a delay; only the weights edge may have one"
+        )
+
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
+        started = time.monotonic()
+        groups = self.pool.score(inputs["completions"])
+        scored = time.monotonic()
+        if self._writer is not None and self.config.observability.rollouts_due(tick):
+            self._writer.write(tick, groups)
+        spans = (("score", started, scored), ("write_rollouts", scored, time.monotonic()))
+        return StepResult(outputs={"scored": groups}, metrics=reward_metrics(groups), spans=spans)
+
+    def save(self, folder: Path, tick: int) -> None:
+        pass  # every verdict is a function of its response
+
+    def load(self, folder: Path, tick: int) -> None:
+        pass
+
+    def close(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.close()
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """``reward/*`` and ``groups/*`` of scored groups; failed samples count as failed and nothing else."""
+    outcomes = [r.outcome for g in groups for r in g.responses]
+    values = [o.value for o in outcomes if isinstance(o, Score)]
+    no_signal = 0
+    for group in groups:
+        rewards = {r.outcome.value for r in group.responses if isinstance(r.outcome, Score)}
+        no_signal += len(rewards) <= 1
+    return {
+        "reward/mean": float(np.mean(values)) if values else float("nan"),
+        "reward/std": float(np.std(values)) if values else float("nan"),
+        "reward/failed": float(sum(isinstance(o, Failure) for o in outcomes)),
+        "groups/no_signal": float(no_signal),
+    }

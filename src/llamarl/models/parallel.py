@@ -1,0 +1,358 @@
+"""A decoder over several devices: FSDP2 x tensor parallelism, from the model's own plan.
+
+    mesh (fsdp, tp), rank = fsdp_index * tp + tp_index
+
+    tensor parallelism cuts first, inside a layer           FSDP2 then cuts what is left by rows
+    colwise  W[out/tp, in]   x copied in, y stays cut       every parameter [d0, ...] -> [d0/fsdp, ...]
+    rowwise  W[out, in/tp]   x comes cut, y summed          gathered layer by layer while it computes
+
+Tensor parallelism works on plain local tensors (the f and g operators of Megatron-LM, arXiv:1909.08053): the module
+keeps its code and holds a slice, two hooks carry the sums. So FSDP2 wraps it like any other module, and a mesh of one
+needs no process group at all. Embeddings, norms and the output layer are whole on every tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llamarl.errors import ModelError
+
+__all__ = [
+    "ParallelLayout",
+    "ParameterShard",
+    "apply_fully_shard",
+    "apply_tensor_parallel",
+    "check_tensor_parallel",
+    "gather_parameters",
+    "local_tensor",
+    "make_layout",
+    "parameter_shards",
+    "shard_box",
+]
+
+_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Where this rank stands on the (fsdp, tp) mesh. ``mesh`` is None for a single rank."""
+
+    fsdp: int
+    tp: int
+    mesh: DeviceMesh | None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.fsdp * self.tp
+
+    @property
+    def fsdp_rank(self) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank("fsdp")
+
+    @property
+    def tp_rank(self) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank("tp")
+
+    @property
+    def rank(self) -> int:
+        return self.fsdp_rank * self.tp + self.tp_rank
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Process group of this rank along a mesh axis."""
+        assert self.mesh is not None, "a single rank has no process group"
+        return self.mesh.get_group(axis)
+
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """Sum over the ranks that hold other samples, in place."""
+        if self.fsdp > 1:
+            dist.all_reduce(values, group=self.group("fsdp"))
+        return values
+
+    def max_over_data(self, values: Tensor) -> Tensor:
+        """Maximum over the ranks that hold other samples, in place."""
+        if self.fsdp > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group("fsdp"))
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShard:
+    """One parameter and the part of it that this rank holds."""
+
+    shape: tuple[int, ...]
+    """Global."""
+    dtype: str
+    """Of the tensors that are handed over: a torch dtype's name without ``torch.``."""
+    box: tuple[tuple[int, int], ...]
+    """Global (start, stop) a dimension of this rank's part; empty where there are more ranks than rows."""
+    cuts: tuple[tuple[str, int], ...]
+    """(mesh axis, dimension) in the order in which the parameter was cut; the same on every rank."""
+
+
+def make_layout(*, fsdp: int, tp: int, device: str) -> ParallelLayout:
+    """The (fsdp, tp) mesh over the default process group; no process group is needed for one rank.
+
+    Raises:
+        ValueError: The process group is missing or has another size.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != fsdp * tp:
+        raise ValueError(
+            f"trainer.fsdp * trainer.tp = {fsdp} * {tp} needs a process group of {fsdp * tp} ranks, found {world}"
+        )
+    if world == 1:
+        return ParallelLayout(fsdp=1, tp=1, mesh=None)
+    mesh = init_device_mesh(torch.device(device).type, (fsdp, tp), mesh_dim_names=("fsdp", "tp"))
+    return ParallelLayout(fsdp=fsdp, tp=tp, mesh=mesh)
+
+
+def check_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
+    """Refuse a size that does not divide the model, before any process starts.
+
+    Raises:
+        ModelError: Names the sizes that would fit.
+    """
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    sizes = [heads, getattr(text, "num_key_value_heads", None) or heads, text.intermediate_size]
+    common = math.gcd(*sizes)
+    if common % tp:
+        fits = [n for n in range(1, common + 1) if common % n == 0]
+        raise ModelError(
+            f"trainer.tp = {tp} does not divide this model's {sizes[0]} heads, {sizes[1]} key-value heads and"
+            f" intermediate size {sizes[2]}; sizes that fit: {', '.join(map(str, fits))}"
+        )
+
+
+def apply_tensor_parallel(model: PreTrainedModel, layout: ParallelLayout) -> dict[str, int]:
+    """Cut the model's linear layers over the tensor-parallel ranks, in place, and install the sums.
+
+    Call it on whole weights, before ``apply_fully_shard``.
+
+    Returns:
+        Parameter name -> dimension that was cut.
+
+    Raises:
+        ModelError: The architecture has no plan, asks for a style that is not supported, or does not divide.
+    """
+    if layout.tp == 1:
+        return {}
+    check_tensor_parallel(model.config, layout.tp)
+    base = model.base_model
+    plan: Mapping[str, str] = getattr(base.config, "base_model_tp_plan", None) or {}
+    if not plan:
+        raise ModelError(f"{type(model).__name__} has no tensor-parallel plan: set trainer.tp to 1")
+    prefix = f"{model.base_model_prefix}."
+    cut: dict[str, int] = {}
+    shared_input = _SharedInput(layout.group("tp"))
+    for name, module in base.named_modules():
+        style = plan.get(re.sub(r"\.\d+\.", ".*.", name))
+        if style is None:
+            continue
+        if style not in _STYLES or (style != _STYLES[2] and not isinstance(module, nn.Linear)):
+            raise ModelError(
+                f"{type(model).__name__}: tensor-parallel style {style!r} of {name} is not supported: set trainer.tp to 1"
+            )
+        if style == "colwise":
+            _cut_columns(module, layout, shared_input)
+            cut |= {f"{prefix}{name}.{p}": 0 for p, _ in module.named_parameters(recurse=False)}
+        elif style == "rowwise":
+            _cut_rows(module, layout)
+            cut[f"{prefix}{name}.weight"] = 1
+        else:
+            _sum_gradients(module, layout.group("tp"))
+    if not cut:
+        raise ModelError(
+            f"{type(model).__name__}: its tensor-parallel plan fits none of its layers: set trainer.tp to 1"
+        )
+    return cut
+
+
+def apply_fully_shard(root: nn.Module, layers: list[nn.Module], layout: ParallelLayout, dtype: torch.dtype) -> None:
+    """FSDP2 over the data-parallel ranks: one unit a layer, one for the rest.
+
+    Gradients are *summed* over ranks, in float32: every token already carries its weight in the whole step's mean.
+    """
+    if layout.fsdp == 1:
+        return
+    assert layout.mesh is not None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in [*layers, root]:
+        fully_shard(module, mesh=layout.mesh["fsdp"], mp_policy=policy)
+    for module in [*layers, root]:
+        module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no scaled sum
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parameter_shards(
+    parameters: Mapping[str, Tensor], tensor_parallel_cuts: Mapping[str, int], layout: ParallelLayout, dtype: str
+) -> dict[str, ParameterShard]:
+    """What this rank holds of every parameter; agrees with PyTorch's ``torch.chunk`` sharding."""
+    shards = {}
+    for name, parameter in parameters.items():
+        shape = list(parameter.shape)  # of a DTensor: after tensor parallelism, before FSDP
+        cuts: list[tuple[str, int]] = []
+        if (dim := tensor_parallel_cuts.get(name)) is not None:
+            shape[dim] *= layout.tp
+            cuts.append(("tp", dim))
+        if layout.fsdp > 1:
+            cuts.append(("fsdp", 0))
+        box = shard_box(shape, cuts, layout, layout.rank)
+        shards[name] = ParameterShard(shape=tuple(shape), dtype=dtype, box=box, cuts=tuple(cuts))
+        held = tuple(stop - start for start, stop in box)
+        assert math.prod(held) == local_tensor(parameter).numel(), f"{name}: {held} is not what this rank holds"
+    return shards
+
+
+def shard_box(
+    shape: Sequence[int], cuts: Sequence[tuple[str, int]], layout: ParallelLayout, rank: int
+) -> tuple[tuple[int, int], ...]:
+    """Global (start, stop) a dimension of what ``rank`` holds of a parameter cut by ``cuts``, in that order."""
+    box = [(0, size) for size in shape]
+    for axis, dim in cuts:
+        parts, part = (layout.tp, rank % layout.tp) if axis == "tp" else (layout.fsdp, rank // layout.tp)
+        start, stop = box[dim]
+        step = -(-(stop - start) // parts)
+        box[dim] = (min(stop, start + part * step), min(stop, start + (part + 1) * step))
+    return tuple(box)
+
+
+@torch.no_grad()
+def gather_parameters(
+    tensors: Mapping[str, Tensor], shards: Mapping[str, ParameterShard], layout: ParallelLayout
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters one after another, on rank 0 and on the CPU; other ranks send and get nothing.
+
+    Every rank must iterate to the end. No rank holds more than one whole parameter at a time.
+    """
+    for name, tensor in tensors.items():
+        shard = shards[name]
+        if layout.num_ranks == 1:
+            yield name, tensor.detach().cpu()
+            continue
+        boxes = [shard_box(shard.shape, shard.cuts, layout, rank) for rank in range(layout.num_ranks)]
+        holders = {box: rank for rank, box in reversed(list(enumerate(boxes)))}  # the first rank of each part
+        senders = {rank: box for box, rank in holders.items() if all(start < stop for start, stop in box)}
+        if layout.rank != 0:
+            if layout.rank in senders:
+                dist.send(tensor.detach().contiguous(), dst=0)
+            continue
+        whole = torch.empty(shard.shape, dtype=tensor.dtype)
+        for rank, box in sorted(senders.items()):
+            part = tensor.detach()
+            if rank != 0:
+                part = tensor.new_empty([stop - start for start, stop in box])
+                dist.recv(part, src=rank)
+            whole[tuple(slice(start, stop) for start, stop in box)] = part.cpu()
+        yield name, whole
+
+
+class _CopyToRanks(torch.autograd.Function):
+    """Megatron's f: the same value on every rank; in the backward pass the ranks' gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Megatron's g: the ranks' parts are summed; the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.contiguous().clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _SharedInput:
+    """One ``_CopyToRanks`` for siblings that read one tensor (q, k, v): one sum in the backward pass, not three."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor], bool] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._last is not None:
+            source, copied, with_grad = self._last[0](), self._last[1](), self._last[2]
+            if source is x and copied is not None and with_grad == torch.is_grad_enabled():
+                return copied
+        out = _CopyToRanks.apply(x, self.group)
+        self._last = (weakref.ref(x), weakref.ref(out), torch.is_grad_enabled())
+        return out
+
+
+def _keep_slice(module: nn.Module, name: str, dim: int, layout: ParallelLayout) -> None:
+    parameter = module._parameters.get(name)
+    if parameter is not None:
+        part = parameter.detach().chunk(layout.tp, dim)[layout.tp_rank].clone()
+        module._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+def _cut_columns(module: nn.Linear, layout: ParallelLayout, shared_input: _SharedInput) -> None:
+    _keep_slice(module, "weight", 0, layout)
+    _keep_slice(module, "bias", 0, layout)
+    module.out_features //= layout.tp
+
+    def forward(x: Tensor) -> Tensor:
+        return F.linear(shared_input(x), module.weight, module.bias)
+
+    module.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _cut_rows(module: nn.Linear, layout: ParallelLayout) -> None:
+    _keep_slice(module, "weight", 1, layout)
+    module.in_features //= layout.tp
+    group = layout.group("tp")
+
+    def forward(x: Tensor) -> Tensor:
+        y = _SumOverRanks.apply(F.linear(x, module.weight), group)
+        return y if module.bias is None else y + module.bias  # the bias once, after the sum
+
+    module.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """A module that is whole on every rank but sees only this rank's heads: its gradients are parts of a sum."""
+    original: Callable[..., Any] = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kept = {name: p for name, p in module._parameters.items() if p is not None}
+        try:
+            for name, parameter in kept.items():
+                module._parameters[name] = _CopyToRanks.apply(parameter, group)
+            return original(*args, **kwargs)
+        finally:
+            module._parameters.update(kept)
+
+    module.forward = forward  # type: ignore[method-assign]

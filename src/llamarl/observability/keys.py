@@ -1,0 +1,167 @@
+"""Every metric key: its unit, what it says, and whether it depends on timing. docs/metrics.md is made from this table.
+
+A row of ``metrics.jsonl`` lists its keys in the order of this table; keys that it does not know (parts of a reward, metrics
+of a user's own executor) follow in alphabetical order. Two runs of one seed have equal rows but for the timing keys.
+
+``python -m llamarl.observability.keys docs/metrics.md`` writes the table anew between the page's two marks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["KEYS", "MetricKey", "is_integer_key", "is_timing_key", "key_order", "markdown_table"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricKey:
+    """One column of ``metrics.jsonl``."""
+
+    name: str
+    unit: str
+    meaning: str
+    integer: bool = False
+    """Written without a decimal point."""
+
+
+def _key(name: str, unit: str, meaning: str, *, integer: bool = False) -> MetricKey:
+    return MetricKey(name=name, unit=unit, meaning=meaning, integer=integer)
+
+
+KEYS: tuple[MetricKey, ...] = (
+    _key("step", "tick", "The trainer tick of this row, from 0.", integer=True),
+    _key("policy_version", "updates", "Policy version after this tick: trainer ticks done, `step + 1`.", integer=True),
+    _key("reward/mean", "reward", "Mean reward of the batch over samples that have one."),
+    _key("reward/std", "reward", "Standard deviation of those rewards over the whole batch (population)."),
+    _key(
+        "reward/failed",
+        "samples",
+        "Samples without a reward: the reward function raised, ran out of time, died or gave NaN. They are kept, shown, and "
+        "left out of the baseline; never scored 0.",
+        integer=True,
+    ),
+    _key(
+        "staleness/mean",
+        "updates",
+        "Policy version that is being trained minus the version that sampled the token, mean over trained tokens.",
+    ),
+    _key(
+        "staleness/max",
+        "updates",
+        "The largest of these; at most `max_staleness + max_segments - 1`.",
+        integer=True,
+    ),
+    _key("response/length_mean", "tokens", "Mean response length in the batch."),
+    _key("response/length_max", "tokens", "Longest response in the batch.", integer=True),
+    _key("response/length_min", "tokens", "Shortest response in the batch.", integer=True),
+    _key("response/truncated_fraction", "share", "Responses cut by the length limit, of all in the batch."),
+    _key("tokens/generated", "tokens", "Response tokens that the generator sampled in its tick.", integer=True),
+    _key("tokens/trained", "tokens", "Response tokens in the loss of this tick.", integer=True),
+    _key("tokens_per_s/generated", "tokens/s", "`tokens/generated` by `time/step_s`: the rate of the whole job."),
+    _key("time/step_s", "s", "From the end of the trainer's tick before to the end of this one."),
+    _key(
+        "time/generator_s", "s", "Duration of the generator's tick, from first input pulled to last output published."
+    ),
+    _key("time/reward_s", "s", "Duration of the reward executor's tick."),
+    _key("time/trainer_s", "s", "Duration of the trainer's tick."),
+    _key("time/reference_s", "s", "Duration of the reference executor's tick, where there is one."),
+    _key("time/evaluator_s", "s", "Duration of the evaluator's tick (near 0 where no evaluation is due)."),
+    _key(
+        "time/weight_sync_s",
+        "s",
+        "Time that executors spent on weights in this tick: publishing, pulling, proving and loading (their spans "
+        "`weight_sync...`), summed.",
+    ),
+    _key(
+        "idle/generator",
+        "share",
+        "Bubble: of the time from the end of its tick before to the end of this one, the share in which the executor "
+        "did nothing.",
+    ),
+    _key("idle/reward", "share", "The same for the reward executor."),
+    _key("idle/trainer", "share", "The same for the trainer."),
+    _key("idle/reference", "share", "The same for the reference executor."),
+    _key("idle/evaluator", "share", "The same for the evaluator."),
+    _key("ratio/mean", "ratio", "Policy probability by behaviour probability, mean over trained tokens."),
+    _key("ratio/max", "ratio", "The largest of these ratios."),
+    _key("ratio/clipped_fraction", "share", "Trained tokens whose ratio exceeds `rho` and is clipped."),
+    _key(
+        "mismatch/kl",
+        "nats",
+        "KL(behaviour, policy) estimated on the trained tokens, mean of `r - 1 - log r` with `r` the ratio: staleness, "
+        "precision and kernel differences together.",
+    ),
+    _key("loss/policy", "loss", "Policy loss over the whole optimizer step."),
+    _key("loss/kl", "nats", "KL to the reference policy, where there is one."),
+    _key("entropy", "nats", "Entropy of the policy, mean over trained tokens."),
+    _key("grad_norm", "norm", "Gradient norm before clipping."),
+    _key("lr", "1/update", "Learning rate of this tick."),
+    _key(
+        "step/skipped", "ticks", "1 if the update was skipped because a gradient was not finite, else 0.", integer=True
+    ),
+    _key(
+        "groups/no_signal",
+        "groups",
+        "Groups whose rewards are all equal (or of which fewer than two have one): they move nothing.",
+        integer=True,
+    ),
+    _key(
+        "rollout/segments_max",
+        "versions",
+        "Most policy versions in one response; at most `max_segments`.",
+        integer=True,
+    ),
+    _key(
+        "rollout/carried",
+        "responses",
+        "Unfinished responses that the generator carries into its next tick.",
+        integer=True,
+    ),
+    _key("eval/accuracy", "share", "Mean score on held-out prompts; only in rows in which an evaluation ended."),
+    _key("eval/policy_version", "updates", "Policy version that was evaluated.", integer=True),
+    _key("eval/length_mean", "tokens", "Mean response length in the evaluation."),
+)
+
+_BEGIN, _END = "<!-- keys -->", "<!-- end of keys -->"
+_POSITION = {key.name: position for position, key in enumerate(KEYS)}
+_INTEGERS = frozenset(key.name for key in KEYS if key.integer)
+
+
+def is_timing_key(name: str) -> bool:
+    """Whether a key depends on the clock, so that it differs from run to run: ``time/*``, ``idle/*`` and rates."""
+    return name.startswith(("time/", "idle/")) or "_per_s" in name
+
+
+def is_integer_key(name: str) -> bool:
+    """Whether a key is written without a decimal point."""
+    return name in _INTEGERS
+
+
+def key_order(names: Iterable[str]) -> list[str]:
+    """Names in the order of the table, then unknown ones alphabetically."""
+    return sorted(names, key=lambda name: (_POSITION.get(name, len(KEYS)), name))
+
+
+def markdown_table() -> str:
+    """The table of docs/metrics.md."""
+    lines = ["| key | unit | meaning | same in every run |", "|---|---|---|---|"]
+    lines += [
+        f"| `{key.name}` | {key.unit} | {key.meaning} | {'no' if is_timing_key(key.name) else 'yes'} |" for key in KEYS
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rewrite(page: Path) -> None:
+    """Put the table between the marks of a page."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise SystemExit(f"{page} has no lines {_BEGIN!r} and {_END!r} to write the table between")
+    page.write_text(f"{before}{_BEGIN}\n{markdown_table()}{_END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _rewrite(Path(sys.argv[1]))

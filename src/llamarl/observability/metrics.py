@@ -1,0 +1,246 @@
+"""``metrics.jsonl``: one JSON object a trainer tick, in order, the same bytes in every run but for timing keys.
+
+    reports of tick k, from each executor, in any order ──TickJoin──▶ all of tick k, in order of ticks ──▶ one row
+
+A row is written with one call when every executor has reported its tick. A resumed run cuts the rows beyond its checkpoint
+and writes them again; since the run repeats itself bit for bit, the file ends up as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.observability.keys import is_integer_key, is_timing_key, key_order
+
+__all__ = [
+    "METRICS_FILE",
+    "MetricsLog",
+    "Row",
+    "TickJoin",
+    "append_all",
+    "cannot_write",
+    "merge_metrics",
+    "read_metrics",
+    "replace_file",
+    "row_to_line",
+    "strip_timing",
+]
+
+METRICS_FILE = "metrics.jsonl"
+
+Row = dict[str, float | int | None]
+"""Metric key -> value; None where the value is not finite."""
+
+T = TypeVar("T")
+
+
+class TickJoin(Generic[T]):
+    """Holds what executors deliver until a tick is complete. Executors may be several ticks apart; ticks leave in order."""
+
+    def __init__(self, executors: Sequence[str], first_tick: int = 0) -> None:
+        self._executors = tuple(executors)
+        self._next = first_tick
+        self._waiting: dict[int, dict[str, T]] = {}
+
+    def add(self, executor: str, tick: int, item: T) -> list[tuple[int, dict[str, T]]]:
+        """Deliver one item; returns the ticks that it completes, each with its items in the order of the executors.
+
+        Raises:
+            ValueError: An executor that was not announced, or a tick that it delivered before.
+        """
+        if executor not in self._executors:
+            raise ValueError(
+                f"report of an executor {executor!r} that is not of this job ({', '.join(self._executors)})"
+            )
+        items = self._waiting.setdefault(tick, {})
+        if tick < self._next or executor in items:
+            raise ValueError(f"executor {executor!r} reported tick {tick} twice")
+        items[executor] = item
+        complete = []
+        while len(self._waiting.get(self._next, ())) == len(self._executors):
+            found = self._waiting.pop(self._next)
+            complete.append((self._next, {name: found[name] for name in self._executors}))
+            self._next += 1
+        return complete
+
+
+class MetricsLog:
+    """Writes rows; see the module. One process writes."""
+
+    def __init__(self, run_dir: str | os.PathLike[str], resume_after_tick: int | None = None) -> None:
+        """
+        Args:
+            run_dir: The run's folder; made if missing.
+            resume_after_tick: Tick of the checkpoint from which the run goes on: later rows are cut. -1 starts over in a
+                folder whose run had no checkpoint yet. None is a new run.
+
+        Raises:
+            ConfigError: The run is new and the folder already has metrics.
+            LlamaRLError: The folder cannot be written.
+        """
+        self.path = Path(run_dir) / METRICS_FILE
+        self.rows: tuple[Row, ...] = ()
+        """Rows kept from before the resume."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_after_tick is not None:
+                self.rows = _cut_after(self.path, resume_after_tick)
+            elif self.path.exists():
+                raise ConfigError(
+                    f"run.dir: {self.path.parent} already holds a run ({METRICS_FILE}): resume it with "
+                    f"--resume {self.path.parent}, or choose another run.dir"
+                )
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def write(self, row: Mapping[str, Any]) -> Row:
+        """Append one row; returns it as a reader will see it.
+
+        Raises:
+            LlamaRLError: The disk is full or not writable.
+        """
+        line = row_to_line(row)
+        try:
+            append_all(self._file, line)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        return json.loads(line)
+
+    def sync(self) -> None:
+        """Have the disk hold every row, before a checkpoint of the same tick is finished."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def merge_metrics(tick: int, reported: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """One row from what each executor reported for ``tick``.
+
+    ``time/*`` keys that several report are added; another key may come from several only with one value.
+
+    Raises:
+        ValueError: Two executors report different values under one key; the message names them.
+    """
+    row: dict[str, float] = {"step": tick}
+    owner: dict[str, str] = {"step": "the controller"}
+    for executor, metrics in reported.items():
+        for key, value in metrics.items():
+            if key not in row:
+                row[key], owner[key] = value, executor
+            elif key.startswith("time/"):
+                row[key] += value
+            elif row[key] != value and not (math.isnan(row[key]) and math.isnan(value)):
+                raise ValueError(
+                    f"tick {tick}: {owner[key]} reports {key} = {row[key]}, {executor} reports {value}: "
+                    f"let one of them choose another key"
+                )
+    return row
+
+
+def row_to_line(row: Mapping[str, Any]) -> bytes:
+    """Stable key order, shortest round-trip floats, whole numbers for counts, null for what is not finite."""
+    return (json.dumps({key: _plain(key, row[key]) for key in key_order(row)}, allow_nan=False) + "\n").encode()
+
+
+def read_metrics(run_dir: str | os.PathLike[str]) -> list[Row]:
+    """Rows of a run's folder (or of the file itself). A last line torn by a kill is left out.
+
+    Raises:
+        LlamaRLError: There is no such file.
+    """
+    path = Path(run_dir)
+    path = path / METRICS_FILE if path.is_dir() else path
+    try:
+        return [row for row, _ in _whole_rows(path.read_bytes())]
+    except OSError as error:
+        raise LlamaRLError(f"cannot read {path}: {error.strerror}") from error
+
+
+def strip_timing(row: Mapping[str, Any]) -> Row:
+    """The part of a row that is the same in every run of one seed."""
+    return {key: value for key, value in row.items() if not is_timing_key(key)}
+
+
+def cannot_write(path: Path, error: OSError) -> LlamaRLError:
+    """What a run says when its folder fails under it."""
+    return LlamaRLError(
+        f"cannot write {path}: {error.strerror}. Checkpoints taken so far are untouched: free some space or make the folder "
+        f"writable, then resume the run"
+    )
+
+
+def append_all(descriptor: int, data: bytes, offset: int | None = None) -> None:
+    """Write all of ``data``, in one call unless the system takes less.
+
+    Raises:
+        OSError: As the system reports.
+    """
+    rest = memoryview(data)
+    while rest:
+        count = os.write(descriptor, rest) if offset is None else os.pwrite(descriptor, rest, offset)
+        rest = rest[count:]
+        offset = None if offset is None else offset + count
+
+
+def _plain(key: str, value: Any) -> float | int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    number = float(value)
+    if not math.isfinite(number):
+        return None
+    return int(number) if is_integer_key(key) and number.is_integer() else number
+
+
+def _whole_rows(data: bytes) -> list[tuple[Row, bytes]]:
+    """Rows with their lines, up to the first line that is not whole."""
+    rows: list[tuple[Row, bytes]] = []
+    for line in data.splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n") or not isinstance(row, dict):
+            break
+        rows.append((row, line))
+    return rows
+
+
+def _cut_after(path: Path, tick: int) -> tuple[Row, ...]:
+    """Keep rows up to ``tick``; the file is replaced at once, so that a kill leaves the old or the new."""
+    if not path.exists():
+        return ()
+    kept = [(row, line) for row, line in _whole_rows(path.read_bytes()) if int(row.get("step") or 0) <= tick]
+    replace_file(path, b"".join(line for _, line in kept))
+    return tuple(row for row, _ in kept)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: As the system reports; then an earlier file is as it was.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

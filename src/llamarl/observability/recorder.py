@@ -1,0 +1,236 @@
+"""The hub of a run's records: reports come in, rows, curves, trace and console go out.
+
+    report (executor, tick) ──┬──▶ trace.json            at once
+                              ├──▶ console               at once
+                              └──▶ join by tick ──▶ row ──▶ metrics.jsonl, TensorBoard, W&B, console
+
+The recorder adds what only it can know: how long each executor's tick took, how long it stood idle before, how long the
+trainer's step took from end to end, and the rates. It lives in the controller's process and sees no payload.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from llamarl.observability.config import ObservabilityConfig
+from llamarl.observability.console import ConsoleReporter
+from llamarl.observability.job import JobDescription, Lane
+from llamarl.observability.metrics import METRICS_FILE, MetricsLog, Row, TickJoin, merge_metrics
+from llamarl.observability.rollouts import ROLLOUTS_FOLDER, RolloutWriter
+from llamarl.observability.sinks import RowSink, TensorBoardSink, WandbSink
+from llamarl.observability.summary import RunSummary, SummaryBuilder
+from llamarl.observability.trace import TRACE_FILE, TraceWriter, idle_share
+
+__all__ = ["Recorder", "ReportLike", "TENSORBOARD_FOLDER", "WEIGHT_SYNC_SPAN"]
+
+TENSORBOARD_FOLDER = "tensorboard"
+
+WEIGHT_SYNC_SPAN = "weight_sync"
+"""Spans whose label begins with this add up to ``time/weight_sync_s``."""
+
+_CURVES = ("staleness/mean", "reward/mean", "eval/accuracy")
+"""Drawn above the lanes of the trace."""
+
+
+class ReportLike(Protocol):
+    """What is read of a ``runtime.base.Report``."""
+
+    @property
+    def executor(self) -> str: ...
+    @property
+    def tick(self) -> int: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+    @property
+    def started_s(self) -> float: ...
+    @property
+    def finished_s(self) -> float: ...
+    @property
+    def spans(self) -> tuple[tuple[str, float, float], ...]: ...
+    @property
+    def controller_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    report: ReportLike
+    previous_finish_s: float | None
+    """End of the executor's tick before; None for its first."""
+
+
+class Recorder:
+    """See the module. Every executor reports every tick, each in order."""
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        config: ObservabilityConfig,
+        executors: Sequence[str],
+        num_ticks: int,
+        resume_after_tick: int | None = None,
+        *,
+        job: JobDescription | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        trainer: str = "trainer",
+        console: ConsoleReporter | None = None,
+    ) -> None:
+        """
+        Args:
+            executors: Names, in the order in which they are shown.
+            num_ticks: Ticks of the whole run, those before a resume included.
+            resume_after_tick: Tick of the checkpoint from which the run goes on; -1 if it had none yet; None if it is new.
+            job: What runs where, for the head of the console.
+            run_config: The resolved configuration, for Weights & Biases.
+            trainer: Executor whose ticks are the run's steps.
+            console: Where to show; made from ``config`` if None.
+
+        Raises:
+            ConfigError: A new run in a folder that holds one, or an extra that is not installed.
+            LlamaRLError: The folder cannot be written.
+        """
+        if trainer not in executors:
+            raise ValueError(
+                f"no executor {trainer!r} among {', '.join(executors)}: name the one whose ticks are steps"
+            )
+        self.run_dir = Path(run_dir)
+        self._trainer = trainer
+        self._log = MetricsLog(self.run_dir, resume_after_tick)
+        self._sinks: list[RowSink] = []
+        self._trace: TraceWriter | None = None
+        if resume_after_tick is not None:
+            RolloutWriter(self.run_dir / ROLLOUTS_FOLDER).cut_after(resume_after_tick)
+        if config.trace:
+            path = self.run_dir / TRACE_FILE
+            self._trace = TraceWriter(path, executors, resume_after_tick=resume_after_tick)
+        if config.tensorboard:
+            folder = self.run_dir / TENSORBOARD_FOLDER
+            self._sinks.append(TensorBoardSink(folder, resume_after_tick=resume_after_tick))
+        if config.wandb:
+            self._sinks.append(WandbSink(self.run_dir, config.wandb_project, run_config))
+        self._join: TickJoin[_Timed] = TickJoin(executors, 0 if resume_after_tick is None else resume_after_tick + 1)
+        self._finishes: dict[str, float] = {}
+        self._first_start_s: float | None = None
+        self._summary = SummaryBuilder()
+        for row in self._log.rows:
+            self._summary.add(row)
+        lanes = tuple(Lane(name=name) for name in executors)
+        description = job or JobDescription(title=self.run_dir.name, lanes=lanes)
+        self.console = console or ConsoleReporter(config, description, num_ticks, done=len(self._log.rows))
+        self._report_gap(resume_after_tick)
+        self._closed = False
+
+    def on_report(self, report: ReportLike) -> list[Row]:
+        """Take one report; returns the rows that it completed (mostly none or one).
+
+        Raises:
+            ValueError: A tick reported twice, an unknown executor, or one key with two values.
+            LlamaRLError: The disk is full or not writable.
+        """
+        timed = _Timed(report, self._finishes.get(report.executor))
+        self._finishes[report.executor] = report.finished_s
+        if self._first_start_s is None or report.started_s < self._first_start_s:
+            self._first_start_s = report.started_s
+        if self._trace is not None:
+            self._trace.step(
+                report.executor,
+                report.tick,
+                report.started_s,
+                report.finished_s,
+                spans=report.spans,
+                # Bytes through the controller vary by a few with process ids, so they are no key of metrics.jsonl.
+                args={key: float(value) for key, value in report.metrics.items() if math.isfinite(value)}
+                | {"controller/bytes": float(report.controller_bytes)},
+            )
+        self.console.on_report(report.executor, report.tick)
+        return [self._write(tick, items) for tick, items in self._join.add(report.executor, report.tick, timed)]
+
+    def message(self, text: str) -> None:
+        """Show a line to the user."""
+        self.console.message(text)
+
+    def sync(self) -> None:
+        """Have the disk hold every row so far. Call it before a checkpoint is finished.
+
+        Raises:
+            LlamaRLError: The disk failed.
+        """
+        self._log.sync()
+
+    def summary(self, stopped: str = "") -> RunSummary:
+        """Totals so far, and where things lie."""
+        places = {}
+        for label, name in (
+            ("policy", "model"),
+            ("metrics", METRICS_FILE),
+            ("rollouts", ROLLOUTS_FOLDER),
+            ("checkpoints", "checkpoints"),
+            ("trace", TRACE_FILE),
+            ("curves", TENSORBOARD_FOLDER),
+        ):
+            if (self.run_dir / name).exists():
+                places[label] = str(self.run_dir / name)
+        return self._summary.build(stopped=stopped, places=places)
+
+    def close(self, stopped: str = "") -> None:
+        """Close every file and print the summary. Idempotent.
+
+        Args:
+            stopped: Why the run ended early, in one line; empty where it reached its last tick.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for sink in self._sinks:
+            sink.close()
+        if self._trace is not None:
+            self._trace.close()
+        self._log.close()
+        self.console.finish(self.summary(stopped))
+
+    def _write(self, tick: int, items: Mapping[str, _Timed]) -> Row:
+        row = self._timing(items) | merge_metrics(tick, {name: timed.report.metrics for name, timed in items.items()})
+        if "tokens/generated" in row and row["time/step_s"] > 0:
+            row["tokens_per_s/generated"] = row["tokens/generated"] / row["time/step_s"]
+        written = self._log.write(row)
+        self._summary.add(written)
+        for sink in self._sinks:
+            sink.write(written)
+        if self._trace is not None:
+            for key in _CURVES:
+                value = written.get(key)
+                if value is not None:
+                    self._trace.counter(key, tick, items[self._trainer].report.finished_s, value)
+        self.console.on_row(written)
+        return written
+
+    def _timing(self, items: Mapping[str, _Timed]) -> dict[str, float]:
+        """What the clock says of one tick. An executor's own value under the same key takes precedence."""
+        assert self._first_start_s is not None, "a row without a report"
+        row: dict[str, float] = {}
+        weight_sync_s = 0.0
+        for name, timed in items.items():
+            report = timed.report
+            before = self._first_start_s if timed.previous_finish_s is None else timed.previous_finish_s
+            before = min(before, report.started_s)
+            row[f"time/{name}_s"] = report.finished_s - report.started_s
+            row[f"idle/{name}"] = idle_share([(report.started_s, report.finished_s)], (before, report.finished_s))
+            if name == self._trainer:
+                row["time/step_s"] = report.finished_s - before
+            weight_sync_s += sum(
+                end - start for label, start, end in report.spans if label.startswith(WEIGHT_SYNC_SPAN)
+            )
+        row["time/weight_sync_s"] = weight_sync_s
+        return row
+
+    def _report_gap(self, resume_after_tick: int | None) -> None:
+        """A run that lost rows (a machine that lost power, a file removed by hand) says so instead of hiding it."""
+        if resume_after_tick is None:
+            return
+        missing = set(range(resume_after_tick + 1)) - {int(row.get("step") or 0) for row in self._log.rows}
+        if missing:
+            self.message(f"{METRICS_FILE} lacks {len(missing)} rows of before the resume, from step {min(missing)}")

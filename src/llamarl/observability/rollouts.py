@@ -1,0 +1,200 @@
+"""``rollouts/tick_000012.jsonl``: every sample of a batch with its history, one JSON object a line, group by group.
+
+The executor that holds the batch writes it, so that payloads never pass through the controller. The same batch gives the same
+bytes; a file is there whole or not at all. Numbers are exact: a float32 is written as the shortest text that reads back to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.errors import DataError
+from llamarl.observability.metrics import cannot_write, replace_file
+from llamarl.types import Failure, Group, Prompt, Response, Score
+
+__all__ = ["ROLLOUTS_FOLDER", "Rollout", "RolloutWriter", "num_segments", "read_rollouts"]
+
+ROLLOUTS_FOLDER = "rollouts"
+
+_NAME = re.compile(r"tick_(\d{6,})\.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One sample as it was written."""
+
+    tick: int
+    prompt: str
+    answer: str | None
+    task: str
+    response: Response
+    """Everything that the trainer saw of it."""
+    advantage: float | None
+    """What the trainer made of its reward; None where it was not recorded or has no reward."""
+    prompt_tokens: npt.NDArray[np.int32]
+    """[P] token ids."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The prompt's task data."""
+
+
+class RolloutWriter:
+    """Writes batches into ``RUN/rollouts``."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """``folder`` is made with the first file."""
+        self.folder = Path(folder)
+
+    def write(self, tick: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> Path:
+        """Write the batch of ``tick``.
+
+        Args:
+            advantages: One a response of each group, NaN where a response has none. A failed response has none.
+
+        Raises:
+            ValueError: ``advantages`` do not match the groups.
+            LlamaRLError: The disk is full or not writable; no part of the file is left.
+        """
+        if advantages is not None and [len(a) for a in advantages] != [len(g.responses) for g in groups]:
+            raise ValueError("advantages must have one value a response of each group")
+        lines = []
+        for position, group in enumerate(groups):
+            for sample, response in enumerate(group.responses):
+                advantage = None if advantages is None else _finite(advantages[position][sample])
+                lines.append(json.dumps(_record(tick, group.prompt, response, advantage), ensure_ascii=False))
+        path = self.folder / f"tick_{tick:06d}.jsonl"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            replace_file(path, "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        return path
+
+    def cut_after(self, tick: int) -> None:
+        """Remove the files of later ticks: a run that goes on from ``tick`` writes them anew.
+
+        Raises:
+            LlamaRLError: The folder is not writable.
+        """
+        for found, path in _files(self.folder):
+            if found > tick:
+                try:
+                    path.unlink()
+                except OSError as error:
+                    raise cannot_write(path, error) from error
+
+
+def read_rollouts(folder: str | os.PathLike[str], tick: int | None = None) -> Iterator[Rollout]:
+    """Samples of one tick, or of all, in order.
+
+    Args:
+        folder: A run's folder or its ``rollouts``.
+
+    Raises:
+        DataError: No such file, or a line that is not a sample; the message names file and line.
+    """
+    place = Path(folder)
+    place = place / ROLLOUTS_FOLDER if (place / ROLLOUTS_FOLDER).is_dir() else place
+    files = [(found, path) for found, path in _files(place) if tick is None or found == tick]
+    if not files:
+        wanted = "rollouts" if tick is None else f"rollouts of tick {tick}"
+        raise DataError(f"{place} holds no {wanted}: run with observability.rollouts = true")
+    for found, path in files:
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+            try:
+                yield _parse(found, json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{path}, line {number} is not a sample: {error!r}") from error
+
+
+def num_segments(response: Response) -> int:
+    """Policy versions that wrote the response: 1 for one that was never interrupted by new weights, 0 for an empty one."""
+    return len(_segments(response))
+
+
+def _segments(response: Response) -> list[list[int]]:
+    """[version, tokens] for each stretch of tokens that one version wrote, in order."""
+    written = response.policy_versions[response.policy_versions >= 0]
+    return [[int(version), len(list(run))] for version, run in groupby(written.tolist())]
+
+
+def _record(tick: int, prompt: Prompt, response: Response, advantage: float | None) -> dict[str, Any]:
+    outcome = response.outcome
+    return {
+        "tick": tick,
+        "prompt_index": prompt.index,
+        "sample_index": response.sample_index,
+        "task": prompt.task,
+        "prompt": prompt.text,
+        "response": response.text,
+        "answer": prompt.answer,
+        "reward": outcome.value if isinstance(outcome, Score) else None,
+        "reward_parts": dict(sorted(outcome.parts.items())) if isinstance(outcome, Score) else {},
+        "failure": {"kind": outcome.kind, "detail": outcome.detail} if isinstance(outcome, Failure) else None,
+        "advantage": advantage,
+        "finish_reason": response.finish_reason,
+        "segments": _segments(response),
+        "prompt_tokens": prompt.tokens.tolist(),
+        "tokens": response.tokens.tolist(),
+        "behavior_logprobs": [_shortest(x) for x in response.behavior_logprobs],
+        "policy_versions": response.policy_versions.tolist(),
+        "loss_mask": response.loss_mask.astype(int).tolist(),
+        "metadata": dict(prompt.metadata),
+    }
+
+
+def _parse(tick: int, record: Mapping[str, Any]) -> Rollout:
+    outcome: Score | Failure | None = None
+    if record["failure"] is not None:
+        outcome = Failure(kind=record["failure"]["kind"], detail=record["failure"]["detail"])
+    elif record["reward"] is not None:
+        outcome = Score(value=record["reward"], parts=record["reward_parts"])
+    logprobs = [math.nan if x is None else x for x in record["behavior_logprobs"]]
+    response = Response(
+        prompt_index=record["prompt_index"],
+        sample_index=record["sample_index"],
+        tokens=np.array(record["tokens"], dtype=np.int32),
+        behavior_logprobs=np.array(logprobs, dtype=np.float32),
+        policy_versions=np.array(record["policy_versions"], dtype=np.int32),
+        loss_mask=np.array(record["loss_mask"], dtype=np.bool_),
+        text=record["response"],
+        finish_reason=record["finish_reason"],
+        outcome=outcome,
+    )
+    return Rollout(
+        tick=tick,
+        prompt=record["prompt"],
+        answer=record["answer"],
+        task=record["task"],
+        response=response,
+        advantage=record["advantage"],
+        prompt_tokens=np.array(record["prompt_tokens"], dtype=np.int32),
+        metadata=record["metadata"],
+    )
+
+
+def _shortest(value: np.float32) -> float | None:
+    """The float64 with the fewest digits that rounds to this float32; None for NaN."""
+    return None if np.isnan(value) else float(np.format_float_scientific(value, unique=True))
+
+
+def _finite(value: float) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _files(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(match[1]), path) for match, path in found)

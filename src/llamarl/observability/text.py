@@ -1,0 +1,223 @@
+"""The words and numbers of the console: pure functions from values to lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import llamarl
+from llamarl.observability.job import JobDescription, edge_lines
+from llamarl.observability.summary import RunSummary
+
+__all__ = [
+    "RowTable",
+    "busy_bar",
+    "count",
+    "duration",
+    "encodable",
+    "evaluation_line",
+    "head",
+    "lines_every",
+    "number",
+    "percent",
+    "staleness",
+    "tail",
+    "time_left",
+    "whole",
+]
+
+_MISSING = "–"
+_BAR_CELLS = 20
+_LINES_A_RUN = 30
+_LINES_A_HEADING = 20
+_PLAIN = str.maketrans(
+    {"─": "-", "═": "=", "▶": ">", "·": "-", "×": "x", "█": "#", "░": ".", "–": "-", "→": ">", "▸": ">", "…": "~"}
+)
+
+
+def number(value: float | None, digits: int) -> str:
+    """Fixed digits, or a dash."""
+    return _MISSING if value is None else f"{value:.{digits}f}"
+
+
+def whole(value: float | None) -> str:
+    """A whole number, or a dash."""
+    return _MISSING if value is None else f"{value:.0f}"
+
+
+def count(value: float | None) -> str:
+    """A whole number with thousands separated, or a dash."""
+    return _MISSING if value is None else f"{value:,.0f}"
+
+
+def percent(share: float | None) -> str:
+    """0.034 -> 3 %."""
+    return _MISSING if share is None else f"{100 * share:.0f} %"
+
+
+def staleness(mean: float | None, maximum: float | None) -> str:
+    """mean / max."""
+    return _MISSING if mean is None and maximum is None else f"{number(mean, 1)} / {whole(maximum)}"
+
+
+def duration(seconds: float | None) -> str:
+    """75 -> 1:15; 3675 -> 1:01:15."""
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def busy_bar(idle: float | None, cells: int = 10) -> str:
+    """Full cells for the busy share."""
+    return _bar(0.0 if idle is None else 1.0 - idle, cells)
+
+
+def time_left(step_s: Sequence[float], num_left: int) -> float | None:
+    """Seconds to go at the median pace of the last 20 ticks: one evaluation or stall must not upset it."""
+    recent = sorted(step_s[-20:])
+    return num_left * recent[len(recent) // 2] if recent else None
+
+
+def lines_every(num_ticks: int) -> int:
+    """Ticks a line, so that a run prints about 30: 1, 2, 5, 10, 20, 50 .."""
+    step = 1
+    while num_ticks / step > _LINES_A_RUN * 1.5:
+        step = step * 5 // 2 if str(step)[0] == "2" else step * 2
+    return step
+
+
+def head(job: JobDescription, num_ticks: int, done: int = 0) -> list[str]:
+    """What runs where."""
+    lines = [
+        "",
+        f"llamarl {llamarl.__version__} · {job.title} · {num_ticks} ticks" + (f", {done} done" if done else ""),
+    ]
+    lines.append("")
+    name = max((len(lane.name) for lane in job.lanes), default=0)
+    places = {
+        lane.name: f"{_plural(lane.num_ranks, 'rank')} × {_plural(lane.threads, 'thread')} on {lane.device}"
+        for lane in job.lanes
+    }
+    place = max((len(text) for text in places.values()), default=0)
+    lines += [f"  {lane.name:<{name}}   {places[lane.name]:<{place}}   {lane.detail}" for lane in job.lanes]
+    arrows = edge_lines(job.edges)
+    if arrows:
+        lines += ["", *(f"  {line}" for line in arrows)]
+    if job.facts:
+        label = max(len(fact) for fact in job.facts)
+        lines += ["", *(f"  {fact:<{label}}   {text}" for fact, text in job.facts.items())]
+    return lines
+
+
+def evaluation_line(row: Mapping[str, Any]) -> str:
+    """A line for a row in which an evaluation ended, else empty."""
+    accuracy = row.get("eval/accuracy")
+    if accuracy is None:
+        return ""
+    line = f"  ▸ policy {whole(row.get('eval/policy_version')):<5} held-out accuracy {accuracy:.3f}  "
+    line += _bar(accuracy, _BAR_CELLS)
+    length = row.get("eval/length_mean")
+    return line if length is None else f"{line}  length {length:.1f}"
+
+
+class RowTable:
+    """Aligned rows under a heading that returns every 20 lines."""
+
+    def __init__(self, executors: Sequence[str], num_ticks: int) -> None:
+        self._executors = tuple(executors)
+        self._num_ticks = num_ticks
+        self._printed = 0
+        self._step_s: list[float] = []
+
+    def lines(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """One line that sums up ``rows`` (means; the largest of maxima; the sum of failures), and a heading where due."""
+        last = rows[-1]
+        self._step_s += [float(row["time/step_s"]) for row in rows if row.get("time/step_s") is not None]
+        num_left = self._num_ticks - int(last["step"]) - 1
+        cells = [
+            ("tick", whole(last["step"] + 1), 6),
+            ("reward", number(_mean(rows, "reward/mean"), 3), 8),
+            ("stale", staleness(_mean(rows, "staleness/mean"), _largest(rows, "staleness/max")), 9),
+            ("clipped", percent(_mean(rows, "ratio/clipped_fraction")), 9),
+            ("length", number(_mean(rows, "response/length_mean"), 1), 8),
+            ("tokens/s", count(_mean(rows, "tokens_per_s/generated")), 10),
+            ("s/tick", number(_mean(rows, "time/step_s"), 2), 8),
+            ("failed", whole(_total(rows, "reward/failed")), 8),
+        ]
+        idle = [(name, percent(_mean(rows, f"idle/{name}")), max(len(name), 5) + 2) for name in self._executors]
+        left = duration(time_left(self._step_s, num_left))
+        cells += [*idle, ("left", left, 8)]
+        lines = []
+        if self._printed % _LINES_A_HEADING == 0:
+            before = sum(width for _, _, width in cells[: -len(idle) - 1])
+            span = sum(width for _, _, width in idle)
+            lines += ["", " " * (before + 2) + " idle ".center(span - 2, "─")]
+            lines.append("".join(f"{title:>{width}}" for title, _, width in cells))
+        lines.append("".join(f"{value:>{width}}" for _, value, width in cells))
+        self._printed += 1
+        return lines
+
+
+def tail(summary: RunSummary) -> list[str]:
+    """What came of the run and where things lie."""
+    title = f"stopped: {summary.stopped}" if summary.stopped else "done"
+    lines = ["", f"{title} · {_plural(summary.num_ticks, 'tick')} in {duration(summary.wall_s)}", ""]
+    facts: dict[str, str] = {}
+    if summary.first_accuracy is not None and summary.last_accuracy is not None:
+        facts["accuracy"] = f"{summary.first_accuracy:.3f} → {summary.last_accuracy:.3f}, held out"
+    if summary.first_reward is not None and summary.last_reward is not None:
+        facts["reward"] = f"{summary.first_reward:.3f} → {summary.last_reward:.3f}"
+    if summary.tokens_generated:
+        rate = f", {summary.tokens_generated / summary.wall_s:,.0f} a second" if summary.wall_s > 0 else ""
+        facts["tokens"] = f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained{rate}"
+    if summary.staleness_max is not None:
+        facts["staleness"] = f"mean {number(summary.staleness_mean, 2)}, max {summary.staleness_max}"
+    if summary.idle:
+        facts["idle"] = ", ".join(f"{name} {percent(share)}" for name, share in summary.idle.items())
+    facts["rewards failed"] = str(summary.num_failed)
+    if summary.num_skipped:
+        facts["updates skipped"] = str(summary.num_skipped)
+    facts |= summary.places
+    label = max(len(fact) for fact in facts)
+    lines += [f"  {fact:<{label}}   {text}" for fact, text in facts.items()]
+    if "trace" in summary.places:
+        lines += ["", "  open the trace at https://ui.perfetto.dev"]
+    return lines
+
+
+def encodable(line: str, encoding: str) -> str:
+    """The line, in plain characters where the stream cannot hold ours."""
+    try:
+        line.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return line.translate(_PLAIN).encode("ascii", "replace").decode()
+    return line
+
+
+def _bar(share: float, cells: int) -> str:
+    full = round(min(1.0, max(0.0, share)) * cells)
+    return "█" * full + "░" * (cells - full)
+
+
+def _plural(amount: int, noun: str) -> str:
+    return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
+
+
+def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [float(row[key]) for row in rows if row.get(key) is not None]
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = _values(rows, key)
+    return sum(values) / len(values) if values else None
+
+
+def _largest(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    return max(_values(rows, key), default=None)
+
+
+def _total(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = _values(rows, key)
+    return sum(values) if values else None

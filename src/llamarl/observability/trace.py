@@ -1,0 +1,179 @@
+"""``trace.json``: who did what when, one lane an executor, for https://ui.perfetto.dev or chrome://tracing.
+
+Each tick is one slice of its executor's lane, with the spans inside it below; the gaps between slices are the bubbles that
+asynchrony is there to close. The file is a JSON array in Chrome's trace event format, whole after every append: the closing
+bracket is overwritten by the next event and its own closing bracket, in one call. (Viewers also read a file without it.)
+A resumed run cuts the ticks that it repeats and goes on where the file ends, so that the time it was down takes no room.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llamarl.observability.metrics import append_all, cannot_write, replace_file
+
+__all__ = ["TRACE_FILE", "TraceWriter", "idle_share"]
+
+TRACE_FILE = "trace.json"
+
+_END = b"\n]\n"
+_LEAD_S = 0.1
+"""Room before the first event: executors that start together may report in another order than they started."""
+
+Interval = tuple[float, float]
+"""(start, end), seconds."""
+
+
+def idle_share(intervals: Iterable[Interval], window: Interval) -> float:
+    """Share of ``window`` that no interval covers, 0 .. 1. Intervals may overlap, nest and reach beyond the window.
+
+    Raises:
+        ValueError: The window ends before it starts.
+    """
+    start, end = window
+    if end < start:
+        raise ValueError(f"the window ends before it starts: {window}")
+    if end == start:
+        return 0.0
+    busy, reached = 0.0, start
+    for first, last in sorted(intervals):
+        first, last = max(first, reached), min(last, end)
+        if last > first:
+            busy += last - first
+            reached = last
+    return max(0.0, 1.0 - busy / (end - start))
+
+
+class TraceWriter:
+    """Appends slices; see the module. One process writes."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], lanes: Sequence[str], *, resume_after_tick: int | None = None
+    ) -> None:
+        """
+        Args:
+            path: The file; its folder exists.
+            lanes: Executors, in the order in which they are shown.
+            resume_after_tick: Cut the ticks after this one and go on at the end of what is left. None begins a new file.
+
+        Raises:
+            LlamaRLError: The file cannot be written.
+        """
+        self.path = Path(path)
+        self._lane = {name: number for number, name in enumerate(lanes, start=1)}
+        self._origin_s: float | None = None
+        events = [] if resume_after_tick is None else _kept_events(self.path, resume_after_tick)
+        ends = [event["ts"] + event.get("dur", 0.0) for event in events if "ts" in event]
+        self._shift_us = max(ends, default=0.0) + _LEAD_S * 1e6
+        if ends:
+            resumed = {"name": f"resumed after tick {resume_after_tick}", "ph": "i", "s": "g", "ts": self._shift_us}
+            events.append(resumed | {"pid": 1, "tid": 0, "args": {"tick": resume_after_tick}})
+        else:
+            events = self._lane_names()
+        head = b"[\n" + b",\n".join(_line(event) for event in events)
+        try:
+            replace_file(self.path, head + _END)
+            self._file = os.open(self.path, os.O_WRONLY)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        self._end = len(head)
+
+    def step(
+        self,
+        lane: str,
+        tick: int,
+        started_s: float,
+        finished_s: float,
+        *,
+        spans: Iterable[tuple[str, float, float]] = (),
+        args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """One tick of one executor. ``spans`` (label, start, end) lie on the same clock; what reaches out of the tick is cut.
+
+        Raises:
+            LlamaRLError: The file cannot be written.
+        """
+        details = {"tick": tick} | dict(args or {})
+        events = [self._slice(f"tick {tick}", "tick", lane, started_s, finished_s, details)]
+        for label, start, end in sorted(spans, key=lambda span: (span[1], -span[2])):
+            start, end = max(start, started_s), min(end, finished_s)
+            if end >= start:
+                events.append(self._slice(label, "span", lane, start, end, {"tick": tick}))
+        self._append(events)
+
+    def counter(self, name: str, tick: int, at_s: float, value: float) -> None:
+        """One point of a curve that viewers draw above the lanes.
+
+        Raises:
+            LlamaRLError: The file cannot be written.
+        """
+        place = {"ts": self._ts(at_s) / 1e3, "pid": 1, "tid": 0}
+        self._append([{"name": name, "cat": f"tick {tick}", "ph": "C"} | place | {"args": {name: value}}])
+
+    def close(self) -> None:
+        """Idempotent. The file is whole already."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _lane_names(self) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = [_metadata("process_name", 0, {"name": "llamarl"})]
+        for name, number in self._lane.items():
+            events.append(_metadata("thread_name", number, {"name": name}))
+            events.append(_metadata("thread_sort_index", number, {"sort_index": number}))
+        return events
+
+    def _ts(self, at_s: float) -> int:
+        """Nanoseconds on the file's own clock; integers, so that a span stays inside its tick after rounding."""
+        if self._origin_s is None:
+            self._origin_s = at_s
+        return round((at_s - self._origin_s) * 1e9 + self._shift_us * 1e3)
+
+    def _slice(
+        self, name: str, category: str, lane: str, started_s: float, finished_s: float, args: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        start, end = self._ts(started_s), self._ts(finished_s)
+        place = {"ts": start / 1e3, "dur": (end - start) / 1e3, "pid": 1, "tid": self._lane[lane]}
+        return {"name": name, "cat": category, "ph": "X"} | place | {"args": dict(args)}
+
+    def _append(self, events: Sequence[Mapping[str, Any]]) -> None:
+        data = b"".join(b",\n" + _line(event) for event in events)
+        try:
+            append_all(self._file, data + _END, self._end)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        self._end += len(data)
+
+
+def _metadata(name: str, lane: int, args: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": 1, "tid": lane, "args": dict(args)}
+
+
+def _line(event: Mapping[str, Any]) -> bytes:
+    return json.dumps(event, separators=(",", ":")).encode()
+
+
+def _kept_events(path: Path, after_tick: int) -> list[dict[str, Any]]:
+    """Events of an earlier file up to a tick. A line torn by a kill is left out."""
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_bytes().splitlines():
+        try:
+            event = json.loads(line.rstrip(b","))
+        except ValueError:
+            continue  # a bracket, or the line in which a kill fell
+        if isinstance(event, dict) and _tick(event) <= after_tick:
+            kept.append(event)
+    return kept
+
+
+def _tick(event: Mapping[str, Any]) -> int:
+    """The tick that an event belongs to; -1 for names of lanes."""
+    if event.get("ph") == "C":
+        return int(event["cat"].removeprefix("tick "))
+    return int(event.get("args", {}).get("tick", -1))

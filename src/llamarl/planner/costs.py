@@ -1,0 +1,199 @@
+"""Rooflines of the parts: matrix products, collectives, a decode step, prefill, weight hand-over.
+
+Every time here is ``work / (peak * efficiency) + latency``, with the constants of ``hardware.py``; nothing knows of a
+model family or a published result. Symbols: ``tp`` tensor-parallel ranks of a replica, ``pp`` pipeline stages,
+``active`` sequences that decode at once in a replica, ``context`` their mean tokens so far.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.planner.hardware import BYTES_PER_WEIGHT, Hardware
+from llamarl.planner.model_spec import ModelSpec
+
+__all__ = [
+    "GeneratorLayout",
+    "all_reduce_s",
+    "decode_step_s",
+    "gather_s",
+    "group_link",
+    "matmul_s",
+    "prefill_s",
+    "tensor_parallel_sizes",
+    "weight_sync_s",
+]
+
+Numbers = npt.NDArray[np.float64] | float
+
+
+@dataclass(frozen=True, order=True)
+class GeneratorLayout:
+    """How one generator replica lies on its devices."""
+
+    tp: int = 1
+    pp: int = 1
+    precision: str = "bf16"
+    captured: bool = True
+    """Decode runs from captured graphs; False: each kernel is launched from the host, and the step lasts as long as
+    the slower of host and device."""
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp
+
+
+def tensor_parallel_sizes(model: ModelSpec, limit: int) -> list[int]:
+    """Sizes up to ``limit`` that cut the attention heads evenly: divisors of the head count."""
+    return [tp for tp in range(1, min(limit, model.heads) + 1) if model.heads % tp == 0]
+
+
+def group_link(hardware: Hardware, ranks: int, stride: int = 1) -> float:
+    """Bytes/s a rank of a group reaches in a ring.
+
+    Args:
+        stride: Devices from one member to the next: 1 for tensor-parallel neighbours, ``tp * pp`` for a sharding group.
+
+    Inside a node: a rank's own link. Across nodes: NCCL runs one ring a network card, so a rank sees the cards of all
+    members in its node together, but never more than its own link.
+    """
+    device = hardware.device
+    if ranks * stride <= device.devices_per_node:
+        return device.intra_node_bytes_per_s * hardware.efficiency.link
+    members = max(1, device.devices_per_node // stride)
+    return min(device.intra_node_bytes_per_s, device.inter_node_bytes_per_s * members) * hardware.efficiency.link
+
+
+def _tree_latency(hardware: Hardware, ranks: int, stride: int = 1) -> float:
+    """Latency of one pass up or down a tree over ``ranks``: NVLink steps inside a node, network steps between."""
+    inside = min(ranks, max(1, hardware.device.devices_per_node // stride))
+    nodes = -(-ranks // inside)
+    e = hardware.efficiency
+    return math.log2(inside) * e.intra_node_latency_s + math.log2(nodes) * e.inter_node_latency_s
+
+
+def all_reduce_s(hardware: Hardware, num_bytes: Numbers, ranks: int, stride: int = 1) -> Numbers:
+    """Sum ``num_bytes`` over a group: twice up or down a tree for latency, ring bytes for bandwidth."""
+    if ranks <= 1:
+        return num_bytes * 0.0
+    volume = 2.0 * num_bytes * (ranks - 1) / ranks / group_link(hardware, ranks, stride)
+    return volume + 2.0 * _tree_latency(hardware, ranks, stride) + hardware.efficiency.collective_launch_s
+
+
+def gather_s(hardware: Hardware, num_bytes: float, ranks: int, stride: int = 1) -> float:
+    """All-gather to, or reduce-scatter from, ``num_bytes`` on every rank of a group, round a ring."""
+    if ranks <= 1:
+        return 0.0
+    e = hardware.efficiency
+    volume = num_bytes * (ranks - 1) / ranks / group_link(hardware, ranks, stride)
+    nodes = -(-ranks // max(1, hardware.device.devices_per_node // stride))
+    hops = (ranks - nodes) * e.intra_node_latency_s + (nodes if nodes > 1 else 0) * e.inter_node_latency_s
+    return volume + hops + e.collective_launch_s
+
+
+def matmul_s(hardware: Hardware, rows: float, inner: float, columns: float) -> float:
+    """A [rows, inner] x [inner, columns] product at the trainer's precision: slower of arithmetic and traffic.
+
+    Arithmetic runs in tiles, and the last wave of tiles leaves units idle: a product cut thin by tensor parallelism
+    fills few units. Traffic is both operands and the result.
+    """
+    if rows <= 0 or columns <= 0:
+        return 0.0
+    e = hardware.efficiency
+    tile_rows, tile_columns = min(e.tile_rows, rows), min(e.tile_columns, columns)
+    tiles = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
+    waves = math.ceil(tiles / e.compute_units)
+    if e.compute_units > 1:
+        # Kernels may cut the inner dimension too where tiles are few, down to 512 long: then units fill again.
+        split = max(1.0, min(e.compute_units / tiles, inner / 512.0)) if tiles < e.compute_units else 1.0
+        flops = 2.0 * waves * e.compute_units * e.tile_rows * e.tile_columns * inner / split
+    else:
+        flops = 2.0 * rows * inner * columns
+    flops = max(flops, 2.0 * rows * inner * columns)
+    traffic = hardware.device.activation_bytes * (rows * (inner + columns) + inner * columns)
+    return max(flops / hardware.matmul_rate(hardware.device.train_precision), traffic / hardware.memory_rate)
+
+
+def _layer_weight_bytes(model: ModelSpec, precision: str, active: Numbers) -> Numbers:
+    """Bytes of weights that a decode step of ``active`` tokens reads in an average layer.
+
+    A sparse layer reads the experts that at least one token chose; with k of E chosen at random by each token that is
+    E (1 - (1 - k / E) ** active).
+    """
+    size = BYTES_PER_WEIGHT[precision]
+    fixed = model.attention_params + (model.layers - model.sparse_layers) / model.layers * model.dense_mlp_params
+    if not model.experts:
+        return fixed * size + 0.0 * active
+    touched = model.experts * (1.0 - (1.0 - model.experts_per_token / model.experts) ** active)
+    sparse = model.sparse_fixed_params + touched * model.expert_params
+    return (fixed + model.sparse_layers / model.layers * sparse) * size
+
+
+def decode_step_s(
+    hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, active: Numbers, context: Numbers
+) -> Numbers:
+    """Time in which each of ``active`` sequences of one replica gains one token.
+
+    Per layer: weights against bandwidth or FLOPs against the matmul rate, whichever is longer; then the cache's bytes;
+    then two all-reduces. With ``pp`` stages the sequences go through in ``pp`` waves of ``active / pp``.
+    Works on arrays of ``active`` and ``context`` too.
+    """
+    e, size = hardware.efficiency, hardware.device.activation_bytes
+    wave = np.maximum(np.asarray(active, dtype=np.float64) / layout.pp, np.minimum(active, 1.0))
+    rate = hardware.matmul_rate(layout.precision)
+    weights = _layer_weight_bytes(model, layout.precision, wave) / layout.tp / hardware.memory_rate
+    flops = 2.0 * model.active_layer_params * wave / layout.tp / rate
+    cache_shards = min(layout.tp, model.kv_shards)
+    kv = wave * context * model.kv_values_per_token * size / cache_shards / hardware.memory_rate
+    attention = wave * model.attention_flops(1.0) * context / layout.tp / hardware.attention_rate
+    messages = 2.0 * np.asarray(all_reduce_s(hardware, wave * model.hidden * size, layout.tp))
+    device_layer = np.maximum(weights, flops) + np.maximum(kv, attention) + messages
+    if layout.captured:
+        layer = device_layer + e.decode_layer_overhead_s
+    else:
+        layer = np.maximum(device_layer, e.eager_layer_overhead_s)
+    head_bytes = model.head_params * size / layout.tp
+    head = np.maximum(head_bytes / hardware.memory_rate, 2.0 * model.head_params * wave / layout.tp / rate)
+    hops = 0.0
+    if layout.pp > 1:
+        link = hardware.device.inter_node_bytes_per_s * e.link
+        hops = wave * model.hidden * size / link + e.inter_node_latency_s + e.collective_launch_s
+    stage = layer * model.layers / layout.pp + hops
+    # Every wave passes every stage; the last stage, which also holds the head, sets the rhythm.
+    step = layout.pp * (stage + head)
+    return step + e.decode_step_overhead_s + e.decode_sequence_overhead_s * np.asarray(active, dtype=np.float64)
+
+
+def prefill_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, tokens: float, context: float) -> float:
+    """Time to fill the cache of ``tokens`` tokens, packed, in one replica; ``context`` is the mean they attend to."""
+    if tokens <= 0:
+        return 0.0
+    rate = hardware.matmul_rate(layout.precision)
+    flops = 2.0 * model.active_layer_params * model.layers * tokens / layout.devices
+    weights = _layer_weight_bytes(model, layout.precision, tokens) * model.layers / layout.devices
+    attention = model.attention_flops(context) * tokens * model.layers / layout.devices
+    size = hardware.device.activation_bytes
+    messages = 2.0 * model.layers * float(all_reduce_s(hardware, tokens * model.hidden * size, layout.tp)) / layout.pp
+    return max(flops / rate, float(weights) / hardware.memory_rate) + attention / hardware.attention_rate + messages
+
+
+def weight_sync_s(
+    hardware: Hardware, model: ModelSpec, *, trainer_devices: int, replicas: int, layout: GeneratorLayout
+) -> float:
+    """Direct hand-over of one version: the busiest rank's bytes over its link.
+
+    Each generator rank pulls its own slice; the copies are spread over all trainer ranks, cast before they leave. On
+    one node the node's links carry it, else the network.
+    """
+    size = model.total_params * BYTES_PER_WEIGHT[layout.precision]
+    pulled = size / layout.devices
+    sent = size * replicas / trainer_devices
+    device = hardware.device
+    one_node = trainer_devices + replicas * layout.devices <= device.devices_per_node
+    link = device.intra_node_bytes_per_s if one_node else device.inter_node_bytes_per_s
+    latency = hardware.efficiency.intra_node_latency_s if one_node else hardware.efficiency.inter_node_latency_s
+    return max(pulled, sent) / (link * hardware.efficiency.link) + latency

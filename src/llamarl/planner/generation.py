@@ -1,0 +1,176 @@
+"""What one generator replica does in a tick: continuous batching, counted in decode steps.
+
+Which sequences run at which decode step depends on their lengths and on the slots, not on how long a step takes. So
+the schedule is worked out once in steps (``batch_profile``), and any hardware, layout or precision is then one weighted
+sum over it.
+
+    whole batch      : n sequences, c slots; the tick ends when the last one ends (the drain leaves slots empty)
+    partial rollouts : all c slots stay busy; the tick ends when n sequences' worth of tokens is made, and what is
+                       unfinished is carried over (its cache is filled again under the next weights)
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.planner.costs import GeneratorLayout, decode_step_s, prefill_s
+from llamarl.planner.hardware import BYTES_PER_WEIGHT, Hardware
+from llamarl.planner.lengths import Lengths
+from llamarl.planner.model_spec import ModelSpec
+
+__all__ = ["BatchProfile", "GeneratorDemand", "batch_profile", "generator_memory", "generator_tick_s", "padded_profile"]
+
+_SEGMENTS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class BatchProfile:
+    """A tick of one replica as runs of decode steps with a constant number of active sequences."""
+
+    steps: npt.NDArray[np.float64]
+    """[segments] decode steps."""
+    active: npt.NDArray[np.float64]
+    """[segments] sequences decoding."""
+    written: npt.NDArray[np.float64]
+    """[segments] mean tokens an active sequence has written so far; the prompt not counted."""
+    peak_written: float
+    """Most response tokens held at once, over all active sequences."""
+    peak_active: int
+
+    @property
+    def num_steps(self) -> float:
+        return float(self.steps.sum())
+
+
+@lru_cache(maxsize=4096)
+def batch_profile(lengths: Lengths, count: int, slots: int, total: int) -> BatchProfile:
+    """Schedule of ``count`` sequences on ``slots``, refilled at once, in the replica that holds the longest of ``total``.
+
+    Lengths are the representative ones of the distribution in a fixed shuffled order, but the longest is the expected maximum of all
+    ``total`` responses of the tick: the step waits for the slowest replica.
+    """
+    values = lengths.representative(count).astype(np.float64)
+    values[-1] = max(values[-1], lengths.expected_max(total))
+    values = values[np.random.default_rng(0).permutation(count)]
+    slots = min(slots, count)
+    # (end, start) of each running sequence; between two ends nothing changes.
+    running: list[tuple[float, float]] = [(values[i], 0.0) for i in range(slots)]
+    heapq.heapify(running)
+    waiting = slots
+    start_sum = 0.0
+    now, peak = 0.0, 0.0
+    rows: list[tuple[float, float, float]] = []
+    while running:
+        end, start = running[0]
+        active = len(running)
+        if end > now:
+            middle = (now + end) / 2.0 * active - start_sum
+            rows.append((end - now, active, middle / active))
+            peak = max(peak, end * active - start_sum)
+            now = end
+        heapq.heappop(running)
+        start_sum -= start
+        if waiting < count:
+            heapq.heappush(running, (now + values[waiting], now))
+            start_sum += now
+            waiting += 1
+    return _merged(np.array(rows), peak, slots)
+
+
+def padded_profile(lengths: Lengths, count: int, slots: int) -> BatchProfile:
+    """Static batches: ceil(count / slots) waves, and every wave decodes all its rows up to the limit."""
+    slots = min(slots, count)
+    waves = -(-count // slots)
+    limit = float(lengths.limit)
+    one = np.ones(1)
+    return BatchProfile(one * waves * limit, one * slots, one * limit / 2.0, limit * slots, slots)
+
+
+def _merged(rows: npt.NDArray[np.float64], peak: float, slots: int) -> BatchProfile:
+    """Neighbouring segments joined to at most ``_SEGMENTS``, step-weighted: step time is near linear inside one."""
+    if len(rows) > _SEGMENTS:
+        bins = np.minimum((np.cumsum(rows[:, 0]) / rows[:, 0].sum() * _SEGMENTS).astype(int), _SEGMENTS - 1)
+        steps = np.bincount(bins, rows[:, 0], _SEGMENTS)
+        keep = steps > 0
+        active = np.bincount(bins, rows[:, 0] * rows[:, 1], _SEGMENTS)[keep] / steps[keep]
+        tokens = np.bincount(bins, rows[:, 0] * rows[:, 1] * rows[:, 2], _SEGMENTS)[keep] / steps[keep]
+        return BatchProfile(steps[keep], active, tokens / active, peak, slots)
+    return BatchProfile(rows[:, 0], rows[:, 1], rows[:, 2], peak, slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorDemand:
+    """What a tick asks of one replica."""
+
+    lengths: Lengths
+    prompt_tokens: int
+    group_size: int
+    sequences: int
+    """Responses of this replica a tick."""
+    total_sequences: int
+    """Responses of all replicas a tick."""
+    slots: int
+    partial: bool = False
+    """Partial rollouts: carry unfinished sequences over."""
+    max_segments: int = 1
+    """Versions a carried sequence may span."""
+    padded: bool = False
+    """Static, padded batches instead of continuous ones."""
+    shared_prefix: bool = True
+    """The group's prompt is prefilled and held once."""
+
+
+@lru_cache(maxsize=65536)
+def _profile(demand: GeneratorDemand) -> BatchProfile:
+    d = demand
+    if d.padded:
+        return padded_profile(d.lengths, d.sequences, d.slots)
+    if not d.partial:
+        return batch_profile(d.lengths, d.sequences, d.slots, d.total_sequences)
+    # Steady state: full slots, lengths met at a random moment. A sequence that spans its last version must end in the tick.
+    steps = d.sequences * d.lengths.mean / d.slots
+    steps = max(steps, d.lengths.expected_max(d.total_sequences) / d.max_segments)
+    active = d.sequences * d.lengths.mean / steps
+    one = np.ones(1)
+    held = d.slots * d.lengths.mean_in_flight * 1.1  # the sum over many slots swings little around its mean
+    return BatchProfile(one * steps, one * active, one * d.lengths.mean_in_flight, held, d.slots)
+
+
+def generator_tick_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, demand: GeneratorDemand) -> float:
+    """Seconds a replica needs for its share of a tick: prefill of the prompts, then every decode step."""
+    profile = _profile(demand)
+    step = np.asarray(decode_step_s(hardware, model, layout, profile.active, demand.prompt_tokens + profile.written))
+    copies = demand.group_size if demand.shared_prefix else 1
+    prompts = demand.sequences * demand.prompt_tokens / copies
+    total = float((profile.steps * step).sum()) + prefill_s(hardware, model, layout, prompts, demand.prompt_tokens / 2)
+    if demand.partial:
+        carried = demand.slots * (demand.prompt_tokens + demand.lengths.mean_in_flight)
+        total += prefill_s(hardware, model, layout, carried, demand.lengths.mean_in_flight / 2)
+    return total
+
+
+def generator_memory(
+    hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, demand: GeneratorDemand
+) -> dict[str, float]:
+    """Bytes of the fullest generator rank, by part."""
+    profile = _profile(demand)
+    shards = layout.pp * min(layout.tp, model.kv_shards)
+    prompts = profile.peak_active * demand.prompt_tokens
+    if demand.shared_prefix:
+        prompts = prompts / min(demand.group_size, profile.peak_active) if profile.peak_active else 0
+    if demand.padded:
+        prompts = profile.peak_active * demand.prompt_tokens
+    tokens = profile.peak_written + prompts
+    body = (model.total_params - model.embedding_params) * BYTES_PER_WEIGHT[layout.precision] / layout.devices
+    ends = model.embedding_params * hardware.device.activation_bytes / layout.tp
+    workspace = 4.0 * profile.peak_active * model.vocab / layout.tp + 8.0 * 2048 * (model.hidden + model.intermediate)
+    return {
+        "weights": body + ends,
+        "kv_cache": tokens * model.kv_bytes_per_token(hardware.device.activation_bytes) / shards,
+        "workspace": workspace,
+    }

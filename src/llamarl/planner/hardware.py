@@ -1,0 +1,228 @@
+"""Devices and how much of their peak real kernels reach.
+
+``Device`` holds what a maker states, ``Efficiency`` what kernels make of it; both come from ``hardware.toml``, where
+every number has its source, or from a calibration of this machine (``calibrate.py``), where every rate is measured and
+the matching efficiency is 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from llamarl.errors import PlanError
+
+__all__ = [
+    "BYTES_PER_WEIGHT",
+    "Device",
+    "Efficiency",
+    "Hardware",
+    "device_names",
+    "find_hardware",
+    "hardware_from_dict",
+    "this_machine",
+]
+
+BYTES_PER_WEIGHT: Mapping[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5}
+"""Bytes of one weight at a precision; scales of quantized blocks are below 2% and left out."""
+
+_ALIASES = {
+    "a100": "a100-sxm",
+    "h100": "h100-sxm",
+    "h200": "h200-sxm",
+    "b200": "b200-sxm",
+    "mi300": "mi300x",
+    "cpu": "this-machine",
+    "local": "this-machine",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What the maker states of one device: dense peaks, one direction of a link."""
+
+    name: str
+    title: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    matmul_flops: Mapping[str, float]
+    """FLOP/s by precision of the operands."""
+    weight_precisions: tuple[str, ...]
+    """Precisions a generator may hold its weights in; the first is also the trainer's."""
+    devices_per_node: int
+    intra_node_bytes_per_s: float
+    inter_node_bytes_per_s: float
+    """Network rate of one device; a node has ``devices_per_node`` times that."""
+    host_bytes_per_s: float
+    price_per_hour: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def train_precision(self) -> str:
+        return self.weight_precisions[0]
+
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes of one number of an activation, of the cache, and of a weight as the trainer computes with it."""
+        return BYTES_PER_WEIGHT[self.train_precision]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Shares of a peak (0..1], latencies and host overheads (seconds). One set serves every model and layout."""
+
+    matmul: float
+    memory: float
+    attention: float
+    link: float
+    overlap: float
+    usable_memory: float
+    intra_node_latency_s: float
+    inter_node_latency_s: float
+    collective_launch_s: float
+    decode_layer_overhead_s: float
+    eager_layer_overhead_s: float
+    decode_step_overhead_s: float
+    decode_sequence_overhead_s: float
+    train_layer_overhead_s: float
+    train_step_overhead_s: float
+    pipeline_interleave: int
+    tile_rows: int
+    tile_columns: int
+    compute_units: int
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("matmul", "memory", "attention", "link", "overlap", "usable_memory"):
+            value = getattr(self, name)
+            if not 0.0 < value <= 1.0:
+                raise PlanError(f"efficiency {name} must be above 0 and at most 1, got {value}")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name != "sources" and value < 0:
+                raise PlanError(f"efficiency {item.name} must be >= 0, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A device with its efficiencies: all that the cost model asks."""
+
+    device: Device
+    efficiency: Efficiency
+
+    @property
+    def usable_memory_bytes(self) -> float:
+        return self.device.memory_bytes * self.efficiency.usable_memory
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s that streaming kernels reach."""
+        return self.device.memory_bytes_per_s * self.efficiency.memory
+
+    def matmul_rate(self, precision: str) -> float:
+        """FLOP/s that large matrix products reach at ``precision``.
+
+        A precision the device has no unit for is computed at the trainer's (weights are widened on the fly).
+        """
+        flops = self.device.matmul_flops
+        return flops.get(precision, flops[self.device.train_precision]) * self.efficiency.matmul
+
+    @property
+    def attention_rate(self) -> float:
+        """FLOP/s of attention kernels, at the trainer's precision."""
+        return self.device.matmul_flops[self.device.train_precision] * self.efficiency.attention
+
+    def with_efficiency(self, **changes: float) -> Hardware:
+        """A copy with some constants changed, for what-if tables."""
+        return replace(self, efficiency=replace(self.efficiency, **changes))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, Any]:
+    with open(Path(__file__).with_name("hardware.toml"), "rb") as file:
+        return tomllib.load(file)
+
+
+def device_names() -> list[str]:
+    """Names that ``find_hardware`` knows."""
+    return [*_table()["device"], "this-machine"]
+
+
+def hardware_from_dict(name: str, device: Mapping[str, Any], efficiency: Mapping[str, Any]) -> Hardware:
+    """Hardware from plain values, as a table of ``hardware.toml`` or a calibration file holds them.
+
+    Raises:
+        PlanError: A key is missing or unknown.
+    """
+    values = dict(device)
+    values["weight_precisions"] = tuple(values.get("weight_precisions", ()))
+    try:
+        return Hardware(device=Device(name=name, **values), efficiency=Efficiency(**efficiency))
+    except TypeError as error:
+        raise PlanError(f"hardware {name!r}: {error}; the keys are those of planner/hardware.toml") from None
+
+
+def find_hardware(name: str) -> Hardware:
+    """Hardware by name, case and spelling forgiven as far as it is unambiguous.
+
+    Raises:
+        PlanError: Unknown name; the message gives the nearest and the whole list.
+    """
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    key = _ALIASES.get(key, key)
+    if key == "this-machine":
+        return this_machine()
+    table = _table()
+    if key not in table["device"]:
+        near = difflib.get_close_matches(key, [*device_names(), *_ALIASES], n=1, cutoff=0.4)
+        hint = f"the nearest is {_ALIASES.get(near[0], near[0])!r}; " if near else ""
+        raise PlanError(f"unknown hardware {name!r}: {hint}known are {', '.join(device_names())}")
+    return hardware_from_dict(key, table["device"][key], table["efficiency"])
+
+
+def this_machine() -> Hardware:
+    """This machine's cores as devices, one core each, from what the system tells; rates are rough until calibrated.
+
+    Two cores that run a generator and a trainer are then planned exactly as two GPUs are. A 3 GHz core with two
+    256-bit multiply-add units peaks at 96 GFLOP/s in float32; memory is shared, so a core gets its part.
+    """
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    try:
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError, AttributeError):
+        memory = 8e9
+    rough = "assumed; run `llamarl plan --calibrate`"
+    device = Device(
+        name="this-machine",
+        title=f"this machine ({cores} CPU cores, one core a device)",
+        memory_bytes=memory / cores,
+        memory_bytes_per_s=10e9,
+        matmul_flops={"fp32": 96e9, "int8": 96e9},
+        weight_precisions=("fp32", "int8"),
+        devices_per_node=cores,
+        intra_node_bytes_per_s=4e9,
+        inter_node_bytes_per_s=1.25e9,
+        host_bytes_per_s=10e9,
+        sources={
+            "memory_bytes": "the operating system, divided by the cores",
+            "devices_per_node": "cores this process may use",
+            "memory_bytes_per_s": rough,
+            "matmul_flops": rough,
+            "intra_node_bytes_per_s": rough,
+            "inter_node_bytes_per_s": "10 Gb/s Ethernet",
+            "host_bytes_per_s": rough,
+        },
+    )
+    efficiency = Efficiency(**_table()["efficiency"])
+    host = {"decode_layer_overhead_s": 150e-6, "eager_layer_overhead_s": 150e-6, "train_step_overhead_s": 20e-3}
+    tiles = {"tile_rows": 1, "tile_columns": 1, "compute_units": 1}
+    latencies = {"intra_node_latency_s": 30e-6, "collective_launch_s": 50e-6}
+    return Hardware(device=device, efficiency=replace(efficiency, **host, **tiles, **latencies))  # type: ignore[arg-type]

@@ -1,0 +1,267 @@
+"""Shape of a decoder, read from a Hugging Face ``config.json``: parameters, work a token, cache a token.
+
+Dense and mixture-of-experts layers, grouped-query and latent (DeepSeek) attention. For experts two counts matter:
+*total* parameters fill memory and travel at a weight hand-over; *active* ones are multiplied for a token.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from llamarl.errors import PlanError
+
+__all__ = ["ModelSpec", "find_model", "model_names", "spec_from_config"]
+
+_ASSETS = Path(__file__).resolve().parent.parent / "assets"
+_UNGATED = {"gpt2", "gpt_neox", "opt", "phi", "falcon", "starcoder2", "bloom", "gptj", "gpt_bigcode"}
+_QKV_BIAS = {"qwen2", "qwen2_moe"}
+_QK_NORM = {"qwen3", "qwen3_moe"}
+_RECURRENT = {"mamba", "mamba2", "rwkv", "jamba", "falcon_mamba", "qwen3_next", "recurrent_gemma", "zamba2", "bamba"}
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+    "num_experts_per_tok": ("moe_top_k", "top_k_experts"),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer. Counts are exact for the families in ``models.json``."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of a dense layer's MLP."""
+    vocab: int
+    tied: bool
+    gated: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    """Routed experts of a sparse layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_expert_intermediate: int = 0
+    dense_layers: int = 0
+    """Layers of a sparse model that are dense all the same."""
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    """Above 0: latent attention, whose cache holds this many values (and ``rope_dim``) a token."""
+    rope_dim: int = 0
+    value_dim: int = 0
+    max_context: int = 0
+
+    @property
+    def sparse_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def attention_params(self) -> int:
+        """Parameters of one layer's attention, its norms included."""
+        h = self.hidden
+        if self.kv_lora_rank:
+            query_dim = self.heads * (self.head_dim + self.rope_dim)
+            query = h * self.q_lora_rank + self.q_lora_rank * (query_dim + 1) if self.q_lora_rank else h * query_dim
+            latent = h * (self.kv_lora_rank + self.rope_dim) + self.kv_lora_rank
+            up = self.kv_lora_rank * self.heads * (self.head_dim + self.value_dim)
+            return query + latent + up + self.heads * self.value_dim * h
+        kv = self.kv_heads * self.head_dim
+        q = self.heads * self.head_dim
+        bias = q + 2 * kv if self.qkv_bias else 0
+        norms = 2 * self.head_dim if self.qk_norm else 0
+        return h * (q + 2 * kv) + q * h + bias + norms
+
+    def _mlp(self, width: int) -> int:
+        return (3 if self.gated else 2) * self.hidden * width
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one routed expert."""
+        return self._mlp(self.expert_intermediate)
+
+    @property
+    def sparse_fixed_params(self) -> int:
+        """Of one sparse layer's MLP, what every token uses: router and shared expert."""
+        return self.hidden * self.experts + self._mlp(self.shared_expert_intermediate) if self.experts else 0
+
+    @property
+    def dense_mlp_params(self) -> int:
+        return self._mlp(self.intermediate)
+
+    @property
+    def layer_params(self) -> float:
+        """Parameters of a layer, averaged over the layers."""
+        return (self.total_params - self.embedding_params - self.hidden) / self.layers
+
+    @property
+    def active_layer_params(self) -> float:
+        """Parameters that multiply one token in a layer, averaged over the layers."""
+        sparse = self.sparse_fixed_params + self.experts_per_token * self.expert_params
+        mlp = self.sparse_layers * sparse + (self.layers - self.sparse_layers) * self.dense_mlp_params
+        return self.attention_params + mlp / self.layers
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def head_params(self) -> int:
+        """The output projection, which multiplies every token."""
+        return self.vocab * self.hidden
+
+    @property
+    def total_params(self) -> int:
+        sparse = self.sparse_fixed_params + self.experts * self.expert_params
+        mlp = self.sparse_layers * sparse + (self.layers - self.sparse_layers) * self.dense_mlp_params
+        return self.embedding_params + self.layers * (self.attention_params + 2 * self.hidden) + mlp + self.hidden
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that multiply one token, output projection included, input embedding (a look-up) not."""
+        return round(self.layers * self.active_layer_params) + self.head_params
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers a layer caches a token."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.rope_dim
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def kv_shards(self) -> int:
+        """Ranks a token's cache can be cut over; more tensor-parallel ranks hold copies."""
+        return 1 if self.kv_lora_rank else self.kv_heads
+
+    def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> float:
+        """Cache bytes of one token in all layers."""
+        return self.layers * self.kv_values_per_token * bytes_per_value
+
+    def attention_flops(self, context: float) -> float:
+        """FLOPs one query token spends in a layer on scores and values over ``context`` earlier tokens."""
+        if self.kv_lora_rank:
+            return 2.0 * context * self.heads * (self.head_dim + self.rope_dim + self.value_dim)
+        return 4.0 * context * self.heads * self.head_dim
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """Shape from the dictionary of a ``config.json``.
+
+    Raises:
+        PlanError: A recurrent or unknown layer kind, or a key is missing or not a positive number.
+    """
+    if isinstance(config.get("text_config"), Mapping):
+        config = {**config["text_config"], "model_type": config["text_config"].get("model_type", "")}
+    kind = str(config.get("model_type", ""))
+    if kind in _RECURRENT:
+        raise PlanError(
+            f"model {name}: {kind} has recurrent layers, whose cost is not modelled; plan with a transformer"
+        )
+
+    def read(key: str, default: int | None = None) -> int:
+        for candidate in (key, *_ALIASES.get(key, ())):
+            value = config.get(candidate)
+            if value is not None:
+                if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                    raise PlanError(f"model {name}: config.json {candidate} must be a number >= 0, got {value!r}")
+                return int(value)
+        if default is None:
+            raise PlanError(f"model {name}: config.json has no {key}; is it the config of a decoder language model?")
+        return default
+
+    hidden, heads = read("hidden_size"), read("num_attention_heads")
+    layers, vocab = read("num_hidden_layers"), read("vocab_size")
+    for key, value in (("hidden_size", hidden), ("num_attention_heads", heads), ("num_hidden_layers", layers)):
+        if value < 1:
+            raise PlanError(f"model {name}: config.json {key} must be at least 1, got {value}")
+    latent = read("kv_lora_rank", 0)
+    experts = read("num_experts", 0)
+    intermediate = read("intermediate_size", read("n_inner", 4 * hidden))
+    expert_width = read("moe_intermediate_size", intermediate) if experts else 0
+    shared = read("shared_expert_intermediate_size", read("n_shared_experts", 0) * expert_width) if experts else 0
+    dense = read("first_k_dense_replace", 0) if experts else 0
+    if experts and isinstance(config.get("mlp_only_layers"), list):
+        dense += len(config["mlp_only_layers"])
+    stride = max(1, read("decoder_sparse_step", 1))
+    if experts and stride > 1:
+        dense = layers - layers // stride
+    return ModelSpec(
+        name=name,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=read("num_key_value_heads", 1 if config.get("multi_query") else heads),
+        head_dim=read("qk_nope_head_dim", 0) if latent else read("head_dim", hidden // heads),
+        intermediate=intermediate,
+        vocab=vocab,
+        tied=bool(config.get("tie_word_embeddings", kind in {"gpt2", "gemma", "gemma2", "gemma3_text"})),
+        gated=kind not in _UNGATED,
+        qkv_bias=kind in _QKV_BIAS or bool(config.get("attention_bias", False)),
+        qk_norm=kind in _QK_NORM,
+        experts=experts,
+        experts_per_token=read("num_experts_per_tok", 1) if experts else 0,
+        expert_intermediate=expert_width,
+        shared_expert_intermediate=shared,
+        dense_layers=min(dense, layers),
+        q_lora_rank=read("q_lora_rank", 0) if latent else 0,
+        kv_lora_rank=latent,
+        rope_dim=read("qk_rope_head_dim", 0) if latent else 0,
+        value_dim=read("v_head_dim", 0) if latent else 0,
+        max_context=read("max_position_embeddings", 0),
+    )
+
+
+@lru_cache(maxsize=1)
+def _bundled() -> dict[str, dict[str, Any]]:
+    return json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def model_names() -> list[str]:
+    """Names of the bundled shapes."""
+    return list(_bundled())
+
+
+def find_model(model: str | Path) -> ModelSpec:
+    """A bundled shape by name, or the shape of a Hugging Face folder, a ``config.json`` or ``bundled:NAME``.
+
+    Raises:
+        PlanError: Neither; the message gives the nearest name. Or the file is not a usable config.
+    """
+    text = str(model)
+    if text.startswith("bundled:"):
+        path = _ASSETS / text.removeprefix("bundled:")
+    else:
+        path = Path(text).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise PlanError(f"model: {path} is not a readable JSON file: {error}") from error
+        if not isinstance(config, dict):
+            raise PlanError(f"model: {path} holds a {type(config).__name__}, expected the object of a config.json")
+        return spec_from_config(config, path.parent.name if path.name == "config.json" else path.stem)
+    by_key = {name.lower(): name for name in _bundled()}
+    key = text.rsplit("/", 1)[-1].lower()
+    key = key.removeprefix("meta-").removesuffix("-instruct").removesuffix("-base")
+    if key in by_key:
+        return spec_from_config(_bundled()[by_key[key]], by_key[key])
+    near = difflib.get_close_matches(key, by_key, n=1, cutoff=0.3)
+    hint = f"the nearest bundled shape is {by_key[near[0]]!r}; " if near else ""
+    raise PlanError(
+        f"model {text!r} is neither a folder with a config.json nor a bundled shape: {hint}known are "
+        f"{', '.join(_bundled())}"
+    )

@@ -1,0 +1,206 @@
+"""What a training tick costs: FLOPs, recomputation, collectives, pipeline bubble, optimizer; and what it holds in memory.
+
+Parallel axes: ``tp`` cuts every matrix, ``pp`` the layers, ``fsdp`` the parameters, gradients and optimizer state of a
+data-parallel rank, ``dp`` repeats all that (hybrid sharding). Sequences are packed without padding into micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from llamarl.planner.costs import all_reduce_s, gather_s, matmul_s
+from llamarl.planner.hardware import Hardware
+from llamarl.planner.lengths import Lengths
+from llamarl.planner.model_spec import ModelSpec
+
+__all__ = ["TrainerDemand", "TrainerLayout", "TrainerTime", "trainer_memory", "trainer_tick"]
+
+_STATE_BYTES = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0}
+"""Bytes a parameter of the sharded state: fp32 master weights, fp32 gradients, two fp32 moments."""
+
+
+@dataclass(frozen=True, order=True)
+class TrainerLayout:
+    """How the trainer lies on its devices."""
+
+    tp: int = 1
+    pp: int = 1
+    fsdp: int = 1
+    dp: int = 1
+    micro_batch: int = 1
+    """Sequences of mean length in one micro-batch of a data-parallel rank."""
+    recompute: bool = True
+    """Activation checkpointing of every layer: a second forward pass instead of stored activations."""
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp * self.fsdp * self.dp
+
+    @property
+    def data_ranks(self) -> int:
+        return self.fsdp * self.dp
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerDemand:
+    """What a tick asks of the trainer."""
+
+    lengths: Lengths
+    prompt_tokens: int
+    sequences: int
+    padded: bool = False
+    """Every sequence is filled up to the longest instead of packed."""
+    reference_forward: bool = False
+    """One more forward pass, for log-probs of a reference model held by the trainer."""
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a sequence as computed on, prompt included."""
+        return self.prompt_tokens + (self.lengths.limit if self.padded else self.lengths.mean)
+
+    @property
+    def mean_squared_tokens(self) -> float:
+        if self.padded:
+            return self.mean_tokens**2
+        p = self.prompt_tokens
+        return p * p + 2.0 * p * self.lengths.mean + self.lengths.second_moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerTime:
+    """Seconds of a tick by part; they add up to ``total_s``."""
+
+    compute_s: float
+    """Matrix products, attention and elementwise passes of the busiest rank."""
+    tensor_parallel_s: float
+    """All-reduces of activations, which nothing hides."""
+    fsdp_s: float
+    """Gathers and reduce-scatters that the compute does not cover."""
+    bubble_s: float
+    """Pipeline fill and drain, and the hops from stage to stage."""
+    optimizer_s: float
+    other_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.tensor_parallel_s + self.fsdp_s + self.bubble_s + self.optimizer_s + self.other_s
+
+
+def _forward_layer_s(hardware: Hardware, model: ModelSpec, tp: int, tokens: float, attended: float) -> float:
+    """One layer's forward pass of a micro-batch of ``tokens`` on one rank, collectives not counted.
+
+    Args:
+        attended: Sum over the tokens of the context each attends to.
+    """
+    precision = hardware.device.train_precision
+    h = model.hidden
+    out = model.heads * (model.value_dim or model.head_dim)
+    into_attention = model.attention_params / h - out  # columns of the products before it, biases and norms included
+    time = matmul_s(hardware, tokens, h, into_attention / tp)
+    time += matmul_s(hardware, tokens, out / tp, h)
+    up = 2.0 if model.gated else 1.0
+    dense_share = (model.layers - model.sparse_layers) / model.layers
+
+    def mlp(rows: float, width: float) -> float:
+        into = matmul_s(hardware, rows, h, up * width / tp)
+        return into + matmul_s(hardware, rows, width / tp, h)
+
+    time += dense_share * mlp(tokens, model.intermediate)
+    if model.sparse_layers:
+        rows = tokens * model.experts_per_token / model.experts
+        sparse = model.experts / tp * mlp(rows * tp, model.expert_intermediate) if rows * tp >= 1 else 0.0
+        routed = 2.0 * tokens * model.experts_per_token * model.expert_params / tp / hardware.matmul_rate(precision)
+        shared = mlp(tokens, model.shared_expert_intermediate) if model.shared_expert_intermediate else 0.0
+        # Grouped kernels run all experts in one launch: at least the FLOPs, at most one product an expert.
+        time += (1.0 - dense_share) * (max(routed, min(sparse, 2.0 * routed)) + shared)
+    time += model.attention_flops(1.0) * attended / tp / hardware.attention_rate
+    active_width = model.intermediate * dense_share
+    if model.experts:
+        width = model.experts_per_token * model.expert_intermediate + model.shared_expert_intermediate
+        active_width += (1.0 - dense_share) * width
+    elementwise = tokens * (12.0 * h + 5.0 * active_width / tp) * hardware.device.activation_bytes
+    return time + elementwise / hardware.memory_rate
+
+
+def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, demand: TrainerDemand) -> TrainerTime:
+    """Time of one optimizer step over all sequences of a tick."""
+    e = hardware.efficiency
+    sequences = math.ceil(demand.sequences / layout.data_ranks)
+    micro_batches = math.ceil(sequences / layout.micro_batch)
+    per_micro = sequences / micro_batches
+    tokens = per_micro * demand.mean_tokens
+    attended = per_micro * demand.mean_squared_tokens / 2.0
+    stage_layers = model.layers / layout.pp
+
+    forward = _forward_layer_s(hardware, model, layout.tp, tokens, attended)
+    passes = 3.0 + (1.0 if layout.recompute else 0.0) + (1.0 if demand.reference_forward else 0.0)
+    head = matmul_s(hardware, tokens, model.hidden, model.vocab / layout.tp)
+    head += tokens * model.vocab / layout.tp * 8.0 / hardware.memory_rate  # log-softmax: fp32 scores, read and written
+    head_passes = passes if layout.recompute else 3.0
+    host = e.train_layer_overhead_s * stage_layers * passes
+    compute = max(forward * passes * stage_layers, host) + head * head_passes / layout.pp
+    # Two all-reduces a layer and pass; the backward pass is one pass here, though it computes twice as much.
+    message = float(all_reduce_s(hardware, tokens * model.hidden * hardware.device.activation_bytes, layout.tp))
+    tp_messages = 2.0 * (passes - 1.0) * stage_layers * message
+
+    micro_s = compute + tp_messages
+    # Parameters travel in bf16 before each pass and gradients come back in fp32, once a micro-batch; they hide behind compute.
+    layer_bytes = model.layer_params / layout.tp
+    gathers = 2.0 + (1.0 if demand.reference_forward else 0.0)
+    width = hardware.device.activation_bytes
+    stride = layout.tp * layout.pp
+    traffic = gathers * gather_s(hardware, layer_bytes * width, layout.fsdp, stride)
+    traffic += gather_s(hardware, layer_bytes * 4.0, layout.fsdp, stride)
+    exposed = max(0.0, traffic * stage_layers - e.overlap * compute) if layout.fsdp > 1 else 0.0
+    stage_params = model.total_params / (layout.tp * layout.pp)
+    gradient = stage_params / layout.fsdp * 4.0
+    reduce = float(all_reduce_s(hardware, gradient, layout.dp, stride * layout.fsdp))  # once a tick, over the copies
+    bubble = (layout.pp - 1) * (micro_s + exposed) / min(e.pipeline_interleave, stage_layers)
+    hops = 0.0
+    if layout.pp > 1:
+        hops = 2.0 * micro_batches * tokens * model.hidden * width / (hardware.device.inter_node_bytes_per_s * e.link)
+    touched = sum(_STATE_BYTES.values()) + 16.0  # read all state, write it and the bf16 copy
+    optimizer = stage_params / layout.fsdp * touched / hardware.memory_rate
+    return TrainerTime(
+        compute_s=compute * micro_batches,
+        tensor_parallel_s=tp_messages * micro_batches,
+        fsdp_s=exposed * micro_batches + reduce,
+        bubble_s=bubble + hops,
+        optimizer_s=optimizer,
+        other_s=e.train_step_overhead_s,
+    )
+
+
+def trainer_memory(
+    hardware: Hardware, model: ModelSpec, layout: TrainerLayout, demand: TrainerDemand
+) -> dict[str, float]:
+    """Bytes of the fullest trainer rank, by part."""
+    sharded = layout.tp * layout.pp * layout.fsdp
+    parts = {name: model.total_params * size / sharded for name, size in _STATE_BYTES.items()}
+    width = hardware.device.activation_bytes
+    gathered = 2.0 * model.layer_params + model.head_params
+    if layout.fsdp > 1:
+        parts["gathered_layers"] = gathered * width / layout.tp
+    elif width != 4.0:
+        parts["gathered_layers"] = model.total_params * width / (layout.tp * layout.pp)  # a whole bf16 copy
+    if demand.reference_forward:
+        parts["reference"] = model.total_params * width / sharded
+    sequences = math.ceil(demand.sequences / layout.data_ranks)
+    per_micro = min(layout.micro_batch, sequences)
+    # A micro-batch holds at least the longest sequence whole.
+    tokens = max(per_micro * demand.mean_tokens, float(demand.prompt_tokens + demand.lengths.limit))
+    in_flight = min(layout.pp, math.ceil(sequences / layout.micro_batch))
+    layers = model.layers / layout.pp
+    mlp = model.intermediate
+    if model.experts:
+        mlp = model.experts_per_token * model.expert_intermediate + model.shared_expert_intermediate
+    kv = model.kv_values_per_token
+    # Numbers a layer keeps for its backward pass: inputs of its products, norms and of the gated activation.
+    # Sequence parallelism cuts the first group over tp as well.
+    per_layer = tokens * (4.0 * model.hidden + 2.0 * model.heads * model.head_dim + kv + 4.0 * mlp) * width / layout.tp
+    checkpoint = tokens * model.hidden * width / layout.tp
+    kept = (checkpoint * layers + per_layer) if layout.recompute else per_layer * layers
+    parts["activations"] = kept * in_flight
+    parts["logits"] = min(tokens, 4096.0) * model.vocab / layout.tp * 8.0  # log-probs are made in chunks of tokens
+    return parts

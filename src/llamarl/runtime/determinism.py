@@ -1,0 +1,43 @@
+"""What decides the bits of one process besides its inputs: thread count and choice of kernels.
+
+Sums over threads are split by their number, so a run pins it. The environment variables count only if they are set
+before torch is imported; the calls count on the thread that makes them, so the shell makes them on the thread that will
+run the executor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+__all__ = ["environment", "pin"]
+
+
+def environment(threads: int) -> Mapping[str, str]:
+    """Variables for a process that has not imported torch yet."""
+    count = str(threads)
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": count,
+        "NUMEXPR_NUM_THREADS": count,
+        "MKL_DYNAMIC": "FALSE",  # else MKL may take fewer threads than asked, as load suits
+        "OMP_DYNAMIC": "FALSE",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS repeats itself only with fixed workspaces
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def pin(threads: int, *, deterministic: bool) -> None:
+    """Pin the calling thread's torch, if torch is loaded; a later import obeys :func:`environment`.
+
+    ``deterministic`` takes repeatable kernels where torch has them and warns where it has none (an operator without
+    one is named in the warning, the job goes on).
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    torch.set_num_threads(threads)
+    if deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # costs a write of every torch.empty, adds no bits

@@ -1,0 +1,215 @@
+"""Each executor in a Monarch process mesh of its own, one process and one actor a rank.
+
+Nothing outside this package imports Monarch.
+
+    controller's thread        io thread (asyncio)                 worker process of rank r
+    fire(order) ────────────▶  actor call, one future a rank ───▶  actor ▶ executor's thread ▶ Worker.run
+    wait(deadline) ◀─ queue ◀─ reply, or pidfd of the process ◀──  report or failure, as bytes
+
+- ``wait`` sleeps on one queue. A reply, an exception and a death all arrive there the moment they happen: nothing polls.
+- An executor's exception travels as a value (``RankFailure``). Monarch sees no exception and prints none.
+- The death of a local process is seen through its pidfd within milliseconds; Monarch's own supervision, which needs about 10 s
+  on one host and minutes between hosts, is kept for processes on other hosts.
+- Orders and reports are pickled here, once, so their size is known: ``Report.controller_bytes``.
+- Workers ignore Ctrl-C, which is for the controller, and are killed by the kernel if the controller dies.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from monarch.actor import HostMesh
+
+from llamarl.channels.base import ChannelSpec
+from llamarl.errors import DeadlineExceeded
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.base import Order, Report, SetupReport
+from llamarl.runtime.job import combine_reports, combine_setups, executor_failed, plan_workers
+from llamarl.runtime.monarch_processes import Answer, Processes
+from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, RankSetup
+
+__all__ = ["MonarchRuntime"]
+
+_FOLLOW_UP_S = 0.3
+"""After a first failure, how long to listen for the others that came with it, to name the cause and not a consequence."""
+_CLOSE_IDLE_S = 10.0
+_CLOSE_BUSY_S = 0.5
+
+
+@dataclass
+class _Out:
+    """An order that is out."""
+
+    sent_s: float
+    num_bytes: int
+    replies: list[RankReport] = field(default_factory=list)
+
+
+class MonarchRuntime:
+    """The Protocol of ``runtime/base.py`` on Monarch.
+
+    Args:
+        pull_deadline_s: Longest wait of a rank for one payload.
+        collective_timeout_s: Longest wait of one collective inside an executor's process group.
+        channel_factory: Module with ``make_sender`` and ``make_receiver``.
+        deterministic: Pin repeatable kernels in the workers.
+        hosts: Executor -> the Monarch hosts that get its processes, evenly; executors without an entry go to this machine.
+    """
+
+    def __init__(
+        self,
+        *,
+        pull_deadline_s: float = 60.0,
+        collective_timeout_s: float = 600.0,
+        channel_factory: str = CHANNEL_FACTORY,
+        deterministic: bool = True,
+        hosts: Mapping[str, HostMesh] | None = None,
+    ) -> None:
+        self._pull_deadline_s = pull_deadline_s
+        self._collective_timeout_s = collective_timeout_s
+        self._channel_factory = channel_factory
+        self._deterministic = deterministic
+        self._hosts = hosts or {}
+        self._processes: Processes | None = None
+        self._out: dict[tuple[str, int], _Out] = {}
+        self._failed = False
+        self._closed = False
+
+    def start(
+        self,
+        executors: Sequence[ExecutorSpec],
+        channels: Sequence[ChannelSpec],
+        *,
+        run_dir: Path | None,
+        seed: int,
+        first_tick: int,
+        load_from: Path | None,
+        deadline_s: float,
+    ) -> Mapping[str, SetupReport]:
+        """Bring all executors up, in parallel."""
+        assert self._processes is None, "start is called once"
+        began = self.now()
+        plans = plan_workers(
+            executors,
+            channels,
+            run_dir=run_dir,
+            seed=seed,
+            first_tick=first_tick,
+            load_from=load_from,
+            pull_deadline_s=self._pull_deadline_s,
+            collective_timeout_s=self._collective_timeout_s,
+            channel_factory=self._channel_factory,
+            deterministic=self._deterministic,
+        )
+        self._failed = (
+            True  # until all stand: whatever ends the wait below, Ctrl-C too, leaves a job that cannot close in order
+        )
+        self._processes = Processes(plans, self._hosts)
+        _running.add(self)
+        self._processes.bring_up()
+        ready: dict[str, list[RankSetup]] = {name: [] for name in plans}
+        while missing := [name for name, ranks in plans.items() if len(ready[name]) < len(ranks)]:
+            answer = self._next_answer(began + deadline_s - self.now())
+            if answer is None:
+                waited = f"controller waited {self.now() - began:.1f} s for executors to stand ready, limit {deadline_s:g} s:"
+                late = [self._late(name, "setup", began, [setup.rank for setup in ready[name]]) for name in missing]
+                raise DeadlineExceeded("\n".join([waited, *late]))
+            ready[answer.executor].append(answer.result)
+        self._failed = False
+        return {name: combine_setups(name, setups) for name, setups in ready.items()}
+
+    def fire(self, order: Order) -> None:
+        """Send ``order`` to every rank of its executor; returns at once."""
+        key = (order.executor, order.tick)
+        assert self._processes is not None and not self._closed, "fire needs a started runtime"
+        assert key not in self._out, f"{key} is out already"
+        num_bytes = self._processes.send(order.executor, f"tick {order.tick}", "run", order)
+        self._out[key] = _Out(self.now(), num_bytes)
+
+    def wait(self, deadline_s: float) -> Report:
+        """The next report."""
+        assert self._processes is not None and self._out, "wait without an order out: it could never end"
+        began = self.now()
+        while True:
+            answer = self._next_answer(began + deadline_s - self.now())
+            if answer is None:
+                waited = (
+                    f"controller waited {self.now() - began:.1f} s for a report, limit {deadline_s:g} s; orders out:"
+                )
+                late = [
+                    self._late(executor, f"tick {tick}", out.sent_s, [report.rank for report in out.replies])
+                    for (executor, tick), out in self._out.items()
+                ]
+                raise DeadlineExceeded("\n".join([waited, *late]))
+            out = self._out[answer.executor, answer.result.tick]
+            out.replies.append(answer.result)
+            out.num_bytes += answer.num_bytes
+            if len(out.replies) == len(self._processes.ranks[answer.executor]):
+                del self._out[answer.executor, answer.result.tick]
+                return combine_reports(answer.executor, out.replies, controller_bytes=out.num_bytes)
+
+    def now(self) -> float:
+        """``time.monotonic``."""
+        return time.monotonic()
+
+    def close(self) -> None:
+        """Close executors, stop processes, kill what is left.
+
+        Takes at most 16 s with idle executors (10 of them for their own ``close``), at most 6.5 s after a failure or with
+        orders out; commonly about one.
+        """
+        if self._processes is None or self._closed:
+            return
+        self._closed = True
+        _running.discard(self)
+        busy = self._failed or bool(self._out)
+        self._processes.end(_CLOSE_BUSY_S if busy else _CLOSE_IDLE_S, orderly=not busy)
+
+    def _next_answer(self, timeout_s: float) -> Answer | None:
+        """The next answer; None when the time is over. A failure raises, together with those that came with it."""
+        assert self._processes is not None
+        events = self._processes.events
+        try:
+            event = events.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            self._failed = True
+            return None
+        if isinstance(event, Answer):
+            return event
+        self._failed = True
+        failures = [event]
+        until = self.now() + _FOLLOW_UP_S
+        while (left := until - self.now()) > 0:
+            with contextlib.suppress(queue.Empty):
+                follower = events.get(timeout=left)
+                if isinstance(follower, RankFailure):
+                    failures.append(follower)
+        raise executor_failed(failures)
+
+    def _late(self, executor: str, doing: str, sent_s: float, reported: Sequence[int]) -> str:
+        """Who has not answered, since when, and where it is now."""
+        assert self._processes is not None
+        missing = [rank for rank in self._processes.ranks[executor] if rank.rank not in reported]
+        head = f"{executor!r}, {doing}, out for {self.now() - sent_s:.1f} s: no report from rank"
+        places = self._processes.where(missing)
+        return "\n".join(
+            f"{head} {rank.rank} (pid {rank.pid}), which is at: {place}"
+            for rank, place in zip(missing, places, strict=True)
+        )
+
+
+_running: weakref.WeakSet[MonarchRuntime] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """For a controller that ended without ``close``."""
+    for runtime in list(_running):
+        runtime.close()

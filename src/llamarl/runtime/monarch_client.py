@@ -1,0 +1,62 @@
+"""This process as Monarch's client: brought up once, quietly, with its failure reports turned into ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+import monarch.actor
+from monarch.actor import HostMesh, MeshFailure, this_host
+
+__all__ = ["fault_listeners", "local_host"]
+
+fault_listeners: set[Callable[[str, str], None]] = set()
+"""Called with the name of an actor mesh and the text of its failure, on a thread of Monarch's. A failure may be told long
+after its mesh has gone from use, so a listener must know its own meshes."""
+
+_NOTICE = b"Monarch internal logs are being written to"
+_BRING_UP_S = 30.0
+
+
+async def local_host() -> HostMesh:
+    """This machine.
+
+    Raises:
+        TimeoutError: Monarch's local host did not stand within 30 s.
+    """
+    monarch.actor.unhandled_fault_hook = _on_fault
+    with _without_notice():
+        host = this_host()
+        await asyncio.wait_for(host.initialized.as_asyncio(), _BRING_UP_S)
+    return host
+
+
+def _on_fault(failure: MeshFailure) -> None:
+    """Takes the place of a hook that would print the cause a second time and end this process without a close."""
+    for listener in list(fault_listeners):
+        listener(failure.mesh_name, str(failure))
+
+
+@contextlib.contextmanager
+def _without_notice() -> Iterator[None]:
+    """Hold back what is written to file descriptor 2 and write it afterwards, less Monarch's notice of its log file.
+
+    The notice is printed from native code and has no switch.
+    """
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            held.seek(0)
+            for line in held:
+                if not line.startswith(_NOTICE):
+                    os.write(2, line)

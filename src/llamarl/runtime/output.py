@@ -1,0 +1,109 @@
+"""What the processes of a job print reaches the user line by line, with the executor's name before it.
+
+Each process writes into named pipes made for it (``runtime/bootstrap.py`` puts them in the place of its stdout and stderr);
+one thread here reads them all. A pipe outlives its writer: what a killed process printed last is still read. Lines go to
+``sys.stdout`` and ``sys.stderr`` of the controller, whatever these are when the line arrives, so a live console that
+redirects them keeps its picture whole.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+__all__ = ["OutputReader"]
+
+_STREAMS = ("stdout", "stderr")
+
+
+class OutputReader:
+    """Named pipes and the thread that reads them."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="llamarl-output-"))
+        self._selector = selectors.DefaultSelector()
+        self._wake_r, self._wake_w = os.pipe()
+        self._selector.register(self._wake_r, selectors.EVENT_READ, None)
+        self._buffers: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self._stop_by: float | None = None
+        self._thread = threading.Thread(target=self._loop, name="llamarl-output", daemon=True)
+        self._thread.start()
+
+    def open(self, label: str) -> str:
+        """Make the pipes of one process, whose lines are to start with ``[label]``; returns their common path prefix."""
+        prefix = str(self._folder / label.replace("/", "_").replace(" ", "_"))
+        for stream in _STREAMS:
+            path = f"{prefix}.{stream}"
+            os.mkfifo(path, 0o600)
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            with self._lock:
+                self._buffers[fd] = b""
+                self._selector.register(fd, selectors.EVENT_READ, (label, stream))
+        os.write(self._wake_w, b"x")
+        return prefix
+
+    def unlink(self) -> None:
+        """Take the pipes' names away once every process has opened its own: nothing is left if this process is killed."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self, timeout_s: float) -> None:
+        """Read what is still in the pipes until every writer has gone, for at most ``timeout_s`` seconds."""
+        if not self._thread.is_alive():
+            return
+        self._stop_by = time.monotonic() + timeout_s
+        os.write(self._wake_w, b"x")
+        self._thread.join(timeout_s + 1.0)
+        self.unlink()
+
+    def _loop(self) -> None:
+        while True:
+            stop_by = self._stop_by
+            timeout = None
+            if stop_by is not None:
+                timeout = stop_by - time.monotonic()
+                if timeout <= 0 or not self._buffers:
+                    break
+            for key, _ in self._selector.select(timeout):
+                if key.data is None:
+                    os.read(self._wake_r, 4096)
+                else:
+                    self._read(key.fd, *key.data)
+        for fd, rest in self._buffers.items():
+            label, stream = self._selector.get_key(fd).data
+            self._emit(label, stream, rest)
+            os.close(fd)
+        self._selector.close()
+        os.close(self._wake_r)
+        os.close(self._wake_w)
+
+    def _read(self, fd: int, label: str, stream: str) -> None:
+        data = os.read(fd, 1 << 16)
+        if not data:  # the last writer has gone
+            with self._lock:
+                self._selector.unregister(fd)
+                rest = self._buffers.pop(fd)
+            os.close(fd)
+            self._emit(label, stream, rest)
+            return
+        *lines, rest = (self._buffers[fd] + data).split(b"\n")
+        self._buffers[fd] = rest
+        if lines:
+            self._emit(label, stream, b"\n".join(lines))
+
+    def _emit(self, label: str, stream: str, data: bytes) -> None:
+        if not data:
+            return
+        text = "".join(f"[{label}] {line}\n" for line in data.decode(errors="replace").split("\n"))
+        target = sys.stdout if stream == "stdout" else sys.stderr
+        try:
+            target.write(text)
+            target.flush()
+        except (OSError, ValueError):  # the user closed the controller's own output (`| head`): nowhere left to say so
+            return

@@ -1,0 +1,161 @@
+"""Who gets which cores and which device, decided before any process starts. Pure.
+
+CPU threads: an executor's ``threads`` stands as given; ranks with 0 share evenly what the others leave of the cores, at
+least one each. All ranks of an executor get the same number, because bits depend on it.
+
+CUDA devices: ranks with a device by number get it; the others get the device that fewest ranks have so far, lowest number
+first. So executors lie apart while there are devices enough and share devices when there are not; ranks of one executor
+never share one, because their collectives could not run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llamarl.errors import ConfigError
+from llamarl.executors.base import ExecutorSpec
+
+__all__ = ["Placement", "available_cores", "available_cuda_devices", "place"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The executors with ``threads`` and ``device`` settled."""
+
+    executors: tuple[ExecutorSpec, ...]
+    cores: int
+    cuda_devices: int
+
+    def table(self) -> str:
+        """One row a rank, and what a reader should know about sharing."""
+        rows = [("executor", "rank", "device", "threads")]
+        for spec in self.executors:
+            devices = spec.device.split(",")
+            rows += [
+                (spec.name, f"{rank} of {spec.num_ranks}", devices[rank % len(devices)], str(spec.threads))
+                for rank in range(spec.num_ranks)
+            ]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, "", *self.notes()])
+
+    def notes(self) -> list[str]:
+        """What is shared, in words."""
+        threads = sum(spec.threads * spec.num_ranks for spec in self.executors)
+        notes = [f"{threads} threads on {_count(self.cores, 'core')}"]
+        if threads > self.cores:
+            notes[0] += ": executors that work at the same time take turns"
+        users: dict[str, list[str]] = {}
+        for spec in self.executors:
+            for device in spec.device.split(","):
+                users.setdefault(device, []).append(spec.name)
+        for device, names in sorted(users.items()):
+            if device.startswith("cuda") and len(names) > 1:
+                notes.append(
+                    f"{device} is shared by {', '.join(names)}: they take turns, and its memory must hold them all"
+                )
+        return notes
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_cuda_devices() -> int:
+    """CUDA devices that torch sees; 0 without torch. Starts no CUDA context."""
+    try:
+        import torch
+    except ImportError:
+        return 0
+    return torch.cuda.device_count()
+
+
+def place(executors: Sequence[ExecutorSpec], *, cores: int | None = None, cuda_devices: int | None = None) -> Placement:
+    """Settle the threads and devices of ``executors``.
+
+    Args:
+        executors: ``threads`` 0 asks for a share of the cores; ``device`` is ``auto`` (CUDA where there is one), ``cpu``,
+            ``cuda``, ``cuda:N``, or a comma-separated list with one a rank.
+        cores: Cores to share; None takes what this process may use.
+        cuda_devices: Number of CUDA devices; None asks torch.
+
+    Raises:
+        ConfigError: The request cannot be met here. The message lists every mistake and what would mend it.
+    """
+    cores = available_cores() if cores is None else cores
+    cuda_devices = available_cuda_devices() if cuda_devices is None else cuda_devices
+    mistakes = [mistake for spec in executors for mistake in _mistakes(spec, cuda_devices)]
+    if cores < 1:
+        mistakes.append(f"cores must be >= 1, got {cores}")
+    if mistakes:
+        raise ConfigError("this job cannot be placed here:\n" + "\n".join(f"  - {mistake}" for mistake in mistakes))
+    share = _thread_share(executors, cores)
+    used: Counter[int] = Counter()
+    for spec in executors:
+        used.update(int(device.removeprefix("cuda:")) for device in _devices(spec) if ":" in device)
+    settled = []
+    for spec in executors:
+        device = _settle_device(spec, cuda_devices, used)
+        settled.append(replace(spec, threads=spec.threads or share, device=device))
+    return Placement(tuple(settled), cores, cuda_devices)
+
+
+def _mistakes(spec: ExecutorSpec, cuda_devices: int) -> list[str]:
+    who = f"executor {spec.name!r}"
+    if spec.num_ranks < 1:
+        return [f"{who}: num_ranks must be >= 1, got {spec.num_ranks}"]
+    found = []
+    if spec.threads < 0:
+        found.append(f"{who}: threads must be >= 1, or 0 for a share of the cores, got {spec.threads}")
+    devices = _devices(spec)
+    for device in devices:
+        if not re.fullmatch(r"auto|cpu|cuda|cuda:\d+", device):
+            found.append(f"{who}: device {device!r} is unknown, expected auto, cpu, cuda or cuda:N")
+        elif ":" in device and int(device.removeprefix("cuda:")) >= cuda_devices:
+            found.append(f"{who}: there is no {device}, this machine has {_count(cuda_devices, 'CUDA device')}")
+    if len(devices) not in (1, spec.num_ranks):
+        found.append(f"{who}: {spec.num_ranks} ranks and {len(devices)} devices, expected one for all or one for each")
+    if len(devices) > 1 and len(set(devices)) < len(devices):
+        found.append(f"{who}: ranks of one executor cannot share a device, got {spec.device}")
+    if devices == ["cuda"] and not cuda_devices:
+        found.append(f"{who}: device cuda, but this machine has no CUDA device; set device cpu")
+    wants_cuda = devices == ["cuda"] or (devices == ["auto"] and cuda_devices > 0)
+    if wants_cuda and 0 < cuda_devices < spec.num_ranks:
+        found.append(
+            f"{who}: {spec.num_ranks} ranks need as many CUDA devices, this machine has {cuda_devices}; "
+            "lower its parallel sizes, or set device cpu"
+        )
+    if len(devices) == 1 and ":" in devices[0] and spec.num_ranks > 1:
+        found.append(f"{who}: {spec.num_ranks} ranks cannot share {devices[0]}; set device cuda, or list one for each")
+    return found
+
+
+def _devices(spec: ExecutorSpec) -> list[str]:
+    return [device.strip() for device in spec.device.split(",")]
+
+
+def _thread_share(executors: Sequence[ExecutorSpec], cores: int) -> int:
+    """Threads of each rank that asked for a share."""
+    fixed = sum(spec.threads * spec.num_ranks for spec in executors)
+    sharing = sum(spec.num_ranks for spec in executors if spec.threads == 0)
+    return max(1, (cores - fixed) // sharing) if sharing else 1
+
+
+def _settle_device(spec: ExecutorSpec, cuda_devices: int, used: Counter[int]) -> str:
+    devices = _devices(spec)
+    if devices == ["auto"]:
+        devices = ["cuda"] if cuda_devices else ["cpu"]
+    if devices != ["cuda"]:
+        return ",".join(devices)
+    chosen = sorted(range(cuda_devices), key=lambda device: (used[device], device))[: spec.num_ranks]
+    used.update(chosen)
+    return ",".join(f"cuda:{device}" for device in sorted(chosen))
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}" if number else f"no {thing}"

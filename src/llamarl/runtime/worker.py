@@ -1,0 +1,323 @@
+"""The thin shell around one rank of one executor; the same in both runtimes.
+
+    order (tick, handles) ─▶ receivers pull the inputs ─▶ executor.step ─▶ senders publish ─▶ rank report (handles)
+
+The shell owns the ends of the channels, the thread count and the order of calls; the executor owns its work. Whatever
+the executor raises becomes a :class:`RankFailure`, a plain value with the traceback as text: it crosses process borders
+whole and is printed once, by whoever ends the job.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from llamarl.channels.base import ChannelSpec, Handle, Receiver, Sender
+from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec
+from llamarl.runtime.base import Order
+from llamarl.runtime.determinism import pin
+from llamarl.runtime.import_path import load_module, resolve
+
+__all__ = [
+    "CHANNEL_FACTORY",
+    "RankFailure",
+    "RankReport",
+    "RankSetup",
+    "Worker",
+    "WorkerPlan",
+    "capture",
+    "rank_device",
+]
+
+_HERE = os.path.dirname(__file__)
+CHANNEL_FACTORY = "llamarl.channels.factory"
+"""Module with ``make_sender`` and ``make_receiver``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlan:
+    """All that a rank must know to come up. Picklable."""
+
+    spec: ExecutorSpec
+    rank: int
+    channels: tuple[ChannelSpec, ...]
+    """Those that enter or leave this executor."""
+    num_ranks: Mapping[str, int]
+    """Executor name -> ranks, for both ends of every channel above."""
+    run_dir: Path | None
+    seed: int
+    first_tick: int
+    load_from: Path | None
+    pull_deadline_s: float
+    """Longest wait for one payload."""
+    collective_timeout_s: float = 600.0
+    """Longest wait of one collective of the executor's process group."""
+    channel_factory: str = CHANNEL_FACTORY
+    deterministic: bool = True
+    rendezvous: tuple[str, int] | None = None
+    """Address and port where the ranks of an executor meet for ``torch.distributed``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """One rank stands ready."""
+
+    rank: int
+    initial_tokens: Mapping[str, Mapping[int, Handle]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """One rank has finished a tick."""
+
+    rank: int
+    tick: int
+    outputs: Mapping[str, Handle]
+    metrics: Mapping[str, float]
+    spans: tuple[tuple[str, float, float], ...]
+    started_s: float
+    finished_s: float
+    stop: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """One rank raised."""
+
+    executor: str
+    rank: int
+    doing: str
+    """What it was at: ``setup``, ``tick 3``."""
+    cause: str
+    """``ValueError: text``."""
+    traceback: str
+    pid: int
+    at_s: float
+    """On ``time.monotonic``: of several failures the earliest is the cause, the others mostly follow from it."""
+    exit_code: int = 1
+
+    def message(self) -> str:
+        """For an ``ExecutorFailed``. A mistake in a recipe or a data file needs no traceback to be understood."""
+        text = f"executor {self.executor!r}, rank {self.rank} (pid {self.pid}), {self.doing}: {self.cause}"
+        return text if self.exit_code == 2 else f"{text}\n{self.traceback.rstrip()}"
+
+
+def capture(executor: str, rank: int, doing: str, error: BaseException) -> RankFailure:
+    """An exception as a plain value."""
+    return RankFailure(
+        executor=executor,
+        rank=rank,
+        doing=doing,
+        cause="".join(traceback.format_exception_only(error)).strip(),
+        traceback="".join(traceback.format_exception(type(error), error, _outside_the_shell(error.__traceback__))),
+        pid=os.getpid(),
+        at_s=time.monotonic(),
+        exit_code=error.exit_code if isinstance(error, LlamaRLError) else 1,
+    )
+
+
+def stack_of(thread_name: str) -> str:
+    """Where the thread of this process whose name starts so is now, innermost call last, without the shell's own calls."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread.name.startswith(thread_name) and thread.ident in frames:
+            stack = traceback.extract_stack(frames[thread.ident])
+            start = next((i for i in range(len(stack), 0, -1) if os.path.dirname(stack[i - 1].filename) == _HERE), 0)
+            return "\n" + "".join(traceback.format_list(stack[start:] or stack[-1:])).rstrip()
+    return "no call"
+
+
+def _outside_the_shell(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins in the executor, below the shell's last call; all of it if the shell raised."""
+    below, frame = trace, trace
+    while frame is not None:
+        if os.path.dirname(frame.tb_frame.f_code.co_filename) == _HERE:
+            below = frame.tb_next
+        frame = frame.tb_next
+    return below or trace
+
+
+class Worker:
+    """One rank of one executor. All calls must come from one thread."""
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        self._plan = plan
+        self._executor: Executor | None = None
+        self._senders: dict[str, Sender] = {}
+        self._receivers: dict[str, Receiver] = {}
+        self._leave_process_group: Callable[[], None] = lambda: None
+        self._closed = False
+
+    def pin(self) -> None:
+        """Take this rank's thread count on the calling thread."""
+        pin(self._plan.spec.threads, deterministic=self._plan.deterministic)
+
+    def setup(self) -> RankSetup:
+        """Make the executor and the channel ends, restore the state if asked, publish the initial tokens."""
+        plan, spec = self._plan, self._plan.spec
+        self.pin()
+        if plan.rendezvous is not None:
+            address, port = plan.rendezvous
+            os.environ |= {
+                "RANK": str(plan.rank),
+                "WORLD_SIZE": str(spec.num_ranks),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+            }
+        if spec.process_group:
+            self._leave_process_group = _join_process_group(spec, plan.rank, plan.collective_timeout_s)
+        factory = resolve(spec.factory)
+        self.pin()  # again: resolving the factory may have been what imported torch
+        context = ExecutorContext(
+            name=spec.name,
+            rank=plan.rank,
+            num_ranks=spec.num_ranks,
+            device=rank_device(spec, plan.rank),
+            run_dir=plan.run_dir,
+            seed=plan.seed,
+        )
+        self._executor = executor = factory(spec.config, context)
+        self.pin()
+        executor.setup()
+        if plan.load_from is not None:
+            executor.load(_rank_folder(plan.load_from, spec.name, plan.rank), plan.first_tick - 1)
+        if plan.channels:
+            self._open_channels(load_module(plan.channel_factory, plan.channel_factory))
+        tokens: dict[str, dict[int, Handle]] = {}
+        for channel in plan.channels:
+            if channel.source == spec.name and channel.delay:
+                tokens[channel.name] = {
+                    tick: self._senders[channel.name].send(tick, executor.initial_token(channel.name, tick))
+                    for tick in range(plan.first_tick - channel.delay, plan.first_tick)
+                }
+        return RankSetup(rank=plan.rank, initial_tokens=tokens)
+
+    def run(self, order: Order) -> RankReport:
+        """Fire the executor once."""
+        executor = self._executor
+        assert executor is not None, "an order came before setup"
+        started_s = time.monotonic()
+        spans: list[tuple[str, float, float]] = []
+        inputs: dict[str, Any] = {}
+        for name, handles in order.inputs.items():
+            with _Span(f"receive {name}", spans):
+                inputs[name] = self._receivers[name].receive(handles, self._plan.pull_deadline_s)
+        result = executor.step(order.tick, inputs)
+        spans.extend(result.spans)
+        if set(result.outputs) != set(self._senders):
+            raise AssertionError(
+                f"executor {order.executor!r} made outputs for {sorted(result.outputs)} at tick {order.tick}, "
+                f"expected one for each channel that leaves it: {sorted(self._senders)}"
+            )
+        outputs: dict[str, Handle] = {}
+        for name, sender in self._senders.items():
+            with _Span(f"send {name}", spans):
+                outputs[name] = sender.send(order.tick, result.outputs[name])
+        if order.save_to is not None:
+            folder = _rank_folder(order.save_to, order.executor, self._plan.rank)
+            with _Span("save", spans):
+                folder.mkdir(parents=True)
+                executor.save(folder, order.tick)
+        return RankReport(
+            rank=self._plan.rank,
+            tick=order.tick,
+            outputs=outputs,
+            metrics={key: float(value) for key, value in result.metrics.items()},
+            spans=tuple(spans),
+            started_s=started_s,
+            finished_s=time.monotonic(),
+            stop=result.stop,
+        )
+
+    def close(self) -> tuple[str, ...]:
+        """Release everything; what goes wrong on the way is returned as text, and the rest is still closed."""
+        if self._closed:
+            return ()
+        self._closed = True
+        closers: list[Callable[[], None]] = [*(r.close for r in self._receivers.values())]
+        if self._executor is not None:
+            closers.append(self._executor.close)
+        closers.extend(s.close for s in self._senders.values())  # last: a sink may still read what was sent
+        closers.append(self._leave_process_group)
+        troubles = []
+        for closer in closers:
+            try:
+                closer()
+            except Exception as error:  # the job is ending: one end that will not close must not keep the others open
+                failure = capture(self._plan.spec.name, self._plan.rank, "close", error)
+                troubles.append(failure.message())
+        return tuple(troubles)
+
+    def _open_channels(self, factory: ModuleType) -> None:
+        plan = self._plan
+        for channel in plan.channels:
+            ends = {
+                "rank": plan.rank,
+                "num_source_ranks": plan.num_ranks[channel.source],
+                "num_sink_ranks": plan.num_ranks[channel.sink],
+            }
+            if channel.source == plan.spec.name:
+                self._senders[channel.name] = factory.make_sender(channel, **ends)
+            if channel.sink == plan.spec.name:
+                self._receivers[channel.name] = factory.make_receiver(channel, **ends)
+
+
+class _Span:
+    """Appends (label, start, end) when the block is left, also by an exception."""
+
+    def __init__(self, label: str, spans: list[tuple[str, float, float]]) -> None:
+        self._label, self._spans = label, spans
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._spans.append((self._label, self._start, time.monotonic()))
+
+
+def rank_device(spec: ExecutorSpec, rank: int) -> str:
+    """The one of ``spec.device``'s comma-separated devices that is ``rank``'s; a single one is everybody's."""
+    devices = [device.strip() for device in spec.device.split(",")]
+    if len(devices) not in (1, spec.num_ranks):
+        raise ConfigError(
+            f"executor {spec.name!r} has {spec.num_ranks} ranks and {len(devices)} devices ({spec.device!r}); "
+            "expected one for all or one for each"
+        )
+    return devices[rank] if len(devices) > 1 else devices[0]
+
+
+def _rank_folder(root: Path, executor: str, rank: int) -> Path:
+    return root / executor / f"rank_{rank}"
+
+
+def _join_process_group(spec: ExecutorSpec, rank: int, timeout_s: float) -> Callable[[], None]:
+    """Join the executor's own ``torch.distributed`` group and return what leaves it.
+
+    The address comes from the environment that the runtime gave the process. A lone rank needs none; where executors
+    share a process, as they do inline, they share its one lone-rank group too.
+    """
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    device = rank_device(spec, rank)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if spec.num_ranks == 1:
+        if dist.is_initialized():
+            return lambda: None
+        dist.init_process_group(spec.process_group, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(spec.process_group, rank=rank, world_size=spec.num_ranks, timeout=timeout)
+    return dist.destroy_process_group

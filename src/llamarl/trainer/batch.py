@@ -1,0 +1,165 @@
+"""From scored groups to micro-batches: NumPy until the last line, which makes tensors.
+
+    groups ──make_sequences──▶ TrainingSequence (advantage, weight, history) ──pack──▶ Microbatch (tensors, no padding)
+
+Only positions that predict a trained token reach the output layer: with P prompt tokens, response token j (position
+P + j) is predicted at position P + j - 1. What follows a response's last trained token is not computed at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from llamarl.algorithms.advantages import compute_advantages, overlong_penalty
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.types import Failure, Group, Response, Score
+
+__all__ = ["Microbatch", "TrainingSequence", "make_microbatch", "make_sequences", "token_weight"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSequence:
+    """One response that trains. L input tokens, of which T positions predict a trained token."""
+
+    tokens: npt.NDArray[np.int64]
+    """[L] prompt and response up to the position that predicts the last trained token."""
+    positions: npt.NDArray[np.int64]
+    """[T] indices into ``tokens`` whose next token is trained, ascending."""
+    targets: npt.NDArray[np.int64]
+    """[T] the trained tokens."""
+    behavior_logprobs: npt.NDArray[np.float32]
+    """[T]"""
+    policy_versions: npt.NDArray[np.int64]
+    """[T]"""
+    advantage: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Sequences laid end to end: N input tokens, T trained tokens, S sequences."""
+
+    input_ids: Tensor
+    """[1, N] int64."""
+    position_ids: Tensor
+    """[1, N] int64; starts again at 0 with each sequence."""
+    lengths: tuple[int, ...]
+    """Input tokens of each sequence; adds up to N."""
+    positions: Tensor
+    """[T] indices into N."""
+    targets: Tensor
+    """[T] int64."""
+    behavior_logprobs: Tensor
+    """[T] float32."""
+    advantages: Tensor
+    """[T] float32."""
+    weights: Tensor
+    """[T] float32: what each token's loss is multiplied by. Over the whole optimizer step they average as configured."""
+    sequence_ids: Tensor
+    """[T] int64, 0 .. S - 1."""
+    num_sequences: int
+
+
+def make_sequences(
+    groups: Sequence[Group],
+    config: AlgorithmConfig,
+    sum_over_ranks: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]] = lambda values: values,
+) -> list[TrainingSequence]:
+    """The responses that train, in order. Failed responses and those without a trained token are left out.
+
+    Args:
+        sum_over_ranks: For advantages that look at the whole step: adds up over the ranks that hold its other groups.
+
+    Raises:
+        ValueError: A response was never judged, or a trained token has no finite behaviour log-prob.
+    """
+    rewards = [np.array([_reward(r, config) for r in group.responses], dtype=np.float64) for group in groups]
+    sequences = []
+    for group, advantages in zip(groups, compute_advantages(rewards, config, sum_over_ranks), strict=True):
+        for response, advantage in zip(group.responses, advantages, strict=True):
+            truncated = response.finish_reason == "length" and not config.train_truncated
+            if isinstance(response.outcome, Score) and response.loss_mask.any() and not truncated:
+                sequences.append(_sequence(group, response, float(advantage)))
+    return sequences
+
+
+def token_weight(config: AlgorithmConfig, *, num_own_tokens: int, num_tokens: int, num_sequences: int) -> float:
+    """Weight of each token of one response in the mean over the optimizer step.
+
+    Args:
+        num_own_tokens: Trained tokens of this response.
+        num_tokens: Trained tokens of the whole step, over all ranks.
+        num_sequences: Responses that train in the whole step, over all ranks.
+    """
+    if config.normalization == "token":
+        return 1.0 / num_tokens
+    if config.normalization == "sequence":
+        return 1.0 / (num_sequences * num_own_tokens)
+    return 1.0 / (num_sequences * config.normalization_constant)
+
+
+def make_microbatch(
+    sequences: Sequence[TrainingSequence], weights: Sequence[float], device: torch.device
+) -> Microbatch:
+    """Lay sequences end to end. None gives one input token that trains nothing: a rank must step with the others."""
+    lengths = [len(s.tokens) for s in sequences] or [1]
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    counts = [len(s.targets) for s in sequences]
+
+    def tensor(parts: list[npt.NDArray[np.generic]], dtype: torch.dtype) -> Tensor:
+        joined = np.concatenate(parts) if parts else np.zeros(0)
+        return torch.as_tensor(joined).to(dtype=dtype).to(device)
+
+    def per_token(values: Sequence[float]) -> list[npt.NDArray[np.generic]]:
+        return [np.full(count, value) for count, value in zip(counts, values, strict=True)]
+
+    tokens = [s.tokens for s in sequences] or [np.zeros(1, dtype=np.int64)]
+    return Microbatch(
+        input_ids=tensor([*tokens], torch.int64)[None],
+        position_ids=tensor([np.arange(length) for length in lengths], torch.int64)[None],
+        lengths=tuple(lengths),
+        positions=tensor([s.positions + start for s, start in zip(sequences, starts, strict=False)], torch.int64),
+        targets=tensor([s.targets for s in sequences], torch.int64),
+        behavior_logprobs=tensor([s.behavior_logprobs for s in sequences], torch.float32),
+        advantages=tensor(per_token([s.advantage for s in sequences]), torch.float32),
+        weights=tensor(per_token(weights), torch.float32),
+        sequence_ids=tensor(per_token(range(len(sequences))), torch.int64),
+        num_sequences=len(sequences),
+    )
+
+
+def _reward(response: Response, config: AlgorithmConfig) -> float:
+    if response.outcome is None:
+        raise ValueError(
+            f"response {response.prompt_index}/{response.sample_index} reached the trainer without a verdict:"
+            " wire a reward executor between generator and trainer"
+        )
+    if isinstance(response.outcome, Failure):
+        return float("nan")
+    return response.outcome.value - overlong_penalty(len(response.tokens), config)
+
+
+def _sequence(group: Group, response: Response, advantage: float) -> TrainingSequence:
+    trained = np.flatnonzero(response.loss_mask)
+    num_prompt = len(group.prompt.tokens)
+    where = f"response {response.prompt_index}/{response.sample_index}"
+    if num_prompt == 0:
+        raise ValueError(f"{where}: its prompt is empty, so nothing predicts its first token")
+    behavior = response.behavior_logprobs[trained]
+    if not np.isfinite(behavior).all():
+        raise ValueError(f"{where}: a trained token has a behaviour log-prob that is not finite")
+    tokens = np.concatenate([group.prompt.tokens, response.tokens]).astype(np.int64)
+    positions = num_prompt + trained - 1
+    return TrainingSequence(
+        tokens=tokens[: positions[-1] + 1],
+        positions=positions.astype(np.int64),
+        targets=tokens[positions + 1],
+        behavior_logprobs=behavior.astype(np.float32),
+        policy_versions=response.policy_versions[trained].astype(np.int64),
+        advantage=advantage,
+    )

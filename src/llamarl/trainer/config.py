@@ -1,0 +1,102 @@
+"""How the trainer computes and how it updates. No torch here: the command line reads this file alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from llamarl.strict import STRICT
+
+__all__ = ["OptimizerConfig", "TrainerConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainerConfig:
+    """Devices, precision and memory of the trainer. None of it changes the result beyond rounding."""
+
+    fsdp: int = 1
+    """Ranks over which parameters, gradients and moments are sharded and the batch is split (FSDP2), >= 1."""
+
+    tp: int = 1
+    """Ranks over which each matrix product is split (tensor parallelism, the model's own plan), >= 1.
+    The trainer runs ``fsdp * tp`` processes."""
+
+    threads: int = 0
+    """CPU threads of each trainer process; 0 divides the machine's cores. Bits depend on it, so a run records it."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"cpu", "cuda", or "auto" for CUDA where there is one."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of forward and backward. Master weights, gradients between micro-batches, and moments are float32."""
+
+    max_tokens_per_microbatch: int = 4096
+    """Tokens (prompt and response) that one forward pass packs, >= 1. Bounds activation memory; a single longer
+    response is computed alone."""
+
+    logprob_chunk_tokens: int = 512
+    """Tokens whose logits exist at once, >= 1: peak memory of the output layer is this many rows of the vocabulary."""
+
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """``full`` keeps only each layer's input and recomputes the layer in the backward pass; ``selective`` does so for
+    every second layer; ``none`` keeps everything."""
+
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 does not clip."""
+
+    max_skipped_steps: int = 3
+    """Non-finite gradients in a row that are skipped, >= 0; one more stops the run."""
+
+    export_dtype: Literal["source", "float32", "bfloat16"] = "source"
+    """Precision of the exported Hugging Face folder; ``source`` is the one that the initial model was stored in."""
+
+    def __post_init__(self) -> None:
+        for name in ("fsdp", "tp", "max_tokens_per_microbatch", "logprob_chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("threads", "max_grad_norm", "max_skipped_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimizerConfig:
+    """AdamW and its learning rate. The rate is a function of the tick alone, so skips and resumes keep it exact."""
+
+    lr: float = 1e-6
+    """Peak learning rate, > 0."""
+
+    beta1: float = 0.9
+    """Decay of the first moment, in [0, 1)."""
+
+    beta2: float = 0.95
+    """Decay of the second moment, in [0, 1)."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment, > 0."""
+
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices, >= 0; vectors (norms, biases) never decay."""
+
+    warmup_ticks: int = 0
+    """Ticks over which the rate rises linearly to ``lr``, >= 0."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio * lr`` at the run's last tick."""
+
+    min_lr_ratio: float = 0.0
+    """Final rate over ``lr``, in [0, 1], for ``linear`` and ``cosine``."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        for name in ("weight_decay", "warmup_ticks"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")

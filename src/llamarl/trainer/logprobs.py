@@ -1,0 +1,154 @@
+"""Log-probs and entropy of chosen tokens straight from hidden states; [tokens, vocabulary] never exists whole.
+
+    hidden [T, H] ──chunk of C──▶ logits [C, V] ──▶ log-prob [C], entropy [C]; logits dropped
+    backward: logits of the same chunk again ──▶ their gradient ──▶ gradients of hidden and weight; dropped
+
+Peak memory of the output layer is two [C, V] buffers, forward and backward, for one more product with the weight.
+The distribution is the one sampled from: logits pass through the model's own scaling and soft cap, then the temperature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+__all__ = ["LogitTransform", "token_logprobs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitTransform:
+    """What lies between the output layer's product x and the logits: softcap * tanh(scale * x / softcap) / temperature."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature must be > 0 to train, got {self.temperature}: a greedy choice has no log-probability"
+            )
+
+    @classmethod
+    def of_model(cls, config: PretrainedConfig, temperature: float) -> LogitTransform:
+        """As the architecture does it: Gemma's ``final_logit_softcapping``, Granite's and Cohere's scales."""
+        text = config.get_text_config()
+        scale = 1.0
+        if getattr(text, "logits_scaling", None):
+            scale = 1.0 / text.logits_scaling
+        if getattr(text, "logit_scale", None):
+            scale = text.logit_scale
+        return cls(scale=scale, softcap=getattr(text, "final_logit_softcapping", None), temperature=temperature)
+
+    def forward_(self, x: Tensor) -> Tensor:
+        """x -> logits, in place."""
+        if self.softcap is None:
+            factor = self.scale / self.temperature
+            return x.mul_(factor) if factor != 1.0 else x
+        return x.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+
+    def backward_(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """Gradient by logits -> gradient by x, in place; destroys ``logits``."""
+        if self.softcap is None:
+            factor = self.scale / self.temperature
+            return grad.mul_(factor) if factor != 1.0 else grad
+        slope = logits.mul_(self.temperature / self.softcap).square_().neg_().add_(1.0)
+        return grad.mul_(slope).mul_(self.scale / self.temperature)
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    transform: LogitTransform,
+    *,
+    chunk_tokens: int,
+    entropy_needs_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy of its distribution, nats.
+
+    Args:
+        hidden: Last hidden states at the predicting positions, [T, H].
+        weight: Output layer, [V, H].
+        bias: [V] or None.
+        targets: Predicted tokens, [T] int64.
+        chunk_tokens: Rows of logits that exist at once, >= 1. Changes memory, and the result by rounding only.
+        entropy_needs_grad: Whether gradient flows through the entropy; costs one more [C, V] buffer.
+
+    Returns:
+        (log-probs [T], entropy [T]) in float32, or float64 for float64 inputs.
+    """
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, transform, chunk_tokens, entropy_needs_grad)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: LogitTransform,
+        chunk_tokens: int,
+        entropy_needs_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs = hidden.new_empty(len(targets), dtype=dtype)
+        logsumexp = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs)
+        for rows in _chunks(len(targets), chunk_tokens):
+            logits = transform.forward_(F.linear(hidden[rows], weight, bias).to(dtype))
+            peak = logits.amax(dim=-1, keepdim=True)
+            probs = torch.sub(logits, peak).exp_()
+            total = probs.sum(dim=-1)
+            logsumexp[rows] = peak.squeeze(-1) + total.log()
+            logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - logsumexp[rows]
+            entropy[rows] = logsumexp[rows] - torch.linalg.vecdot(probs, logits) / total
+            del logits, probs  # before the next chunk's are made
+        ctx.save_for_backward(hidden, weight, bias, targets, logsumexp, entropy)
+        ctx.transform, ctx.chunk_tokens, ctx.entropy_needs_grad = transform, chunk_tokens, entropy_needs_grad
+        if not entropy_needs_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, logsumexp, entropy = ctx.saved_tensors
+        dtype = logsumexp.dtype
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=dtype)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
+        for rows in _chunks(len(targets), ctx.chunk_tokens):
+            logits = ctx.transform.forward_(F.linear(hidden[rows], weight, bias).to(dtype))
+            log_probs = torch.sub(logits, logsumexp[rows, None])
+            if ctx.entropy_needs_grad:  # d entropy / d logit = -p * (log p + entropy)
+                coefficient = (log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None])
+                grad = log_probs.exp_().mul_(coefficient.add_(grad_logprobs[rows, None])).neg_()
+                del coefficient
+            else:
+                grad = log_probs.exp_().mul_(-grad_logprobs[rows, None])
+            grad.scatter_add_(-1, targets[rows, None], grad_logprobs[rows, None].to(dtype))
+            grad = ctx.transform.backward_(grad, logits)
+            del logits, log_probs
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0)
+            grad = grad.to(hidden.dtype)
+            torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad_weight.dtype == hidden.dtype:
+                grad_weight.addmm_(grad.T, hidden[rows])
+            else:
+                grad_weight += grad.T @ hidden[rows]
+            del grad
+        bias_out = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), bias_out, None, None, None, None
+
+
+def _chunks(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]

@@ -1,0 +1,173 @@
+"""AdamW on this rank's float32 master weights; the learning rate as a function of the tick.
+
+    compute parameter (dtype of forward) ──gradient, float32──▶ master [local part] ──AdamW──▶ copied back
+
+AdamW is elementwise, so it works on local parts alone and knows nothing of meshes. Where the compute dtype is float32 the
+master *is* the parameter's storage. Otherwise a hook adds each micro-batch's gradient to the master's in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from llamarl.models.parallel import ParallelLayout, local_tensor
+from llamarl.trainer.config import OptimizerConfig
+
+__all__ = ["MasterWeights", "learning_rate"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate(config: OptimizerConfig, tick: int, num_ticks: int | None) -> float:
+    """Learning rate of the optimizer step at ``tick`` (0-based).
+
+    Warm-up: tick w of W takes (w + 1) / (W + 1) of the peak, so that the first step already moves. Then constant, or
+    down to ``min_lr_ratio`` of the peak at tick ``num_ticks - 1``.
+
+    Raises:
+        ValueError: The schedule falls but the run has no known end.
+    """
+    if tick < config.warmup_ticks:
+        return config.lr * (tick + 1) / (config.warmup_ticks + 1)
+    if config.schedule == "constant":
+        return config.lr
+    if num_ticks is None:
+        raise ValueError(f"optimizer.schedule {config.schedule!r} needs the number of ticks of the run")
+    falling = max(1, num_ticks - 1 - config.warmup_ticks)
+    progress = min(1.0, (tick - config.warmup_ticks) / falling)
+    shape = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
+
+
+class MasterWeights:
+    """This rank's float32 weights and AdamW moments, and the way from gradients to the next version."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        layout: ParallelLayout,
+        *,
+        tensor_parallel_cuts: Mapping[str, int],
+        initial: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            parameters: What the model computes with, by name; any dtype.
+            initial: Float32 values of ``parameters`` before they were rounded, if they were.
+        """
+        self.parameters = dict(parameters)
+        self.layout = layout
+        self._cuts = tensor_parallel_cuts
+        self.tensors: dict[str, nn.Parameter] = {}
+        """Name -> this rank's part of the master weight, float32."""
+        for name, parameter in self.parameters.items():
+            local = local_tensor(parameter.detach())
+            if local.dtype != torch.float32:
+                assert initial is not None, "rounded parameters need their float32 originals"
+                local = initial[name].to(torch.float32).clone()
+                parameter.register_post_accumulate_grad_hook(self._accumulator(name))
+            self.tensors[name] = nn.Parameter(local)
+        matrices = [t for t in self.tensors.values() if t.ndim >= 2]
+        vectors = [t for t in self.tensors.values() if t.ndim < 2]
+        self.adamw = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+
+    def collect_gradients(self) -> None:
+        """Take the gradients over from the compute parameters; call once, after the last backward pass."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.tensors[name].grad = local_tensor(parameter.grad)
+                parameter.grad = None
+            if self.tensors[name].grad is None:  # a rank beside whose rows nothing happened
+                self.tensors[name].grad = torch.zeros_like(self.tensors[name])
+
+    def gradient_norm(self) -> Tensor:
+        """Global 2-norm over all ranks, a scalar on the device; each element counted once."""
+        whole: list[Tensor] = []
+        cut: list[Tensor] = []
+        for name, tensor in self.tensors.items():
+            assert tensor.grad is not None
+            (cut if name in self._cuts else whole).append(torch.linalg.vector_norm(tensor.grad))
+        device = next(iter(self.tensors.values())).device
+        zero = torch.zeros((), device=device)
+        squares = torch.stack([_sum_of_squares(whole, zero), _sum_of_squares(cut, zero)])
+        if self.layout.tp > 1:
+            dist.all_reduce(squares[1:], group=self.layout.group("tp"))
+        return self.layout.sum_over_data(squares.sum()).sqrt()
+
+    def scale_gradients(self, factor: float) -> None:
+        for tensor in self.tensors.values():
+            assert tensor.grad is not None
+            tensor.grad.mul_(factor)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One AdamW update with the collected gradients, then the compute parameters follow."""
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self.copy_to_parameters()
+
+    @torch.no_grad()
+    def copy_to_parameters(self) -> None:
+        """Round the masters into the compute parameters; nothing to do where they share storage."""
+        for name, parameter in self.parameters.items():
+            local = local_tensor(parameter.detach())
+            if local.dtype != torch.float32:
+                local.copy_(self.tensors[name])
+
+    def drop_gradients(self) -> None:
+        self.adamw.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that the next step depends on: ``weight/NAME``, and once stepped the moments and step counts."""
+        state: dict[str, Tensor] = {f"weight/{name}": t.detach() for name, t in self.tensors.items()}
+        for name, tensor in self.tensors.items():
+            for key, value in self.adamw.state.get(tensor, {}).items():
+                state[f"{key}/{name}"] = value
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what ``state`` gave.
+
+        Raises:
+            KeyError: A weight is missing.
+            ValueError: A tensor has another shape than this rank's part.
+        """
+        for name, tensor in self.tensors.items():
+            weight = state[f"weight/{name}"]
+            if weight.shape != tensor.shape:
+                raise ValueError(f"{name} has shape {tuple(weight.shape)}, this rank holds {tuple(tensor.shape)}")
+            tensor.copy_(weight)
+            if f"step/{name}" in state:
+                moments = {key: state[f"{key}/{name}"].to(tensor.device).clone() for key in _MOMENTS}
+                self.adamw.state[tensor] = {"step": state[f"step/{name}"].to(tensor.device).clone(), **moments}
+            else:
+                self.adamw.state.pop(tensor, None)
+        self.copy_to_parameters()
+
+    def _accumulator(self, name: str):  # type: ignore[no-untyped-def]
+        def accumulate(parameter: Tensor) -> None:
+            master, grad = self.tensors[name], local_tensor(parameter.grad)  # type: ignore[arg-type]
+            master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
+            parameter.grad = None
+
+        return accumulate
+
+
+def _sum_of_squares(norms: list[Tensor], zero: Tensor) -> Tensor:
+    return torch.stack(norms).square().sum() if norms else zero

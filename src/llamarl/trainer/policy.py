@@ -1,0 +1,100 @@
+"""The policy as the trainer computes it: packed tokens in, log-prob and entropy of the trained tokens out.
+
+    Microbatch ──decoder, sequences kept apart──▶ hidden [N, H] ──predicting positions──▶ [T, H] ──▶ log-probs, entropy [T]
+
+One module around decoder and output layer, so that FSDP2 gathers the output layer's weight for the product that this
+file makes of it, and [tokens, vocabulary] never exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from llamarl.errors import ModelError
+from llamarl.models.attention import PackedSequences
+from llamarl.trainer.batch import Microbatch
+from llamarl.trainer.logprobs import LogitTransform, token_logprobs
+
+__all__ = ["Policy", "check_output_layer"]
+
+
+class Policy(nn.Module):
+    """A causal language model that answers with log-probs."""
+
+    def __init__(
+        self, model: PreTrainedModel, transform: LogitTransform, *, chunk_tokens: int, entropy_needs_grad: bool
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.transform = transform
+        self.chunk_tokens = chunk_tokens
+        self.entropy_needs_grad = entropy_needs_grad
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's layers, first to last."""
+        return list(self.model.base_model.layers)  # type: ignore[arg-type]  # a ModuleList in every decoder
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters by their Hugging Face names, tied ones once."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def forward(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of each trained token of the micro-batch, nats, [T] each."""
+        ends = [0]
+        for length in batch.lengths:
+            ends.append(ends[-1] + length)
+        hidden = self.model.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            packed_sequences=PackedSequences.of(ends),
+        ).last_hidden_state[0]
+        head = self.model.get_output_embeddings()
+        return token_logprobs(
+            hidden.index_select(0, batch.positions),
+            head.weight,
+            getattr(head, "bias", None),
+            batch.targets,
+            self.transform,
+            chunk_tokens=self.chunk_tokens,
+            entropy_needs_grad=self.entropy_needs_grad,
+        )
+
+    def checkpoint_activations(self, every: int) -> None:
+        """Recompute every ``every``-th layer in the backward pass instead of keeping its activations."""
+        for layer in self.layers[::every]:
+            original = layer.forward
+
+            def forward(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+                return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+            layer.forward = forward  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def check_output_layer(model: PreTrainedModel, transform: LogitTransform) -> None:
+    """Prove on a few tokens that ``transform`` is all that the architecture does after its output layer.
+
+    Raises:
+        ModelError: The model's own logits differ, so its log-probs would be wrong.
+    """
+    device = model.device
+    packed = PackedSequences.of([0, 3])
+    ids = torch.arange(3, device=device)[None] % model.config.get_text_config().vocab_size
+    inputs = {"input_ids": ids, "position_ids": packed.position_ids(device), "use_cache": False}
+    hidden = model.base_model(**inputs, packed_sequences=packed).last_hidden_state
+    head = model.get_output_embeddings()
+    ours = transform.forward_(nn.functional.linear(hidden, head.weight, getattr(head, "bias", None)).float())
+    theirs = model(**inputs, packed_sequences=packed).logits.float() / transform.temperature
+    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
+        raise ModelError(
+            f"{type(model).__name__} changes its logits in a way that the trainer does not know"
+            f" (largest difference {(ours - theirs).abs().max():.3g}): this architecture cannot be trained"
+        )

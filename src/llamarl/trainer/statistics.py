@@ -1,0 +1,82 @@
+"""What one step knew about itself: counts fixed before the first forward pass, sums that micro-batches add to.
+
+Sums stay on the device and are read once, after the optimizer has been given its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.algorithms.diagnostics import MAXIMA
+from llamarl.models.parallel import ParallelLayout
+from llamarl.trainer.batch import TrainingSequence
+
+__all__ = ["StepStatistics"]
+
+_NOT_AVERAGED = ("loss/policy",)
+"""Sums that already carry the step's weights."""
+
+
+class StepStatistics:
+    """Counts and sums of one optimizer step over all data-parallel ranks."""
+
+    def __init__(
+        self,
+        sequences: Sequence[TrainingSequence],
+        policy_version: int,
+        layout: ParallelLayout,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            sequences: This rank's.
+            policy_version: The trainer's at consumption; staleness is this minus a token's own version.
+        """
+        self._layout = layout
+        self._sums: dict[str, Tensor] = {}
+        staleness = np.concatenate([policy_version - s.policy_versions for s in sequences] or [np.zeros(0, np.int64)])
+        counts = [len(staleness), len(sequences), int(staleness.sum()), sum(len(s.tokens) for s in sequences)]
+        totals = layout.sum_over_data(torch.tensor(counts, dtype=torch.int64, device=device)).tolist()
+        self.num_tokens: int = totals[0]
+        """Trained tokens."""
+        self.num_sequences: int = totals[1]
+        """Responses with at least one trained token."""
+        self._sum_staleness: int = totals[2]
+        self._num_computed: int = totals[3]
+        oldest = torch.tensor(int(staleness.max(initial=0)), device=device)
+        self._max_staleness = int(layout.max_over_data(oldest).item())
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add one micro-batch's sums (and maxima)."""
+        for key, value in values.items():
+            if key not in self._sums:
+                self._sums[key] = value.clone()
+            elif key in MAXIMA:
+                torch.maximum(self._sums[key], value, out=self._sums[key])
+            else:
+                self._sums[key] += value
+
+    def metrics(self) -> dict[str, float]:
+        """Means over trained tokens; 0 where nothing was trained. One host sync."""
+        result = {
+            "staleness/mean": self._sum_staleness / max(1, self.num_tokens),
+            "staleness/max": float(self._max_staleness),
+            "tokens/trained": float(self.num_tokens),
+            "tokens/computed": float(self._num_computed),
+            "samples/trained": float(self.num_sequences),
+        }
+        sums = {key: 0.0 for key in ("ratio/mean", "ratio/max", "ratio/clipped_fraction", "mismatch/kl", "loss/policy")}
+        sums["entropy"] = 0.0
+        adding = sorted(key for key in self._sums if key not in MAXIMA)
+        largest = sorted(key for key in self._sums if key in MAXIMA)
+        if adding:
+            added = self._layout.sum_over_data(torch.stack([self._sums[key].double() for key in adding])).tolist()
+            for key, value in zip(adding, added, strict=True):
+                sums[key] = value if key in _NOT_AVERAGED else value / self.num_tokens
+            maxima = self._layout.max_over_data(torch.stack([self._sums[key].double() for key in largest])).tolist()
+            sums.update(zip(largest, maxima, strict=True))
+        return {**result, **sums}

@@ -1,0 +1,284 @@
+"""The trainer: one optimizer step a tick, the same for every algorithm.
+
+    scored groups ─▶ sequences ─▶ micro-batches ─▶ log-probs ─▶ loss(tokens) · weights ─▶ backward
+                                                                            └─ all micro-batches, all ranks ─▶ AdamW
+
+Every token's weight in the step's mean is fixed before the first forward pass, from counts over the whole step and all
+ranks. So parts simply add up: any split over micro-batches and ranks gives the same gradient, to rounding.
+
+Version v is the weights after v ticks, whatever happened in them. A tick with a non-finite gradient or without a trained
+token leaves weights and moments as they were, and still makes a version, so schedules and staleness stay exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.algorithms.base import TokenBatch
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.algorithms.diagnostics import token_statistics
+from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
+from llamarl.algorithms.masking import ratio_keep_mask
+from llamarl.algorithms.registry import LOSSES
+from llamarl.errors import CheckpointError, TrainingDiverged
+from llamarl.models.loading import load_model
+from llamarl.models.parallel import (
+    ParameterShard,
+    apply_fully_shard,
+    apply_tensor_parallel,
+    gather_parameters,
+    local_tensor,
+    make_layout,
+    parameter_shards,
+)
+from llamarl.trainer.batch import Microbatch, TrainingSequence, make_microbatch, make_sequences, token_weight
+from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.logprobs import LogitTransform
+from llamarl.trainer.optimizer import MasterWeights, learning_rate
+from llamarl.trainer.packing import pack
+from llamarl.trainer.policy import Policy, check_output_layer
+from llamarl.trainer.statistics import StepStatistics
+from llamarl.trainer.storage import export_folder, load_snapshot, save_snapshot, source_dtype
+from llamarl.types import Group
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Owns the policy and its optimizer on one rank of the (fsdp, tp) mesh."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: TrainerConfig,
+        optimizer: OptimizerConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        temperature: float,
+        seed: int = 0,
+        device: str = "cpu",
+        num_ticks: int | None = None,
+    ) -> None:
+        """
+        Args:
+            model_path: Hugging Face folder of version 0.
+            temperature: The generator's: log-probs are of the distribution sampled from.
+            seed: Of what the trainer draws at random; today nothing is drawn.
+            device: ``cpu`` or ``cuda``.
+            num_ticks: Length of the run, for schedules that fall.
+
+        Raises:
+            ModelError: The model cannot be trained, or not with this ``tp``.
+            ValueError: ``fsdp * tp`` ranks are not there, or ``temperature`` is 0.
+        """
+        self.config, self.optimizer_config, self.algorithm = config, optimizer, algorithm
+        self.model_path, self.device, self.num_ticks = model_path, torch.device(device), num_ticks
+        self.seed = seed
+        self.policy_version = 0
+        self.num_skipped_in_a_row = 0
+        self.loss = LOSSES[algorithm.name]
+        self.layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
+        learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
+        self.policy, cuts, initial = self._build(temperature)
+        self.weights = MasterWeights(
+            self.policy.parameters_by_name(), optimizer, self.layout, tensor_parallel_cuts=cuts, initial=initial
+        )
+        self._shards = parameter_shards(self.policy.parameters_by_name(), cuts, self.layout, "float32")
+        self.reference = self._build(temperature)[0].requires_grad_(False) if algorithm.kl_coef > 0 else None
+
+    def train(self, groups: Sequence[Group], tick: int) -> dict[str, float]:
+        """One optimizer step: version ``tick`` -> version ``tick + 1``.
+
+        Args:
+            groups: This data-parallel rank's scored groups; tensor-parallel peers get the same ones.
+
+        Returns:
+            Metrics of the step over all ranks; docs/trainer.md explains each.
+
+        Raises:
+            ValueError: The tick is not the next one, or a response was never judged.
+            TrainingDiverged: More than ``max_skipped_steps`` non-finite gradients in a row.
+        """
+        if tick != self.policy_version:
+            raise ValueError(f"the trainer holds version {self.policy_version}, so its next tick is that, got {tick}")
+        sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
+        statistics = StepStatistics(sequences, self.policy_version, self.layout, self.device)
+        lr = learning_rate(self.optimizer_config, tick, self.num_ticks)
+        grad_norm, stepped = 0.0, False
+        if statistics.num_tokens:
+            for microbatch in self._microbatches(sequences, statistics):
+                self._forward_backward(microbatch, statistics)
+            self.weights.collect_gradients()
+            norm = self.weights.gradient_norm()
+            grad_norm = norm.item()  # the step's host sync: everything was queued before it
+            if stepped := math.isfinite(grad_norm):
+                if 0 < self.config.max_grad_norm < grad_norm:
+                    self.weights.scale_gradients(self.config.max_grad_norm / grad_norm)
+                self.weights.step(lr)
+            self.weights.drop_gradients()
+        self.policy_version += 1
+        self._count_skips(skipped=bool(statistics.num_tokens) and not stepped, tick=tick)
+        return {
+            **statistics.metrics(),
+            "policy_version": float(self.policy_version),
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "step/skipped": float(bool(statistics.num_tokens) and not stepped),
+            "step/empty": float(not statistics.num_tokens),
+        }
+
+    def _forward_backward(self, microbatch: Microbatch, statistics: StepStatistics) -> None:
+        """Add one micro-batch's share to the gradients and to the statistics."""
+        policy_logprobs, entropy = self.policy(microbatch)
+        mask = torch.ones_like(microbatch.targets, dtype=torch.bool)
+        batch = TokenBatch(
+            policy_logprobs=policy_logprobs,
+            behavior_logprobs=microbatch.behavior_logprobs,
+            advantages=microbatch.advantages,
+            loss_mask=mask,
+            sequence_ids=microbatch.sequence_ids,
+            num_sequences=microbatch.num_sequences,
+        )
+        terms = self.loss(batch, self.algorithm)
+        losses, sums = terms.losses, {}
+        if self.algorithm.ratio_mask != "none":
+            keep = ratio_keep_mask(batch, self.algorithm)
+            losses = torch.where(keep, losses, 0.0)
+            sums["ratio/masked_fraction"] = (mask & ~keep).sum().to(losses.dtype)
+        sums["loss/policy"] = (losses.detach() * microbatch.weights).sum()
+        if self.algorithm.entropy_coef:
+            losses = losses - self.algorithm.entropy_coef * entropy
+        if self.reference is not None:
+            kl = self._reference_kl(policy_logprobs, microbatch)
+            losses = losses + self.algorithm.kl_coef * kl
+            sums["kl/reference"] = kl.detach().sum()
+        (losses * microbatch.weights).sum().backward()
+        statistics.add(
+            {**sums, **token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, mask, terms.clipped)}
+        )
+
+    def _reference_kl(self, policy_logprobs: Tensor, microbatch: Microbatch) -> Tensor:
+        assert self.reference is not None
+        with torch.no_grad():
+            reference_logprobs, _ = self.reference(microbatch)
+        return KL_ESTIMATORS[self.algorithm.kl_estimator](reference_logprobs - policy_logprobs)
+
+    def _microbatches(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> list[Microbatch]:
+        """Packed and weighted; the same number on every rank, because gathering weights takes all of them."""
+        lengths = [len(s.tokens) for s in sequences]
+        packing = pack(lengths, self.config.max_tokens_per_microbatch)
+        count = self.layout.max_over_data(torch.tensor(len(packing), device=self.device)).item()
+        if len(packing) < count:
+            packing = pack(lengths, self.config.max_tokens_per_microbatch, min_microbatches=int(count))
+        weights = [
+            token_weight(
+                self.algorithm,
+                num_own_tokens=len(s.targets),
+                num_tokens=statistics.num_tokens,
+                num_sequences=statistics.num_sequences,
+            )
+            for s in sequences
+        ]
+        return [
+            make_microbatch([sequences[i] for i in items], [weights[i] for i in items], self.device)
+            for items in packing
+        ]
+
+    def _sum_over_data(self, values: np.ndarray) -> np.ndarray:
+        if self.layout.fsdp == 1:
+            return values
+        return self.layout.sum_over_data(torch.from_numpy(values).to(self.device)).cpu().numpy()
+
+    def _count_skips(self, *, skipped: bool, tick: int) -> None:
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
+        if self.num_skipped_in_a_row > self.config.max_skipped_steps:
+            raise TrainingDiverged(
+                f"trainer: tick {tick}: {self.num_skipped_in_a_row} non-finite gradients in a row"
+                f" (trainer.max_skipped_steps = {self.config.max_skipped_steps}); weights are those before the first"
+                " of them: lower optimizer.lr or algorithm.rho, or look at the rewards of these ticks"
+            )
+
+    def parameters_for_sync(self) -> dict[str, Tensor]:
+        """This rank's part of every parameter by its Hugging Face name, tied ones once; live float32 tensors."""
+        return {name: tensor.detach() for name, tensor in self.weights.tensors.items()}
+
+    def sync_layout(self) -> dict[str, ParameterShard]:
+        """Global shape, dtype and this rank's slice of every parameter of ``parameters_for_sync``."""
+        return dict(self._shards)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's state into an existing folder; ``load`` continues from it with the same bits."""
+        values = {
+            "policy_version": self.policy_version,
+            "num_skipped_in_a_row": self.num_skipped_in_a_row,
+            "fsdp": self.layout.fsdp,
+            "tp": self.layout.tp,
+            "rank": self.layout.rank,
+        }
+        save_snapshot(Path(folder), self.weights.state(), values)
+
+    def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote on this rank of the same layout.
+
+        Raises:
+            CheckpointError: Unreadable, of another layout, or of another model.
+        """
+        tensors, values = load_snapshot(Path(folder))
+        here = {"fsdp": self.layout.fsdp, "tp": self.layout.tp, "rank": self.layout.rank}
+        saved = {key: values.get(key) for key in here}
+        if saved != here:
+            raise CheckpointError(f"trainer state in {folder} was saved by {saved}, this rank is {here}")
+        try:
+            self.weights.load_state(tensors)
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"trainer state in {folder} is of another model: {error}") from error
+        self.policy_version = values["policy_version"]
+        self.num_skipped_in_a_row = values["num_skipped_in_a_row"]
+
+    def export(self, folder: Path) -> None:
+        """Write the current version as a Hugging Face folder. All ranks call it; rank 0 writes, file by file."""
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(self.config.export_dtype)
+        whole = gather_parameters(self.parameters_for_sync(), self._shards, self.layout)
+        if self.layout.rank != 0:
+            for _ in whole:  # send this rank's parts
+                raise AssertionError("only rank 0 receives whole parameters")
+            return
+        export_folder(
+            Path(folder),
+            self.policy.model,
+            whole,
+            {name: shard.shape for name, shard in self._shards.items()},
+            source=self.model_path,
+            dtype=dtype or source_dtype(self.model_path),
+        )
+
+    def _build(self, temperature: float) -> tuple[Policy, dict[str, int], dict[str, Tensor] | None]:
+        """Load, prove the output layer, cut over the mesh; also the dimensions cut and the values before rounding."""
+        dtype = getattr(torch, self.config.dtype)
+        model = load_model(self.model_path, dtype=torch.float32, device=self.device, attention="llamarl_packed")
+        transform = LogitTransform.of_model(model.config, temperature)
+        check_output_layer(model, transform)
+        cuts = apply_tensor_parallel(model, self.layout)
+        policy = Policy(
+            model,
+            transform,
+            chunk_tokens=self.config.logprob_chunk_tokens,
+            entropy_needs_grad=self.algorithm.entropy_coef != 0,
+        )
+        if self.config.activation_checkpointing != "none":
+            policy.checkpoint_activations(every=1 if self.config.activation_checkpointing == "full" else 2)
+        if self.layout.fsdp > 1:
+            apply_fully_shard(policy, policy.layers, self.layout, dtype)
+            return policy, cuts, None
+        if dtype == torch.float32:
+            return policy, cuts, None
+        initial = {name: local_tensor(p.detach()).clone() for name, p in policy.parameters_by_name().items()}
+        for parameter in policy.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return policy, cuts, initial

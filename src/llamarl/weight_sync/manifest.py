@@ -1,0 +1,217 @@
+"""What a published version says about itself: which bytes lie where, and the checksum of every block. Pure.
+
+    Catalog   where each box of each parameter lies in a source rank's buffer; the same for every version
+    Manifest  = catalog + version + one checksum a block
+
+The buffer is a row of blocks. A block holds one run of rows of a large piece, or several small pieces, at most
+``BLOCK_BYTES`` together where rows allow it; each region in it is contiguous, so a sink reads a block in one go, proves
+it by one checksum and spreads it over its tensors. If the sink's layout is known when the catalog is made, pieces are
+cut where the sinks' boxes begin and end, so that a sink reads no byte it does not need: a column shard of the sink then
+lies as one contiguous region, whatever the source's strides were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.weight_sync.checksum import BLOCK_BYTES, digest
+from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, Piece, box_elements, dtype_bytes
+
+__all__ = ["Block", "Catalog", "Manifest", "Region", "build_catalog", "manifest_checksum"]
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One box of one parameter, contiguous in the buffer, row-major, in the wire dtype."""
+
+    parameter: str
+    box: Box
+    """Global coordinates."""
+    offset: int
+    """Bytes from the start of the buffer."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The unit of checksum, copy and second attempt."""
+
+    offset: int
+    nbytes: int
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Where everything lies in one source rank's buffer."""
+
+    rank: int
+    parameters: Mapping[str, ParameterSpec]
+    """All parameters of the hand-over, also those of which this rank holds nothing; ``dtype`` is the wire dtype."""
+    pieces: tuple[Piece, ...]
+    """What this rank publishes. The planner reads them; the local tensor is the source's own affair."""
+    blocks: tuple[Block, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.blocks[-1].offset + self.blocks[-1].nbytes if self.blocks else 0
+
+    def to_bytes(self) -> bytes:
+        names = {name: index for index, name in enumerate(self.parameters)}
+        value = {
+            "rank": self.rank,
+            "parameters": [[name, list(spec.shape), spec.dtype] for name, spec in self.parameters.items()],
+            "pieces": [[names[p.parameter], p.box, p.tensor, p.origin] for p in self.pieces],
+            "blocks": [
+                [b.offset, b.nbytes, [[names[r.parameter], r.box, r.offset, r.nbytes] for r in b.regions]]
+                for b in self.blocks
+            ],
+        }
+        return json.dumps(value, separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Catalog:
+        value = json.loads(data)
+        parameters = {name: ParameterSpec(tuple(shape), dtype) for name, shape, dtype in value["parameters"]}
+        names = list(parameters)
+        return Catalog(
+            rank=value["rank"],
+            parameters=parameters,
+            pieces=tuple(Piece(names[i], _box(box), tensor, tuple(o)) for i, box, tensor, o in value["pieces"]),
+            blocks=tuple(
+                Block(offset, size, tuple(Region(names[i], _box(box), o, n) for i, box, o, n in regions))
+                for offset, size, regions in value["blocks"]
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One version of one source rank, with the proof of its bytes."""
+
+    version: int
+    catalog: Catalog
+    checksums: npt.NDArray[np.uint64]
+    """[num_blocks] XXH3 of each block, in order."""
+
+
+def manifest_checksum(version: int, catalog_checksum: int, checksums: npt.NDArray[np.uint64]) -> int:
+    """One number over everything a manifest says; it travels in the handle, apart from the buffer."""
+    return digest(version.to_bytes(8, "little") + catalog_checksum.to_bytes(8, "little") + checksums.tobytes())
+
+
+def build_catalog(
+    layout: Layout,
+    rank: int,
+    *,
+    wire_dtypes: Mapping[str, str] | None = None,
+    sink: Layout | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> Catalog:
+    """Lay out the buffer of source ``rank``.
+
+    Args:
+        wire_dtypes: Parameter -> dtype in which it travels; absent: its own.
+        sink: The sinks' layout if known; pieces are then cut at the sinks' bounds.
+    """
+    wire_dtypes = wire_dtypes or {}
+    parameters = {
+        name: ParameterSpec(spec.shape, wire_dtypes.get(name, spec.dtype)) for name, spec in layout.parameters.items()
+    }
+    pieces = tuple({(p.parameter, p.box): p for p in reversed(layout.pieces[rank])}.values())[::-1]
+    cuts = _sink_bounds(sink) if sink is not None else {}
+    packer = _Packer(block_bytes)
+    for piece in pieces:
+        itemsize = dtype_bytes(parameters[piece.parameter].dtype)
+        for cell in _cells(piece.box, cuts.get(piece.parameter)):
+            packer.align()
+            for box in _runs(cell, max(1, block_bytes // itemsize)):
+                packer.add(piece.parameter, box, box_elements(box) * itemsize)
+    return Catalog(rank, parameters, pieces, packer.finish())
+
+
+class _Packer:
+    """Puts regions one after another into blocks of at most ``block_bytes``."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._blocks: list[Block] = []
+        self._regions: list[Region] = []
+        self._start = self._end = 0
+
+    def align(self) -> None:
+        """Start the next region on a cache line. Runs of one cell follow without a gap, so that a cell can be mapped."""
+        self._end = _aligned(self._end)
+
+    def add(self, parameter: str, box: Box, nbytes: int) -> None:
+        if not self._regions:
+            self._start = self._end
+        elif self._end - self._start + nbytes > self._block_bytes:
+            self._cut()
+            self._start = self._end
+        self._regions.append(Region(parameter, box, self._end, nbytes))
+        self._end += nbytes
+
+    def finish(self) -> tuple[Block, ...]:
+        if self._regions:
+            self._cut()
+        return tuple(self._blocks)
+
+    def _cut(self) -> None:
+        self._blocks.append(Block(self._start, self._end - self._start, tuple(self._regions)))
+        self._regions = []
+
+
+def _sink_bounds(sink: Layout) -> dict[str, list[set[int]]]:
+    bounds: dict[str, list[set[int]]] = {}
+    for pieces in sink.pieces:
+        for piece in pieces:
+            dims = bounds.setdefault(piece.parameter, [set() for _ in piece.box])
+            for cut, edges in zip(dims, piece.box, strict=True):
+                cut.update(edges)
+    return bounds
+
+
+def _cells(box: Box, cuts: list[set[int]] | None) -> Iterator[Box]:
+    """``box`` cut by planes, in row-major order."""
+    if cuts is None or not box:
+        yield box
+        return
+    start, stop = box[0]
+    edges = [start, *sorted(c for c in cuts[0] if start < c < stop), stop]
+    for low, high in zip(edges, edges[1:], strict=False):
+        for rest in _cells(box[1:], cuts[1:]):
+            yield ((low, high), *rest)
+
+
+def _runs(box: Box, max_elements: int) -> Iterator[Box]:
+    """``box`` cut into boxes of at most ``max_elements``, each contiguous in a row-major layout of ``box``."""
+    if not box or box_elements(box) <= max_elements:
+        yield box
+        return
+    start, stop = box[0]
+    row = box_elements(box[1:])
+    if row > max_elements:
+        for index in range(start, stop):
+            for rest in _runs(box[1:], max_elements):
+                yield ((index, index + 1), *rest)
+        return
+    step = max_elements // row
+    for low in range(start, stop, step):
+        yield ((low, min(stop, low + step)), *box[1:])
+
+
+def _box(value: list[list[int]]) -> Box:
+    return tuple((a, b) for a, b in value)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

@@ -1,0 +1,186 @@
+"""A source rank's slot as a sink sees it: is it the one the handle names, how far is it written, what must its bytes be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from llamarl.errors import DeadlineExceeded, WeightSyncError
+from llamarl.weight_sync.checksum import digest
+from llamarl.weight_sync.manifest import Catalog, manifest_checksum
+from llamarl.weight_sync.slot import HEADER_BYTES, PAGE, SlotHandle, SlotHeader, SlotState, parse_header
+from llamarl.weight_sync.transports.base import RemoteBuffer
+
+__all__ = ["Clock", "RemoteSlot", "deadline_clock", "read_catalog"]
+
+_POLL_S = (20e-6, 2e-3)  # first and longest pause between two looks at a slot that is being written
+_CHECK_SOURCE_S = 0.05
+
+Clock = Callable[[str], float]
+"""Called with what is being done; seconds left, or DeadlineExceeded."""
+
+
+class RemoteSlot:
+    """One version at one source rank.
+
+    Args:
+        who: Opening of every error message: which sink, which version, which source.
+
+    Raises:
+        WeightSyncError: The slot is stale, half written by a failed source, or its manifest is not the one promised.
+    """
+
+    def __init__(self, handle: SlotHandle, remote: RemoteBuffer, catalog: Catalog, who: str, clock: Clock) -> None:
+        self.handle = handle
+        self.catalog = catalog
+        self.who = who
+        self._remote = remote
+        self._known = 0  # blocks whose checksums have been read
+        self._checksums = np.zeros(len(catalog.blocks), np.uint64)
+        header = self._header(clock)
+        if handle.manifest_checksum is not None:
+            self._take_checksums(len(catalog.blocks), clock)
+            self._prove_manifest(handle.manifest_checksum)
+        else:
+            self._take_checksums(header.progress, clock)
+
+    def read(self, offset: int, into: torch.Tensor, clock: Clock) -> None:
+        """Copy bytes of the data area into ``into``, uint8."""
+        self._remote.read(self.handle.data_offset + offset, into, clock(f"reading from {self._source}"))
+
+    def view(self) -> torch.Tensor | None:
+        """The data area in place, uint8 and read-only, if the transport maps it here."""
+        mapped = self._remote.view()
+        return None if mapped is None else mapped[self.handle.data_offset :]
+
+    def checksum(self, block: int, clock: Clock) -> int:
+        """What the bytes of ``block`` must give. Waits until the source has written it."""
+        if block >= self._known:
+            self._follow(block, clock)
+        return int(self._checksums[block])
+
+    def finish(self, clock: Clock) -> None:
+        """After the last block: the slot is complete, was not overwritten meanwhile, and its manifest is whole."""
+        if self._known < len(self.catalog.blocks):
+            self._follow(len(self.catalog.blocks) - 1, clock)
+        header = self._header(clock)
+        if self.handle.manifest_checksum is None:
+            pause = _POLL_S[0]
+            while header.state != SlotState.READY:
+                time.sleep(pause)
+                pause = min(_POLL_S[1], 2 * pause)
+                header = self._header(clock)
+            self._prove_manifest(header.manifest_checksum)
+
+    def check_current(self, clock: Clock) -> None:
+        """Raise WeightSyncError if the source has begun to write another version into the slot."""
+        self._header(clock)
+
+    def refuse_block(self, index: int, attempts: int, clock: Clock) -> NoReturn:
+        """Raise WeightSyncError: ``block``'s bytes never gave its checksum. Says so if the cause is a later version."""
+        self.check_current(clock)
+        names = sorted({region.parameter for region in self.catalog.blocks[index].regions})
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise WeightSyncError(
+            f"{self.who}: {shown}: the bytes pulled {attempts} times do not match the manifest's checksum "
+            f"(block {index}); the source's memory was altered. This version is not served: resume the run"
+        )
+
+    @property
+    def _source(self) -> str:
+        return f"source rank {self.handle.source_rank}"
+
+    def _follow(self, block: int, clock: Clock) -> None:
+        pause, looked = _POLL_S[0], time.monotonic()
+        while True:
+            header = self._header(clock)
+            if header.progress > block:
+                self._take_checksums(header.progress, clock)
+                return
+            if time.monotonic() - looked > _CHECK_SOURCE_S:
+                looked = time.monotonic()
+                try:
+                    self._remote.check_source()
+                except WeightSyncError as error:
+                    raise WeightSyncError(
+                        f"{self.who}: {error}, with {header.progress} of {len(self.catalog.blocks)} blocks written; "
+                        "this version is not served: resume the run"
+                    ) from error
+            time.sleep(pause)
+            pause = min(_POLL_S[1], 2 * pause)
+            clock(f"waiting for {self._source} to write block {block} of {len(self.catalog.blocks)}")
+
+    def _take_checksums(self, up_to: int, clock: Clock) -> None:
+        up_to = min(up_to, len(self._checksums))
+        if up_to > self._known:
+            at = self.handle.checksums_offset + 8 * self._known
+            data = _read(self._remote, at, 8 * (up_to - self._known), clock(f"reading from {self._source}"))
+            self._checksums[self._known : up_to] = data.view(np.uint64)
+            self._known = up_to
+
+    def _prove_manifest(self, promised: int) -> None:
+        if manifest_checksum(self.handle.version, self.handle.catalog_checksum, self._checksums) != promised:
+            raise WeightSyncError(
+                f"{self.who}: its manifest does not match its checksum; the source's memory was altered. "
+                "This version is not served: resume the run"
+            )
+
+    def _header(self, clock: Clock) -> SlotHeader:
+        header = parse_header(_read(self._remote, 0, HEADER_BYTES, clock(f"reading from {self._source}")))
+        handle = self.handle
+        if header is None:
+            raise WeightSyncError(
+                f"{self.who}: the buffer is no weight slot; the source was restarted or its memory altered"
+            )
+        states = [SlotState.READY] if handle.manifest_checksum is not None else [SlotState.READY, SlotState.WRITING]
+        if (header.generation, header.version) == (handle.generation, handle.version) and header.state in states:
+            return header
+        expected = " or ".join(state.name.lower() for state in states)
+        raise WeightSyncError(
+            f"{self.who}: its slot {handle.slot} is {header}; expected {expected}, version {handle.version}, "
+            f"generation {handle.generation}. It was overwritten or never finished: raise the capacity of the weights "
+            "channel, or resume the run"
+        )
+
+
+def read_catalog(handle: SlotHandle, remote: RemoteBuffer, who: str, clock: Clock) -> Catalog:
+    """Where everything lies in the slot.
+
+    Raises:
+        WeightSyncError: It does not match the handle's checksum.
+        DeadlineExceeded: The clock ran out.
+    """
+    data = _read(remote, PAGE, handle.catalog_bytes, clock("reading the catalog")).tobytes()
+    if digest(data) != handle.catalog_checksum:
+        raise WeightSyncError(
+            f"{who}: its catalog does not match its checksum; the source was restarted or its memory altered. "
+            "This version is not served: resume the run"
+        )
+    return Catalog.from_bytes(data)
+
+
+def deadline_clock(deadline_s: float, who: str) -> Clock:
+    """A clock that starts now."""
+    started = time.monotonic()
+
+    def left(doing: str) -> float:
+        waited = time.monotonic() - started
+        if waited > deadline_s:
+            raise DeadlineExceeded(
+                f"{who}: {waited:.1f} s have passed ({doing}), limit {deadline_s:g} s; "
+                "raise the limit, or look at the source's process"
+            )
+        return deadline_s - waited
+
+    return left
+
+
+def _read(remote: RemoteBuffer, offset: int, nbytes: int, deadline_s: float) -> npt.NDArray[np.uint8]:
+    into = torch.empty(nbytes, dtype=torch.uint8)
+    remote.read(offset, into, deadline_s)
+    return into.numpy()

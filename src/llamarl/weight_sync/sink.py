@@ -1,0 +1,342 @@
+"""The sink rank's side of a hand-over: read manifests, plan, pull exactly the slices needed, prove them.
+
+    handles ─▶ open slots, check generation and manifest ─▶ plan (once per layout) ─▶ for each block that matters:
+        wait until it is written ─▶ bytes into my memory ─▶ does my checksum agree with the manifest's?
+            yes: cast and place        no: pull again, MAX_ATTEMPTS in all, then WeightSyncError
+
+What is checked is the copy that this process holds, not the source's bytes: a block goes into a private, cache-sized
+buffer (or, where it fits one tensor as it is, straight into that tensor) and is checksummed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from llamarl.errors import PlanError, WeightSyncError
+from llamarl.weight_sync.checksum import digest
+from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, intersect, replicated_layout, shift
+from llamarl.weight_sync.manifest import Block, Catalog
+from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping
+from llamarl.weight_sync.plan import SliceCopy, TransferPlan, plan_transfer
+from llamarl.weight_sync.remote_slot import Clock, RemoteSlot, deadline_clock, read_catalog
+from llamarl.weight_sync.slot import SlotHandle
+from llamarl.weight_sync.source import dtype_name, torch_dtype
+from llamarl.weight_sync.transports.base import RemoteBuffer, SinkTransport
+
+__all__ = ["MAX_ATTEMPTS", "Puller", "WeightVersion"]
+
+MAX_ATTEMPTS = 3
+"""How often a block whose checksum does not agree is pulled before the version is refused."""
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Part of a block that goes into one tensor."""
+
+    parameter: str
+    raw: torch.Tensor
+    """View of the scratch buffer, in the wire dtype."""
+    target: torch.Tensor
+    """View of the sink's tensor, of the same shape."""
+
+
+@dataclass(frozen=True)
+class _Pull:
+    """What to do with one block."""
+
+    source_rank: int
+    index: int
+    block: Block
+    placements: tuple[_Placement, ...]
+    direct: torch.Tensor | None
+    """uint8 view of the sink's tensor, where the block's bytes are exactly its bytes."""
+
+
+class Puller:
+    """Pulls versions for one sink rank; keeps open buffers and the compiled plan from version to version."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_sink_ranks: int,
+        transport: SinkTransport,
+        name: str = "weights",
+        allow_unused: bool = False,
+    ) -> None:
+        self.rank = rank
+        self._num_sink_ranks = num_sink_ranks
+        self._transport = transport
+        self._name = name
+        self._allow_unused = allow_unused
+        self._open: dict[tuple[int, int], tuple[object, RemoteBuffer]] = {}
+        self._catalogs: dict[tuple[int, int], Catalog] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._compiled: tuple[tuple[object, ...], list[_Pull]] | None = None
+        self._map_plan: tuple[tuple[object, ...], MapPlan] | None = None
+
+    def open(self, handles: Sequence[SlotHandle], deadline_s: float) -> WeightVersion:
+        """Open every source rank's slot and prove its manifest. Pulls no weights yet.
+
+        Raises:
+            WeightSyncError: A source is gone, its slot is stale or half written, or its manifest is not the one promised.
+        """
+        versions = {h.version for h in handles}
+        if len(versions) != 1:
+            raise WeightSyncError(f"{self._name}: source ranks offer different versions {sorted(versions)}")
+        clock = deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is opening version {min(versions)}")
+        return WeightVersion(self, [self._open_slot(handle, clock) for handle in handles])
+
+    def close(self) -> None:
+        """Unmap what was open. Idempotent."""
+        self._compiled = None
+        for _, remote in self._open.values():
+            remote.close()
+        self._open.clear()
+        self._transport.close()
+
+    def pull(
+        self,
+        slots: Sequence[RemoteSlot],
+        tensors: Mapping[str, torch.Tensor],
+        layout: Layout | None,
+        deadline_s: float,
+        *,
+        keep_plan: bool = True,
+    ) -> int:
+        """Fill ``tensors``; returns the bytes pulled. See ``WeightVersion.load_into``."""
+        version = slots[0].handle.version
+        clock = deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is loading version {version}")
+        total = self._pull_all(slots, self._compile(slots, tensors, layout, keep_plan), clock)
+        for slot in slots:
+            slot.finish(clock)
+        return total
+
+    def _pull_all(self, slots: Sequence[RemoteSlot], pulls: Sequence[_Pull], clock: Clock) -> int:
+        by_rank = {slot.handle.source_rank: slot for slot in slots}
+        for pull in pulls:
+            self._pull_block(by_rank[pull.source_rank], pull, clock)
+        return sum(pull.block.nbytes for pull in pulls)
+
+    def map(self, slots: Sequence[RemoteSlot], layout: Layout | None, deadline_s: float) -> dict[str, torch.Tensor]:
+        """Serve from the slots themselves where possible. See ``WeightVersion.map_tensors``."""
+        version = slots[0].handle.version
+        clock = deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is mapping version {version}")
+        sink = layout if layout is not None else replicated_layout(slots[0].catalog.parameters, self._num_sink_ranks)
+        catalogs = [slot.catalog for slot in slots]
+        key = (tuple(id(catalog) for catalog in catalogs), layout)
+        if self._map_plan is None or self._map_plan[0] != key:
+            copies = self._plan(catalogs, sink).to_sink(self.rank)
+            self._map_plan = (key, plan_mapping(catalogs, copies, sink.pieces[self.rank]))
+        plan = self._map_plan[1]
+        views = map_slots(slots, plan, clock)
+        if views is None:
+            raise WeightSyncError(
+                f"{self._name}: sink rank {self.rank} cannot map what lies on another host: use load_into"
+            )
+        private = {name: torch.empty(shape, dtype=torch_dtype(dtype)) for name, (shape, dtype) in plan.private.items()}
+        if private:
+            self._pull_all(slots, self._pulls(catalogs, plan.copies, private), clock)
+        for slot in slots:
+            slot.finish(clock)
+        return views | private
+
+    def _open_slot(self, handle: SlotHandle, clock: Clock) -> RemoteSlot:
+        who = (
+            f"{self._name}: sink rank {self.rank} cannot take version {handle.version} from source rank "
+            f"{handle.source_rank} (process {handle.pid}, {handle.transport})"
+        )
+        key = (handle.source_rank, handle.slot)
+        known = self._open.get(key)
+        if known is None or known[0] != handle.address:
+            if known is not None:
+                known[1].close()
+                del self._open[key]
+            try:
+                known = self._open[key] = (handle.address, self._transport.open(handle.address))
+            except WeightSyncError as error:
+                raise WeightSyncError(f"{who}: {error}") from error
+        catalog_key = (handle.source_rank, handle.catalog_checksum)
+        catalog = self._catalogs.get(catalog_key)
+        if catalog is None:
+            catalog = self._catalogs[catalog_key] = read_catalog(handle, known[1], who, clock)
+        return RemoteSlot(handle, known[1], catalog, who, clock)
+
+    def _pull_block(self, slot: RemoteSlot, pull: _Pull, clock: Clock) -> None:
+        block = pull.block
+        promised = slot.checksum(pull.index, clock)
+        mine = pull.direct if pull.direct is not None else self._scratch[: block.nbytes]
+        for _ in range(MAX_ATTEMPTS):
+            slot.read(block.offset, mine, clock)
+            if digest(mine.numpy().data) == promised:
+                for placement in pull.placements:
+                    placement.target.copy_(placement.raw)
+                return
+        slot.refuse_block(pull.index, MAX_ATTEMPTS, clock)
+
+    def _compile(
+        self, slots: Sequence[RemoteSlot], tensors: Mapping[str, torch.Tensor], layout: Layout | None, keep: bool
+    ) -> list[_Pull]:
+        local = {name: _plain(tensor) for name, tensor in tensors.items()}
+        catalogs = tuple(slot.catalog for slot in slots)
+        where = tuple((name, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device) for name, t in local.items())
+        key = (tuple(id(c) for c in catalogs), where, layout)  # self._catalogs keeps the ids
+        if self._compiled is not None and self._compiled[0] == key:
+            return self._compiled[1]
+        sink = layout if layout is not None else _whole(local, self._num_sink_ranks)
+        plan = self._plan(catalogs, sink)
+        pulls = self._pulls(catalogs, plan.to_sink(self.rank), local)
+        if keep:
+            self._compiled = (key, pulls)
+        return pulls
+
+    def _plan(self, catalogs: Sequence[Catalog], sink: Layout) -> TransferPlan:
+        if sink.num_ranks != self._num_sink_ranks:
+            raise ValueError(f"the layout counts {sink.num_ranks} sink ranks, the channel {self._num_sink_ranks}")
+        source = Layout(catalogs[0].parameters, tuple(c.pieces for c in catalogs))
+        try:
+            return plan_transfer(source, sink, allow_unused=self._allow_unused)
+        except PlanError as error:
+            raise WeightSyncError(f"{self._name}: sink rank {self.rank} cannot be served: {error}") from error
+
+    def _pulls(
+        self, catalogs: Sequence[Catalog], copies: Sequence[SliceCopy], local: Mapping[str, torch.Tensor]
+    ) -> list[_Pull]:
+        wanted: dict[tuple[int, str], list[SliceCopy]] = {}
+        for copy in copies:
+            wanted.setdefault((copy.source_rank, copy.parameter), []).append(copy)
+        largest = max((b.nbytes for c in catalogs for b in c.blocks), default=0)
+        if self._scratch.numel() < largest:
+            self._scratch = torch.empty(largest, dtype=torch.uint8)
+        pulls = []
+        for catalog in catalogs:
+            for index, block in enumerate(catalog.blocks):
+                matches = [
+                    (region.offset - block.offset, region.box, common, copy)
+                    for region in block.regions
+                    for copy in wanted.get((catalog.rank, region.parameter), ())
+                    if (common := intersect(region.box, copy.box)) is not None
+                ]
+                if matches:
+                    placements = tuple(self._place(catalog, local, *match) for match in matches)
+                    direct = _direct(block, placements)
+                    pulls.append(_Pull(catalog.rank, index, block, () if direct is not None else placements, direct))
+        return sorted(pulls, key=lambda pull: pull.index)  # in the order in which the sources write them
+
+    def _place(
+        self,
+        catalog: Catalog,
+        local: Mapping[str, torch.Tensor],
+        offset: int,
+        region: Box,
+        common: Box,
+        copy: SliceCopy,
+    ) -> _Placement:
+        spec = catalog.parameters[copy.parameter]
+        dtype = torch_dtype(spec.dtype)
+        shape = [b - a for a, b in region]
+        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        raw = self._scratch[offset : offset + nbytes].view(dtype).view(shape)
+        inside = shift(common, [a for a, _ in region], [0] * len(region))
+        there = shift(common, [a for a, _ in copy.box], [a for a, _ in copy.sink_slice])
+        tensor = local.get(copy.sink_tensor)
+        fits = tensor is not None and tensor.ndim == len(there) and all(
+            b <= size for (_, b), size in zip(there, tensor.shape, strict=True)
+        )  # fmt: skip
+        if tensor is None or not fits:
+            raise WeightSyncError(
+                f"{self._name}: sink rank {self.rank}: the layout places {copy.parameter!r} at {there} of tensor "
+                f"{copy.sink_tensor!r}, which {'has shape ' + str(tuple(tensor.shape)) if tensor is not None else 'is not there'}"
+            )
+        return _Placement(copy.parameter, raw[_slices(inside)], tensor[_slices(there)])
+
+
+class WeightVersion:
+    """One version of the weights, published and not yet pulled. Valid while its token lies on the edge."""
+
+    def __init__(self, puller: Puller, slots: list[RemoteSlot]) -> None:
+        self._puller = puller
+        self._slots = slots
+
+    @property
+    def version(self) -> int:
+        """Trainer ticks done when these weights were made."""
+        return self._slots[0].handle.version
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """Global shapes and wire dtypes of what the source sends."""
+        return self._slots[0].catalog.parameters
+
+    def load_into(
+        self, tensors: Mapping[str, torch.Tensor], layout: Layout | None = None, deadline_s: float = 600.0
+    ) -> int:
+        """Pull exactly the slices this rank holds, straight from every source rank, into its live tensors.
+
+        Returns only when all of them are in place and this rank's own checksums agree with the manifests. After an
+        exception the tensors hold a mixture of versions and must not be served.
+
+        Args:
+            tensors: This sink rank's tensors by name; written in place, cast where their dtype differs.
+            layout: All sink ranks' pieces; None: every sink rank holds every tensor whole, under the source's names.
+
+        Returns:
+            Bytes pulled.
+
+        Raises:
+            WeightSyncError: A block's checksum did not agree after MAX_ATTEMPTS pulls, a slot was overwritten, a
+                source died, or the two sides' parameters do not fit; it names parameter, source rank and version.
+            DeadlineExceeded: It took longer than ``deadline_s`` seconds.
+        """
+        with torch.no_grad():
+            return self._puller.pull(self._slots, tensors, layout, deadline_s)
+
+    def map_tensors(self, layout: Layout | None = None, deadline_s: float = 600.0) -> dict[str, torch.Tensor]:
+        """This rank's tensors without a copy: read-only views of the slots, each byte checked against the manifest.
+
+        Only on one host, in the dtype in which they travel; a tensor that is put together from several pieces is
+        copied. The views change when the slot is written again, that is when ``capacity + 1`` later versions were
+        sent (``WeightsSender``'s ring): take the next version before that, and give the channel one more slot of
+        capacity if this version serves while later ones already lie on the edge.
+
+        Raises: As ``load_into``.
+        """
+        return self._puller.map(self._slots, layout, deadline_s)
+
+    def read_all(self, deadline_s: float = 600.0) -> dict[str, torch.Tensor]:
+        """Every parameter whole, proved, in the dtype it travels in: for checkpoints of what lies on the edge."""
+        full = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in self.parameters.items()}
+        with torch.no_grad():
+            self._puller.pull(
+                self._slots, full, None, deadline_s, keep_plan=False
+            )  # the plan would keep ``full`` alive
+        return full
+
+
+def _direct(block: Block, placements: Sequence[_Placement]) -> torch.Tensor | None:
+    """The target's bytes, if the whole block is one contiguous run of one tensor in the wire dtype."""
+    if len(block.regions) != 1 or len(placements) != 1:
+        return None
+    raw, target = placements[0].raw, placements[0].target
+    same = raw.dtype == target.dtype and target.is_contiguous() and target.device.type == "cpu"
+    if not same or raw.numel() * raw.element_size() != block.nbytes:
+        return None
+    return target.reshape(-1).view(torch.uint8)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in box)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    return (to_local() if to_local is not None else tensor).detach()
+
+
+def _whole(local: Mapping[str, torch.Tensor], num_ranks: int) -> Layout:
+    specs = {name: ParameterSpec(tuple(t.shape), dtype_name(t.dtype)) for name, t in local.items()}
+    return replicated_layout(specs, num_ranks)

@@ -1,0 +1,332 @@
+"""The source rank's side of a hand-over: lay out a slot, fill it block by block, prove it, mark it ready.
+
+    publish ─▶ next slot of the ring ─▶ WRITING ─▶ copy a block (cast on the way), checksum it while it is in the cache,
+                                                    count it ─▶ ... ─▶ READY
+
+Slots are registered once and reused; publishing a version allocates nothing. With ``background=True`` the handle leaves
+at once and a thread fills the slot: sinks follow block by block, and the trainer goes on with its next forward and
+backward pass. It calls ``wait`` before it changes the tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from llamarl.errors import DeadlineExceeded, WeightSyncError
+from llamarl.weight_sync.checksum import digest
+from llamarl.weight_sync.layout import (
+    HeldShard,
+    Layout,
+    ParameterSpec,
+    Piece,
+    layout_of_rank,
+    replicated_layout,
+    shift,
+)
+from llamarl.weight_sync.manifest import Catalog, build_catalog, manifest_checksum
+from llamarl.weight_sync.slot import PAGE, SlotHandle, SlotState, Word, header_words
+from llamarl.weight_sync.transports.base import SourceBuffer, SourceTransport
+
+__all__ = ["Publisher", "dtype_name", "torch_dtype"]
+
+
+@dataclass
+class _Slot:
+    buffer: SourceBuffer
+    catalog: Catalog
+    copies: list[list[tuple[torch.Tensor, str, tuple[slice, ...]]]]
+    """By block: (view of the buffer, local tensor, slice of it)."""
+    blocks: list[memoryview]
+    """By block: its bytes."""
+    words: npt.NDArray[np.uint64]
+    """The header."""
+    checksums: npt.NDArray[np.uint64]
+    """[num_blocks], in the slot."""
+    generation: int
+
+    def close(self) -> None:
+        self.copies.clear()
+        self.blocks.clear()
+        self.words = self.checksums = np.empty(0, np.uint64)
+        self.buffer.close()
+
+
+class Publisher:
+    """Publishes versions of this rank's shards into a ring of ``num_slots`` registered buffers.
+
+    Args:
+        rank: This source rank.
+        num_slots: A version stays readable until ``num_slots`` later ones begin to be written.
+        transport: Where buffers come from.
+    """
+
+    def __init__(self, *, rank: int, num_source_ranks: int, num_slots: int, transport: SourceTransport) -> None:
+        self._rank = rank
+        self._num_source_ranks = num_source_ranks
+        self._num_slots = num_slots
+        self._transport = transport
+        self._slots: list[_Slot | None] = [None] * num_slots
+        self._catalog: Catalog | None = None
+        self._catalog_bytes = b""
+        self._catalog_checksum = 0
+        self._made_for: tuple[object, ...] | None = None
+        self._count = 0
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def catalog(self) -> Catalog | None:
+        """Of the last version published."""
+        return self._catalog
+
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        layout: Layout | Mapping[str, HeldShard] | None = None,
+        wire_dtype: torch.dtype | None = None,
+        sink_layout: Layout | None = None,
+        background: bool = False,
+        done: Callable[[], None] | None = None,
+    ) -> SlotHandle:
+        """Copy the shards into the next slot, cast on the way, and mark it ready.
+
+        Args:
+            tensors: This rank's local tensors, by the names the layout's pieces use.
+            layout: All source ranks' pieces, or this rank's shards by parameter; None: every rank holds every tensor
+                whole.
+            wire_dtype: Floating-point parameters travel in it; None: in their own dtype.
+            sink_layout: What the sinks will ask for, if known; the slot is then cut to fit.
+            background: Return at once. The tensors must not change before ``wait`` has returned or ``done`` was called.
+            done: Called when the tensors are free, also after a failure; from the copying thread if ``background``.
+
+        Raises:
+            ValueError: The tensors do not fit the layout.
+            WeightSyncError: No memory for the slots, or the copy of the version before this one failed.
+        """
+        self.wait()
+        local = {name: _plain(tensor) for name, tensor in tensors.items()}
+        self._prepare(local, layout, wire_dtype, sink_layout)
+        index = self._count % self._num_slots
+        self._count += 1
+        slot = self._slot(index)
+        slot.generation += 1
+        slot.words[Word.STATE] = SlotState.WRITING
+        slot.words[Word.GENERATION] = slot.generation
+        slot.words[Word.VERSION] = version
+        slot.words[Word.PROGRESS] = 0
+        checksum: int | None = None
+        if background:
+            self._thread = threading.Thread(
+                target=self._fill_in_background, args=(slot, local, version, done), name="weight-copy", daemon=True
+            )
+            self._thread.start()
+        else:
+            checksum = self._fill(slot, local, version)
+            if done is not None:
+                done()
+        checksums_offset, data_offset = self._offsets()
+        return SlotHandle(
+            source_rank=self._rank,
+            version=version,
+            slot=index,
+            generation=slot.generation,
+            address=slot.buffer.address,
+            transport=self._transport.name,
+            pid=os.getpid(),
+            catalog_bytes=len(self._catalog_bytes),
+            catalog_checksum=self._catalog_checksum,
+            checksums_offset=checksums_offset,
+            data_offset=data_offset,
+            manifest_checksum=checksum,
+        )
+
+    def wait(self, deadline_s: float = 600.0) -> None:
+        """Return when no tensor is being read any more.
+
+        Raises:
+            WeightSyncError: The copy failed; the message carries its cause.
+            DeadlineExceeded: It is still running after ``deadline_s`` seconds.
+        """
+        if self._thread is not None:
+            self._thread.join(deadline_s)
+            if self._thread.is_alive():
+                raise DeadlineExceeded(
+                    f"source rank {self._rank} has waited {deadline_s:g} s for its own copy of the weights into a slot; "
+                    "the machine is short of memory or cores"
+                )
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise WeightSyncError(f"source rank {self._rank}: a version could not be published: {failure}") from failure
+
+    def _fill(self, slot: _Slot, local: Mapping[str, torch.Tensor], version: int) -> int:
+        for block, copies in enumerate(slot.copies):
+            for view, name, where in copies:
+                view.copy_(local[name][where])
+            slot.checksums[block] = digest(slot.blocks[block])
+            slot.words[Word.PROGRESS] = block + 1
+        checksum = manifest_checksum(version, self._catalog_checksum, slot.checksums)
+        slot.words[Word.MANIFEST_CHECKSUM] = checksum
+        slot.words[Word.STATE] = SlotState.READY
+        return checksum
+
+    def _fill_in_background(
+        self, slot: _Slot, local: Mapping[str, torch.Tensor], version: int, done: Callable[[], None] | None
+    ) -> None:
+        try:
+            with torch.no_grad():
+                self._fill(slot, local, version)
+        except Exception as error:  # raised again by wait(), on the thread that can act on it
+            slot.words[Word.STATE] = SlotState.FAILED
+            self._failure = error
+        finally:
+            if done is not None:
+                done()
+
+    def close(self) -> None:
+        """Free the slots. Idempotent."""
+        if self._thread is not None:
+            self._thread.join(60.0)
+            self._thread = None
+        for index, slot in enumerate(self._slots):
+            if slot is not None:
+                self._slots[index] = None
+                slot.close()
+        self._transport.close()
+
+    def _slot(self, index: int) -> _Slot:
+        """The slot at ``index``, made anew if it was laid out for another catalog."""
+        slot = self._slots[index]
+        if slot is None or slot.catalog is not self._catalog:
+            generation = 0
+            if slot is not None:
+                generation = slot.generation
+                slot.close()
+            self._slots[index] = slot = self._new_slot(generation)
+        return slot
+
+    def _prepare(
+        self,
+        local: Mapping[str, torch.Tensor],
+        layout: Layout | Mapping[str, HeldShard] | None,
+        wire_dtype: torch.dtype | None,
+        sink_layout: Layout | None,
+    ) -> None:
+        signature = tuple((name, tuple(t.shape), t.dtype) for name, t in local.items())
+        made_for = (signature, layout, wire_dtype, sink_layout)
+        if made_for == self._made_for:
+            return
+        if layout is None:
+            source = _whole(local, self._num_source_ranks)
+        elif isinstance(layout, Layout):
+            source = layout
+        else:
+            source = layout_of_rank(layout, self._rank, self._num_source_ranks)
+        if source.num_ranks != self._num_source_ranks:
+            raise ValueError(f"the layout counts {source.num_ranks} source ranks, the channel {self._num_source_ranks}")
+        _check_tensors(source, self._rank, local)
+        catalog = build_catalog(source, self._rank, wire_dtypes=_wire_dtypes(source, wire_dtype), sink=sink_layout)
+        if catalog != self._catalog:
+            self._catalog = catalog
+            self._catalog_bytes = catalog.to_bytes()
+            self._catalog_checksum = digest(self._catalog_bytes)
+        self._made_for = made_for
+
+    def _offsets(self) -> tuple[int, int]:
+        assert self._catalog is not None
+        checksums = -(-(PAGE + len(self._catalog_bytes)) // 64) * 64
+        data = -(-(checksums + 8 * len(self._catalog.blocks)) // PAGE) * PAGE
+        return checksums, data
+
+    def _new_slot(self, generation: int) -> _Slot:
+        catalog = self._catalog
+        assert catalog is not None
+        checksums_offset, data_offset = self._offsets()
+        buffer = self._transport.register(data_offset + max(64, catalog.nbytes))
+        buffer.data[PAGE : PAGE + len(self._catalog_bytes)] = torch.frombuffer(
+            bytearray(self._catalog_bytes), dtype=torch.uint8
+        )
+        pieces: dict[str, list[Piece]] = {}
+        for piece in catalog.pieces:
+            pieces.setdefault(piece.parameter, []).append(piece)
+        data = buffer.data[data_offset:]
+        memory = data.numpy()
+        copies = []
+        for block in catalog.blocks:
+            views = []
+            for region in block.regions:
+                spec = catalog.parameters[region.parameter]
+                piece = next(
+                    p for p in pieces[region.parameter]
+                    if all(a <= c and d <= b for (a, b), (c, d) in zip(p.box, region.box, strict=True))
+                )  # fmt: skip
+                view = data[region.offset : region.offset + region.nbytes].view(torch_dtype(spec.dtype))
+                where = shift(region.box, [a for a, _ in piece.box], piece.origin)
+                views.append(
+                    (view.view([b - a for a, b in region.box]), piece.tensor, tuple(slice(a, b) for a, b in where))
+                )
+            copies.append(views)
+        blocks = [memory.data[b.offset : b.offset + b.nbytes] for b in catalog.blocks]
+        whole = buffer.data.numpy()
+        checksums = whole[checksums_offset : checksums_offset + 8 * len(blocks)].view(np.uint64)
+        return _Slot(buffer, catalog, copies, blocks, header_words(whole), checksums, generation)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``"float32"`` -> ``torch.float32``."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(tensor, "to_local", None)  # a DTensor hands out this rank's shard
+    return (to_local() if to_local is not None else tensor).detach()
+
+
+def _whole(local: Mapping[str, torch.Tensor], num_ranks: int) -> Layout:
+    specs = {name: ParameterSpec(tuple(t.shape), dtype_name(t.dtype)) for name, t in local.items()}
+    return replicated_layout(specs, num_ranks)
+
+
+def _check_tensors(layout: Layout, rank: int, local: Mapping[str, torch.Tensor]) -> None:
+    for piece in layout.pieces[rank]:
+        tensor = local.get(piece.tensor)
+        if tensor is None:
+            raise ValueError(
+                f"source rank {rank}: the layout places {piece.parameter!r} in {piece.tensor!r}, which is not sent"
+            )
+        fits = len(piece.local_box) == tensor.ndim and all(
+            b <= size for (_, b), size in zip(piece.local_box, tensor.shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"source rank {rank}: {piece.tensor!r} has shape {tuple(tensor.shape)}, "
+                f"the layout needs {piece.local_box} of it for {piece.parameter!r}"
+            )
+
+
+def _wire_dtypes(layout: Layout, wire_dtype: torch.dtype | None) -> dict[str, str]:
+    if wire_dtype is None:
+        return {}
+    if not wire_dtype.is_floating_point:
+        raise WeightSyncError(f"wire_dtype {wire_dtype} is no floating-point type; quantize the tensors instead")
+    return {
+        name: dtype_name(wire_dtype)
+        for name, spec in layout.parameters.items()
+        if torch_dtype(spec.dtype).is_floating_point
+    }

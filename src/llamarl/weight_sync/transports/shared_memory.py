@@ -1,0 +1,85 @@
+"""Shared memory on one host: a sink maps the source's buffer and reads it in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from llamarl.channels.segments import MappedSegment, Segment, SegmentHandle, open_segment, owner_holds, tensor_over
+from llamarl.errors import ChannelError, WeightSyncError
+
+__all__ = ["SharedMemorySink", "SharedMemorySource"]
+
+
+class _Buffer:
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self.data = torch.from_numpy(segment.bytes)
+
+    @property
+    def address(self) -> SegmentHandle:
+        return self._segment.handle
+
+    def close(self) -> None:
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self._segment.close()
+
+
+class SharedMemorySource:
+    """Registers segments of this process.
+
+    Args:
+        folder: For platforms without memfd: where files take their place.
+    """
+
+    name = "shared_memory"
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+
+    def register(self, nbytes: int) -> _Buffer:
+        try:
+            return _Buffer(Segment(nbytes, folder=self._folder))
+        except ChannelError as error:
+            raise WeightSyncError(f"cannot register a weight buffer: {error}") from error
+
+    def close(self) -> None:
+        pass  # each buffer is closed by who registered it
+
+
+class _Remote:
+    def __init__(self, segment: MappedSegment) -> None:
+        self._segment = segment
+        self._data = tensor_over(segment.bytes)
+
+    def view(self) -> torch.Tensor:
+        return self._data
+
+    def read(self, offset: int, into: torch.Tensor, deadline_s: float) -> None:
+        into.copy_(self._data[offset : offset + into.numel()])
+
+    def check_source(self) -> None:
+        if not owner_holds(self._segment.handle):
+            raise WeightSyncError("the source has ended or closed its buffer")
+
+    def close(self) -> None:
+        self._data = torch.empty(0, dtype=torch.uint8)
+        self._segment.close()
+
+
+class SharedMemorySink:
+    """Maps segments of processes on this host."""
+
+    name = "shared_memory"
+
+    def open(self, address: SegmentHandle) -> _Remote:
+        try:
+            return _Remote(open_segment(address))
+        except ChannelError as error:
+            raise WeightSyncError(
+                f"cannot open the weight buffer: {error}; restart the source and resume the run"
+            ) from error
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,95 @@
+"""Runs of the real command line on the bundled model, small enough for a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPE = REPOSITORY / "recipes" / "tiny.toml"
+SMALL = {
+    "run.num_ticks": 6,
+    "schedule.prompts_per_step": 4,
+    "generator.group_size": 4,
+    "evaluation.every": 3,
+    "evaluation.num_prompts": 8,
+    "observability.console": '"plain"',
+}
+
+
+def arguments(run_dir: Path, settings: dict[str, Any]) -> list[str]:
+    merged = {**SMALL, **settings, "run.dir": json.dumps(str(run_dir))}
+    return [part for key, value in merged.items() for part in (f"--{key}", str(value))]
+
+
+class CommandLine:
+    """Starts ``llamarl`` as a user would, in a process of its own."""
+
+    def train(
+        self,
+        run_dir: Path,
+        settings: dict[str, Any] | None = None,
+        *flags: str,
+        recipe: Path = RECIPE,
+        limit_s: float = 240,
+    ) -> subprocess.CompletedProcess[str]:
+        return self.run(["train", str(recipe), *flags, *arguments(run_dir, settings or {})], limit_s=limit_s)
+
+    def run(
+        self, words: Sequence[str], *, limit_s: float = 240, stdin: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "llamarl.cli.main", *words],
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            input=stdin,
+            env=_environment(),
+        )
+
+    def start(self, run_dir: Path, settings: dict[str, Any] | None = None, *flags: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "llamarl.cli.main",
+                "train",
+                str(RECIPE),
+                *flags,
+                *arguments(run_dir, settings or {}),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=_environment(),
+        )
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.fixture(scope="session")
+def llamarl() -> CommandLine:
+    return CommandLine()
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_until(condition: Callable[[], bool], *, limit_s: float, what: str) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {limit_s} s for {what}")
+        time.sleep(0.02)

@@ -1,0 +1,162 @@
+"""Bad input ends in the stated outcome, with a message that says what, where, got, expected, what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CommandLine, rows
+
+MATH = {"task.name": '"math"', "run.num_ticks": 1}
+INLINE = {"run.runtime": '"inline"', "run.num_ticks": 1, "evaluation.every": 0, "observability.console": '"none"'}
+
+
+def math_files(folder: Path, text: str) -> dict[str, Any]:
+    train, held_out = folder / "train.jsonl", folder / "eval.jsonl"
+    train.write_text(text)
+    held_out.write_text('{"question": "1+1=", "answer": "#### 2"}\n')
+    return {**MATH, "task.train_file": json.dumps(str(train)), "task.eval_file": json.dumps(str(held_out))}
+
+
+CASES: dict[str, tuple[Any, int, list[str]]] = {
+    "unknown key": (
+        {"schedule.max_stalenes": 0},
+        2,
+        ["schedule.max_stalenes", "did you mean 'schedule.max_staleness'"],
+    ),
+    "unknown section": ({"trainr.lr": 1}, 2, ["trainr", "did you mean 'trainer"]),
+    "wrong type": ({"schedule.max_staleness": '"two"'}, 2, ["schedule.max_staleness", "'two'", "integer"]),
+    "value out of range": ({"schedule.max_staleness": -1}, 2, ["schedule.max_staleness must be >= 0", "-1"]),
+    "two mistakes at once": (
+        {"run.num_ticks": 0, "generator.group_size": '"x"'},
+        2,
+        ["2 mistakes", "run.num_ticks must be >= 1", "generator.group_size"],
+    ),
+    "missing model folder": ({"model.path": '"no/such/model"'}, 2, ["model.path", "no/such/model", "bundled:tiny"]),
+    "group of one with a group baseline": ({"generator.group_size": 1}, 2, ["generator.group_size", ">= 2"]),
+    "greedy group": ({"generator.sampling.temperature": 0}, 2, ["sampling.temperature", "greedy"]),
+    "empty data file": (lambda folder: math_files(folder, ""), 2, ["train.jsonl", "empty"]),
+    "malformed line": (
+        lambda folder: math_files(folder, '{"question": "1+1=", "answer": "#### 2"}\n{"question": \n'),
+        2,
+        ["train.jsonl:2"],
+    ),
+    "missing data file": ({**MATH, "task.train_file": '"no/such.jsonl"'}, 2, ["no/such.jsonl"]),
+    "prompt longer than the context": (
+        lambda folder: math_files(folder, json.dumps({"question": "1+" * 4000 + "1=", "answer": "#### 2"}) + "\n"),
+        2,
+        ["tokens", "max_prompt_tokens"],
+    ),
+    "run folder below a file": ({"run.dir": '"/dev/null/run"'}, 2, ["/dev/null/run", "run.dir"]),
+    "run folder on a read-only system": ({"run.dir": '"/proc/run"'}, 2, ["/proc/run", "run.dir"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_refused_before_anything_runs(llamarl: CommandLine, tmp_path: Path, case: str) -> None:
+    settings, exit_code, fragments = CASES[case]
+    settings = settings(tmp_path) if callable(settings) else settings
+    run_dir = tmp_path / "run"
+    words = dict(settings)
+    done = llamarl.train(run_dir, words)
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    for fragment in fragments:
+        assert fragment in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not rows(run_dir)
+
+
+def test_a_recipe_that_is_not_toml_is_refused(llamarl: CommandLine, tmp_path: Path) -> None:
+    recipe = tmp_path / "broken.toml"
+    recipe.write_text("[run\n")
+    done = llamarl.run(["train", str(recipe)])
+    assert (done.returncode, "broken.toml is not valid TOML" in done.stderr) == (2, True)
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(llamarl: CommandLine, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert llamarl.train(run_dir, INLINE).returncode == 0
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    done = llamarl.train(run_dir, INLINE)
+    assert done.returncode == 2 and "--resume" in done.stderr
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+REWARDS = """
+import math, os, time
+def raises(prompt, response, answer): raise KeyError("no such unit")
+def hangs(prompt, response, answer): time.sleep(3600)
+def dies(prompt, response, answer): os._exit(7)
+def nan(prompt, response, answer): return math.nan
+def text(prompt, response, answer): return "good"
+def mixed(prompt, response, answer):
+    if len(response) % 2: raise ValueError("odd")
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        ("raises", "exception"),
+        ("hangs", "timeout"),
+        ("dies", "crash"),
+        ("nan", "not_a_number"),
+        ("text", "not_a_number"),
+    ],
+)
+def test_a_reward_that_fails_is_counted_and_never_scored_zero(
+    llamarl: CommandLine, tmp_path: Path, function: str, kind: str
+) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    settings = {
+        **INLINE,
+        "task.reward": json.dumps(f"{tmp_path / 'rewards.py'}:{function}"),
+        "task.pool.timeout_s": 0.3,
+        "schedule.prompts_per_step": 2,
+        "generator.group_size": 2,
+        "generator.sampling.max_new_tokens": 8,
+    }
+    done = llamarl.train(tmp_path / "run", settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = rows(tmp_path / "run")
+    assert row["reward/failed"] == 4 and row["reward/mean"] is None
+    assert row["tokens/trained"] == 0
+    (line, *_) = (tmp_path / "run" / "rollouts" / "tick_000000.jsonl").read_text().splitlines()
+    assert kind in line
+
+
+def test_failed_samples_are_left_out_of_the_baseline_and_the_rest_still_teach(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    done = llamarl.train(tmp_path / "run", {**INLINE, "task.reward": json.dumps(f"{tmp_path / 'rewards.py'}:mixed")})
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = rows(tmp_path / "run")
+    assert 0 < row["reward/failed"] < 16
+    assert row["reward/mean"] == 1.0  # a failure scored zero would pull it down
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_the_run_by_name_and_leaves_no_false_checkpoint(llamarl: CommandLine, tiny_disk: Path) -> None:
+    done = llamarl.train(tiny_disk / "run", {"run.num_ticks": 4, "checkpoint.every": 1, "evaluation.every": 0})
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "disk" in done.stderr.lower() and str(tiny_disk) in done.stderr
+    finished = [p for p in (tiny_disk / "run" / "checkpoints").glob("tick_*") if p.suffix == ""]
+    assert all((p / "manifest.json").is_file() for p in finished)
+    assert not os.path.exists(tiny_disk / "run" / "model")

@@ -1,0 +1,91 @@
+"""The promise that sets llamarl apart: an asynchronous run repeats, and a killed one resumes, bit for bit."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CommandLine, rows, wait_until
+
+from llamarl.observability.keys import is_timing_key
+
+PARTIAL = {"generator.max_segments": 2, "generator.oversubscription": 1.5}
+RESUMABLE = {**PARTIAL, "schedule.max_staleness": 2, "checkpoint.every": 2, "run.num_ticks": 8}
+
+
+def untimed(run_dir: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in rows(run_dir)]
+
+
+def weights(run_dir: Path) -> bytes:
+    return (run_dir / "model" / "model.safetensors").read_bytes()
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert untimed(one) == untimed(other)
+    assert weights(one) == weights(other)
+
+
+def test_two_asynchronous_runs_with_partial_rollouts_give_the_same_bits(llamarl: CommandLine, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        done = llamarl.train(tmp_path / name, {**PARTIAL, "schedule.max_staleness": 1})
+        assert done.returncode == 0, done.stdout + done.stderr
+    table = rows(tmp_path / "one")
+    assert [row["step"] for row in table] == list(range(6))
+    assert max(row["rollout/segments_max"] for row in table) == 2  # responses were in fact cut and resumed
+    assert max(row["staleness/max"] for row in table) == 2  # max_staleness + max_segments - 1
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def test_another_seed_gives_another_run(llamarl: CommandLine, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        done = llamarl.train(tmp_path / str(seed), {"run.seed": seed, "run.num_ticks": 2, "run.runtime": '"inline"'})
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert weights(tmp_path / "0") != weights(tmp_path / "1")
+
+
+def test_the_inline_runtime_gives_the_bits_of_the_processes(llamarl: CommandLine, tmp_path: Path) -> None:
+    for runtime in ("inline", "monarch"):
+        done = llamarl.train(tmp_path / runtime, {"run.num_ticks": 3, "run.runtime": f'"{runtime}"'})
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(tmp_path / "inline", tmp_path / "monarch")
+
+
+@pytest.fixture(scope="module")
+def never_killed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("never_killed") / "run"
+    done = llamarl.train(run_dir, RESUMABLE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir
+
+
+@pytest.mark.parametrize("rows_written", [0, 3, 6])
+def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
+    llamarl: CommandLine, tmp_path: Path, never_killed: Path, rows_written: int
+) -> None:
+    run_dir = tmp_path / "run"
+    process = llamarl.start(run_dir, RESUMABLE)
+    try:
+        started = lambda: (run_dir / "config.toml").exists()  # noqa: E731
+        wait_until(lambda: started() and len(rows(run_dir)) >= rows_written, limit_s=120, what=f"{rows_written} rows")
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=30)
+    assert len(rows(run_dir)) < 8  # it was in fact cut short
+    done = llamarl.train(run_dir, RESUMABLE, "--resume", str(run_dir))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(run_dir, never_killed)
+
+
+def test_a_finished_run_can_be_prolonged_to_the_bits_of_a_longer_one(
+    llamarl: CommandLine, tmp_path: Path, never_killed: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shorter = {**RESUMABLE, "run.num_ticks": 4, "evaluation.every": 0}
+    longer = {**RESUMABLE, "evaluation.every": 0}
+    assert llamarl.train(run_dir, shorter).returncode == 0
+    done = llamarl.train(run_dir, longer, "--resume", str(run_dir))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert weights(run_dir) == weights(never_killed)  # evaluation changes nothing that is trained

@@ -1,0 +1,45 @@
+"""A controller as a program of its own, for tests that kill it: runs the fake job and prints what happened."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runtime_fakes import HERE, Config, job
+
+from llamarl.controller.controller import run_graph
+from llamarl.controller.graph import Graph
+from llamarl.errors import LlamaRLError
+from llamarl.runtime.factory import make_runtime
+
+
+class Pids:
+    def on_report(self, report: object) -> None:
+        print(f"report {report.executor} {report.tick}", flush=True)  # type: ignore[attr-defined]
+
+
+arguments = json.loads(sys.argv[1])
+executors, channels = job(**{name: Config(**config) for name, config in arguments["configs"].items()})
+runtime = make_runtime("monarch", channel_factory=str(HERE))
+code = 0
+try:
+    run_graph(
+        Graph(tuple(executors), tuple(channels)),
+        runtime,
+        num_ticks=arguments["num_ticks"],
+        seed=0,
+        run_dir=Path(arguments["run_dir"]),
+        observers=[Pids()],
+    )
+except LlamaRLError as error:
+    print(f"ended: {error}", file=sys.stderr)
+    code = error.exit_code
+except KeyboardInterrupt:
+    print("ended: stopped by the user", file=sys.stderr)
+    code = 130
+finally:
+    runtime.close()
+sys.exit(code)

@@ -1,0 +1,240 @@
+"""The reward pool against reward functions that misbehave in every way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamarl.environments.config import RewardPoolConfig, TaskConfig
+from llamarl.environments.pool import RewardPool
+from llamarl.errors import DataError
+from llamarl.types import Failure, FinishReason, Group, Prompt, Response, Score
+
+REWARDS = """
+import os, re, signal, sys, time
+
+def reward(prompt, response, answer):
+    print("a reward function may print")
+    if response == "raise":
+        raise KeyError("no such thing")
+    if response == "hang":
+        time.sleep(3600)
+    if response == "regex":
+        re.match(r"(a+)+$", "a" * 50 + "b")  # never gives the interpreter lock back
+    if response == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if response == "exit":
+        print("leaving now", file=sys.stderr)
+        sys.exit(3)
+    if response == "orphan":
+        os.fork()
+        time.sleep(3600)
+    if response == "torch":
+        return float("torch" in sys.modules)
+    if response == "pid":
+        return float(os.getpid())
+    return {"nan": float("nan"), "inf": float("-inf"), "text": "1.0", "none": None, "true": True}.get(
+        response, float(len(prompt + response + answer))
+    )
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TaskConfig:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    return TaskConfig(
+        name="function",
+        train_file=str(tmp_path / "train.jsonl"),
+        eval_fraction=0.0,
+        reward=f"{tmp_path}/rewards.py:reward",
+        pool=RewardPoolConfig(num_workers=2, timeout_s=10.0),
+    )
+
+
+def _response(index: int, sample: int, text: str, finish_reason: FinishReason = "stop") -> Response:
+    return Response(
+        prompt_index=index,
+        sample_index=sample,
+        tokens=np.array([1], np.int32),
+        behavior_logprobs=np.array([-1.0], np.float32),
+        policy_versions=np.array([0], np.int32),
+        loss_mask=np.array([True]),
+        text=text,
+        finish_reason=finish_reason,
+    )
+
+
+def _group(index: int, *texts: str) -> Group:
+    prompt = Prompt(index=index, tokens=np.array([1], np.int32), text="pp", answer="aaa", task="function")
+    return Group(prompt=prompt, responses=tuple(_response(index, i, text) for i, text in enumerate(texts)))
+
+
+def _outcomes(group: Group) -> list[Score | Failure | None]:
+    return [response.outcome for response in group.responses]
+
+
+def _wait_until(done: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return done()
+
+
+def _group_members(group: int) -> list[int]:
+    """Living processes of a process group."""
+    members = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            members.append(int(folder.name))
+    return members
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_results_come_back_in_order_with_the_functions_values(config: TaskConfig) -> None:
+    groups = [_group(0, "x", "xx", "xxx"), _group(1, "xxxx"), _group(2, *("y" * n for n in range(1, 30)))]
+    with RewardPool(config) as pool:
+        scored = pool.score(groups)
+    values = [[o.value for o in _outcomes(g) if isinstance(o, Score)] for g in scored]
+    assert values == [[6.0, 7.0, 8.0], [9.0], [float(5 + n) for n in range(1, 30)]]
+    assert [g.prompt.index for g in scored] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("raise", "exception", "KeyError: 'no such thing'"),
+        ("kill", "crash", "signal 9"),
+        ("exit", "crash", "exited with status 3"),
+        ("nan", "not_a_number", "nan"),
+        ("inf", "not_a_number", "-inf"),
+        ("text", "not_a_number", "str '1.0'"),
+        ("none", "not_a_number", "NoneType"),
+    ],
+)
+def test_a_bad_reward_fails_its_sample_only_and_says_why(config: TaskConfig, text: str, kind: str, words: str) -> None:
+    with RewardPool(config, num_workers=1) as pool:
+        before, bad, after = _outcomes(pool.score([_group(0, "x", text, "xx")])[0])
+    assert (before, after) == (Score(value=6.0), Score(value=7.0))
+    assert isinstance(bad, Failure)
+    assert bad.kind == kind
+    assert words in bad.detail
+
+
+@pytest.mark.parametrize("text", ["hang", "regex", "orphan"])
+def test_a_sample_over_its_time_is_failed_and_its_worker_and_children_are_gone(config: TaskConfig, text: str) -> None:
+    with RewardPool(config, num_workers=1, timeout_s=0.5) as pool:
+        (old,) = pool.worker_pids
+        bad, after = _outcomes(pool.score([_group(0, text, "xx")])[0])
+        assert after == Score(value=7.0)
+        assert isinstance(bad, Failure)
+        assert bad.kind == "timeout"
+        assert "timeout_s=0.5" in bad.detail
+        assert pool.num_replaced == 1
+        assert not _alive(old)
+        assert _wait_until(lambda: not _group_members(old))
+
+
+def test_true_is_one_and_other_samples_of_the_pool_are_untouched(config: TaskConfig) -> None:
+    with RewardPool(config) as pool:
+        assert _outcomes(pool.score([_group(0, "true", "x")])[0]) == [Score(value=1.0), Score(value=6.0)]
+
+
+def test_a_generation_error_is_failed_without_being_judged_and_an_outcome_is_kept(config: TaskConfig) -> None:
+    group = _group(0, "x", "x")
+    first = _response(0, 0, "x", "error")
+    kept = Response(
+        **{f: getattr(group.responses[1], f) for f in Response.__slots__ if f != "outcome"},
+        outcome=Score(value=0.25),
+    )
+    with RewardPool(config, num_workers=1) as pool:
+        scored = pool.score([Group(prompt=group.prompt, responses=(first, kept))])
+    failed, same = _outcomes(scored[0])
+    assert isinstance(failed, Failure)
+    assert failed.kind == "generation"
+    assert same == Score(value=0.25)
+
+
+def test_an_idle_worker_that_dies_costs_no_sample(config: TaskConfig) -> None:
+    with RewardPool(config, num_workers=1) as pool:
+        (pid,) = pool.worker_pids
+        os.kill(pid, signal.SIGKILL)
+        assert _wait_until(lambda: not _alive(pid))
+        outcomes = _outcomes(pool.score([_group(0, "x")])[0])
+    assert outcomes == [Score(value=6.0)]
+
+
+def test_workers_do_not_import_torch(config: TaskConfig) -> None:
+    with RewardPool(config, num_workers=1) as pool:
+        assert _outcomes(pool.score([_group(0, "torch")])[0]) == [Score(value=0.0)]
+
+
+def test_a_large_sample_passes_whole(config: TaskConfig) -> None:
+    with RewardPool(config, num_workers=1) as pool:
+        assert _outcomes(pool.score([_group(0, "z" * 3_000_000)])[0]) == [Score(value=3_000_005.0)]
+
+
+def test_close_ends_every_worker(config: TaskConfig) -> None:
+    pool = RewardPool(config)
+    pids = pool.worker_pids
+    pool.close()
+    pool.close()
+    assert [_alive(pid) for pid in pids] == [False, False]
+    with pytest.raises(ValueError, match="closed"):
+        pool.score([])
+
+
+def test_a_function_that_cannot_be_imported_is_refused_at_the_start_with_the_cause(config: TaskConfig) -> None:
+    Path(config.reward.partition(":")[0]).write_text("import a_module_that_is_not_there\n")
+    with pytest.raises(DataError, match="a_module_that_is_not_there"):
+        RewardPool(config)
+
+
+PARENT = """
+import sys, threading
+sys.path.insert(0, sys.argv[1])
+from test_reward_pool import _group
+from llamarl.environments.config import TaskConfig
+from llamarl.environments.pool import RewardPool
+import pickle
+config = pickle.loads(bytes.fromhex(sys.argv[2]))
+pool = RewardPool(config)
+print(*pool.worker_pids, flush=True)
+pool.score([_group(0, "regex", "hang")])
+"""
+
+
+def test_workers_die_with_a_parent_killed_while_they_are_busy(config: TaskConfig) -> None:
+    import pickle
+
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(Path(__file__).parent), pickle.dumps(config).hex()],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    time.sleep(0.5)  # both are inside their samples, one of them holding the interpreter lock
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    assert _wait_until(lambda: not any(map(_alive, pids)))

@@ -1,0 +1,327 @@
+"""Both runtimes on a tiny job: equal results; every way to fail ends in time, tells its cause once, leaves nobody behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_fakes import DELAY, HERE, Config, job
+
+from llamarl.controller.controller import run_graph
+from llamarl.controller.graph import Graph
+from llamarl.errors import ConfigError, DeadlineExceeded, ExecutorFailed
+from llamarl.runtime.base import Order, Report, Runtime
+from llamarl.runtime.factory import make_runtime, probe_processes
+
+NUM_TICKS = 5
+
+
+def by_hand(num_ticks: int, num_ranks: int = 1) -> dict[int, int]:
+    """Sink's total after each tick, from the recurrence that the three fakes define."""
+    total, back = 0, {tick: 100 + tick for tick in range(-DELAY, 0)}
+    totals = {}
+    for tick in range(num_ticks):
+        number = 10 * tick + back[tick - DELAY]
+        total += sum(2 * number + rank for rank in range(num_ranks))
+        totals[tick] = back[tick] = total
+    return totals
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+
+    def on_report(self, report: Report) -> None:
+        self.reports.append(report)
+
+    def metric(self, name: str) -> dict[int, float]:
+        return {report.tick: report.metrics[name] for report in self.reports if name in report.metrics}
+
+
+@pytest.fixture(params=["inline", "monarch"])
+def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    made = make_runtime(request.param, channel_factory=str(HERE))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def monarch() -> Iterator[Runtime]:
+    made = make_runtime("monarch", channel_factory=str(HERE))
+    yield made
+    made.close()
+
+
+def run(runtime: Runtime, spec: Any, **options: Any) -> Recorder:
+    executors, channels = spec
+    recorder = Recorder()
+    options = {"num_ticks": NUM_TICKS, "seed": 0} | options
+    run_graph(Graph(tuple(executors), tuple(channels)), runtime, observers=[recorder], **options)
+    return recorder
+
+
+def test_both_runtimes_give_the_totals_worked_by_hand(runtime: Runtime, tmp_path: Path) -> None:
+    recorder = run(runtime, job(), run_dir=tmp_path)
+    runtime.close()
+    assert recorder.metric("sink/total") == by_hand(NUM_TICKS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["closed-doubler-0", "closed-sink-0", "closed-source-0"]
+
+
+def test_a_saved_job_goes_on_as_if_never_stopped(runtime: Runtime, tmp_path: Path) -> None:
+    class EveryTick:
+        def folder_for(self, tick: int) -> Path | None:
+            return tmp_path / str(tick)
+
+        def on_saved(self, tick: int) -> None:
+            assert sorted(path.name for path in (tmp_path / str(tick)).iterdir()) == ["doubler", "sink", "source"]
+
+    run(runtime, job(), num_ticks=3, checkpoints=EveryTick())
+    assert (tmp_path / "2" / "sink" / "rank_0" / "state").read_text() == f"2 {by_hand(3)[2]}"
+    again = make_runtime("inline", channel_factory=str(HERE))
+    # The fake's initial tokens do not know earlier totals, so only what the sink carries over is compared.
+    recorder = run(again, job(), first_tick=3, num_ticks=4, load_from=tmp_path / "2")
+    assert recorder.metric("sink/total") == {3: by_hand(3)[2] + 2 * (30 + 100 + 1)}
+
+
+def test_ranks_report_together_and_handles_keep_rank_order(monarch: Runtime) -> None:
+    recorder = run(monarch, job(num_ranks=3, threads=1))
+    assert recorder.metric("sink/total") == by_hand(NUM_TICKS, num_ranks=3)
+    assert set(recorder.metric("doubler/rank").values()) == {0.0}
+    assert set(recorder.metric("doubler/threads").values()) == {1.0}
+
+
+def test_bytes_through_the_controller_do_not_grow_with_the_payload(monarch: Runtime) -> None:
+    recorder = run(monarch, job(source=Config(blob_bytes=5_000_000)), num_ticks=3)
+    per_tick = [sum(r.controller_bytes for r in recorder.reports if r.tick == tick) for tick in range(3)]
+    assert all(0 < size < 4000 for size in per_tick), per_tick
+
+
+@pytest.mark.parametrize("trouble_tick", [-1, 2])
+def test_an_exception_ends_the_job_and_tells_where_it_came_from(runtime: Runtime, trouble_tick: int) -> None:
+    with pytest.raises(ExecutorFailed) as caught:
+        run(runtime, job(doubler=Config("raise", trouble_tick)))
+    message = str(caught.value)
+    assert "'doubler', rank 0" in message and "ValueError: the answer is 42" in message
+    assert ("setup" if trouble_tick < 0 else "tick 2") in message
+    assert "runtime_fakes.py" in message and 'raise ValueError("the answer is 42")' in message
+
+
+def test_a_data_error_keeps_its_exit_code_and_needs_no_traceback(runtime: Runtime) -> None:
+    with pytest.raises(ExecutorFailed) as caught:
+        run(runtime, job(source=Config("bad data", -1)))
+    assert caught.value.exit_code == 2
+    assert "prompts.jsonl, line 3: not JSON" in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+def test_sys_exit_in_an_executor_is_a_failure_of_it(monarch: Runtime) -> None:
+    with pytest.raises(ExecutorFailed, match="'doubler', rank 0 .*tick 2: SystemExit: 7"):
+        run(monarch, job(doubler=Config("exit")))
+
+
+@pytest.mark.parametrize("trouble_tick", [-1, 2])
+def test_a_killed_process_is_named_with_its_signal(monarch: Runtime, trouble_tick: int) -> None:
+    spec = job(num_ranks=2, doubler=Config("kill", trouble_tick, trouble_rank=1))
+    with pytest.raises(ExecutorFailed, match=r"'doubler', rank 1 \(pid \d+\).*process (was killed by signal 9|ended)"):
+        run(monarch, spec)
+
+
+def test_the_death_of_an_idle_executor_is_noticed_while_waiting_for_another(monarch: Runtime) -> None:
+    executors, channels = job(source=Config("hang", 0))
+    ready = monarch.start(executors, channels, run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=60.0)
+    assert set(ready["sink"].initial_tokens["back"]) == {-2, -1}
+    monarch.fire(Order(executor="source", tick=0, inputs={"back": ready["sink"].initial_tokens["back"][-2]}))
+    (idle,) = [rank for rank in monarch._processes.ranks["sink"]]  # type: ignore[attr-defined]
+    os.kill(idle.pid, signal.SIGKILL)
+    with pytest.raises(ExecutorFailed, match="'sink', rank 0 .*between two ticks"):
+        monarch.wait(60.0)
+
+
+def test_a_hang_ends_at_the_deadline_and_the_message_names_who_did_not_report(monarch: Runtime) -> None:
+    executors, channels = job(num_ranks=2, doubler=Config("hang", 0, trouble_rank=1))
+    ready = monarch.start(executors, channels, run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=60.0)
+    monarch.fire(Order(executor="source", tick=0, inputs={"back": ready["sink"].initial_tokens["back"][-2]}))
+    numbers = monarch.wait(60.0).outputs["numbers"]
+    monarch.fire(Order(executor="doubler", tick=0, inputs={"numbers": numbers}))
+    with pytest.raises(
+        DeadlineExceeded, match=r"limit 2 s; orders out:\n'doubler', tick 0, .* rank 1 \(pid \d+\)"
+    ) as caught:
+        monarch.wait(2.0)
+    assert "rank 0" not in str(caught.value)
+    assert str(caught.value).endswith("time.sleep(1000)"), "the last line is the one at which the executor hangs"
+
+
+def test_a_setup_that_hangs_ends_at_the_deadline_and_is_named(monarch: Runtime) -> None:
+    with pytest.raises(
+        DeadlineExceeded, match=r"limit 3 s:(.*\n)*'doubler', setup, out for \d+\.\d s: no report from rank 0"
+    ):
+        executors, channels = job(doubler=Config("hang", -1))
+        monarch.start(executors, channels, run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=3.0)
+
+
+def test_inline_tells_a_missed_deadline_after_the_step() -> None:
+    runtime = make_runtime("inline", channel_factory=str(HERE))
+    executors, channels = job()
+    ready = runtime.start(executors, channels, run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=60.0)
+    runtime.fire(Order(executor="source", tick=0, inputs={"back": ready["sink"].initial_tokens["back"][-2]}))
+    with pytest.raises(DeadlineExceeded, match="'source' to finish tick 0"):
+        runtime.wait(0.0)
+
+
+def test_inline_refuses_several_ranks() -> None:
+    with pytest.raises(ConfigError, match="'doubler' asks for 2"):
+        run(make_runtime("inline", channel_factory=str(HERE)), job(num_ranks=2))
+
+
+def test_output_of_a_worker_arrives_with_its_name(monarch: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+    run(monarch, job(num_ranks=2, doubler=Config("print", trouble_rank=1)))
+    monarch.close()
+    out, err = capfd.readouterr()
+    assert "[doubler 1] a line on stdout\n" in out and "[doubler 1] no newline at the end\n" in out
+    assert "[doubler 1] a line on stderr\n" in err
+    assert "Monarch internal logs" not in err
+
+
+# -- a controller that is a program of its own ----------------------------------------------------------------------
+
+
+class Program:
+    def __init__(self, tmp_path: Path, num_ticks: int, **configs: dict[str, Any]) -> None:
+        arguments = json.dumps({"configs": configs, "num_ticks": num_ticks, "run_dir": str(tmp_path)})
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE.parent / "runtime_program.py"), arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for(self, line: str) -> None:
+        assert self.process.stdout is not None
+        for read in self.process.stdout:
+            if read.startswith(line):
+                return
+        raise AssertionError(f"{line!r} never came; stderr: {self.process.communicate()[1]}")
+
+    def workers(self) -> list[int]:
+        return [int(pid) for pid in _children(self.process.pid)]
+
+    def end(self, within_s: float) -> tuple[int, str]:
+        """Exit code and stderr."""
+        began = time.monotonic()
+        _, err = self.process.communicate(timeout=60)
+        assert time.monotonic() - began < within_s
+        return self.process.returncode, err
+
+
+def _children(pid: int) -> Sequence[str]:
+    return [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+def _gone(pids: Sequence[int], within_s: float) -> bool:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if not any(_runs(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_the_end_of_the_controller_is_the_end_of_every_process(tmp_path: Path, signum: signal.Signals) -> None:
+    program = Program(
+        tmp_path, num_ticks=1000, doubler={"trouble": "hang"}, source={"trouble": "child", "trouble_tick": 0}
+    )
+    program.wait_for("report source 2")
+    pids = [*program.workers(), int((tmp_path / "child.pid").read_text())]
+    assert len(pids) == 4
+    if signum is signal.SIGINT:
+        os.killpg(program.process.pid, signum)  # as a terminal does: to everybody
+        code, err = program.end(within_s=20.0)
+        assert code == 130
+        assert err.strip() == "ended: stopped by the user"
+    else:
+        program.process.send_signal(signum)
+        program.process.communicate(timeout=60)
+    assert _gone(pids, within_s=20.0)
+
+
+def test_ctrl_c_ends_a_job_that_is_still_coming_up(tmp_path: Path) -> None:
+    program = Program(
+        tmp_path,
+        num_ticks=1000,
+        doubler={"trouble": "hang", "trouble_tick": -1},
+        source={"trouble": "child", "trouble_tick": -1},
+    )
+    until = time.monotonic() + 60.0
+    while not (tmp_path / "child.pid").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    pids = program.workers()
+    assert len(pids) == 3
+    os.killpg(program.process.pid, signal.SIGINT)
+    code, err = program.end(within_s=20.0)
+    assert (code, err.strip()) == (130, "ended: stopped by the user")
+    assert _gone(pids, within_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "cause", "code"),
+    [("raise", "ValueError: the answer is 42", 1), ("kill", "its process", 1), ("bad data", "line 3: not JSON", 2)],
+)
+def test_a_failing_program_tells_its_cause_once(tmp_path: Path, trouble: str, cause: str, code: int) -> None:
+    program = Program(tmp_path, num_ticks=1000, doubler={"trouble": trouble})
+    program.wait_for("report source 1")
+    pids = program.workers()
+    returned, err = program.end(within_s=20.0)
+    assert returned == code
+    lines = [line for line in err.splitlines() if cause in line]
+    assert lines and lines[0].startswith("ended: executor 'doubler'") and len(lines) <= 2, err
+    assert err.count("ended:") == 1 and not any(noise in err for noise in ("Unhandled", "onarch", "Task was")), err
+    assert _gone(pids, within_s=5.0)
+
+
+def test_a_notebook_whose_thread_runs_an_event_loop_can_be_the_controller() -> None:
+    async def cell() -> float:
+        return probe_processes(60.0)
+
+    assert asyncio.run(cell()) > 0.0
+
+
+def test_a_failure_that_monarch_tells_late_hits_only_the_job_it_is_about() -> None:
+    from llamarl.runtime.job import plan_workers
+    from llamarl.runtime.monarch_processes import Processes
+
+    plans = plan_workers(
+        *job(num_ranks=2),
+        run_dir=None,
+        seed=0,
+        first_tick=0,
+        load_from=None,
+        pull_deadline_s=1.0,
+        collective_timeout_s=1.0,
+        channel_factory=str(HERE),
+        deterministic=True,
+    )
+    earlier, later = Processes(plans, {}), Processes(plans, {})
+    for processes in (earlier, later):
+        processes._on_fault(earlier._mesh_name("doubler") + "-xYz", "MeshFailure(crashed_ranks=[1], ...)")
+    failure = earlier.events.get(timeout=1.0)
+    assert (failure.executor, failure.rank) == ("doubler", 1)  # type: ignore[union-attr]
+    assert later.events.empty()
+    for processes in (earlier, later):
+        processes._reader.close(0.0)

@@ -1,0 +1,54 @@
+"""The shell joins the ranks of an executor by torch.distributed and pins torch, before the factory is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runtime_fakes import HERE, Config
+
+from llamarl.errors import ExecutorFailed
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.base import Order, Report, Runtime
+from llamarl.runtime.factory import make_runtime
+
+
+@pytest.fixture
+def monarch() -> Iterator[Runtime]:
+    made = make_runtime("monarch", channel_factory=str(HERE), collective_timeout_s=60.0)
+    yield made
+    made.close()
+
+
+def start(runtime: Runtime, num_ranks: int, config: Config, run_dir: Path | None = None) -> None:
+    spec = ExecutorSpec(
+        name="reducer", factory=f"{HERE}:Reducer", config=config, num_ranks=num_ranks, threads=2, process_group="gloo"
+    )
+    runtime.start([spec], [], run_dir=run_dir, seed=0, first_tick=0, load_from=None, deadline_s=120.0)
+
+
+def reduce_at(runtime: Runtime, tick: int) -> Report:
+    runtime.fire(Order(executor="reducer", tick=tick))
+    return runtime.wait(60.0)
+
+
+def test_ranks_sum_over_gloo_and_one_that_fails_ends_the_job_though_its_peer_waits_for_it(monarch: Runtime) -> None:
+    start(monarch, 2, Config("raise", trouble_tick=1, trouble_rank=1))
+    assert reduce_at(monarch, 0).metrics == {"sum": 1.0 + 2.0, "threads": 2.0, "deterministic": 1.0}
+    with pytest.raises(ExecutorFailed, match=r"'reducer', rank 1 \(pid \d+\), tick 1: ValueError: the answer is 42"):
+        reduce_at(monarch, 1)
+
+
+def test_a_lone_rank_has_its_group_inline_too_and_torch_is_left_as_it_was() -> None:
+    import torch
+
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    runtime = make_runtime("inline", channel_factory=str(HERE))
+    try:
+        start(runtime, 1, Config())
+        assert reduce_at(runtime, 0).metrics == {"sum": 1.0, "threads": 2.0, "deterministic": 1.0}
+    finally:
+        runtime.close()
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+    assert not torch.distributed.is_initialized()

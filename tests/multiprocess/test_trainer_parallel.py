@@ -1,0 +1,112 @@
+"""FSDP2 x tensor parallelism over gloo against one process: losses, gradients and weights after three ticks.
+
+Tolerance: relative 1e-4 for gradient norms and metrics, absolute 2e-5 for weights after three AdamW steps of 1e-3, which
+divide by the root of the second moment and so turn a rounding difference in a tiny gradient into one of the step's size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "unit" / "trainer"))
+sys.path.insert(0, str(HERE))
+import trainer_ranks  # noqa: E402
+from training_fixtures import write_model  # noqa: E402
+
+_SERVER = multiprocessing.get_context("forkserver")
+
+FAMILIES = ("llama", "qwen3", "gemma2")
+LAYOUTS = ("2x1", "1x2", "2x2")
+
+
+def _launch(folder: Path, world: int, cases: list[str]) -> None:
+    ranks = [_SERVER.Process(target=trainer_ranks.main, args=(rank, world, folder, cases)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(timeout=240)
+        assert [rank.exitcode for rank in ranks] == [0] * world  # a rank's traceback is in the captured stderr
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All layouts of all families, each set of processes started once."""
+    folder = tmp_path_factory.mktemp("ranks")
+    _SERVER.set_forkserver_preload(["trainer_ranks"])
+    for family in FAMILIES:
+        write_model(folder / family, family)
+    _launch(folder, 1, [f"{family}:1x1" for family in FAMILIES])
+    _launch(folder, 2, [f"{family}:{sizes}" for family in FAMILIES for sizes in ("2x1", "1x2")])
+    _launch(folder, 4, [f"{family}:2x2" for family in FAMILIES])
+    return folder
+
+
+def _read(folder: Path, family: str, sizes: str) -> tuple[list[dict[str, Any]], list[dict[str, torch.Tensor]]]:
+    out = folder / f"{family}-{sizes}"
+    world = math.prod(int(n) for n in sizes.split("x"))
+    reports = [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
+    return reports, [load_file(out / f"{rank}.safetensors") for rank in range(world)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_metrics_and_gradient_norms_equal_one_process(runs: Path, family: str, sizes: str) -> None:
+    alone, _ = _read(runs, family, "1x1")
+    reports, _ = _read(runs, family, sizes)
+    for report in reports:
+        for got, expected in zip(report["metrics"], alone[0]["metrics"], strict=True):
+            assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_parts_of_all_ranks_make_the_weights_of_one_process(runs: Path, family: str, sizes: str) -> None:
+    _, (expected,) = _read(runs, family, "1x1")
+    reports, parts = _read(runs, family, sizes)
+    for name, whole in expected.items():
+        covered = torch.zeros_like(whole, dtype=torch.bool)
+        for report, tensors in zip(reports, parts, strict=True):
+            where = tuple(slice(start, stop) for start, stop in report["boxes"][name])
+            covered[where] = True
+            torch.testing.assert_close(
+                tensors[name], whole[where], rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        assert covered.all(), name
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_ranks_hold_a_share_not_the_model(runs: Path, sizes: str) -> None:
+    fsdp, tp = (int(n) for n in sizes.split("x"))
+    _, (whole,) = _read(runs, "llama", "1x1")
+    _, parts = _read(runs, "llama", sizes)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert all(p[name].numel() == whole[name].numel() // (fsdp * tp) for p in parts)
+    total = sum(t.numel() for t in whole.values())
+    uncut = sum(t.numel() for n, t in whole.items() if "proj" not in n)
+    most = max(sum(t.numel() for t in p.values()) for p in parts)
+    assert most <= (total - uncut) / (fsdp * tp) + uncut / fsdp + 64  # rows that do not divide evenly
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_export_from_all_ranks_is_what_they_hold(runs: Path, sizes: str) -> None:
+    reports, parts = _read(runs, "qwen3", sizes)
+    model = AutoModelForCausalLM.from_pretrained(runs / f"qwen3-{sizes}" / "model")
+    for name, parameter in model.named_parameters():
+        for report, tensors in zip(reports, parts, strict=True):
+            where = tuple(slice(start, stop) for start, stop in report["boxes"][name])
+            assert torch.equal(parameter[where], tensors[name]), name

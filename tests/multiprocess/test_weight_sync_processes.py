@@ -1,0 +1,179 @@
+"""Weights across real processes: pulled bit for bit, refused when the source has died, nothing left behind."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
+from llamarl.errors import WeightSyncError
+from llamarl.weight_sync import source
+from llamarl.weight_sync.checksum import digest
+from llamarl.weight_sync.layout import Layout, ParameterSpec, Shard, mesh_layout, replicated_layout
+
+WAIT_S = 120.0
+SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=1, capacity=1)
+SHAPES = {"embed": (1024, 96), "q": (96, 96), "o": (96, 96), "norm": (96,)}
+SPECS = {name: ParameterSpec(shape, "float32") for name, shape in SHAPES.items()}
+CUTS = {"embed": [Shard("tp", 0)], "q": [Shard("tp", 0)], "o": [Shard("tp", 1)]}
+TRAINER = mesh_layout(SPECS, {"fsdp": 2, "tp": 2}, {name: [*CUTS.get(name, []), Shard("fsdp", 0)] for name in SPECS})
+
+
+def full_model(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def shards(layout: Layout, rank: int, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {p.tensor: full[p.parameter][tuple(slice(a, b) for a, b in p.box)].contiguous() for p in layout.pieces[rank]}
+
+
+def trainer_rank(pipe: Connection, rank: int, num_ranks: int, num_sinks: int, sink: Layout | None) -> None:
+    """Sends the versions it is asked for; answers with handles; ends on None."""
+    torch.set_num_threads(1)
+    layout = TRAINER if num_ranks == 4 else replicated_layout(SPECS, num_ranks)
+    sender = WeightsSender(SPEC, rank=rank, num_source_ranks=num_ranks, num_sink_ranks=num_sinks)
+    while (version := pipe.recv()) is not None:
+        tensors = shards(layout, rank, full_model(version))
+        pipe.send(
+            sender.send(version, WeightsPayload(version=version, tensors=tensors, layout=layout, sink_layout=sink))
+        )
+    sender.close()
+
+
+def generator_rank(pipe: Connection, rank: int, num_ranks: int, num_sources: int, sink: Layout) -> None:
+    """Loads the versions it gets handles of; answers with its tensors or the error's text; ends on None."""
+    torch.set_num_threads(1)
+    receiver = WeightsReceiver(SPEC, rank=rank, num_source_ranks=num_sources, num_sink_ranks=num_ranks)
+    live = {p.tensor: torch.zeros([b - a for a, b in p.box]) for p in sink.pieces[rank]}
+    while (handles := pipe.recv()) is not None:
+        try:
+            version = receiver.receive(handles, WAIT_S)
+            assert version is not None
+            version.load_into(live, sink, WAIT_S)
+            pipe.send((version.version, {name: t.numpy().copy() for name, t in live.items()}))
+        except WeightSyncError as error:
+            pipe.send(str(error))
+
+
+def dying_trainer(pipe: Connection) -> None:
+    """Announces a version, writes two blocks of it and hangs, as a process does that is about to be killed."""
+    written = []
+
+    def digest_then_hang(data: memoryview) -> int:
+        if threading.current_thread().name == "weight-copy":
+            written.append(data)
+            if len(written) > 2:
+                threading.Event().wait()
+        return digest(data)
+
+    source.digest = digest_then_hang
+    sender = WeightsSender(SPEC, rank=0, num_source_ranks=1, num_sink_ranks=1)
+    tensors = {"w": torch.ones(1 << 20)}
+    pipe.recv()
+    pipe.send(sender.send(0, WeightsPayload(version=9, tensors=tensors, released=threading.Event())))
+    pipe.recv()
+
+
+class Ranks:
+    """Processes that are asked one thing at a time, each answer with a deadline."""
+
+    def __init__(self) -> None:
+        self.context = mp.get_context("spawn")
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def start(self, target: Any, *args: Any) -> int:
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=target, args=(theirs, *args), daemon=True)
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        self.pipes.append(ours)
+        return len(self.pipes) - 1
+
+    def ask(self, index: int, message: Any) -> Any:
+        self.pipes[index].send(message)
+        return self.answer(index)
+
+    def answer(self, index: int) -> Any:
+        assert self.pipes[index].poll(WAIT_S), f"process {index} gave no answer in {WAIT_S} s"
+        return self.pipes[index].recv()
+
+    def kill(self, index: int) -> None:
+        os.kill(self.processes[index].pid, signal.SIGKILL)
+        self.processes[index].join(WAIT_S)
+
+    def close(self) -> None:
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+            process.join(WAIT_S)
+            assert process.exitcode is not None
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    group = Ranks()
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("sink_mesh", [{"tp": 2}, {"replica": 2}], ids=["to_tp_2", "to_2_replicas"])
+def test_four_trainer_ranks_to_two_generator_ranks(ranks: Ranks, sink_mesh: dict[str, int]) -> None:
+    sink = mesh_layout(SPECS, sink_mesh, CUTS if "tp" in sink_mesh else {})
+    trainers = [ranks.start(trainer_rank, rank, 4, 2, sink) for rank in range(4)]
+    generators = [ranks.start(generator_rank, rank, 2, 4, sink) for rank in range(2)]
+    for version in range(4):  # twice round the ring of two slots
+        handles = tuple(ranks.ask(index, version) for index in trainers)
+        for rank, index in enumerate(generators):
+            got_version, got = ranks.ask(index, handles)
+            expected = shards(sink, rank, full_model(version))
+            assert got_version == version and got.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert got[name].tobytes() == tensor.numpy().tobytes(), (version, rank, name)
+
+
+def test_dead_source_is_named_and_a_restarted_sink_can_pull_what_still_lies_there(ranks: Ranks) -> None:
+    sink = replicated_layout(SPECS, 1)
+    trainer = ranks.start(trainer_rank, 0, 1, 1, None)
+    first = ranks.start(generator_rank, 0, 1, 1, sink)
+    handles = (ranks.ask(trainer, 0),)
+    assert ranks.ask(first, handles)[0] == 0
+    ranks.kill(first)
+    second = ranks.start(generator_rank, 0, 1, 1, sink)
+    version, got = ranks.ask(second, handles)
+    assert version == 0 and got["q"].tobytes() == full_model(0)["q"].numpy().tobytes()
+    handles = (ranks.ask(trainer, 1),)  # lies in a slot that the sink has not opened yet
+    shared_before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    ranks.kill(trainer)
+    error = ranks.ask(second, handles)
+    assert "version 1 from source rank 0" in error and "has ended" in error
+    assert not os.path.isdir("/dev/shm") or not {
+        n for n in set(os.listdir("/dev/shm")) - shared_before if "llamarl" in n
+    }
+
+
+def test_source_that_dies_in_the_middle_is_named_long_before_the_deadline(ranks: Ranks) -> None:
+    trainer = ranks.start(dying_trainer)
+    handle = ranks.ask(trainer, "go")
+    receiver = WeightsReceiver(SPEC, rank=0, num_source_ranks=1, num_sink_ranks=1)
+    version = receiver.receive((handle,), WAIT_S)
+    assert version is not None
+    threading.Timer(0.3, ranks.kill, (trainer,)).start()
+    started = time.monotonic()
+    with pytest.raises(
+        WeightSyncError, match=r"version 9 from source rank 0 .*the source has ended.*2 of \d+ blocks written"
+    ):
+        version.load_into({"w": torch.zeros(1 << 20)}, deadline_s=WAIT_S)
+    assert time.monotonic() - started < WAIT_S / 2

@@ -1,0 +1,77 @@
+"""One rank of a trainer under test: train three ticks in each asked layout, leave weights and metrics in a folder.
+
+``main`` runs in processes forked from a server that has imported this module, so that torch is imported once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
+from training_fixtures import make_groups
+
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.step import Trainer
+from llamarl.types import Group
+
+NUM_TICKS = 3
+LENGTHS_DIFFER = {"num_groups": 5, "group_size": 3, "max_response": 20}
+
+
+def share(groups: list[Group], fsdp: int, fsdp_rank: int) -> list[Group]:
+    """Uneven on purpose: rank 0 takes one group, the last takes what is left."""
+    if fsdp == 1:
+        return groups
+    return [groups[fsdp_rank]] if fsdp_rank < fsdp - 1 else groups[fsdp - 1 :]
+
+
+def make_trainer(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32") -> Trainer:
+    return Trainer(
+        folder / family,
+        TrainerConfig(
+            fsdp=fsdp, tp=tp, dtype=dtype, max_tokens_per_microbatch=48, logprob_chunk_tokens=9,
+            activation_checkpointing="selective",
+        ),
+        OptimizerConfig(lr=1e-3, weight_decay=0.01),
+        AlgorithmConfig(entropy_coef=0.01, kl_coef=0.01),
+        temperature=0.9,
+    )  # fmt: skip
+
+
+def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,
+            timeout=timedelta(seconds=120),
+        )  # fmt: skip
+    for case in cases:
+        family, _, sizes = case.partition(":")
+        fsdp, tp = (int(n) for n in sizes.split("x"))
+        out = folder / f"{family}-{fsdp}x{tp}"
+        trainer = make_trainer(folder, family, fsdp, tp)
+        metrics = []
+        for tick in range(NUM_TICKS):
+            groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
+            if tick == NUM_TICKS - 1:  # go on from a snapshot: the last tick runs in a fresh trainer
+                state = folder / "state" / f"{family}-{fsdp}x{tp}-{rank}"
+                state.mkdir(parents=True)
+                trainer.save(state)
+                trainer = make_trainer(folder, family, fsdp, tp)
+                trainer.load(state)
+            metrics.append(trainer.train(groups, tick))
+        out.mkdir(exist_ok=True)
+        boxes = {name: shard.box for name, shard in trainer.sync_layout().items()}
+        save_file({n: t.contiguous() for n, t in trainer.parameters_for_sync().items()}, out / f"{rank}.safetensors")
+        (out / f"{rank}.json").write_text(json.dumps({"metrics": metrics, "boxes": boxes}))
+        trainer.export(out / "model")
+    if world > 1:
+        dist.destroy_process_group()

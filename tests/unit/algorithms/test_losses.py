@@ -1,0 +1,192 @@
+"""Every registered loss: its gradient is that of the written objective in float64, and hand-worked cases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llamarl.algorithms.base import TokenBatch
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.algorithms.masking import ratio_keep_mask
+from llamarl.algorithms.registry import LOSSES
+
+LENGTHS = [3, 1, 6, 4, 2, 1, 8, 1, 2, 3]
+CONFIG = {"rho": 2.0, "clip_low": 0.3, "clip_high": 0.5}
+
+
+def _random_batch() -> TokenBatch:
+    generator = torch.Generator().manual_seed(5)
+    T = sum(LENGTHS)
+
+    def draw() -> Tensor:
+        return torch.randn(T, generator=generator, dtype=torch.float64)
+
+    behavior = draw() - 2
+    ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    policy = (behavior + 0.7 * draw() + 0.7 * draw()[ids]).requires_grad_()  # responses drift as a whole, too
+    mask = torch.tensor([t not in (1, 8) for t in range(T)])
+    return TokenBatch(
+        policy_logprobs=policy,
+        behavior_logprobs=torch.where(mask, behavior, float("nan")),
+        advantages=draw()[ids],  # one a response
+        loss_mask=mask,
+        sequence_ids=ids,
+        num_sequences=len(LENGTHS),
+        proximal_logprobs=behavior + 0.7 * draw(),
+    )
+
+
+def _clip(u: Tensor, a: float) -> Tensor:
+    return torch.minimum(u * a, torch.clamp(u, 0.7, 1.5) * a)
+
+
+def _written(name: str, pi: Tensor, mu: Tensor, prox: Tensor, a: float) -> Tensor:
+    """The objective of one response, to be maximised, summed over its trained tokens; token by token."""
+    total = torch.zeros((), dtype=torch.float64)
+    if name == "gspo":
+        u = torch.exp(sum((pi[t] - mu[t] for t in range(len(pi))), torch.zeros(())) / len(pi))
+        return len(pi) * _clip(u, a)
+    for t in range(len(pi)):
+        ratio = math.exp(pi[t].item() - mu[t].item())
+        weight = math.exp(prox[t].item() - mu[t].item())
+        total = (
+            total
+            + {
+                "aipo": lambda t=t, r=ratio: min(r, 2.0) * a * pi[t],
+                "aipo_surrogate": lambda t=t: torch.clamp(torch.exp(pi[t] - mu[t]), max=2.0) * a,
+                "reinforce": lambda t=t: a * pi[t],
+                "ppo": lambda t=t: _clip(torch.exp(pi[t] - mu[t]), a),
+                "decoupled_ppo": lambda t=t, w=weight: w * _clip(torch.exp(pi[t] - prox[t]), a),
+                "truncated_is": lambda t=t, w=weight: min(w, 2.0) * _clip(torch.exp(pi[t] - prox[t]), a),
+                "cispo": lambda t=t, r=ratio: min(max(r, 0.7), 1.5) * a * pi[t],
+            }[name]()
+        )
+    return total
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_gradient_is_that_of_the_written_objective(name: str) -> None:
+    batch = _random_batch()
+    out = LOSSES[name](batch, AlgorithmConfig(name=name, **CONFIG))  # type: ignore[arg-type]
+    assert out.losses.shape == batch.policy_logprobs.shape and out.clipped.dtype == torch.bool
+    (got,) = torch.autograd.grad(out.losses.sum(), batch.policy_logprobs)
+    pi = batch.policy_logprobs.detach().clone().requires_grad_()
+    objective = torch.zeros((), dtype=torch.float64)
+    for s in range(batch.num_sequences):
+        rows = [t for t in range(len(pi)) if batch.sequence_ids[t] == s and batch.loss_mask[t]]
+        a = batch.advantages[batch.sequence_ids == s][0].item()
+        assert batch.proximal_logprobs is not None
+        objective = objective + _written(
+            name, pi[rows], batch.behavior_logprobs[rows], batch.proximal_logprobs[rows], a
+        )
+    (expected,) = torch.autograd.grad(-objective, pi)
+    torch.testing.assert_close(out.losses.sum(), -objective)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+    assert not out.clipped[~batch.loss_mask].any()
+    if name in ("ppo", "decoupled_ppo", "aipo_surrogate"):  # a clipped token is one without a gradient
+        assert torch.equal(out.clipped, batch.loss_mask & (expected == 0))
+    if name != "reinforce":
+        assert out.clipped.any() and not out.clipped[batch.loss_mask].all()  # the case covers both sides
+
+
+def _batch(ratios: list[float], advantages: list[float], ids: list[int] | None = None) -> TokenBatch:
+    """Behaviour log-probs of log(0.1), policy log-probs of log(0.1 * ratio)."""
+    policy = torch.tensor([math.log(0.1 * r) for r in ratios], dtype=torch.float64, requires_grad=True)
+    ids = ids or [0] * len(ratios)
+    return TokenBatch(
+        policy_logprobs=policy,
+        behavior_logprobs=torch.full((len(ratios),), math.log(0.1), dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        loss_mask=torch.ones(len(ratios), dtype=torch.bool),
+        sequence_ids=torch.tensor(ids),
+        num_sequences=max(ids) + 1,
+    )
+
+
+def _gradient(batch: TokenBatch, **config: Any) -> list[float]:
+    out = LOSSES[config["name"]](batch, AlgorithmConfig(**config))
+    return torch.autograd.grad(out.losses.sum(), batch.policy_logprobs)[0].tolist()
+
+
+def test_ppo_clips_only_the_side_that_would_go_further() -> None:
+    ratios, advantages = [1.5, 0.5, 1.5, 0.5, 1.1], [1.0, 1.0, -1.0, -1.0, 2.0]
+    # up with A > 0: clipped; down with A > 0: free; up with A < 0: free; down with A < 0: clipped; inside: free
+    assert _gradient(_batch(ratios, advantages), name="ppo") == pytest.approx([0.0, -0.5, 1.5, 0.0, -2.2])
+
+
+def test_dapo_bounds_let_a_rising_token_go_further() -> None:
+    assert _gradient(_batch([1.25], [1.0]), name="ppo") == [0.0]
+    assert _gradient(_batch([1.25], [1.0]), name="ppo", clip_high=0.28) == pytest.approx([-1.25])
+
+
+def test_cispo_keeps_a_gradient_on_both_clipped_sides() -> None:
+    got = _gradient(_batch([2.0, 0.5, 1.0], [1.0, 1.0, 1.0]), name="cispo", clip_low=0.2, clip_high=0.3)
+    assert got == pytest.approx([-1.3, -0.8, -1.0])
+    assert _gradient(_batch([0.01], [1.0]), name="cispo", clip_low=1.0) == pytest.approx([-0.01])
+
+
+def test_gspo_uses_the_geometric_mean_of_the_response() -> None:
+    # ratios 4 and 1/4 have geometric mean 1: inside the band, although no token is
+    assert _gradient(_batch([4.0, 0.25], [1.0, 1.0]), name="gspo") == pytest.approx([-1.0, -1.0])
+    # geometric mean 2: clipped whole
+    assert _gradient(_batch([4.0, 1.0], [1.0, 1.0]), name="gspo") == [0.0, 0.0]
+
+
+def test_with_one_update_a_tick_decoupled_ppo_is_plain_importance_sampling() -> None:
+    ratios, advantages = [3.0, 0.5, 1.0], [1.0, -2.0, 1.0]
+    assert _gradient(_batch(ratios, advantages), name="decoupled_ppo") == pytest.approx([-3.0, 1.0, -1.0])
+
+
+@pytest.mark.parametrize("rho", [2.0, 4.0, "none"])
+def test_with_one_update_a_tick_truncated_is_has_the_gradient_of_aipo(rho: Any) -> None:
+    ratios, advantages = [5.0, 3.0, 0.5], [1.0, -2.0, 1.0]
+    aipo = _gradient(_batch(ratios, advantages), name="aipo", rho=rho)
+    assert _gradient(_batch(ratios, advantages), name="truncated_is", rho=rho) == pytest.approx(aipo)
+
+
+def test_the_surrogate_form_of_aipo_differs_above_rho_alone() -> None:
+    ratios = [5.0, 3.0, 0.5]
+    assert _gradient(_batch(ratios, [1.0] * 3), name="aipo_surrogate") == pytest.approx([0.0, -3.0, -0.5])
+    assert _gradient(_batch(ratios, [1.0] * 3), name="aipo") == pytest.approx([-4.0, -3.0, -0.5])
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_on_policy_every_loss_is_the_plain_policy_gradient(name: str) -> None:
+    assert _gradient(_batch([1.0, 1.0], [2.0, -1.0], ids=[0, 1]), name=name) == pytest.approx([-2.0, 1.0])
+
+
+def _kept(ratios: list[float], ids: list[int] | None = None, **config: Any) -> list[bool]:
+    return ratio_keep_mask(_batch(ratios, [1.0] * len(ratios), ids), AlgorithmConfig(**config)).tolist()
+
+
+def test_token_mask_drops_single_tokens_on_both_sides() -> None:
+    assert _kept([0.4, 0.6, 1.0, 4.9, 5.1], ratio_mask="token") == [False, True, True, True, False]
+    assert _kept([1e-9, 6.0], ratio_mask="token", ratio_mask_low=0.0) == [True, False]
+
+
+def test_sequence_mask_drops_a_response_by_its_geometric_mean() -> None:
+    # means 1 and 6: the first keeps even its extreme tokens
+    ratios, ids = [8.0, 0.125, 6.0, 6.0], [0, 0, 1, 1]
+    assert _kept(ratios, ids, ratio_mask="sequence") == [True, True, False, False]
+    assert _kept(ratios, ids) == [True] * 4
+
+
+@pytest.mark.parametrize("function", [LOSSES[name] for name in sorted(LOSSES)])
+def test_no_tokens_give_no_loss(function: Callable[..., Any]) -> None:
+    empty = torch.zeros(0, requires_grad=True)
+    batch = TokenBatch(
+        policy_logprobs=empty,
+        behavior_logprobs=torch.zeros(0),
+        advantages=torch.zeros(0),
+        loss_mask=torch.zeros(0, dtype=torch.bool),
+        sequence_ids=torch.zeros(0, dtype=torch.int64),
+        num_sequences=0,
+    )
+    out = function(batch, AlgorithmConfig())
+    out.losses.sum().backward()
+    assert out.losses.shape == out.clipped.shape == (0,)

@@ -1,0 +1,203 @@
+"""Data channels: items arrive whole, in order, at the right rank, or an error says why not."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.data import DataReceiver, DataSender, split_by_cost
+from llamarl.channels.factory import make_receiver, make_sender
+from llamarl.errors import ChannelError, DeadlineExceeded
+from llamarl.types import Group, Prompt, Response, Score
+
+
+@dataclass
+class Item:
+    name: int
+    num_tokens: int
+
+
+def spec(kind: ChannelKind, capacity: int = 1) -> ChannelSpec:
+    return ChannelSpec(name="edge", kind=kind, source="left", sink="right", capacity=capacity)
+
+
+def ends(kind: ChannelKind, sources: int, sinks: int, capacity: int = 1) -> tuple[list[DataSender], list[DataReceiver]]:
+    s = spec(kind, capacity)
+    kw = {"num_source_ranks": sources, "num_sink_ranks": sinks}
+    return [DataSender(s, rank=r, **kw) for r in range(sources)], [DataReceiver(s, rank=r, **kw) for r in range(sinks)]
+
+
+def group(index: int, length: int) -> Group:
+    prompt = Prompt(index=index, tokens=np.arange(3, dtype=np.int32), text="1+1", metadata={"a": [1, 2]})
+    response = Response(
+        prompt_index=index,
+        sample_index=0,
+        tokens=np.arange(length, dtype=np.int32),
+        behavior_logprobs=np.full(length, -0.5, np.float32),
+        policy_versions=np.zeros(length, np.int32),
+        loss_mask=np.ones(length, np.bool_),
+        text="2",
+        finish_reason="stop",
+        outcome=Score(value=1.0),
+    )
+    return Group(prompt=prompt, responses=(response,))
+
+
+def test_gather_concatenates_in_rank_order_at_every_sink() -> None:
+    senders, receivers = ends(ChannelKind.GATHER, 3, 2)
+    handles = tuple(s.send(0, [(r, i) for i in range(r)]) for r, s in enumerate(senders))
+    for receiver in receivers:
+        assert receiver.receive(handles, 5.0) == [(1, 0), (2, 0), (2, 1)]
+
+
+def test_broadcast_delivers_rank_zero_only() -> None:
+    senders, receivers = ends(ChannelKind.BROADCAST, 2, 2)
+    handles = tuple(s.send(0, {"rank": r}) for r, s in enumerate(senders))
+    assert handles[1] is None
+    assert [r.receive(handles, 5.0) for r in receivers] == [{"rank": 0}, {"rank": 0}]
+
+
+def test_scatter_balances_by_tokens_and_each_sink_gets_only_its_part() -> None:
+    senders, receivers = ends(ChannelKind.SCATTER, 1, 2)
+    items = [Item(0, 5), Item(1, 9), Item(2, 1), Item(3, 4), Item(4, 3)]
+    handles = (senders[0].send(0, items),)
+    parts = [[i.name for i in r.receive(handles, 5.0)] for r in receivers]
+    assert parts == [[1, 4], [0, 2, 3]]  # 9 | 5, 5+4, then 3 to the part with fewer items (12), 1 to the other (10)
+
+
+def test_scatter_from_two_sources_joins_parts_in_rank_order() -> None:
+    senders, receivers = ends(ChannelKind.SCATTER, 2, 2)
+    handles = tuple(s.send(0, [f"{r}{i}" for i in range(3)]) for r, s in enumerate(senders))
+    assert receivers[0].receive(handles, 5.0) == ["00", "02", "11"]
+    assert receivers[1].receive(handles, 5.0) == ["01", "10", "12"]
+
+
+def test_split_is_deterministic_and_loses_nothing() -> None:
+    items = [Item(i, (i * 7919) % 101) for i in range(200)]
+    parts = split_by_cost(items, 7)
+    assert sorted(i.name for part in parts for i in part) == list(range(200))
+    assert all([i.name for i in part] == sorted(i.name for i in part) for part in parts)
+    loads = [sum(i.num_tokens for i in part) for part in parts]
+    assert max(loads) - min(loads) <= max(i.num_tokens for i in items)
+    assert [[i.name for i in p] for p in split_by_cost(items, 7)] == [[i.name for i in p] for p in parts]
+
+
+def test_fewer_items_than_sinks_leaves_empty_parts() -> None:
+    senders, receivers = ends(ChannelKind.SCATTER, 1, 3)
+    handles = (senders[0].send(0, ["only"]),)
+    assert [r.receive(handles, 5.0) for r in receivers] == [["only"], [], []]
+
+
+def test_groups_arrive_equal_writable_and_independent_of_the_slot() -> None:
+    senders, receivers = ends(ChannelKind.GATHER, 1, 1)
+    sent = [group(i, 10 + i) for i in range(4)]
+    first = receivers[0].receive((senders[0].send(0, sent),), 5.0)
+    for tick in range(1, 5):
+        senders[0].send(tick, [group(9, 50)])  # overwrites the slot
+    for a, b in zip(sent, first, strict=True):
+        np.testing.assert_array_equal(a.responses[0].tokens, b.responses[0].tokens)
+        np.testing.assert_array_equal(a.responses[0].behavior_logprobs, b.responses[0].behavior_logprobs)
+        assert b.responses[0].tokens.dtype == np.int32 and b.responses[0].outcome == Score(value=1.0)
+        assert b.prompt.metadata == {"a": [1, 2]}
+    first[0].responses[0].tokens[0] = 77
+
+
+def test_empty_list_and_empty_arrays_travel() -> None:
+    senders, receivers = ends(ChannelKind.GATHER, 1, 1)
+    assert receivers[0].receive((senders[0].send(0, []),), 5.0) == []
+    got = receivers[0].receive((senders[0].send(1, [np.empty(0, np.float32), group(0, 0)]),), 5.0)
+    assert got[0].shape == (0,) and len(got[1].responses[0].tokens) == 0
+
+
+@pytest.mark.parametrize("size", [1, 10_000_000])
+def test_handle_is_under_a_kilobyte_whatever_the_payload(size: int) -> None:
+    senders, _ = ends(ChannelKind.SCATTER, 1, 64)
+    assert len(pickle.dumps(senders[0].send(0, [np.zeros(size, np.uint8)]))) < 1000
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5])
+def test_token_stays_readable_until_capacity_later_ones_were_sent(capacity: int) -> None:
+    senders, receivers = ends(ChannelKind.GATHER, 1, 1, capacity)
+    handles: list[Any] = []
+    for tick in range(4 * capacity):
+        handles.append((senders[0].send(tick, [tick, b"x" * (1000 * tick)]),))
+        for old in range(max(0, tick - capacity), tick + 1):
+            assert receivers[0].receive(handles[old], 5.0)[0] == old
+        if tick > capacity:
+            with pytest.raises(ChannelError, match=r"'edge'.*tick|gone|closed"):
+                receivers[0].receive(handles[tick - capacity - 1], 5.0)
+
+
+def test_slots_are_reused_not_allocated_anew() -> None:
+    senders, _ = ends(ChannelKind.GATHER, 1, 1, capacity=2)
+    handles = [senders[0].send(tick, [np.zeros(100_000)]) for tick in range(12)]
+    assert len({h.segment.nonce for h in handles}) == 3
+
+
+def test_overwritten_token_names_channel_source_tick_and_remedy() -> None:
+    senders, receivers = ends(ChannelKind.GATHER, 1, 1)
+    handles = [(senders[0].send(tick, [tick]),) for tick in range(3)]
+    with pytest.raises(ChannelError, match=r"'edge'.*tick 0 from 'left' rank 0.*raise the channel's capacity"):
+        receivers[0].receive(handles[0], 5.0)
+
+
+def test_flipped_byte_is_found() -> None:
+    senders, receivers = ends(ChannelKind.GATHER, 1, 1)
+    handle = senders[0].send(3, [np.arange(1000)])
+    memory = senders[0]._slots[handle.slot].bytes
+    memory[4000] ^= 1
+    with pytest.raises(ChannelError, match=r"tick 3 from 'left' rank 0.*do not match their checksum"):
+        receivers[0].receive((handle,), 5.0)
+    memory[4000] ^= 1
+    np.testing.assert_array_equal(receivers[0].receive((handle,), 5.0)[0], np.arange(1000))
+
+
+def test_deadline_names_both_ends_and_the_limit() -> None:
+    senders, receivers = ends(ChannelKind.GATHER, 1, 1)
+    with pytest.raises(DeadlineExceeded, match=r"'right' rank 0 .*tick 4 from 'left' rank 0.*limit 0 s"):
+        receivers[0].receive((senders[0].send(4, [1]),), 0.0)
+
+
+def test_unpicklable_item_is_named() -> None:
+    senders, _ = ends(ChannelKind.GATHER, 1, 1)
+    with pytest.raises(ChannelError, match=r"'left' rank 0 cannot pickle its token of tick 2"):
+        senders[0].send(2, [lambda: None])
+
+
+def test_mistakes_of_the_caller_are_value_errors() -> None:
+    senders, receivers = ends(ChannelKind.GATHER, 2, 1)
+    with pytest.raises(ValueError, match="carries a list"):
+        senders[0].send(0, {"not": "a list"})
+    handle = senders[0].send(0, [1])
+    with pytest.raises(ValueError, match="2 source ranks, got 1"):
+        receivers[0].receive((handle,), 5.0)
+    with pytest.raises(ValueError, match="not a handle of source rank 1"):
+        receivers[0].receive((handle, handle), 5.0)
+    senders[0].close()
+    with pytest.raises(ValueError, match="after close"):
+        senders[0].send(1, [1])
+
+
+def test_closed_sender_is_reported_as_gone() -> None:
+    senders, receivers = ends(ChannelKind.GATHER, 1, 1)
+    handle = senders[0].send(0, [1])
+    senders[0].close()
+    with pytest.raises(ChannelError, match=r"tick 0 from 'left'.*resume the run"):
+        receivers[0].receive((handle,), 5.0)
+
+
+def test_factory_takes_the_kind_into_account() -> None:
+    kw = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
+    sender = make_sender(spec(ChannelKind.GATHER), **kw)
+    assert make_receiver(spec(ChannelKind.GATHER), **kw).receive((sender.send(0, ["a"]),), 5.0) == ["a"]
+    assert (
+        make_receiver(spec(ChannelKind.WEIGHTS), **kw).receive(
+            (make_sender(spec(ChannelKind.WEIGHTS), **kw).send(0, None),), 5.0
+        )
+        is None
+    )

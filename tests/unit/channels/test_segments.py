@@ -1,0 +1,110 @@
+"""Shared memory segments: what a reader sees, and how a wrong segment is told from the right one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamarl.channels.segments import Segment, open_segment, tensor_over
+from llamarl.errors import ChannelError
+
+
+@pytest.fixture(params=["memfd", "file"])
+def segment(request: pytest.FixtureRequest, tmp_path: Path) -> Segment:
+    if request.param == "memfd" and not hasattr(os, "memfd_create"):
+        pytest.skip("no memfd on this platform")
+    return Segment(1000, folder=tmp_path, use_memfd=request.param == "memfd")
+
+
+def test_reader_sees_what_the_owner_writes_without_a_copy(segment: Segment) -> None:
+    reader = open_segment(segment.handle)
+    segment.bytes[3] = 7
+    assert reader.bytes[3] == 7
+    tensor = tensor_over(reader.bytes)
+    segment.bytes[999] = 9
+    assert int(tensor[999]) == 9
+    assert len(reader.bytes) == 1000
+
+
+def test_reader_cannot_write(segment: Segment) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        open_segment(segment.handle).bytes[0] = 1
+
+
+def test_other_nonce_is_refused(segment: Segment) -> None:
+    stale = dataclasses.replace(segment.handle, nonce=bytes(16))
+    with pytest.raises(ChannelError, match="not the one the handle names"):
+        open_segment(stale)
+
+
+def test_larger_size_than_the_file_is_refused(segment: Segment) -> None:
+    with pytest.raises(ChannelError, match="replaced"):
+        open_segment(dataclasses.replace(segment.handle, size=1 << 20))
+
+
+def test_closed_segment_cannot_be_opened_but_open_readers_keep_their_pages(segment: Segment) -> None:
+    reader = open_segment(segment.handle)
+    segment.bytes[0] = 5
+    segment.close()
+    segment.close()
+    with pytest.raises(ChannelError, match="segment of process"):
+        open_segment(segment.handle)
+    assert reader.bytes[0] == 5
+
+
+def test_descriptor_recycled_for_another_segment_is_refused() -> None:
+    first = Segment(64)
+    handle = first.handle
+    first.close()
+    second = Segment(64)
+    assert second.handle.fd == handle.fd, "the kernel hands out the lowest free descriptor"
+    with pytest.raises(ChannelError, match="not the one the handle names"):
+        open_segment(handle)
+    second.close()
+
+
+def test_descriptor_recycled_for_a_pipe_is_refused_without_waiting() -> None:
+    segment = Segment(64)
+    handle = segment.handle
+    segment.close()
+    read_end, write_end = os.pipe()
+    try:
+        assert handle.fd in (read_end, write_end)
+        with pytest.raises(ChannelError, match="something else"):
+            open_segment(handle)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+def test_file_of_a_dead_owner_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    dead = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(dead, 0)
+    left = tmp_path / f"llamarl-{dead}-{'0' * 32}.segment"
+    left.write_bytes(b"x")
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    segment = Segment(10, folder=tmp_path, use_memfd=False)
+    assert not left.exists() and other.exists()
+    segment.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_dev_shm_is_not_touched() -> None:
+    before = os.statvfs("/dev/shm").f_bfree
+    names = set(os.listdir("/dev/shm"))
+    segment = Segment(8 << 20)
+    segment.bytes[:] = 1
+    assert not os.path.realpath(f"/proc/self/fd/{segment.handle.fd}").startswith("/dev/shm")
+    assert set(os.listdir("/dev/shm")) <= names or os.statvfs("/dev/shm").f_bfree <= before
+    segment.close()
+
+
+def test_size_zero_is_refused_and_memory_starts_at_zero() -> None:
+    with pytest.raises(ValueError, match="size > 0"):
+        Segment(0)
+    assert not np.any(Segment(4096).bytes)

@@ -1,0 +1,336 @@
+"""A checkpoint is all or nothing, whatever ends the process and whatever happens to its bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llamarl.checkpoint.config import CheckpointConfig
+from llamarl.checkpoint.snapshot import MANIFEST, Manifest, checksum_file
+from llamarl.checkpoint.storage import CheckpointStore, saving
+from llamarl.errors import CheckpointError
+
+
+class _Killed(BaseException):
+    """Stands for SIGKILL: no ``except Exception`` and no clean-up of ours may run on it."""
+
+
+def _write(store: CheckpointStore, tick: int, text: str | None = None) -> None:
+    partial = store.begin(tick)
+    for executor in ("generator", "trainer"):
+        folder = partial / executor / "rank_0"
+        folder.mkdir(parents=True)
+        (folder / "state.bin").write_bytes((text or f"{executor} after {tick}").encode() * 100)
+    store.finish(tick, {"config_digest": "abc", "threads": {"trainer": 1}})
+
+
+def _names(store: CheckpointStore) -> list[str]:
+    return [path.name for path in store.list()]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(keep=0))
+
+
+def test_what_was_finished_is_loaded_with_its_files_and_its_account_of_the_run(store: CheckpointStore) -> None:
+    _write(store, 9)
+    checkpoint = store.load()
+    assert checkpoint.tick == 9
+    assert checkpoint.path == store.folder / "tick_000009"
+    assert (checkpoint.path / "trainer" / "rank_0" / "state.bin").read_bytes() == b"trainer after 9" * 100
+    assert checkpoint.run == {"config_digest": "abc", "threads": {"trainer": 1}}
+    assert [(f.path, f.num_bytes) for f in checkpoint.manifest.files] == [
+        ("generator/rank_0/state.bin", 1700),
+        ("trainer/rank_0/state.bin", 1500),
+    ]
+    assert checkpoint.manifest.versions["llamarl"]
+
+
+def test_the_manifest_checksum_is_xxh3_of_the_empty_string_for_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert checksum_file(tmp_path / "empty") == (
+        0,
+        "99aa06d3014798d86001c324468d497f",
+    )  # xxHash's published test vector
+
+
+def test_an_unfinished_checkpoint_is_never_offered(store: CheckpointStore) -> None:
+    _write(store, 1)
+    store.begin(2)
+    assert _names(store) == ["tick_000001"]
+    good = store.latest_good()
+    assert good is not None and good.tick == 1
+
+
+def test_two_checkpoints_may_be_in_progress_at_once(store: CheckpointStore) -> None:
+    first, second = store.begin(4), store.begin(5)
+    (first / "a").write_text("4")
+    (second / "a").write_text("5")
+    store.finish(4)
+    store.finish(5)
+    assert [store.load(t).path.joinpath("a").read_text() for t in (4, 5)] == ["4", "5"]
+
+
+def _torn(path: Path) -> str:
+    os.truncate(path / "trainer/rank_0/state.bin", 7)
+    return "trainer/rank_0/state.bin is torn: 7 bytes, 1500 were written"
+
+
+def _flipped(path: Path) -> str:
+    file = path / "trainer/rank_0/state.bin"
+    data = bytearray(file.read_bytes())
+    data[700] ^= 1
+    file.write_bytes(data)
+    return "trainer/rank_0/state.bin was altered"
+
+
+def _missing(path: Path) -> str:
+    (path / "generator/rank_0/state.bin").unlink()
+    return "generator/rank_0/state.bin is missing"
+
+
+def _extra(path: Path) -> str:
+    (path / "trainer/rank_0/more.bin").write_text("x")
+    return "trainer/rank_0/more.bin was added"
+
+
+def _no_manifest(path: Path) -> str:
+    (path / MANIFEST).unlink()
+    return "manifest.json is missing"
+
+
+def _torn_manifest(path: Path) -> str:
+    os.truncate(path / MANIFEST, 40)
+    return "manifest.json is not whole JSON"
+
+
+def _edited_manifest(path: Path) -> str:
+    file = path / MANIFEST
+    file.write_bytes(file.read_bytes().replace(b'"trainer": 1', b'"trainer": 2'))
+    return "manifest.json was altered"
+
+
+@pytest.mark.parametrize("damage", [_torn, _flipped, _missing, _extra, _no_manifest, _torn_manifest, _edited_manifest])
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_last_good_one_offered(store: CheckpointStore, damage) -> None:
+    for tick in (1, 2, 3):
+        _write(store, tick)
+    found = damage(store.folder / "tick_000003")
+    with pytest.raises(CheckpointError) as caught:
+        store.load()
+    message = str(caught.value)
+    assert "tick_000003 is refused" in message
+    assert found in message
+    assert "the last good one is tick_000002" in message
+    good = store.latest_good()
+    assert good is not None and good.tick == 2
+    assert store.load(2).tick == 2
+
+
+def test_a_flip_of_any_single_byte_of_the_manifest_is_found(store: CheckpointStore) -> None:
+    _write(store, 3)
+    file = store.folder / "tick_000003" / MANIFEST
+    whole = file.read_bytes()
+    Manifest.from_bytes(whole)
+    for position in range(len(whole)):
+        with pytest.raises(ValueError):
+            Manifest.from_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+
+
+def test_a_renamed_checkpoint_is_refused(store: CheckpointStore) -> None:
+    _write(store, 3)
+    os.rename(store.folder / "tick_000003", store.folder / "tick_000008")
+    with pytest.raises(CheckpointError, match="is of tick 3: the folder was renamed"):
+        store.load()
+
+
+def test_with_no_good_checkpoint_the_message_says_so(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match="holds no finished checkpoint: start the run anew"):
+        store.load()
+    _write(store, 1)
+    _torn(store.folder / "tick_000001")
+    assert store.latest_good() is None
+    with pytest.raises(CheckpointError, match="no other checkpoint of this run is good"):
+        store.load()
+
+
+def test_a_tick_that_was_not_saved_is_answered_with_those_that_were(store: CheckpointStore) -> None:
+    _write(store, 1)
+    _write(store, 2)
+    with pytest.raises(CheckpointError, match="holds no tick_000007; it holds tick_000001, tick_000002"):
+        store.load(7)
+
+
+def test_retention_keeps_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, CheckpointConfig(keep=2))
+    for tick in range(5):
+        _write(store, tick)
+        assert store.load().tick == tick
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tick_000003", "tick_000004"]
+
+
+def test_retention_never_removes_the_checkpoint_just_finished_for_a_later_one_of_an_abandoned_future(
+    tmp_path: Path,
+) -> None:
+    store = CheckpointStore(tmp_path, CheckpointConfig(keep=1))
+    for tick in (7, 3):
+        _write(store, tick)
+    assert store.load(3).tick == 3
+
+
+def test_clean_removes_leftovers_and_on_resume_the_abandoned_future(store: CheckpointStore) -> None:
+    for tick in (1, 2, 3):
+        _write(store, tick)
+    store.begin(4)
+    (store.folder / "tick_000000.deleted").mkdir()
+    (store.folder / "notes.txt").write_text("the user's own")
+    assert store.clean() == ("tick_000000.deleted", "tick_000004.partial")
+    assert _names(store) == ["tick_000001", "tick_000002", "tick_000003"]
+    assert store.clean(after_tick=1) == ("tick_000002", "tick_000003")
+    assert sorted(p.name for p in store.folder.iterdir()) == ["notes.txt", "tick_000001"]
+
+
+_STEPS = ("fsync", "rename", "rmdir", "unlink", "mkdir")
+
+
+def _killing(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[int]:
+    """Every call that changes the disk counts; the one numbered ``at`` does not happen and nothing after it does."""
+    calls = 0
+
+    def wrap(name: str) -> None:
+        original = getattr(os, name)
+
+        def step(*args, **kwargs):
+            nonlocal calls
+            if calls >= at:
+                raise _Killed(name)
+            calls += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, step)
+
+    for name in _STEPS:
+        wrap(name)
+    yield calls
+
+
+@pytest.mark.parametrize("same_tick", [False, True], ids=["next tick", "same tick again"])
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path, same_tick: bool) -> None:
+    """Kill before every single call that changes the disk, from begin to the last removal."""
+    old_tick = 2 if same_tick else 1
+    outcomes = []
+    for at in range(200):
+        folder = tmp_path / str(at)
+        store = CheckpointStore(folder, CheckpointConfig(keep=1))
+        _write(store, old_tick, "old")
+        with pytest.MonkeyPatch.context() as patch:
+            next(_killing(patch, at))
+            try:
+                _write(store, 2, "new")
+                finished = True
+            except _Killed:
+                finished = False
+        survivor = CheckpointStore(folder, CheckpointConfig(keep=1))
+        survivor.clean()
+        checkpoint = survivor.load()
+        text = (checkpoint.path / "trainer/rank_0/state.bin").read_text()
+        assert text in ("old" * 100, "new" * 100), f"killed before call {at}"
+        outcomes.append(text[:3])
+        assert not [p.name for p in folder.iterdir() if not p.name[-1].isdigit()], "leftovers after clean"
+        if finished:
+            break
+    assert finished and at > 8
+    assert outcomes == sorted(outcomes, reverse=True)  # old .. old, new .. new
+    assert outcomes[0] == "old" and outcomes[-1] == "new"
+
+
+def _full_disk_in_fsync(monkeypatch: pytest.MonkeyPatch, partial: Path) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def _full_disk_at_the_manifest(monkeypatch: pytest.MonkeyPatch, partial: Path) -> None:
+    (partial / MANIFEST).symlink_to("/dev/full")  # every write there fails as on a full disk, and reads never end
+    monkeypatch.setattr("llamarl.checkpoint.storage._walk", lambda folder: iter([folder / "state.bin"]))
+
+
+@pytest.mark.parametrize("fail", [_full_disk_in_fsync, _full_disk_at_the_manifest])
+def test_a_full_disk_names_the_place_and_leaves_earlier_checkpoints(store: CheckpointStore, fail) -> None:
+    _write(store, 1)
+    partial = store.begin(2)
+    (partial / "state.bin").write_text("x")
+    with pytest.MonkeyPatch.context() as patch:
+        fail(patch, partial)
+        with pytest.raises(CheckpointError) as caught:
+            store.finish(2)
+    message = str(caught.value)
+    assert "cannot finish checkpoint tick_000002" in message
+    assert str(partial) in message
+    assert "No space left on device" in message and "MB free there" in message
+    assert "Finished checkpoints are untouched (tick_000001)" in message
+    assert "Free some space" in message
+    assert [p.name for p in store.folder.iterdir()] == ["tick_000001"]
+    assert store.load().tick == 1
+
+
+def test_a_failed_replacement_puts_the_old_checkpoint_back(store: CheckpointStore) -> None:
+    _write(store, 2, "old")
+    store.begin(2)
+    real = os.rename
+
+    def rename(source, target) -> None:
+        if str(source).endswith(".partial"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            store.finish(2)
+    assert (store.load().path / "trainer/rank_0/state.bin").read_text() == "old" * 100
+    assert [p.name for p in store.folder.iterdir()] == ["tick_000002"]
+
+
+def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file lies where the folder should be")
+    with pytest.raises(CheckpointError, match=r"cannot begin checkpoint tick_000003: .*checkpoints"):
+        CheckpointStore(tmp_path / "checkpoints").begin(3)
+
+
+def test_finish_without_begin_is_refused(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match="it was not begun"):
+        store.finish(3)
+
+
+def test_a_real_write_past_the_limit_while_saving_becomes_a_checkpoint_error(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # the kernel refuses the rest, as a quota does
+        with pytest.raises(CheckpointError, match="cannot save the state of an executor: .*rank_0: File too large"):
+            with saving(tmp_path / "trainer" / "rank_0"):
+                (tmp_path / "state.bin").write_bytes(b"x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_library_error_about_a_full_disk_counts_and_others_pass_through(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="No space left"):
+        with saving(tmp_path):
+            raise RuntimeError("I/O error: No space left on device (os error 28)")
+    with pytest.raises(RuntimeError, match="a bug"):
+        with saving(tmp_path):
+            raise RuntimeError("a bug")
+
+
+def test_a_copy_of_a_checkpoint_elsewhere_is_proved_too(store: CheckpointStore, tmp_path: Path) -> None:
+    _write(store, 5)
+    shutil.copytree(store.folder / "tick_000005", tmp_path / "copy")
+    assert store.verify(tmp_path / "copy").tick == 5

@@ -1,0 +1,138 @@
+"""The loop against a runtime made of plain values: order, checkpoints, deadlines, stopping together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.controller.config import DeadlineConfig
+from llamarl.controller.controller import run_graph
+from llamarl.controller.graph import Graph
+from llamarl.errors import DeadlineExceeded, TrainingDiverged
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.base import Order, Report, SetupReport
+
+
+class FakeRuntime:
+    """Runs orders on a virtual clock; an executor's tick takes ``durations[name]`` seconds."""
+
+    def __init__(self, durations: Mapping[str, float], stop_at: Callable[[Order], str] = lambda order: "") -> None:
+        self.durations, self.stop_at = durations, stop_at
+        self.clock = 0.0
+        self.out: list[tuple[float, Order]] = []
+        self.log: list[tuple[str, int, float]] = []
+        self.saved: list[tuple[str, int]] = []
+
+    def start(
+        self, executors: Sequence[ExecutorSpec], channels: Sequence[ChannelSpec], *, first_tick: int, **_: Any
+    ) -> Mapping[str, SetupReport]:
+        self.channels = channels
+        return {
+            e.name: SetupReport(
+                executor=e.name,
+                initial_tokens={
+                    c.name: {t: (t,) for t in range(first_tick - c.delay, first_tick)}
+                    for c in channels
+                    if c.source == e.name
+                },
+            )
+            for e in executors
+        }
+
+    def fire(self, order: Order) -> None:
+        self.out.append((self.clock + self.durations[order.executor], order))
+
+    def wait(self, deadline_s: float) -> Report:
+        self.out.sort(key=lambda item: item[0])
+        end, order = self.out[0]
+        if end > self.clock + deadline_s:
+            self.clock += deadline_s
+            raise DeadlineExceeded("nobody reported")
+        self.out.pop(0)
+        self.clock = end
+        self.log.append((order.executor, order.tick, end))
+        if order.save_to is not None:
+            self.saved.append((order.executor, order.tick))
+        outputs = {c.name: (order.tick,) for c in self.channels if c.source == order.executor}
+        return Report(executor=order.executor, tick=order.tick, outputs=outputs, stop=self.stop_at(order))
+
+    def now(self) -> float:
+        return self.clock
+
+    def close(self) -> None: ...
+
+
+class FakeCheckpoints:
+    def __init__(self, every: int) -> None:
+        self.every, self.required, self.finished = every, set[int](), list[int]()
+
+    def folder_for(self, tick: int) -> Path | None:
+        return Path("checkpoint") if (tick + 1) % self.every == 0 or tick in self.required else None
+
+    def require(self, tick: int) -> None:
+        self.required.add(tick)
+
+    def on_saved(self, tick: int) -> None:
+        self.finished.append(tick)
+
+
+def job(max_staleness: int) -> Graph:
+    room = max_staleness + 1
+    return Graph(
+        tuple(ExecutorSpec(name=n, factory="tests:none") for n in ("generator", "reward", "trainer")),
+        (
+            ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward", capacity=room),
+            ChannelSpec(name="scored", kind=ChannelKind.SCATTER, source="reward", sink="trainer", capacity=room),
+            ChannelSpec(
+                name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room
+            ),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "period"),
+    [(0, 16.0), (1, 8.0), (2, 6.0), (3, 6.0)],  # max(6, 5, 5, 16 / (s + 1))
+)
+def test_the_period_is_the_maximum_cycle_mean(max_staleness: int, period: float) -> None:
+    runtime = FakeRuntime({"generator": 6.0, "reward": 5.0, "trainer": 5.0})
+    run_graph(job(max_staleness), runtime, num_ticks=40, seed=0)
+    ends = [end for name, _, end in runtime.log if name == "trainer"]
+    assert (ends[39] - ends[27]) / 12 == pytest.approx(period)
+
+
+def test_a_checkpoint_is_finished_when_the_last_executor_has_saved_its_tick() -> None:
+    runtime = FakeRuntime({"generator": 1.0, "reward": 1.0, "trainer": 3.0})
+    checkpoints = FakeCheckpoints(every=2)
+    run_graph(job(2), runtime, num_ticks=6, seed=0, checkpoints=checkpoints)
+    assert checkpoints.finished == [1, 3, 5]
+    assert sorted(runtime.saved) == sorted((n, t) for n in ("generator", "reward", "trainer") for t in (1, 3, 5))
+
+
+def test_a_tick_beyond_its_deadline_is_named_with_who_waits_for_whom() -> None:
+    runtime = FakeRuntime({"generator": 1.0, "reward": 100.0, "trainer": 1.0})
+    with pytest.raises(DeadlineExceeded) as caught:
+        run_graph(job(0), runtime, num_ticks=2, seed=0, deadlines=DeadlineConfig(step_s=30))
+    message = str(caught.value)
+    assert "'reward' to finish tick 0" in message and "deadlines.step_s = 30" in message
+    assert "trainer: at tick 0, waits for token 0 of channel 'scored' from 'reward'" in message
+    assert runtime.clock == pytest.approx(31.0)  # the limit runs from the order, not from the last report
+
+
+def test_a_stop_is_joined_by_everyone_at_one_tick_whose_state_is_saved() -> None:
+    runtime = FakeRuntime(
+        {"generator": 1.0, "reward": 1.0, "trainer": 5.0},
+        stop_at=lambda order: "loss is NaN" if order.executor == "trainer" and order.tick >= 3 else "",
+    )
+    checkpoints = FakeCheckpoints(every=1000)
+    with pytest.raises(TrainingDiverged, match="loss is NaN"):
+        run_graph(job(2), runtime, num_ticks=50, seed=0, checkpoints=checkpoints)
+    (last,) = checkpoints.finished
+    assert {
+        name: max(t for n, t, _ in runtime.log if n == name) for name in ("generator", "reward", "trainer")
+    } == dict.fromkeys(("generator", "reward", "trainer"), last)
+    assert last >= 3 + 3  # every version on the weights edge was made after the request

@@ -1,0 +1,83 @@
+"""The schedule that follows from delays and capacities, against hand-worked orders."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.controller.graph import Graph
+from llamarl.controller.marking import Marking
+from llamarl.executors.base import ExecutorSpec
+
+
+def job(max_staleness: int) -> Graph:
+    executors = tuple(ExecutorSpec(name=n, factory="tests:none") for n in ("generator", "reward", "trainer"))
+    room = max_staleness + 1
+    return Graph(
+        executors,
+        (
+            ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward", capacity=room),
+            ChannelSpec(name="scored", kind=ChannelKind.SCATTER, source="reward", sink="trainer", capacity=room),
+            ChannelSpec(
+                name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room
+            ),
+        ),
+    )
+
+
+def start(max_staleness: int, num_ticks: int, first_tick: int = 0) -> Marking:
+    ticks = range(first_tick - max_staleness - 1, first_tick)
+    tokens = {"weights": {t: (max(0, t + 1),) for t in ticks}}
+    return Marking(job(max_staleness), first_tick=first_tick, num_ticks=num_ticks, initial_tokens=tokens)
+
+
+def finish(marking: Marking, executor: str, tick: int) -> None:
+    """Each executor's token is its tick; the trainer's is the version it made."""
+    value = tick + 1 if executor == "trainer" else tick
+    marking.complete(executor, tick, {c.name: (value,) for c in marking.graph.outputs[executor]})
+
+
+def test_staleness_0_is_strictly_sequential() -> None:
+    marking = start(0, num_ticks=2)
+    order = []
+    while not marking.finished:
+        (firing,) = marking.ready()  # never two at once
+        order.append(f"{firing.executor[0]}{firing.tick}")
+        finish(marking, firing.executor, firing.tick)
+    assert order == ["g0", "r0", "t0", "g1", "r1", "t1"]
+
+
+def test_staleness_1_starts_batch_1_while_batch_0_is_rewarded() -> None:
+    marking = start(1, num_ticks=3)
+    assert [(f.executor, f.tick) for f in marking.ready()] == [("generator", 0)]
+    finish(marking, "generator", 0)
+    assert [(f.executor, f.tick) for f in marking.ready()] == [("generator", 1), ("reward", 0)]
+    finish(marking, "generator", 1)
+    assert marking.ready() == []  # batch 2 needs version 1, which needs batch 0 trained
+    assert "token 0 of channel 'weights' from 'trainer'" in marking.describe()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+def test_whatever_finishes_first_batch_k_is_made_by_version_k_minus_max_staleness(max_staleness: int) -> None:
+    for seed in range(20):
+        pick = random.Random(seed)
+        marking = start(max_staleness, num_ticks=12)
+        running = []
+        while not marking.finished:
+            running += marking.ready()
+            for channel in marking.graph.channels:
+                assert marking.tokens_on(channel.name) <= channel.capacity
+            firing = running.pop(pick.randrange(len(running)))  # any interleaving of completions
+            if firing.executor == "generator":
+                assert firing.inputs["weights"] == (max(0, firing.tick - max_staleness),)
+            else:
+                assert all(handles == (firing.tick,) for handles in firing.inputs.values())
+            finish(marking, firing.executor, firing.tick)
+
+
+def test_resume_asks_for_the_versions_that_lie_on_the_weights_edge() -> None:
+    marking = start(2, num_ticks=8, first_tick=5)  # checkpoint after tick 4: versions 3, 4, 5
+    (firing,) = marking.ready()
+    assert (firing.executor, firing.tick, firing.inputs) == ("generator", 5, {"weights": (3,)})

@@ -1,0 +1,151 @@
+"""The prompt stream is a pure function of (configuration, seed, index)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from llamarl.data.config import DataConfig
+from llamarl.data.items import Split, TaskItem
+from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream
+from llamarl.errors import DataError
+from llamarl.seeding import _splitmix64, derive_seed
+
+
+class Items:
+    """``size`` items a split; item i asks for ``i`` letters."""
+
+    name = "letters"
+
+    def __init__(self, size: int | None) -> None:
+        self._size = size
+
+    def num_items(self, split: Split) -> int | None:
+        return self._size
+
+    def item(self, split: Split, index: int) -> TaskItem:
+        return TaskItem(question="x" * index, answer=str(index), metadata={"split": split})
+
+
+class Letters:
+    """One token a character, and one at the beginning where special tokens are asked for."""
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.chat_template = chat_template
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Mapping[str, Any]:
+        return {"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        return "".join(f"[{m['role']}]{m['content']}" for m in conversation) + "[assistant]" * add_generation_prompt
+
+
+def _stream(size: int | None, seed: int = 0, **config: Any) -> PromptStream:
+    return PromptStream(Items(size), Letters(), DataConfig(**config), seed)
+
+
+def test_each_epoch_holds_every_item_once_in_an_order_of_its_own() -> None:
+    stream = _stream(50)
+    epochs = [[stream.get(50 * epoch + i).answer for i in range(50)] for epoch in range(3)]
+    assert [Counter(epoch) for epoch in epochs] == [Counter(map(str, range(50)))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[0] != list(map(str, range(50)))
+
+
+def test_a_fresh_stream_gives_the_same_prompt_at_any_index_asked_first() -> None:
+    prompts = [_stream(50).get(i) for i in (131, 7, 0)]
+    running = _stream(50)
+    expected = [running.get(i) for i in range(132)]
+    for prompt, index in zip(prompts, (131, 7, 0), strict=True):
+        assert (prompt.index, prompt.text, prompt.answer) == (index, expected[index].text, expected[index].answer)
+        assert prompt.tokens.tolist() == expected[index].tokens.tolist()
+
+
+def test_the_order_sorts_the_places_by_splitmix64_keys_of_the_seed_and_epoch() -> None:
+    def key(seed: int, epoch: int, place: int) -> int:  # integers of any size: no wrap-around to get wrong
+        return _splitmix64((derive_seed(seed, epoch) + (place - 1) * 0x9E3779B97F4A7C15) % 2**64)
+
+    for seed, epoch in ((5, 0), (5, 1), (6, 0)):
+        expected = sorted(range(40), key=lambda place, seed=seed, epoch=epoch: key(seed, epoch, place))  # type: ignore[misc]
+        got = [_stream(40, seed=seed).get(40 * epoch + i).answer for i in range(40)]
+        assert got == list(map(str, expected))
+
+
+def test_endless_tasks_and_unshuffled_ones_go_in_order() -> None:
+    assert [_stream(None).get(i).answer for i in (0, 1, 900)] == ["0", "1", "900"]
+    assert [_stream(3, shuffle=False).get(i).answer for i in range(5)] == ["0", "1", "2", "0", "1"]
+
+
+def test_a_prompt_over_the_limit_is_an_error_that_names_prompt_length_limit_and_fix() -> None:
+    stream = _stream(None, max_prompt_tokens=10)
+    assert len(stream.get(9).tokens) == 10
+    with pytest.raises(DataError, match=r"item 10 \(prompt 10\).*11 tokens.*max_prompt_tokens=10.*too_long = 'skip'"):
+        stream.get(10)
+
+
+def test_skipping_replaces_long_prompts_by_the_seed_and_leaves_the_others_alone() -> None:
+    stream, again = (_stream(12, max_prompt_tokens=10, too_long="skip") for _ in range(2))
+    whole = _stream(12)
+    for index in range(24):
+        prompt = stream.get(index)
+        assert len(prompt.tokens) <= 10
+        assert prompt.answer == again.get(index).answer
+        if len(whole.get(index).tokens) <= 10:
+            assert prompt.answer == whole.get(index).answer
+
+
+def test_skipping_ends_with_an_error_when_nothing_fits() -> None:
+    with pytest.raises(DataError, match="100 items in a row"):
+        PromptStream(
+            Items(3),
+            Letters(),
+            DataConfig(question_template="long {question}", max_prompt_tokens=2, too_long="skip"),
+            0,
+        ).get(0)
+
+
+def test_eval_prompts_have_indices_of_their_own_and_do_not_change_with_their_number() -> None:
+    stream = _stream(50)
+    five, twenty = stream.eval_prompts(5), stream.eval_prompts(20)
+    assert [p.index for p in five] == [EVAL_INDEX_OFFSET + i for i in range(5)]
+    assert [p.answer for p in five] == [p.answer for p in twenty[:5]]
+    assert len({p.answer for p in twenty}) == 20
+    assert {p.metadata["split"] for p in twenty} == {"eval"}
+    assert len(stream.eval_prompts(100)) == 50
+    assert len(_stream(None).eval_prompts(7)) == 7
+
+
+def test_no_eval_prompt_at_all_is_an_error() -> None:
+    with pytest.raises(DataError, match="no eval prompt"):
+        _stream(0).eval_prompts(5)
+
+
+def test_plain_text_gets_the_tokenizers_special_tokens_the_system_prompt_and_the_prefix() -> None:
+    config = DataConfig(system_prompt="Be brief.", question_template="Q: {question} {}", response_prefix="A:")
+    prompt = PromptStream(Items(None), Letters(), config, 0).get(2)
+    assert prompt.text == "Be brief.\n\nQ: xx {}A:"
+    assert prompt.tokens[0] == 1
+    assert "".join(map(chr, prompt.tokens[1:])) == prompt.text
+
+
+def test_a_chat_template_is_used_where_there_is_one_and_writes_its_own_special_tokens() -> None:
+    config = DataConfig(system_prompt="S", response_prefix="<think>")
+    prompt = PromptStream(Items(None), Letters("template"), config, 0).get(2)
+    assert prompt.text == "[system]S[user]xx[assistant]<think>"
+    assert "".join(map(chr, prompt.tokens)) == prompt.text
+    plain = PromptStream(Items(None), Letters("template"), DataConfig(chat_template="none"), 0).get(2)
+    assert plain.text == "xx"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"question_template": "no place"}, "question_template"), ({"max_prompt_tokens": 0}, "max_prompt_tokens")],
+)
+def test_a_wrong_configuration_names_the_field(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DataConfig(**fields)

@@ -1,0 +1,276 @@
+"""Tasks: items by random access, disjoint splits, and verdicts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamarl.data.items import TaskItem
+from llamarl.environments.answers import extract_answer, last_boxed, last_number
+from llamarl.environments.base import Task
+from llamarl.environments.config import TaskConfig
+from llamarl.environments.factory import make_task
+from llamarl.environments.functions import NotANumber, as_score, import_function
+from llamarl.environments.steps import written_steps
+from llamarl.errors import DataError
+from llamarl.types import Prompt, Score
+
+
+def _prompt(item: TaskItem) -> Prompt:
+    return Prompt(
+        index=0, tokens=np.array([1], np.int32), text=item.question, answer=item.answer, metadata=dict(item.metadata)
+    )
+
+
+def _value(task: Task, item: TaskItem, response: str) -> float:
+    verdict = task.respond(_prompt(item), [response])
+    assert isinstance(verdict, Score)
+    return verdict.value
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "numeric", "expected"),
+    [
+        ("so <answer> 4 </answer> no <answer>5</answer> 6", "auto", True, "5"),
+        ("1 + 2 = 3", "tag", True, None),
+        ("we get \\boxed{\\frac{1}{2}} or 7", "auto", True, "\\frac{1}{2}"),
+        ("steps\n#### 1,234", "auto", True, "1,234"),
+        ("The answer is 12.", "auto", True, "12"),
+        (" Paris \n", "auto", False, "Paris"),
+        ("a\n\nb \n", "last_line", False, "b"),
+        ("no digits", "last_number", True, None),
+        ("", "whole", False, None),
+    ],
+)
+def test_extract_answer(text: str, how: str, numeric: bool, expected: str | None) -> None:
+    assert extract_answer(text, how, numeric=numeric) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("it costs $1,250.50 today", "1250.50"),
+        ("5 - 9 = -4", "-4"),
+        ("5-3", "3"),
+        ("= −7.", "-7"),
+        ("from 1,2,3", "3"),
+        ("v2 is x3", None),
+    ],
+)
+def test_last_number(text: str, expected: str | None) -> None:
+    assert last_number(text) == expected
+
+
+def test_last_boxed_ignores_a_box_that_never_closes() -> None:
+    assert last_boxed("\\boxed{a{b}c} then \\boxed{d") == "a{b}c"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TaskConfig(),
+        TaskConfig(name="reasoning_gym:chain_sum", options={"max_terms": 2, "max_digits": 1}, eval_fraction=0.2),
+    ],
+)
+def test_procedural_items_depend_on_seed_split_and_index_alone_and_splits_share_no_question(config: TaskConfig) -> None:
+    task, again, other = make_task(config, 1), make_task(config, 1), make_task(config, 2)
+    train = [task.item("train", i) for i in range(300)]
+    held = [task.item("eval", i) for i in range(100)]
+    assert [again.item("train", i) for i in reversed(range(300))] == train[::-1]
+    assert [other.item("train", i) for i in range(300)] != train
+    assert not {item.question for item in train} & {item.question for item in held}
+
+
+def test_the_written_steps_of_the_bundled_task_score_one_and_a_wrong_or_missing_sum_zero() -> None:
+    assert written_steps([3, 9, 4]) == "3+9=12\n12+4=16\n#16"
+    task = make_task(TaskConfig(), 0)
+    item = TaskItem(question="3+9+4=\n", answer="16")
+    assert _value(task, item, "3+9=12\n12+4=16\n#16") == 1.0
+    assert _value(task, item, "#15\n#16\n") == 1.0
+    assert _value(task, item, "#16\n#15") == 0.0
+    assert _value(task, item, "16") == 0.0
+
+
+def test_steps_lengths_spread_by_more_than_a_factor_of_five() -> None:
+    task = make_task(TaskConfig(), 0)
+    digits = [[int(d) for d in task.item("train", i).question.strip("=\n").split("+")] for i in range(64)]
+    lengths = [len(written_steps(d)) for d in digits]
+    assert max(lengths) >= 5 * min(lengths)
+    assert max(lengths) <= 80
+
+
+def test_reasoning_gym_scores_by_the_datasets_own_rule_with_the_answer_found_in_free_text() -> None:
+    task = make_task(TaskConfig(name="reasoning_gym:chain_sum", options={"max_terms": 2, "max_digits": 1}), 3)
+    item = task.item("eval", 5)
+    assert item.answer is not None
+    assert _value(task, item, f"Let me think. The result is {item.answer}.") == 1.0
+    assert _value(task, item, f"<answer>{item.answer}.00</answer> or 1000") == 1.0  # trailing decimals are equal
+    assert _value(task, item, "I do not know") == 0.0
+
+
+def test_reasoning_gym_text_answers_are_taken_whole() -> None:
+    task = make_task(TaskConfig(name="reasoning_gym:letter_counting"), 0)
+    item = task.item("train", 0)
+    assert _value(task, item, f"There are {item.answer}") == 1.0
+    task = make_task(TaskConfig(name="reasoning_gym:spell_backward"), 0)
+    item = task.item("train", 0)
+    assert item.answer is not None
+    assert _value(task, item, f" {item.answer}\n") == 1.0
+
+
+def test_reasoning_gym_datasets_that_prepare_their_items_are_reached_too() -> None:
+    task = make_task(TaskConfig(name="reasoning_gym:acre", options={"size": 50}), 0)
+    assert task.item("train", 1_000_000).question
+
+
+def test_an_entry_that_comes_out_otherwise_is_an_error_not_a_zero() -> None:
+    task = make_task(TaskConfig(name="reasoning_gym:chain_sum"), 3)
+    item = task.item("train", 0)
+    changed = TaskItem(question="?", answer="1", metadata={**item.metadata, "question": "another"})
+    with pytest.raises(ValueError, match="not reproducible"):
+        task.respond(_prompt(changed), ["1"])
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (TaskConfig(name="reasoning_gym:chain_sums"), "nearest: chain_sum"),
+        (TaskConfig(name="reasoning_gym:chain_sum", options={"max_digit": 1}), "max_digit"),
+        (TaskConfig(name="reasoning_gym:chain_sum", options={"seed": 1}), "run.seed"),
+        (TaskConfig(name="steps", options={"terms": 1}), "min_terms, max_terms"),
+        (TaskConfig(name="steps", options={"min_terms": 1}), "got 1 and 10"),
+    ],
+)
+def test_unknown_datasets_and_options_are_refused_by_name(config: TaskConfig, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        make_task(config, 0)
+
+
+GSM8K = {"question": "How many?", "answer": "5+5=<<5+5=10>>10\n10*100 = 1,000\n#### 1,000"}
+MATH = {"problem": "What?", "solution": "It is $\\boxed{\\frac{1}{2}}$.", "answer": "\\frac{1}{2}"}
+
+
+def _file(path: Path, *lines: object) -> str:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+def test_math_reads_both_formats_and_compares_answers_as_mathematics(tmp_path: Path) -> None:
+    boxed = {"problem": "Boxed only?", "solution": "First \\boxed{1}, so \\boxed{x^2+1}"}
+    train = _file(tmp_path / "train.jsonl", GSM8K, MATH, "", boxed)
+    task = make_task(TaskConfig(name="math", train_file=train, eval_fraction=0.0), 0)
+    assert task.num_items("train") == 3
+    items = [task.item("train", i) for i in range(3)]
+    assert [item.answer for item in items] == ["1000", "\\frac{1}{2}", "x^2+1"]
+    assert _value(task, items[0], "so he has 1,000 apples in 2.\nAnswer: $1,000") == 1.0
+    assert _value(task, items[0], "1000 or 999") == 0.0
+    assert _value(task, items[1], "thus 0.5") == 1.0
+    assert _value(task, items[1], "thus \\boxed{1/2} of 10") == 1.0
+    assert _value(task, items[2], "\\boxed{1 + x^2}") == 1.0
+    assert _value(task, items[2], "no idea") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([], "got an empty file"),
+        ([GSM8K, '{"question": '], r":2: got '\{\"question\":', expected one JSON object"),
+        ([GSM8K, "[1]"], ":2: got list"),
+        ([{"question": "Q"}], r":1: got fields \['question'\], expected one of \['solution'\]"),
+        ([{"text": "Q", "answer": "1"}], r":1: got fields .* expected one of \['question', 'problem'\]"),
+        ([{"question": 3.5, "answer": None}], ":1: field 'answer' is NoneType"),
+        ([{"question": " ", "answer": "1"}], ":1: field 'question' is blank"),
+        ([{"problem": "Q", "solution": "no box"}], "no complete"),
+        ([{"question": "Q", "answer": "so\n####"}], "expected '#### number'"),
+    ],
+)
+def test_a_malformed_line_is_named_with_what_was_got_and_expected(
+    tmp_path: Path, lines: list[object], words: str
+) -> None:
+    train = _file(tmp_path / "train.jsonl", *lines)
+    with pytest.raises(DataError, match=words) as caught:
+        make_task(TaskConfig(name="math", train_file=train), 0)
+    assert train in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere.jsonl: cannot be read"):
+        make_task(TaskConfig(name="math", train_file=str(tmp_path / "nowhere.jsonl")), 0)
+
+
+def test_training_questions_that_the_eval_file_holds_are_left_out(tmp_path: Path) -> None:
+    train = _file(tmp_path / "train.jsonl", GSM8K, MATH)
+    held = _file(tmp_path / "eval.jsonl", MATH)
+    task = make_task(TaskConfig(name="math", train_file=train, eval_file=held), 0)
+    assert [task.item("train", i).question for i in range(task.num_items("train") or 0)] == ["How many?"]
+    with pytest.raises(DataError, match="disjoint"):
+        make_task(TaskConfig(name="math", train_file=held, eval_file=held), 0)
+
+
+def test_a_share_of_distinct_questions_is_held_out_and_duplicates_stay_together(tmp_path: Path) -> None:
+    lines = [{"question": f"Q{i % 500}", "answer": str(i % 500)} for i in range(1000)]
+    train = _file(tmp_path / "train.jsonl", *lines)
+    task = make_task(TaskConfig(name="math", train_file=train, eval_fraction=0.2), 0)
+    sides = {
+        split: {task.item(split, i).question for i in range(task.num_items(split) or 0)}  # type: ignore[arg-type]
+        for split in ("train", "eval")
+    }
+    assert not sides["train"] & sides["eval"]
+    assert len(sides["train"] | sides["eval"]) == 500
+    assert 60 <= len(sides["eval"]) <= 140  # 100 expected, 4.5 standard deviations of 9 either way
+
+
+def test_a_users_function_judges_its_own_items_or_a_bundled_tasks(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, response, answer):\n    return response.count(answer)\n")
+    path = f"{tmp_path}/mine.py:score"
+    record = {"messages": [{"role": "user", "content": "Say ab"}], "answer": "ab", "level": 3}
+    train = _file(tmp_path / "train.jsonl", record)
+    task = make_task(TaskConfig(name="function", train_file=train, eval_fraction=0.0, reward=path), 0)
+    item = task.item("train", 0)
+    assert (item.question, item.answer, item.metadata) == ("Say ab", "ab", {"level": 3})
+    assert item.messages == ({"role": "user", "content": "Say ab"},)
+    assert _value(task, item, "abab") == 2.0
+    steps = make_task(TaskConfig(reward=path), 0)
+    assert steps.name == "steps"
+    assert _value(steps, TaskItem(question="q", answer="7"), "777") == 3.0
+
+
+def test_functions_are_imported_from_modules_and_refused_with_the_names_there_are() -> None:
+    assert import_function("llamarl.environments.answers:last_number") is last_number
+    with pytest.raises(DataError, match=r"no function 'last_numbers'.*last_number"):
+        import_function("llamarl.environments.answers:last_numbers")
+    with pytest.raises(DataError, match="cannot import no_such_module"):
+        import_function("no_such_module:f")
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), 0.5, Score(value=0.5)])
+def test_real_numbers_and_scores_are_scores(value: object) -> None:
+    assert as_score(value).value == 0.5
+
+
+@pytest.mark.parametrize("value", [float("nan"), np.inf, "0.5", None, 1j, [0.5], Score(value=1.0, parts={"a": np.nan})])
+def test_anything_else_is_not_a_number(value: object) -> None:
+    with pytest.raises(NotANumber):
+        as_score(value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"name": "chess"}, "name must be"),
+        ({"name": "reasoning_gym"}, "needs a dataset"),
+        ({"name": "math"}, "train_file"),
+        ({"name": "steps", "train_file": "x.jsonl"}, "leave train_file"),
+        ({"name": "function", "train_file": "x.jsonl"}, "reward must name"),
+        ({"reward": "no_colon"}, "module:function"),
+        ({"eval_fraction": 1.0}, "eval_fraction"),
+        ({"pool": {"timeout_s": 0}}, "timeout_s"),
+        ({"names": "steps"}, "names"),
+    ],
+)
+def test_a_wrong_configuration_names_the_field(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TaskConfig(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,198 @@
+"""The words of the console, and the two displays."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from pydantic import ValidationError
+
+from llamarl.observability import text
+from llamarl.observability.config import ObservabilityConfig
+from llamarl.observability.console import ConsoleReporter
+from llamarl.observability.job import Edge, JobDescription, Lane, edge_lines
+from llamarl.observability.summary import SummaryBuilder
+
+JOB = JobDescription(
+    title="tiny",
+    lanes=(Lane(name="generator", detail="8 x 8 samples"), Lane(name="trainer", num_ranks=2, threads=4, device="cuda")),
+    edges=(Edge(name="weights", source="trainer", sink="generator", delay=2),),
+    facts={"model": "bundled:tiny"},
+)
+
+
+def _row(tick: int, **more: float) -> dict[str, float]:
+    row = {"step": tick, "reward/mean": 0.25 * tick, "staleness/mean": 1.0, "staleness/max": tick, "time/step_s": 2.0}
+    return (
+        row | {"idle/generator": 0.1, "idle/trainer": 0.5, "tokens_per_s/generated": 1234.0, "reward/failed": 1} | more
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0, "0:00"), (75.4, "1:15"), (3675, "1:01:15"), (59.6, "1:00"), (None, "?")]
+)
+def test_durations(seconds: float | None, words: str) -> None:
+    assert text.duration(seconds) == words
+
+
+@pytest.mark.parametrize(("num_ticks", "every"), [(1, 1), (45, 1), (60, 2), (200, 5), (400, 10), (900, 20), (2000, 50)])
+def test_a_run_prints_about_thirty_lines(num_ticks: int, every: int) -> None:
+    assert text.lines_every(num_ticks) == every
+    assert num_ticks / every <= 45
+
+
+def test_time_left_takes_the_median_pace_of_recent_ticks() -> None:
+    assert text.time_left([], 10) is None
+    assert text.time_left([100.0] + [1.0] * 19 + [50.0], 10) == 10.0  # one stall and the first tick do not count
+
+
+def test_the_graph_is_drawn_as_a_chain_and_its_delayed_edges() -> None:
+    edges = [
+        Edge(name="scored", source="reward", sink="trainer"),
+        Edge(name="weights", source="trainer", sink="generator", delay=2),
+        Edge(name="completions", source="generator", sink="reward"),
+        Edge(name="prompts", source="reference", sink="trainer"),
+    ]
+    assert edge_lines(edges) == [
+        "generator ──completions──▶ reward ──scored──▶ trainer",
+        "reference ──prompts──▶ trainer",
+        "trainer ══weights, 2 ticks later══▶ generator",
+    ]
+
+
+def test_a_line_sums_up_its_rows() -> None:
+    lines = text.RowTable(["generator", "trainer"], 10).lines([_row(2), _row(3)])
+    heading, values = lines[-2].split(), lines[-1].split("  ")
+    assert heading == [
+        "tick",
+        "reward",
+        "stale",
+        "clipped",
+        "length",
+        "tokens/s",
+        "s/tick",
+        "failed",
+        "generator",
+        "trainer",
+        "left",
+    ]
+    assert [v.strip() for v in values if v.strip()] == [
+        "4", "0.625", "1.0 / 3", "–", "–", "1,234", "2.00", "2", "10 %", "50 %", "0:12",
+    ]  # fmt: skip
+    assert len(lines[-1]) == len(lines[-2])
+
+
+def test_the_heading_returns_every_twenty_lines() -> None:
+    table = text.RowTable(["trainer"], 100)
+    headings = [len(table.lines([_row(tick)])) > 1 for tick in range(41)]
+    assert [tick for tick, shown in enumerate(headings) if shown] == [0, 20, 40]
+
+
+def test_an_evaluation_has_a_line_of_its_own() -> None:
+    assert text.evaluation_line(_row(1)) == ""
+    line = text.evaluation_line(_row(1, **{"eval/accuracy": 0.75, "eval/policy_version": 10, "eval/length_mean": 3.25}))
+    assert line == "  ▸ policy 10    held-out accuracy 0.750  ███████████████░░░░░  length 3.2"
+
+
+def test_a_plain_run_reads_from_head_to_end() -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter(ObservabilityConfig(console="auto", console_every=2), JOB, 4, file=out)
+    summary = SummaryBuilder()
+    for tick in range(4):
+        row = _row(tick, **({"eval/accuracy": 0.4 + 0.1 * tick, "eval/policy_version": tick} if tick in (0, 3) else {}))
+        reporter.on_report("trainer", tick)
+        reporter.on_row(row)
+        summary.add(row)
+    reporter.message("a remark")
+    reporter.finish(summary.build(places={"trace": "RUN/trace.json"}))
+    reporter.finish(summary.build())  # ignored
+    lines = out.getvalue().splitlines()
+    assert "llamarl" in lines[1] and "tiny · 4 ticks" in lines[1]
+    assert "  generator   1 rank × 1 thread on cpu      8 x 8 samples" in lines
+    assert "  trainer     2 ranks × 4 threads on cuda" in lines
+    assert "  trainer ══weights, 2 ticks later══▶ generator" in lines
+    rows = [line.split()[0] for line in lines if line.split() and line.split()[0] in ("2", "4")]
+    assert rows == ["2", "4"]
+    assert "  a remark" in lines
+    assert "done · 4 ticks in 0:08" in lines
+    assert any(line.split() == ["accuracy", "0.400", "→", "0.700,", "held", "out"] for line in lines)
+    assert any(line.split() == ["rewards", "failed", "4"] for line in lines)
+    assert sum(line.startswith("done") for line in lines) == 1
+    assert not any(line != line.rstrip() or "\x1b" in line for line in lines)
+
+
+def test_rows_that_await_their_line_are_shown_when_a_run_stops_early() -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter(ObservabilityConfig(console="plain", console_every=5), JOB, 10, file=out)
+    summary = SummaryBuilder()
+    for tick in range(2):
+        reporter.on_row(_row(tick))
+        summary.add(_row(tick))
+    reporter.finish(summary.build(stopped="generator rank 0 died"))
+    assert "stopped: generator rank 0 died · 2 ticks in 0:04" in out.getvalue()
+    assert any(line.split()[:2] == ["2", "0.125"] for line in out.getvalue().splitlines())
+
+
+def test_the_live_display_shows_lanes_and_keeps_evaluations() -> None:
+    out = io.StringIO()
+    out.isatty = lambda: True  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm-256color")
+        patch.setenv("COLUMNS", "110")
+        reporter = ConsoleReporter(ObservabilityConfig(), JOB, 4, file=out)
+        reporter.on_report("generator", 0)
+        reporter.on_row(_row(0, **{"eval/accuracy": 0.5, "eval/policy_version": 0}))
+        reporter.message("a remark")
+        reporter.finish(SummaryBuilder().build())
+    shown = out.getvalue()
+    for words in ("held-out accuracy 0.500", "a remark", "1/4", "idle 10 %", "tokens/s", "done"):
+        assert words in shown
+    assert "\x1b[?25h" in shown  # the cursor is back
+
+
+def test_no_console_prints_nothing() -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter(ObservabilityConfig(console="none"), JOB, 4, file=out)
+    reporter.on_row(_row(0))
+    reporter.finish(SummaryBuilder().build())
+    assert out.getvalue() == ""
+
+
+def test_a_stream_without_our_characters_gets_plain_ones() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii")
+    ConsoleReporter(ObservabilityConfig(console="plain"), JOB, 4, file=out)
+    out.flush()
+    assert b"trainer ==weights, 2 ticks later==> generator" in raw.getvalue()
+
+
+def test_totals_weigh_idle_by_time_and_staleness_by_tokens() -> None:
+    summary = SummaryBuilder()
+    summary.add({"step": 0, "time/step_s": 1.0, "idle/trainer": 0.9, "staleness/mean": 0.0, "tokens/trained": 100})
+    summary.add({"step": 1, "time/step_s": 3.0, "idle/trainer": 0.1, "staleness/mean": 2.0, "tokens/trained": 300})
+    summary.add({"step": 2, "grad_norm": None})
+    total = summary.build()
+    assert total.num_ticks == 3 and total.wall_s == 4.0
+    assert total.idle == {"trainer": pytest.approx(0.3)}
+    assert total.staleness_mean == pytest.approx(600 / 401)  # a row without tokens weighs one
+    assert total.tokens_trained == 400 and total.first_accuracy is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"console_every": -1}, "observability.console_every must be >= 0"),
+        ({"rollouts_every": 0}, "observability.rollouts_every must be >= 1"),
+        ({"wandb": True, "wandb_project": ""}, "observability.wandb_project must not be empty"),
+        ({"console": "loud"}, "console"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(settings: dict, what: str) -> None:
+    with pytest.raises(ValidationError, match=what):
+        ObservabilityConfig(**settings)
+
+
+def test_rollouts_are_due_every_so_often_unless_off() -> None:
+    every = ObservabilityConfig(rollouts_every=3)
+    assert [t for t in range(8) if every.rollouts_due(t)] == [0, 3, 6]
+    assert not ObservabilityConfig(rollouts=False).rollouts_due(0)

@@ -1,0 +1,203 @@
+"""The hub: from reports to rows, curves and trace, with times and idle shares worked by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from llamarl.errors import ConfigError
+from llamarl.observability.config import ObservabilityConfig
+from llamarl.observability.metrics import read_metrics, strip_timing
+from llamarl.observability.recorder import Recorder
+
+QUIET = ObservabilityConfig(console="none")
+EXECUTORS = ("generator", "reward", "trainer")
+
+
+@dataclass(frozen=True)
+class _Report:
+    executor: str
+    tick: int
+    metrics: dict[str, float]
+    started_s: float
+    finished_s: float
+    spans: tuple[tuple[str, float, float], ...] = ()
+    controller_bytes: int = 0
+    outputs: dict = field(default_factory=dict)
+
+
+def _run(recorder: Recorder, first: int, last: int, slow: float = 1.0, at: float = 100.0) -> None:
+    """Generator 0-4, reward 4-5, trainer 5-8 (times ``slow``); the next tick of each begins 5 s later."""
+    for tick in range(first, last):
+        start = at + 5 * slow * (tick - first)
+        recorder.on_report(
+            _Report(
+                "generator",
+                tick,
+                {"tokens/generated": 100.0},
+                start,
+                start + 4 * slow,
+                (("weight_sync/pull", start, start + 0.5 * slow), ("generate", start + 0.5 * slow, start + 4 * slow)),
+                controller_bytes=700,
+            )
+        )
+        recorder.on_report(_Report("reward", tick, {"reward/failed": 0}, start + 4 * slow, start + 5 * slow))
+        trained = {"policy_version": tick + 1, "reward/mean": tick / 8, "staleness/mean": 1.0, "staleness/max": 1}
+        spans = (("weight_sync/publish", start + 7.75 * slow, start + 8 * slow),)
+        recorder.on_report(_Report("trainer", tick, trained, start + 5 * slow, start + 8 * slow, spans, 300))
+
+
+def test_times_idle_shares_rates_and_bytes_of_two_ticks(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, QUIET, EXECUTORS, 2)
+    _run(recorder, 0, 2)
+    recorder.close()
+    first, second = read_metrics(tmp_path)
+    assert first["step"] == 0 and second["step"] == 1
+    assert [first[f"time/{name}_s"] for name in EXECUTORS] == [4.0, 1.0, 3.0]
+    assert first["time/step_s"] == 8.0  # since the run began
+    assert second["time/step_s"] == 5.0  # trainer ends at 108 and 113
+    assert first["idle/generator"] == 0.0 and first["idle/reward"] == 0.8  # reward waits 4 of 5 s for its first batch
+    assert first["idle/trainer"] == 0.625  # 5 of 8 s
+    assert second["idle/generator"] == pytest.approx(0.2)  # free from 104 to 105, then works to 109
+    assert second["idle/trainer"] == pytest.approx(0.4)  # free from 108 to 110, then works to 113
+    assert second["time/weight_sync_s"] == 0.75  # pulled in 0.5, published in 0.25
+    assert second["tokens_per_s/generated"] == 20.0
+
+
+def test_a_resumed_run_leaves_the_rows_of_an_uninterrupted_one_but_for_timing(tmp_path: Path) -> None:
+    whole = Recorder(tmp_path / "whole", QUIET, EXECUTORS, 6)
+    _run(whole, 0, 6)
+    whole.close()
+    killed = Recorder(tmp_path / "killed", QUIET, EXECUTORS, 6)
+    _run(killed, 0, 5)  # never closed
+    resumed = Recorder(tmp_path / "killed", QUIET, EXECUTORS, 6, resume_after_tick=2)
+    _run(resumed, 3, 6, slow=2.0, at=7.0)
+    summary = resumed.summary()
+    resumed.close()
+    rows = [read_metrics(tmp_path / name) for name in ("whole", "killed")]
+    assert [strip_timing(row) for row in rows[0]] == [strip_timing(row) for row in rows[1]]
+    assert [list(row) for row in rows[0]] == [list(row) for row in rows[1]]
+    assert rows[0] != rows[1]
+    assert summary.num_ticks == 6 and summary.tokens_generated == 600
+    ticks = [e for e in json.loads((tmp_path / "killed/trace.json").read_text()) if e.get("cat") == "tick"]
+    assert [e["args"]["tick"] for e in ticks if e["tid"] == 3] == [0, 1, 2, 3, 4, 5]
+    starts = [e["ts"] for e in ticks if e["tid"] == 3]
+    assert starts == sorted(starts)
+
+
+def test_tensorboard_reads_the_rows_and_forgets_repeated_steps(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, QUIET, EXECUTORS, 4)
+    _run(recorder, 0, 4)  # killed: never closed
+    resumed = Recorder(tmp_path, QUIET, EXECUTORS, 4, resume_after_tick=1)
+    _run(resumed, 2, 4)
+    resumed.close()
+    curves = EventAccumulator(str(tmp_path / "tensorboard"))
+    curves.Reload()
+    assert [(e.step, e.value) for e in curves.Scalars("reward/mean")] == [(0, 0.0), (1, 0.125), (2, 0.25), (3, 0.375)]
+    assert "step" not in curves.Tags()["scalars"]
+
+
+def test_the_trace_has_a_lane_an_executor_with_spans_and_curves(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, QUIET, EXECUTORS, 1)
+    _run(recorder, 0, 1)
+    events = json.loads((tmp_path / "trace.json").read_text())
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {1: "generator", 2: "reward", 3: "trainer"}
+    shown = [(names[e["tid"]], e["name"]) for e in events if e["ph"] == "X"]
+    assert shown == [
+        ("generator", "tick 0"),
+        ("generator", "weight_sync/pull"),
+        ("generator", "generate"),
+        ("reward", "tick 0"),
+        ("trainer", "tick 0"),
+        ("trainer", "weight_sync/publish"),
+    ]
+    assert {e["name"] for e in events if e["ph"] == "C"} == {"staleness/mean", "reward/mean"}
+
+
+def test_nothing_is_written_that_is_switched_off(tmp_path: Path) -> None:
+    config = ObservabilityConfig(console="none", tensorboard=False, trace=False)
+    recorder = Recorder(tmp_path, config, EXECUTORS, 1)
+    _run(recorder, 0, 1)
+    recorder.close()
+    recorder.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_not_a_number_in_a_report_leaves_whole_json_everywhere(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, QUIET, ("trainer",), 1)
+    [row] = recorder.on_report(_Report("trainer", 0, {"grad_norm": float("nan"), "lr": 0.5}, 0.0, 1.0))
+    assert row["grad_norm"] is None and row["lr"] == 0.5
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    for name in ("trace.json", "metrics.jsonl"):
+        json.loads((tmp_path / name).read_text(), parse_constant=refuse)
+
+
+def test_rows_that_were_lost_are_spoken_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder(tmp_path, QUIET, EXECUTORS, 4)
+    _run(recorder, 0, 1)
+    Recorder(tmp_path, ObservabilityConfig(console="plain"), EXECUTORS, 4, resume_after_tick=2)
+    assert "metrics.jsonl lacks 2 rows of before the resume, from step 1" in capsys.readouterr().out
+
+
+def test_rollouts_of_repeated_ticks_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    for tick in (1, 2, 3):
+        (folder / f"tick_{tick:06d}.jsonl").touch()
+    Recorder(tmp_path, QUIET, EXECUTORS, 4, resume_after_tick=1)
+    assert [p.name for p in folder.iterdir()] == ["tick_000001.jsonl"]
+
+
+def test_the_summary_names_what_lies_in_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    recorder = Recorder(tmp_path, QUIET, EXECUTORS, 4)
+    _run(recorder, 0, 3)
+    summary = recorder.summary(stopped="by the user")
+    assert list(summary.places) == ["policy", "metrics", "trace", "curves"]
+    assert (summary.num_ticks, summary.staleness_max, summary.last_reward) == (3, 1, 0.25)
+    assert summary.wall_s == 18.0 and summary.stopped == "by the user"
+
+
+def test_a_job_without_the_executor_whose_ticks_are_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no executor 'trainer' among a, b"):
+        Recorder(tmp_path, QUIET, ("a", "b"), 1)
+    Recorder(tmp_path, QUIET, ("a", "b"), 1, trainer="b")
+
+
+def test_wandb_gets_each_row_and_its_run_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict] = []
+    logged: list[tuple[int, float]] = []
+
+    def init(**settings):
+        calls.append(settings)
+        return SimpleNamespace(
+            id="abc123", log=lambda row, step: logged.append((step, row["reward/mean"])), finish=lambda: None
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    config = ObservabilityConfig(console="none", wandb=True, wandb_project="mine")
+    recorder = Recorder(tmp_path, config, EXECUTORS, 3, run_config={"run": {"seed": 1}})
+    _run(recorder, 0, 2)
+    Recorder(tmp_path, config, EXECUTORS, 3, resume_after_tick=1)
+    assert logged == [(0, 0.0), (1, 0.125)]
+    assert [(c["project"], c["id"], c["resume"]) for c in calls] == [
+        ("mine", None, "allow"),
+        ("mine", "abc123", "allow"),
+    ]
+    assert calls[0]["config"] == {"run": {"seed": 1}}
+
+
+def test_wandb_that_is_not_installed_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'llamarl\[wandb\]'"):
+        Recorder(tmp_path, ObservabilityConfig(console="none", wandb=True), EXECUTORS, 1)

@@ -1,0 +1,123 @@
+"""rollouts/*.jsonl: what the trainer saw, exactly, in deterministic bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamarl.errors import DataError, LlamaRLError
+from llamarl.observability.rollouts import RolloutWriter, num_segments, read_rollouts
+from llamarl.types import Failure, Group, Prompt, Response, Score
+
+
+def _response(sample: int, versions: list[int], outcome: Score | Failure | None, text: str = "4") -> Response:
+    length = len(versions)
+    mask = np.array(versions) >= 0
+    logprobs = np.where(mask, -np.arange(1, length + 1, dtype=np.float32) / np.float32(3), np.float32("nan"))
+    return Response(
+        prompt_index=7,
+        sample_index=sample,
+        tokens=np.arange(10, 10 + length, dtype=np.int32),
+        behavior_logprobs=logprobs.astype(np.float32),
+        policy_versions=np.array(versions, dtype=np.int32),
+        loss_mask=mask.astype(np.bool_),
+        text=text,
+        finish_reason="stop",
+        outcome=outcome,
+    )
+
+
+def _group(text: str = "4") -> Group:
+    prompt = Prompt(index=7, tokens=np.array([1, 2], dtype=np.int32), text="2+2?", answer="4", task="sum")
+    return Group(
+        prompt=prompt,
+        responses=(
+            _response(0, [3, 3, 4], Score(value=1.0, parts={"b": 0.5, "a": 0.5}), text),
+            _response(1, [3, -1, -1, 5, 5], Failure(kind="timeout", detail="no verdict after 1 s")),
+            _response(2, [], None),
+        ),
+    )
+
+
+def test_a_batch_reads_back_exactly(tmp_path: Path) -> None:
+    group = _group()
+    path = RolloutWriter(tmp_path / "rollouts").write(12, [group], advantages=[[0.25, math.nan, -0.25]])
+    assert path == tmp_path / "rollouts" / "tick_000012.jsonl"
+    read = list(read_rollouts(tmp_path, 12))
+    assert [r.advantage for r in read] == [0.25, None, -0.25]
+    for rollout, original in zip(read, group.responses, strict=True):
+        assert (rollout.tick, rollout.prompt, rollout.answer, rollout.task) == (12, "2+2?", "4", "sum")
+        response = rollout.response
+        assert response.outcome == original.outcome
+        assert (response.text, response.finish_reason, response.sample_index) == (
+            original.text,
+            "stop",
+            original.sample_index,
+        )
+        for name in ("tokens", "behavior_logprobs", "policy_versions", "loss_mask"):
+            got, want = getattr(response, name), getattr(original, name)
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got, want)  # NaN equals NaN, otherwise every bit
+
+
+def test_segments_are_stretches_of_one_version_and_skip_what_the_policy_did_not_write(tmp_path: Path) -> None:
+    path = RolloutWriter(tmp_path).write(0, [_group()])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["segments"] for line in lines] == [[[3, 2], [4, 1]], [[3, 1], [5, 2]], []]
+    assert [num_segments(r) for r in _group().responses] == [2, 2, 0]
+    assert lines[1]["behavior_logprobs"][1] is None
+    assert lines[1]["failure"] == {"kind": "timeout", "detail": "no verdict after 1 s"} and lines[1]["reward"] is None
+
+
+def test_float32_is_written_as_the_shortest_text_that_reads_back(tmp_path: Path) -> None:
+    path = RolloutWriter(tmp_path).write(0, [_group()])
+    assert '"behavior_logprobs": [-0.33333334, -0.6666667, -1.0]' in path.read_text()
+
+
+def test_the_same_batch_gives_the_same_bytes(tmp_path: Path) -> None:
+    first = RolloutWriter(tmp_path / "a").write(3, [_group(), _group()]).read_bytes()
+    assert RolloutWriter(tmp_path / "b").write(3, [_group(), _group()]).read_bytes() == first
+
+
+@pytest.mark.parametrize("text", ["a\nb", "\u2028 and \x85", "\ud800 lone surrogate", "日本", "\x00"])
+def test_any_text_survives(tmp_path: Path, text: str) -> None:
+    RolloutWriter(tmp_path).write(0, [_group(text)])
+    assert next(read_rollouts(tmp_path)).response.text == text
+
+
+def test_a_failed_write_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(LlamaRLError, match="cannot write .*tick_000003.jsonl: No space left on device"):
+        RolloutWriter(tmp_path).write(3, [_group()])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_later_ticks_are_cut_on_resume(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path)
+    for tick in (1, 2, 3):
+        writer.write(tick, [_group()])
+    writer.cut_after(2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tick_000001.jsonl", "tick_000002.jsonl"]
+    assert [r.tick for r in read_rollouts(tmp_path)] == [1, 1, 1, 2, 2, 2]
+
+
+def test_advantages_that_do_not_match_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one value a response"):
+        RolloutWriter(tmp_path).write(0, [_group()], advantages=[[1.0]])
+
+
+def test_reading_names_the_file_and_line_that_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no rollouts of tick 4"):
+        list(read_rollouts(tmp_path, 4))
+    path = RolloutWriter(tmp_path).write(4, [_group()])
+    path.write_bytes(path.read_bytes() + b'{"tick": 4}\n')
+    with pytest.raises(DataError, match="tick_000004.jsonl, line 4 is not a sample"):
+        list(read_rollouts(tmp_path))

@@ -1,0 +1,86 @@
+"""Placement on machines worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamarl.errors import ConfigError
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.placement import place
+
+
+def executor(name: str, *, num_ranks: int = 1, threads: int = 0, device: str = "auto") -> ExecutorSpec:
+    return ExecutorSpec(name=name, factory="m:f", num_ranks=num_ranks, threads=threads, device=device)
+
+
+def settled(*executors: ExecutorSpec, cores: int = 8, cuda_devices: int = 0) -> dict[str, tuple[int, str]]:
+    placement = place(executors, cores=cores, cuda_devices=cuda_devices)
+    return {spec.name: (spec.threads, spec.device) for spec in placement.executors}
+
+
+def test_ranks_that_name_no_threads_share_what_the_others_leave() -> None:
+    job = (executor("generator", num_ranks=2), executor("reward", threads=1), executor("trainer"))
+    assert settled(*job, cores=11) == {"generator": (3, "cpu"), "reward": (1, "cpu"), "trainer": (3, "cpu")}
+
+
+def test_every_rank_gets_a_thread_when_cores_are_fewer_than_ranks() -> None:
+    job = (executor("generator"), executor("reward", threads=4), executor("trainer"))
+    assert [threads for threads, _ in settled(*job, cores=2).values()] == [1, 4, 1]
+
+
+def test_executors_lie_apart_while_there_are_devices_enough() -> None:
+    job = (executor("generator", num_ranks=2), executor("trainer", num_ranks=2, device="cuda"))
+    placed = settled(*job, cuda_devices=4)
+    assert [device for _, device in placed.values()] == ["cuda:0,cuda:1", "cuda:2,cuda:3"]
+
+
+def test_a_device_named_by_number_is_left_to_its_executor() -> None:
+    job = (executor("generator"), executor("trainer", device="cuda:0"))
+    assert [device for _, device in settled(*job, cuda_devices=2).values()] == ["cuda:1", "cuda:0"]
+
+
+def test_executors_share_a_lone_device_and_the_table_says_so() -> None:
+    job = (executor("generator"), executor("reward", device="cpu", threads=1), executor("trainer"))
+    placement = place(job, cores=3, cuda_devices=1)
+    assert [spec.device for spec in placement.executors] == ["cuda:0", "cpu", "cuda:0"]
+    assert placement.table().splitlines() == [
+        "executor   rank    device  threads",
+        "generator  0 of 1  cuda:0  1",
+        "reward     0 of 1  cpu     1",
+        "trainer    0 of 1  cuda:0  1",
+        "",
+        "3 threads on 3 cores",
+        "cuda:0 is shared by generator, trainer: they take turns, and its memory must hold them all",
+    ]
+
+
+def test_the_table_says_when_threads_outnumber_cores() -> None:
+    table = place([executor("trainer", num_ranks=2, threads=3)], cores=4, cuda_devices=0).table()
+    assert table.endswith("6 threads on 4 cores: executors that work at the same time take turns")
+
+
+@pytest.mark.parametrize(
+    ("spec", "cuda_devices", "message"),
+    [
+        (executor("trainer", device="cuda"), 0, "no CUDA device; set device cpu"),
+        (executor("trainer", device="cuda:2"), 2, "there is no cuda:2, this machine has 2 CUDA devices"),
+        (executor("trainer", num_ranks=4, device="cuda"), 2, "4 ranks need as many CUDA devices, this machine has 2"),
+        (executor("trainer", num_ranks=4), 2, "4 ranks need as many CUDA devices, this machine has 2"),
+        (executor("trainer", num_ranks=2, device="cuda:0"), 2, "2 ranks cannot share cuda:0"),
+        (executor("trainer", num_ranks=2, device="cuda:0,cuda:0"), 2, "ranks of one executor cannot share a device"),
+        (executor("trainer", num_ranks=3, device="cuda:0,cuda:1"), 2, "3 ranks and 2 devices"),
+        (executor("trainer", device="gpu"), 1, "device 'gpu' is unknown, expected auto, cpu, cuda or cuda:N"),
+        (executor("trainer", threads=-1), 0, "threads must be >= 1, or 0 for a share of the cores, got -1"),
+        (executor("trainer", num_ranks=0), 0, "num_ranks must be >= 1, got 0"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_with_the_fix(spec: ExecutorSpec, cuda_devices: int, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        place([spec], cores=4, cuda_devices=cuda_devices)
+    assert f"executor 'trainer': {message}" in str(caught.value) or message in str(caught.value)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        place([executor("generator", device="cuda"), executor("trainer", threads=-2)], cores=0, cuda_devices=0)
+    assert str(caught.value).count("\n  - ") == 3

@@ -1,0 +1,89 @@
+"""Imports point one way, and what must stay light stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import llamarl
+
+ROOT = Path(llamarl.__file__).parent
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"types", "errors", "strict", "seeding", "config"}),
+    frozenset({"algorithms", "data", "planner"}),
+    frozenset({"models", "environments", "observability", "checkpoint"}),
+    frozenset({"engine", "trainer", "weight_sync", "channels"}),
+    frozenset({"executors"}),
+    frozenset({"runtime", "controller"}),
+    frozenset({"simulator"}),
+    frozenset({"cli"}),
+)
+RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def room_of(module: str) -> str | None:
+    """``llamarl.engine.sampler`` -> ``engine``; a package's ``config.py`` belongs to the configuration's layer."""
+    parts = module.split(".")
+    if len(parts) < 2 or parts[0] != "llamarl":
+        return None
+    return "config" if parts[-1] == "config" else parts[1]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules imported when ``path`` is imported or run, those under TYPE_CHECKING left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            typing_only.update(child for statement in node.body for child in ast.walk(statement))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    relative = path.relative_to(ROOT).with_suffix("")
+    here = room_of(".".join(("llamarl", *relative.parts)))
+    if here is None or here == "__init__":
+        return
+    for module in imports_of(path):
+        there = room_of(module)
+        if there is not None and there in RANK:
+            assert RANK[there] <= RANK[here], f"{relative} ({here}) imports {module}: that room lies further right"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_runtime_imports_monarch(path: Path) -> None:
+    if path.relative_to(ROOT).parts[0] in ("runtime", "weight_sync"):  # RDMA buffers are a weight transport
+        return
+    assert not any(module.split(".")[0] == "monarch" for module in imports_of(path))
+
+
+@pytest.mark.parametrize("module", ["llamarl.config", "llamarl.planner.search", "llamarl.cli.main", "llamarl.types"])
+def test_light_modules_do_not_import_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_module_declares_what_it_exports(path: Path) -> None:
+    if path.name in ("__init__.py", "__main__.py"):
+        return
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), f"{path} has no docstring"
+    names = {
+        t.id for node in tree.body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)
+    }
+    assert "__all__" in names, f"{path} has no __all__"

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from llamarl.models.parallel import ParallelLayout
+from llamarl.trainer.config import OptimizerConfig
+from llamarl.trainer.optimizer import MasterWeights, learning_rate
+
+ONE_RANK = ParallelLayout(fsdp=1, tp=1, mesh=None)
+
+
+def test_learning_rate_by_hand() -> None:
+    warm = OptimizerConfig(lr=1.0, warmup_ticks=3)
+    assert [learning_rate(warm, k, None) for k in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    linear = OptimizerConfig(lr=2.0, schedule="linear", min_lr_ratio=0.5)
+    assert [learning_rate(linear, k, 5) for k in range(6)] == [2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
+    cosine = OptimizerConfig(lr=1.0, warmup_ticks=1, schedule="cosine")
+    assert learning_rate(cosine, 0, 4) == 0.5
+    assert [learning_rate(cosine, k, 4) for k in (1, 2, 3)] == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_a_falling_schedule_needs_an_end() -> None:
+    with pytest.raises(ValueError, match="number of ticks"):
+        learning_rate(OptimizerConfig(schedule="cosine"), 0, None)
+
+
+def _masters(parameter: nn.Parameter, config: OptimizerConfig, **kwargs: object) -> MasterWeights:
+    return MasterWeights({"w": parameter}, config, ONE_RANK, tensor_parallel_cuts={}, **kwargs)  # type: ignore[arg-type]
+
+
+def test_adamw_by_hand_and_only_matrices_decay() -> None:
+    config = OptimizerConfig(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.5)
+    matrix, vector = nn.Parameter(torch.full((1, 1), 2.0)), nn.Parameter(torch.full((1,), 2.0))
+    masters = MasterWeights({"m": matrix, "v": vector}, config, ONE_RANK, tensor_parallel_cuts={})
+    matrix.grad, vector.grad = torch.full((1, 1), 3.0), torch.full((1,), 3.0)
+    masters.collect_gradients()
+    masters.step(0.1)
+    # the first bias-corrected update is the gradient's sign; decay takes 0.1 * 0.5 of the weight before
+    assert matrix.item() == pytest.approx(2.0 * (1 - 0.05) - 0.1)
+    assert vector.item() == pytest.approx(2.0 - 0.1)
+
+
+def test_gradient_norm_and_scaling() -> None:
+    a, b = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))
+    masters = MasterWeights({"a": a, "b": b}, OptimizerConfig(), ONE_RANK, tensor_parallel_cuts={})
+    a.grad, b.grad = torch.full((2, 2), 1.0), torch.full((3,), 2.0)
+    masters.collect_gradients()
+    assert masters.gradient_norm().item() == pytest.approx(4.0)  # sqrt(4 * 1 + 3 * 4)
+    masters.scale_gradients(0.5)
+    assert masters.gradient_norm().item() == pytest.approx(2.0)
+
+
+def test_small_updates_survive_in_the_master_of_a_bfloat16_weight() -> None:
+    original = torch.tensor([[1.0]])
+    parameter = nn.Parameter(original.to(torch.bfloat16))
+    masters = _masters(parameter, OptimizerConfig(lr=1e-4), initial={"w": original})
+    for _ in range(100):  # each update is 1e-4, below bfloat16's spacing of 0.0078 at 1
+        (parameter * 1.0).sum().backward()
+        masters.collect_gradients()
+        masters.step(1e-4)
+        masters.drop_gradients()
+    assert masters.tensors["w"].item() == pytest.approx(0.99, abs=1e-5)
+    assert parameter.item() == torch.tensor(0.99).to(torch.bfloat16).item()
+
+
+def test_microbatch_gradients_of_a_bfloat16_weight_add_up_in_float32() -> None:
+    parameter = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
+    masters = _masters(parameter, OptimizerConfig(), initial={"w": torch.ones(1, 1)})
+    for value in (256.0, 1.0, 1.0):  # in bfloat16, 256 + 1 is 256
+        (parameter * value).sum().backward()
+    masters.collect_gradients()
+    assert masters.gradient_norm().item() == 258.0
+
+
+def test_state_restores_the_next_step_bit_for_bit() -> None:
+    def step(masters: MasterWeights, parameter: nn.Parameter, seed: int) -> None:
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        masters.collect_gradients()
+        masters.step(math.exp(-seed))
+        masters.drop_gradients()
+
+    first = nn.Parameter(torch.randn(4, 3))
+    a = _masters(first, OptimizerConfig(weight_decay=0.1))
+    for seed in range(3):
+        step(a, first, seed)
+    state = {key: value.clone() for key, value in a.state().items()}
+    second = nn.Parameter(torch.zeros(4, 3))
+    b = _masters(second, OptimizerConfig(weight_decay=0.1))
+    b.load_state(state)
+    step(a, first, 7)
+    step(b, second, 7)
+    assert torch.equal(first, second)
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    masters = _masters(nn.Parameter(torch.zeros(2, 2)), OptimizerConfig())
+    with pytest.raises(ValueError, match="w has shape"):
+        masters.load_state({"weight/w": torch.zeros(3, 2)})

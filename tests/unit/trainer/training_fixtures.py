@@ -1,0 +1,103 @@
+"""Tiny random model folders and scored groups for the trainer's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llamarl.types import Failure, Group, Prompt, Response, Score
+
+VOCABULARY = 61
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_TRAITS: dict[str, dict[str, object]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0},
+    "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
+}
+
+
+def write_model(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """A tiny random model folder."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **{**_COMMON, **_TRAITS[family]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, 0.5 if "embed" in name or "lm_head" in name else 0.15)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def make_response(
+    prompt_index: int,
+    sample_index: int,
+    tokens: Sequence[int],
+    outcome: Score | Failure | None,
+    *,
+    versions: Sequence[int] | None = None,
+    logprobs: Sequence[float] | None = None,
+    mask: Sequence[bool] | None = None,
+) -> Response:
+    n = len(tokens)
+    keep = np.array(mask if mask is not None else [True] * n, dtype=bool)
+    behavior = np.array(logprobs if logprobs is not None else [-2.0] * n, dtype=np.float32)
+    return Response(
+        prompt_index=prompt_index,
+        sample_index=sample_index,
+        tokens=np.array(tokens, dtype=np.int32),
+        behavior_logprobs=np.where(keep, behavior, np.nan).astype(np.float32),
+        policy_versions=np.where(keep, versions if versions is not None else [0] * n, -1).astype(np.int32),
+        loss_mask=keep,
+        text="",
+        finish_reason="stop",
+        outcome=outcome,
+    )
+
+
+def make_groups(
+    num_groups: int = 3, group_size: int = 4, seed: int = 0, max_response: int = 12, failed: bool = True
+) -> list[Group]:
+    """Groups with uneven lengths, masked tokens, behaviour log-probs near log(1 / 8) and one failed sample."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for p in range(num_groups):
+        prompt = Prompt(index=p, tokens=rng.integers(3, VOCABULARY, 3 + p).astype(np.int32), text="")
+        responses = []
+        for s in range(group_size):
+            n = int(rng.integers(1, max_response + 1))
+            mask = rng.random(n) < 0.8
+            mask[-1] = True
+            outcome = (
+                Failure(kind="timeout", detail="") if failed and p == 0 and s == 1 else Score(value=float(rng.random()))
+            )
+            responses.append(
+                make_response(
+                    p,
+                    s,
+                    rng.integers(3, VOCABULARY, n).tolist(),
+                    outcome,
+                    logprobs=(-2 - 2 * rng.random(n)).tolist(),
+                    mask=mask.tolist(),
+                )
+            )
+        groups.append(Group(prompt=prompt, responses=tuple(responses)))
+    return groups

@@ -1,0 +1,120 @@
+"""A version that is announced before it is written: sinks follow block by block, and never past what is proved."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
+from llamarl.errors import DeadlineExceeded, WeightSyncError
+from llamarl.weight_sync import source
+from llamarl.weight_sync.slot import Word
+
+WAIT_S = 60.0
+SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
+ENDS = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
+
+
+def model() -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(500_000, dtype=torch.float32), "v": torch.ones(3)}  # 2 MB: 4 blocks and the small one
+
+
+class Gate:
+    """Stands in for the checksum of the copying thread: lets one block through a ticket."""
+
+    def __init__(self, digest: Callable[[memoryview], int]) -> None:
+        self._digest = digest
+        self.tickets = threading.Semaphore(0)
+        self.fail = False
+
+    def __call__(self, data: memoryview) -> int:
+        if threading.current_thread().name == "weight-copy":
+            assert self.tickets.acquire(timeout=WAIT_S)
+            if self.fail:
+                raise RuntimeError("the disk is on fire")
+        return self._digest(data)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate = Gate(source.digest)
+    monkeypatch.setattr(source, "digest", gate)
+    return gate
+
+
+def announce(sender: WeightsSender) -> tuple[object, threading.Event]:
+    released = threading.Event()
+    return sender.send(0, WeightsPayload(version=3, tensors=model(), released=released)), released
+
+
+def test_sink_follows_a_slot_that_is_still_being_written(gate: Gate) -> None:
+    sender, receiver = WeightsSender(SPEC, **ENDS), WeightsReceiver(SPEC, **ENDS)
+    handle, released = announce(sender)
+    assert not released.is_set()
+    version = receiver.receive((handle,), WAIT_S)
+    assert version is not None
+    live = {name: torch.zeros_like(t) for name, t in model().items()}
+    loader = threading.Thread(target=version.load_into, args=(live,), daemon=True)
+    loader.start()
+    words = sender._publisher._slots[0].words
+    gate.tickets.release(2)
+    loader.join(0.2)
+    assert loader.is_alive() and int(words[Word.PROGRESS]) <= 2
+    gate.tickets.release(100)
+    loader.join(WAIT_S)
+    assert not loader.is_alive() and released.is_set()
+    assert all(torch.equal(live[name], t) for name, t in model().items())
+
+
+def test_deadline_says_which_block_was_waited_for(gate: Gate) -> None:
+    sender, receiver = WeightsSender(SPEC, **ENDS), WeightsReceiver(SPEC, **ENDS)
+    version = receiver.receive((announce(sender)[0],), WAIT_S)
+    assert version is not None
+    gate.tickets.release(1)
+    with pytest.raises(DeadlineExceeded, match=r"loading version 3.*waiting for source rank 0 to write block \d of \d"):
+        version.load_into({name: torch.zeros_like(t) for name, t in model().items()}, deadline_s=0.1)
+    gate.tickets.release(100)
+
+
+def test_failure_in_the_background_is_refused_by_sinks_and_raised_at_the_source(gate: Gate) -> None:
+    sender, receiver = WeightsSender(SPEC, **ENDS), WeightsReceiver(SPEC, **ENDS)
+    handle, released = announce(sender)
+    version = receiver.receive((handle,), WAIT_S)
+    assert version is not None
+    gate.fail = True
+    gate.tickets.release(1)
+    assert released.wait(WAIT_S)
+    with pytest.raises(WeightSyncError, match="is failed with version 3"):
+        version.read_all()
+    with pytest.raises(WeightSyncError, match="the disk is on fire"):
+        sender.send(1, WeightsPayload(version=4, tensors=model()))
+
+
+def test_next_send_waits_for_the_copy_before_it() -> None:
+    sender, receiver = WeightsSender(SPEC, **ENDS), WeightsReceiver(SPEC, **ENDS)
+    handles = []
+    for version in range(5):
+        tensors = {name: t + version for name, t in model().items()}
+        handles.append(
+            sender.send(version, WeightsPayload(version=version, tensors=tensors, released=threading.Event()))
+        )
+        for old in range(max(0, version - 1), version + 1):
+            opened = receiver.receive((handles[old],), WAIT_S)
+            assert opened is not None
+            got = opened.read_all()
+            assert opened.version == old and all(torch.equal(got[n], t + old) for n, t in model().items())
+
+
+def test_altered_checksum_of_an_announced_version_is_found_at_the_end() -> None:
+    sender, receiver = WeightsSender(SPEC, **ENDS), WeightsReceiver(SPEC, **ENDS)
+    handle, released = announce(sender)
+    assert released.wait(WAIT_S)
+    sender._publisher._slots[0].words[Word.MANIFEST_CHECKSUM] += 1
+    version = receiver.receive((handle,), WAIT_S)
+    assert version is not None
+    with pytest.raises(WeightSyncError, match="its manifest does not match"):
+        version.read_all()

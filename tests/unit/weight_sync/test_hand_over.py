@@ -1,0 +1,346 @@
+"""One hand-over inside one process: bits, casts, slots, and every fault that must never be served."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
+from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
+from llamarl.weight_sync.checksum import BLOCK_BYTES
+from llamarl.weight_sync.layout import ParameterSpec, Shard, fuse, mesh_layout
+from llamarl.weight_sync.slot import PAGE, SlotState, Word
+
+
+def ends(sources: int = 1, sinks: int = 1, capacity: int = 1) -> tuple[list[WeightsSender], list[WeightsReceiver]]:
+    spec = ChannelSpec(
+        name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=1, capacity=capacity
+    )
+    kw = {"num_source_ranks": sources, "num_sink_ranks": sinks}
+    return [WeightsSender(spec, rank=r, **kw) for r in range(sources)], [
+        WeightsReceiver(spec, rank=r, **kw) for r in range(sinks)
+    ]
+
+
+def model(seed: int = 0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(1000, 300, generator=g),  # 1.2 MB: several blocks
+        "norm": torch.randn(300, generator=g),
+        "scale": torch.randn((), generator=g),
+        "up": torch.randn(300, 7, generator=g),
+    }
+
+
+def zeros_like(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(t.shape, dtype=dtype or t.dtype) for name, t in tensors.items()}
+
+
+def assert_bits_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name in got:
+        assert got[name].dtype == expected[name].dtype and torch.equal(got[name], expected[name]), name
+
+
+def flip(sender: WeightsSender, handle: Any, offset: int, mask: int = 1) -> None:
+    """Flip bits of a byte of the data that lies in the slot of ``handle``."""
+    sender._publisher._slots[handle.slot].buffer.data[handle.data_offset + offset] ^= mask
+
+
+def test_fp32_arrives_bit_for_bit_with_its_version() -> None:
+    (sender,), (receiver,) = ends()
+    sent = model() | {"special": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])}
+    version = receiver.receive((sender.send(0, WeightsPayload(version=7, tensors=sent)),), 5.0)
+    got = zeros_like(sent)
+    pulled = version.load_into(got)
+    assert version.version == 7
+    assert all(got[n].numpy().tobytes() == sent[n].numpy().tobytes() for n in sent)
+    assert pulled >= sum(t.numel() * 4 for t in sent.values())
+
+
+def test_cast_at_the_source_equals_torch_rounding() -> None:
+    (sender,), (receiver,) = ends()
+    sent = model()
+    handle = sender.send(0, WeightsPayload(version=1, tensors=sent, wire_dtype=torch.bfloat16))
+    got = zeros_like(sent, torch.bfloat16)
+    receiver.receive((handle,), 5.0).load_into(got)
+    assert_bits_equal(got, {n: t.to(torch.bfloat16) for n, t in sent.items()})
+
+
+def test_cast_at_the_sink_equals_torch_rounding() -> None:
+    (sender,), (receiver,) = ends()
+    sent = model()
+    got = zeros_like(sent, torch.bfloat16)
+    receiver.receive((sender.send(0, WeightsPayload(version=1, tensors=sent)),), 5.0).load_into(got)
+    assert_bits_equal(got, {n: t.to(torch.bfloat16) for n, t in sent.items()})
+
+
+def test_source_may_change_its_tensors_after_send() -> None:
+    (sender,), (receiver,) = ends()
+    sent = model()
+    expected = {n: t.clone() for n, t in sent.items()}
+    handle = sender.send(0, WeightsPayload(version=1, tensors=sent))
+    for tensor in sent.values():
+        tensor.zero_()
+    assert_bits_equal(receiver.receive((handle,), 5.0).read_all(), expected)
+
+
+def test_handle_is_small_for_many_parameters() -> None:
+    (sender,), _ = ends()
+    tensors = {f"layer.{i}.weight": torch.zeros(10) for i in range(2000)}
+    assert len(pickle.dumps(sender.send(0, WeightsPayload(version=0, tensors=tensors)))) < 1000
+
+
+def test_slots_are_allocated_once_and_reused() -> None:
+    (sender,), (receiver,) = ends(capacity=2)
+    addresses = []
+    for version in range(9):
+        handle = sender.send(version, WeightsPayload(version=version, tensors=model(version)))
+        addresses.append(handle.address)
+        assert_bits_equal(receiver.receive((handle,), 5.0).read_all(), model(version))
+    assert len(set(addresses)) == 3
+
+
+@pytest.mark.parametrize("capacity", [1, 3])
+def test_versions_on_the_edge_stay_readable_and_older_ones_are_refused(capacity: int) -> None:
+    (sender,), (receiver,) = ends(capacity=capacity)
+    handles = []
+    for version in range(3 * capacity):
+        handles.append(sender.send(version, WeightsPayload(version=version, tensors=model(version))))
+        for old in range(max(0, version - capacity), version + 1):
+            assert_bits_equal(receiver.receive((handles[old],), 5.0).read_all(), model(old))
+        if version > capacity:
+            stale = version - capacity - 1
+            with pytest.raises(WeightSyncError, match=rf"version {stale} from source rank 0 .*raise the capacity"):
+                receiver.receive((handles[stale],), 5.0)
+
+
+def test_slot_overwritten_between_receive_and_load_is_refused() -> None:
+    (sender,), (receiver,) = ends()
+    version = receiver.receive((sender.send(0, WeightsPayload(version=0, tensors=model(0))),), 5.0)
+    for later in (1, 2):
+        sender.send(later, WeightsPayload(version=later, tensors=model(later)))
+    with pytest.raises(WeightSyncError, match="expected ready, version 0, generation 1"):
+        version.read_all()
+
+
+def test_half_written_slot_is_refused() -> None:
+    (sender,), (receiver,) = ends()
+    handle = sender.send(0, WeightsPayload(version=4, tensors=model()))
+    sender._publisher._slots[handle.slot].words[Word.STATE] = SlotState.WRITING
+    with pytest.raises(WeightSyncError, match="is writing with version 4"):
+        receiver.receive((handle,), 5.0)
+
+
+@pytest.mark.parametrize("offset", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES + 17, 1_199_999])
+def test_single_flipped_bit_is_named_and_never_served(offset: int) -> None:
+    (sender,), (receiver,) = ends()
+    handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
+    flip(sender, handle, offset, mask=0x10)
+    version = receiver.receive((handle,), 5.0)
+    with pytest.raises(WeightSyncError, match=r"version 5 from source rank 0 .*embed.*not served"):
+        version.load_into(zeros_like(model()))
+
+
+def test_flipped_bit_in_a_small_parameter_is_found() -> None:
+    (sender,), (receiver,) = ends()
+    handle = sender.send(0, WeightsPayload(version=5, tensors={"a": torch.ones(3), "b": torch.ones(3)}))
+    flip(sender, handle, 64)
+    with pytest.raises(WeightSyncError, match="a, b"):
+        receiver.receive((handle,), 5.0).read_all()
+
+
+def test_swapped_blocks_are_found() -> None:
+    (sender,), (receiver,) = ends()
+    handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
+    data = sender._publisher._slots[handle.slot].buffer.data[handle.data_offset :]
+    first = data[:BLOCK_BYTES].clone()
+    rows = sender._publisher.catalog.blocks
+    assert rows[0].nbytes == rows[1].nbytes
+    size = rows[0].nbytes
+    first = data[:size].clone()
+    data[:size] = data[size : 2 * size]
+    data[size : 2 * size] = first
+    with pytest.raises(WeightSyncError, match="embed"):
+        receiver.receive((handle,), 5.0).read_all()
+
+
+def test_altered_catalog_and_altered_checksums_are_found() -> None:
+    for where in ("catalog", "checksums"):
+        (sender,), (receiver,) = ends()
+        handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
+        memory = sender._publisher._slots[handle.slot].buffer.data
+        memory[(PAGE if where == "catalog" else handle.checksums_offset) + 3] ^= 1
+        with pytest.raises(
+            WeightSyncError, match=f"its {'catalog' if where == 'catalog' else 'manifest'} does not match"
+        ):
+            receiver.receive((handle,), 5.0)
+
+
+def test_passing_fault_is_healed_by_another_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llamarl.weight_sync.transports import shared_memory
+
+    (sender,), (receiver,) = ends()
+    handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
+    read, faults = shared_memory._Remote.read, []
+
+    def torn(self: Any, offset: int, into: torch.Tensor, deadline_s: float) -> None:
+        read(self, offset, into, deadline_s)
+        if offset >= handle.data_offset and len(faults) < 2:
+            faults.append(offset)
+            into[5] ^= 1
+
+    monkeypatch.setattr(shared_memory._Remote, "read", torn)
+    assert_bits_equal(receiver.receive((handle,), 5.0).read_all(), model())
+    assert faults == [handle.data_offset] * 2
+
+
+def test_missing_slice_of_a_source_is_named() -> None:
+    specs = {"w": ParameterSpec((8, 4), "float32")}
+    layout = mesh_layout(specs, {"fsdp": 2}, {"w": [Shard("fsdp", 0)]})
+    broken = type(layout)(layout.parameters, (layout.pieces[0], ()))
+    senders, (receiver,) = ends(sources=2)
+    handles = tuple(
+        s.send(0, WeightsPayload(version=1, tensors={"w": torch.ones(4, 4)}, layout=broken)) for s in senders
+    )
+    with pytest.raises(WeightSyncError, match=r"no source rank holds box \(\(4, 8\), \(0, 4\)\) of 'w'"):
+        receiver.receive(handles, 5.0).load_into({"w": torch.zeros(8, 4)})
+
+
+def test_parameters_that_do_not_fit_are_named() -> None:
+    (sender,), (receiver,) = ends()
+    version = receiver.receive((sender.send(0, WeightsPayload(version=1, tensors={"a": torch.ones(2)})),), 5.0)
+    with pytest.raises(WeightSyncError, match="does not send: b"):
+        version.load_into({"a": torch.zeros(2), "b": torch.zeros(2)})
+    with pytest.raises(WeightSyncError, match=r"shape \(2,\) at the source, \(3,\) at the sink"):
+        version.load_into({"a": torch.zeros(3)})
+
+
+def test_different_versions_of_two_ranks_are_refused() -> None:
+    senders, (receiver,) = ends(sources=2)
+    handles = tuple(s.send(0, WeightsPayload(version=r, tensors={"a": torch.ones(2)})) for r, s in enumerate(senders))
+    with pytest.raises(WeightSyncError, match=r"different versions \[0, 1\]"):
+        receiver.receive(handles, 5.0)
+    with pytest.raises(ChannelError, match="rank 1 sent no version"):
+        receiver.receive((handles[0], None), 5.0)
+
+
+def test_closed_source_is_gone() -> None:
+    (sender,), (receiver,) = ends()
+    handle = sender.send(0, WeightsPayload(version=1, tensors=model()))
+    sender.close()
+    with pytest.raises(WeightSyncError, match=r"version 1 from source rank 0 .*restart the source"):
+        receiver.receive((handle,), 5.0)
+
+
+def test_deadline_names_sink_version_and_limit() -> None:
+    (sender,), (receiver,) = ends()
+    version = receiver.receive((sender.send(0, WeightsPayload(version=3, tensors=model())),), 5.0)
+    with pytest.raises(DeadlineExceeded, match=r"sink rank 0 is loading version 3: .*limit 0 s"):
+        version.load_into(zeros_like(model()), deadline_s=0.0)
+
+
+def test_tick_without_a_version_carries_none() -> None:
+    (sender,), (receiver,) = ends()
+    assert receiver.receive((sender.send(0, None),), 5.0) is None
+
+
+def test_fsdp_by_tp_to_fused_tp_is_reshard_of_the_whole() -> None:
+    specs = {
+        "q": ParameterSpec((12, 6), "float32"),
+        "k": ParameterSpec((4, 6), "float32"),
+        "o": ParameterSpec((6, 12), "float32"),
+    }
+    full = {
+        n: torch.arange(s.shape[0] * s.shape[1], dtype=torch.float32).view(s.shape) + 100 * i
+        for i, (n, s) in enumerate(specs.items())
+    }
+    cuts = {
+        "q": [Shard("tp", 0), Shard("fsdp", 0)],
+        "k": [Shard("tp", 0), Shard("fsdp", 0)],
+        "o": [Shard("tp", 1), Shard("fsdp", 0)],
+    }
+    source = mesh_layout(specs, {"fsdp": 2, "tp": 2}, cuts)
+    sink = fuse(
+        mesh_layout(specs, {"tp": 2}, {"q": [Shard("tp", 0)], "k": [Shard("tp", 0)], "o": [Shard("tp", 1)]}),
+        {"qk": ["q", "k"]},
+    )
+    for hint in (None, sink):
+        senders, receivers = ends(sources=4, sinks=2)
+        handles = []
+        for rank, sender in enumerate(senders):
+            shards = {
+                p.tensor: full[p.parameter][tuple(slice(a, b) for a, b in p.box)].clone() for p in source.pieces[rank]
+            }
+            handles.append(sender.send(0, WeightsPayload(version=2, tensors=shards, layout=source, sink_layout=hint)))
+        for rank, receiver in enumerate(receivers):
+            got = {"qk": torch.zeros(8, 6), "o": torch.zeros(6, 6)}
+            receiver.receive(tuple(handles), 5.0).load_into(got, sink)
+            assert torch.equal(got["qk"], torch.cat([full["q"].chunk(2)[rank], full["k"].chunk(2)[rank]]))
+            assert torch.equal(got["o"], full["o"].chunk(2, dim=1)[rank])
+
+
+def test_mapped_tensors_are_proved_views_of_the_slot() -> None:
+    (sender,), (receiver,) = ends(capacity=2)
+    handle = sender.send(0, WeightsPayload(version=0, tensors=model()))
+    got = receiver.receive((handle,), 5.0).map_tensors()
+    assert_bits_equal(got, model())
+    slot = sender._publisher._slots[handle.slot].buffer.data
+    at = bytes(slot.numpy()).find(model()["norm"].numpy().tobytes())
+    slot[at] ^= 1
+    assert not torch.equal(got["norm"], model()["norm"]), "the bytes are the source's own"
+    with pytest.raises(WeightSyncError, match="embed|norm"):
+        receiver.receive((handle,), 5.0).map_tensors()
+
+
+def test_mapping_serves_row_cuts_in_place_and_puts_columns_together() -> None:
+    specs = {"up": ParameterSpec((8, 6), "float32"), "down": ParameterSpec((6, 8), "float32")}
+    full = {"up": torch.arange(48.0).view(8, 6), "down": torch.arange(48.0).view(6, 8) + 100}
+    sink = mesh_layout(specs, {"tp": 2}, {"up": [Shard("tp", 0)], "down": [Shard("tp", 1)]})
+    for hint, expected in ((None, {"up": True, "down": False}), (sink, {"up": True, "down": True})):
+        (sender,), receivers = ends(sinks=2)
+        handle = sender.send(0, WeightsPayload(version=1, tensors=full, sink_layout=hint))
+        slot = sender._publisher._slots[handle.slot].buffer.data
+        for rank, receiver in enumerate(receivers):
+            got = receiver.receive((handle,), 5.0).map_tensors(sink)
+            assert_bits_equal(got, {"up": full["up"].chunk(2)[rank], "down": full["down"].chunk(2, dim=1)[rank]})
+            slot[handle.data_offset :] ^= 0x40
+            expected_now = {n: torch.equal(got[n], full[n].chunk(2, dim=int(n == "down"))[rank]) for n in got}
+            assert expected_now == {n: not in_place for n, in_place in expected.items()}
+            slot[handle.data_offset :] ^= 0x40
+
+
+@dataclass(frozen=True)
+class Held:
+    shape: tuple[int, ...]
+    dtype: str
+    box: tuple[tuple[int, int], ...]
+
+
+def test_each_rank_may_describe_only_itself() -> None:
+    senders, (receiver,) = ends(sources=3)
+    full = torch.arange(20.0).view(5, 4)
+    handles = []
+    for rank, (start, stop) in enumerate([(0, 2), (2, 4), (4, 5)]):
+        held = {
+            "w": Held((5, 4), "float32", ((start, stop), (0, 4))),
+            "none": Held((1, 2), "float32", ((rank > 0, 1), (0, 2))),
+        }
+        tensors = {"w": full[start:stop].clone(), "none": torch.full((1 if rank == 0 else 0, 2), 7.0)}
+        handles.append(senders[rank].send(0, WeightsPayload(version=1, tensors=tensors, layout=held)))
+    assert_bits_equal(receiver.receive(tuple(handles), 5.0).read_all(), {"w": full, "none": torch.full((1, 2), 7.0)})
+
+
+def test_layout_of_another_size_is_a_callers_mistake() -> None:
+    (sender,), _ = ends()
+    specs = {"w": ParameterSpec((8, 4), "float32")}
+    layout = mesh_layout(specs, {"fsdp": 2}, {"w": [Shard("fsdp", 0)]})
+    with pytest.raises(ValueError, match="counts 2 source ranks, the channel 1"):
+        sender.send(0, WeightsPayload(version=1, tensors={"w": torch.ones(4, 4)}, layout=layout))
+    with pytest.raises(ValueError, match="carries WeightsPayload or None"):
+        sender.send(0, {"w": torch.ones(4, 4)})
