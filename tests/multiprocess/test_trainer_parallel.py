@@ -70,6 +70,8 @@ def test_metrics_and_gradient_norms_equal_one_process(runs: Path, family: str, s
     reports, _ = _read(runs, family, sizes)
     for report in reports:
         for got, expected in zip(report["metrics"], alone[0]["metrics"], strict=True):
+            expected.pop("tokens/computed", None)
+            del got["tokens/computed"]  # a prompt may be computed once a micro-batch
             assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 

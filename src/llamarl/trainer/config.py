@@ -35,6 +35,10 @@ class TrainerConfig:
     """Tokens (prompt and response) that one forward pass packs, >= 1. Bounds activation memory; a single longer
     response is computed alone."""
 
+    share_prompts: bool = True
+    """Compute a group's prompt once for all of its responses; exact to rounding. Models with sliding-window or soft-capped
+    attention compute it once a response all the same."""
+
     logprob_chunk_tokens: int = 512
     """Tokens whose logits exist at once, >= 1: peak memory of the output layer is this many rows of the vocabulary."""
 

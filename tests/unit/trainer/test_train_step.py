@@ -135,7 +135,7 @@ def test_metrics_by_hand(model_folder: Path) -> None:
     metrics = trainer.train(groups, 2)
     assert metrics["policy_version"] == 3.0
     assert metrics["tokens/trained"] == 3.0
-    assert metrics["tokens/computed"] == 3.0 + 2.0
+    assert metrics["tokens/computed"] == 2.0 + 1.0  # the prompt once, and what predicts the second token
     assert metrics["samples/trained"] == 2.0
     assert metrics["staleness/mean"] == pytest.approx(4 / 3)
     assert metrics["staleness/max"] == 2.0
@@ -361,4 +361,5 @@ def test_every_algorithm_trains_through_the_same_step(model_folder: Path, name: 
     together = _trainer(model_folder, algorithm=algorithm).train(make_groups(), 0)
     split = _trainer(model_folder, algorithm=algorithm, max_tokens_per_microbatch=20).train(make_groups(), 0)
     assert together["grad_norm"] > 0
+    del together["tokens/computed"], split["tokens/computed"]  # a prompt may be computed once a micro-batch
     assert split == pytest.approx(together, rel=1e-4)
