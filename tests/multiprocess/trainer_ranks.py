@@ -73,5 +73,8 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         save_file({n: t.contiguous() for n, t in trainer.parameters_for_sync().items()}, out / f"{rank}.safetensors")
         (out / f"{rank}.json").write_text(json.dumps({"metrics": metrics, "boxes": boxes}))
         trainer.export(out / "model")
+        final = folder / "final" / f"{family}-{fsdp}x{tp}" / str(rank)
+        final.mkdir(parents=True)
+        trainer.save(final)
     if world > 1:
         dist.destroy_process_group()
