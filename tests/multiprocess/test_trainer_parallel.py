@@ -52,9 +52,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _SERVER.set_forkserver_preload(["trainer_ranks"])
     for family in FAMILIES:
         write_model(folder / family, family)
-    _launch(folder, 1, [f"{family}:1x1" for family in FAMILIES])
-    _launch(folder, 2, [f"{family}:{sizes}" for family in FAMILIES for sizes in ("2x1", "1x2")])
-    _launch(folder, 4, [f"{family}:2x2" for family in FAMILIES])
+    rounded = "qwen3:{}:bfloat16"
+    _launch(folder, 1, [f"{family}:1x1:float32" for family in FAMILIES] + [rounded.format("1x1")])
+    cases = [f"{family}:{sizes}:float32" for family in FAMILIES for sizes in ("2x1", "1x2")]
+    _launch(folder, 2, cases + [rounded.format("2x1"), rounded.format("1x2")])
+    _launch(folder, 4, [f"{family}:2x2:float32" for family in FAMILIES] + [rounded.format("2x2")])
     return folder
 
 
@@ -135,3 +137,16 @@ def test_a_state_saved_by_many_ranks_loads_into_one(runs: Path, family: str, siz
     assert got == pytest.approx(expected, rel=2e-4, abs=1e-6)
     with pytest.raises(CheckpointError, match="do not hold all of"):
         trainer_ranks.make_trainer(runs, family, 1, 1).load_resharded(folders[1:])
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_bfloat16_compute_on_a_mesh_is_that_of_one_process_to_its_rounding(runs: Path, sizes: str) -> None:
+    exact = _read(runs, "qwen3", "1x1")[0][0]["metrics"][0]
+    alone = json.loads((runs / "bfloat16-1x1-0.json").read_text())
+    assert alone["grad_norm"] != exact["grad_norm"]  # it did round
+    world = math.prod(int(n) for n in sizes.split("x"))
+    for rank in range(world):
+        got = json.loads((runs / f"bfloat16-{sizes}-{rank}.json").read_text())
+        assert got["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
+        assert got["loss/policy"] == pytest.approx(exact["loss/policy"], rel=0.05, abs=1e-3)
+        assert got["entropy"] == pytest.approx(alone["entropy"], rel=0.01)

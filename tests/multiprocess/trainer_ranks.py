@@ -54,10 +54,15 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
             timeout=timedelta(seconds=120),
         )  # fmt: skip
     for case in cases:
-        family, _, sizes = case.partition(":")
+        family, sizes, dtype = case.split(":")
         fsdp, tp = (int(n) for n in sizes.split("x"))
+        if dtype != "float32":  # gradients and one step are enough
+            trainer = make_trainer(folder, family, fsdp, tp, dtype)
+            groups = share(make_groups(seed=0, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
+            (folder / f"{dtype}-{fsdp}x{tp}-{rank}.json").write_text(json.dumps(trainer.train(groups, 0)))
+            continue
         out = folder / f"{family}-{fsdp}x{tp}"
-        trainer = make_trainer(folder, family, fsdp, tp)
+        trainer = make_trainer(folder, family, fsdp, tp, dtype)
         metrics = []
         for tick in range(NUM_TICKS):
             groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
@@ -65,7 +70,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
                 state = folder / "state" / f"{family}-{fsdp}x{tp}-{rank}"
                 state.mkdir(parents=True)
                 trainer.save(state)
-                trainer = make_trainer(folder, family, fsdp, tp)
+                trainer = make_trainer(folder, family, fsdp, tp, dtype)
                 trainer.load(state)
             metrics.append(trainer.train(groups, tick))
         out.mkdir(exist_ok=True)
