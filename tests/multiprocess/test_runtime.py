@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.errors import ConfigError, DeadlineExceeded, ExecutorFailed
 from llamarl.runtime.base import Order, Report, Runtime
-from llamarl.runtime.factory import make_runtime
+from llamarl.runtime.factory import make_runtime, probe_processes
 
 NUM_TICKS = 5
 
@@ -151,15 +152,17 @@ def test_a_hang_ends_at_the_deadline_and_the_message_names_who_did_not_report(mo
     numbers = monarch.wait(60.0).outputs["numbers"]
     monarch.fire(Order(executor="doubler", tick=0, inputs={"numbers": numbers}))
     with pytest.raises(
-        DeadlineExceeded, match=r"limit 0.5 s; orders out:\n'doubler', tick 0, .* rank 1 \(pid \d+\)"
+        DeadlineExceeded, match=r"limit 2 s; orders out:\n'doubler', tick 0, .* rank 1 \(pid \d+\)"
     ) as caught:
-        monarch.wait(0.5)
+        monarch.wait(2.0)
     assert "rank 0" not in str(caught.value)
     assert str(caught.value).endswith("time.sleep(1000)"), "the last line is the one at which the executor hangs"
 
 
 def test_a_setup_that_hangs_ends_at_the_deadline_and_is_named(monarch: Runtime) -> None:
-    with pytest.raises(DeadlineExceeded, match=r"limit 3 s:\n'doubler', setup, out for 3.\d s: no report from rank 0"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"limit 3 s:(.*\n)*'doubler', setup, out for \d+\.\d s: no report from rank 0"
+    ):
         executors, channels = job(doubler=Config("hang", -1))
         monarch.start(executors, channels, run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=3.0)
 
@@ -249,13 +252,13 @@ def test_the_end_of_the_controller_is_the_end_of_every_process(tmp_path: Path, s
     assert len(pids) == 4
     if signum is signal.SIGINT:
         os.killpg(program.process.pid, signum)  # as a terminal does: to everybody
-        code, err = program.end(within_s=10.0)
+        code, err = program.end(within_s=20.0)
         assert code == 130
         assert err.strip() == "ended: stopped by the user"
     else:
         program.process.send_signal(signum)
         program.process.communicate(timeout=60)
-    assert _gone(pids, within_s=10.0)
+    assert _gone(pids, within_s=20.0)
 
 
 def test_ctrl_c_ends_a_job_that_is_still_coming_up(tmp_path: Path) -> None:
@@ -271,9 +274,9 @@ def test_ctrl_c_ends_a_job_that_is_still_coming_up(tmp_path: Path) -> None:
     pids = program.workers()
     assert len(pids) == 3
     os.killpg(program.process.pid, signal.SIGINT)
-    code, err = program.end(within_s=10.0)
+    code, err = program.end(within_s=20.0)
     assert (code, err.strip()) == (130, "ended: stopped by the user")
-    assert _gone(pids, within_s=1.0)
+    assert _gone(pids, within_s=5.0)
 
 
 @pytest.mark.parametrize(
@@ -284,9 +287,41 @@ def test_a_failing_program_tells_its_cause_once(tmp_path: Path, trouble: str, ca
     program = Program(tmp_path, num_ticks=1000, doubler={"trouble": trouble})
     program.wait_for("report source 1")
     pids = program.workers()
-    returned, err = program.end(within_s=10.0)
+    returned, err = program.end(within_s=20.0)
     assert returned == code
     lines = [line for line in err.splitlines() if cause in line]
     assert lines and lines[0].startswith("ended: executor 'doubler'") and len(lines) <= 2, err
     assert err.count("ended:") == 1 and not any(noise in err for noise in ("Unhandled", "onarch", "Task was")), err
-    assert _gone(pids, within_s=1.0)
+    assert _gone(pids, within_s=5.0)
+
+
+def test_a_notebook_whose_thread_runs_an_event_loop_can_be_the_controller() -> None:
+    async def cell() -> float:
+        return probe_processes(60.0)
+
+    assert asyncio.run(cell()) > 0.0
+
+
+def test_a_failure_that_monarch_tells_late_hits_only_the_job_it_is_about() -> None:
+    from llamarl.runtime.job import plan_workers
+    from llamarl.runtime.monarch_processes import Processes
+
+    plans = plan_workers(
+        *job(num_ranks=2),
+        run_dir=None,
+        seed=0,
+        first_tick=0,
+        load_from=None,
+        pull_deadline_s=1.0,
+        collective_timeout_s=1.0,
+        channel_factory=str(HERE),
+        deterministic=True,
+    )
+    earlier, later = Processes(plans, {}), Processes(plans, {})
+    for processes in (earlier, later):
+        processes._on_fault(earlier._mesh_name("doubler") + "-xYz", "MeshFailure(crashed_ranks=[1], ...)")
+    failure = earlier.events.get(timeout=1.0)
+    assert (failure.executor, failure.rank) == ("doubler", 1)  # type: ignore[union-attr]
+    assert later.events.empty()
+    for processes in (earlier, later):
+        processes._reader.close(0.0)

@@ -11,11 +11,27 @@ __all__ = ["make_receiver", "make_sender"]
 
 def make_sender(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> Sender:
     """The end of source rank ``rank``."""
-    make = WeightsSender if spec.kind is ChannelKind.WEIGHTS else DataSender
-    return make(spec, rank=rank, num_source_ranks=num_source_ranks, num_sink_ranks=num_sink_ranks)
+    if spec.kind is ChannelKind.WEIGHTS:
+        return WeightsSender(spec, rank=rank, num_source_ranks=num_source_ranks, num_sink_ranks=num_sink_ranks)
+    num_parts = _num_parts(spec, num_sink_ranks)
+    return DataSender(spec, rank=rank, num_source_ranks=num_source_ranks, num_sink_ranks=num_parts)
 
 
 def make_receiver(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> Receiver:
     """The end of sink rank ``rank``."""
-    make = WeightsReceiver if spec.kind is ChannelKind.WEIGHTS else DataReceiver
-    return make(spec, rank=rank, num_source_ranks=num_source_ranks, num_sink_ranks=num_sink_ranks)
+    if spec.kind is ChannelKind.WEIGHTS:
+        return WeightsReceiver(spec, rank=rank, num_source_ranks=num_source_ranks, num_sink_ranks=num_sink_ranks)
+    num_parts = _num_parts(spec, num_sink_ranks)
+    part = rank // (num_sink_ranks // num_parts)
+    return DataReceiver(spec, rank=part, num_source_ranks=num_source_ranks, num_sink_ranks=num_parts)
+
+
+def _num_parts(spec: ChannelSpec, num_sink_ranks: int) -> int:
+    """Sink ranks that differ in what they receive; tensor-parallel peers count once."""
+    if spec.kind is not ChannelKind.SCATTER:
+        return num_sink_ranks
+    if num_sink_ranks % spec.sink_replicas:
+        raise ValueError(
+            f"channel {spec.name!r}: {num_sink_ranks} sink ranks are no multiple of sink_replicas = {spec.sink_replicas}"
+        )
+    return num_sink_ranks // spec.sink_replicas

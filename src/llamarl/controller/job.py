@@ -32,7 +32,14 @@ def llamarl_graph(config: RunConfig) -> Graph:
     ]
     channels = [
         ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward", capacity=room),
-        ChannelSpec(name="scored", kind=ChannelKind.SCATTER, source="reward", sink="trainer", capacity=room),
+        ChannelSpec(
+            name="scored",
+            kind=ChannelKind.SCATTER,
+            source="reward",
+            sink="trainer",
+            capacity=room,
+            sink_replicas=trainer.tp,
+        ),
         ChannelSpec(
             name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room
         ),
@@ -60,7 +67,15 @@ def _executor(name: str, kind: str, config: RunConfig, num_ranks: int, threads: 
         num_ranks=num_ranks,
         threads=threads,
         device=_device(device),
+        process_group=_process_group(name, num_ranks, _device(device)),
     )
+
+
+def _process_group(name: str, num_ranks: int, device: str) -> str:
+    """The trainer's ranks share one model; generator replicas and evaluators never talk to each other."""
+    if name != "trainer" or num_ranks == 1:
+        return ""
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
 
 
 def _device(device: str) -> str:

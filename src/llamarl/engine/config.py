@@ -30,6 +30,9 @@ class EngineConfig:
     max_sequences: int = 256
     """Sequences in the running batch; the rest wait in admission order."""
 
+    quantize_head: bool = True
+    """Whether quantization also covers the output head; embedding and norms are never quantized."""
+
     def __post_init__(self) -> None:
         for name in ("block_size", "kv_cache_bytes", "max_batch_tokens", "max_sequences"):
             value = getattr(self, name)

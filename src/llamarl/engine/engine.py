@@ -31,7 +31,8 @@ class NativeEngine:
     Args:
         model_path: Hugging Face folder, or ``bundled:NAME``.
         tokenizer: Needed for stop strings only.
-        quantization: ``none`` serves the weights in ``config.dtype``.
+        quantization: ``none`` serves the weights in ``config.dtype``; ``int8`` (CPU) and ``fp8`` (CUDA) serve linear layers
+            quantized from them, anew at each version.
         eos_token_ids: Tokens that end every response; None takes those of the model's generation config.
         clock: Seconds, monotonic; for deadlines.
     """
@@ -47,12 +48,10 @@ class NativeEngine:
         eos_token_ids: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if quantization != "none":
-            raise ValueError(f"generator.quantization={quantization!r} is not known to the native engine; use 'none'")
         self.config = config
         self._tokenizer = tokenizer
         self._clock = clock
-        self._runner = ModelRunner(model_path, config, device=device)
+        self._runner = ModelRunner(model_path, config, device=device, quantization=quantization)
         self._scheduler = Scheduler(
             num_blocks=self._runner.num_blocks,
             block_size=config.block_size,
@@ -121,6 +120,7 @@ class NativeEngine:
         if version < 0:
             raise ValueError(f"policy version must be >= 0, got {version}")
         self._policy_version = version
+        self._runner.weights_updated()
         self._scheduler.restart_all()
 
     def stats(self) -> Mapping[str, float]:

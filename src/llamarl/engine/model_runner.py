@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llamarl.engine.config import EngineConfig
+from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
 from llamarl.models.loading import load_model
 from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk
@@ -26,12 +27,27 @@ _MAX_PADDED_RATIO = 1.25  # decodes share a batch while its padded size stays wi
 class ModelRunner:
     """The model of one engine."""
 
-    def __init__(self, model_path: str | Path, config: EngineConfig, *, device: torch.device | str) -> None:
+    def __init__(
+        self, model_path: str | Path, config: EngineConfig, *, device: torch.device | str, quantization: str
+    ) -> None:
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.model = load_model(model_path, dtype=self.dtype, device=self.device, attention="llamarl_paged")
         self.model.requires_grad_(False)
         self.model_config = self.model.config
+        if quantization not in supported_quantizations(self.device):
+            raise ValueError(
+                f"generator.quantization={quantization!r} is not available on {self.device.type}; "
+                f"use one of {', '.join(supported_quantizations(self.device))}"
+            )
+        self._parameters = dict(self.model.named_parameters())
+        self._linears = serve_linears(
+            self.model,
+            quantization=quantization,
+            head=self.model.get_output_embeddings(),
+            quantize_head=config.quantize_head,
+            device=self.device,
+        )
         self.block_size = config.block_size
         c = self.model_config
         self._head_dim: int = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
@@ -72,7 +88,13 @@ class ModelRunner:
 
     def parameters_for_sync(self) -> Mapping[str, Tensor]:
         """Parameters by their Hugging Face name; a tied one once, under its first name."""
-        return dict(self.model.named_parameters())
+        return self._parameters
+
+    @torch.no_grad()
+    def weights_updated(self) -> None:
+        """The parameters hold new values: derive from them what is computed with."""
+        for linear in self._linears:
+            linear.refresh()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor:

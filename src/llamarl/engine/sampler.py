@@ -63,15 +63,18 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
     """
     logits_NV = logits.float()
     N = len(params)
-    top_N, argmax_N = logits_NV.max(dim=-1)
-    shifted_NV = logits_NV - top_N[:, None]  # NaN in a row stays in that row
+    top_N = logits_NV.amax(dim=-1)
     u_N = torch.from_numpy(uniforms(seeds, positions)).to(logits.device)
 
-    raw_NV = shifted_NV.exp()
-    log_total_N = raw_NV.sum(dim=-1).log()
-    ok_N = log_total_N.isfinite()
-    tokens_N = argmax_N.clone()
-    logprobs_N = torch.zeros_like(log_total_N)
+    raw_NV = logits_NV.softmax(dim=-1)  # NaN in a row stays in that row
+    log_norm_N = top_N - raw_NV.amax(dim=-1).log()  # the likeliest token has probability exp(top) / total
+    ok_N = log_norm_N.isfinite()
+    greedy = [i for i, p in enumerate(params) if p.temperature == 0]
+    tokens_N = torch.zeros(N, dtype=torch.int64, device=logits.device)
+    logprobs_N = torch.zeros_like(log_norm_N)
+    if greedy:
+        rows = torch.tensor(greedy, device=logits.device)
+        tokens_N[rows] = (logits_NV if len(greedy) == N else logits_NV[rows]).argmax(dim=-1)
 
     dense = [i for i, p in enumerate(params) if p.temperature > 0 and not _needs_candidates(p)]
     ranked = [i for i, p in enumerate(params) if p.temperature > 0 and _needs_candidates(p)]
@@ -79,26 +82,23 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
         tempered = any(params[i].temperature != 1.0 for i in dense)
         whole = len(dense) == N
         rows = torch.tensor(dense, device=logits.device)
+        weights = raw_NV if whole else raw_NV[rows]
         if tempered:
-            scale = torch.tensor([1.0 / params[i].temperature for i in dense], device=logits.device)[:, None]
-            scaled = (shifted_NV if whole else shifted_NV[rows]) * scale
-            weights = scaled.exp()
-        else:
-            scaled = shifted_NV if whole else shifted_NV[rows]
-            weights = raw_NV if whole else raw_NV[rows]
-        if any(params[i].min_p > 0 for i in dense):  # the likeliest token has weight 1
+            temperature = torch.tensor([params[i].temperature for i in dense], device=logits.device)[:, None]
+            weights = ((logits_NV if whole else logits_NV[rows]) / temperature).softmax(dim=-1)
+        if any(params[i].min_p > 0 for i in dense):
             floor = torch.tensor([params[i].min_p for i in dense], device=logits.device)[:, None]
-            weights = torch.where(weights >= floor, weights, 0.0)
+            weights = torch.where(weights >= floor * weights.amax(dim=-1, keepdim=True), weights, 0.0)
         chosen, total = _invert(weights, u_N if whole else u_N[rows])
         tokens_N[rows] = chosen
-        logprobs_N[rows] = (scaled.gather(1, chosen[:, None])[:, 0].double() - total.log()).float()
+        logprobs_N[rows] = (weights.gather(1, chosen[:, None])[:, 0].double() / total).log().float()
     for rows_list in _by_width(ranked, params):
         rows = torch.tensor(rows_list, device=logits.device)
-        chosen, logprob = _sample_ranked(shifted_NV[rows], [params[i] for i in rows_list], u_N[rows])
+        chosen, logprob = _sample_ranked(logits_NV[rows] - top_N[rows, None], [params[i] for i in rows_list], u_N[rows])
         tokens_N[rows] = chosen
         logprobs_N[rows] = logprob
 
-    raw_N = shifted_NV.gather(1, tokens_N[:, None])[:, 0] - log_total_N
+    raw_N = logits_NV.gather(1, tokens_N[:, None])[:, 0] - log_norm_N
     tokens_N = torch.where(ok_N, tokens_N, -1)
     return Draws(tokens_N.tolist(), logprobs_N.tolist(), raw_N.tolist(), ok_N.tolist())
 

@@ -50,7 +50,6 @@ class TrainerExecutor:
             device=self.context.device,
             num_ticks=self.config.run.num_ticks,
         )
-        self._layout = None  # one rank holds every parameter whole
         self._remember(0)
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
@@ -58,7 +57,7 @@ class TrainerExecutor:
         version = max(0, source_tick + 1)
         if version == self.trainer.policy_version:
             return self._payload(version)
-        return WeightsPayload(version=version, tensors=self._edge_versions[version], layout=self._layout)
+        return WeightsPayload(version=version, tensors=self._edge_versions[version], layout=self.trainer.sync_layout())
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
@@ -83,7 +82,9 @@ class TrainerExecutor:
             return {"policy_version": float(self.trainer.policy_version), "step/skipped": 1.0}
 
     def _payload(self, version: int) -> WeightsPayload:
-        return WeightsPayload(version=version, tensors=self.trainer.parameters_for_sync(), layout=self._layout)
+        return WeightsPayload(
+            version=version, tensors=self.trainer.parameters_for_sync(), layout=self.trainer.sync_layout()
+        )
 
     def _remember(self, version: int) -> None:
         """Copy this version if a checkpoint comes while it still lies on the weights edge.

@@ -41,14 +41,15 @@ class DecodeBatch:
     """L = B * block_size."""
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def allowed(self, window: int | None) -> Tensor:
-        """[N, 1, 1, L] bool: slots that hold tokens the query may see."""
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[N, 1, 1, L]: 0 on slots that hold tokens the query may see, -inf elsewhere. Made once a step, not per layer."""
         if window not in self._masks:
             positions = torch.arange(self.num_slots, device=self.lengths.device)[None, :]
-            allowed = positions < self.lengths[:, None]
+            hidden = positions >= self.lengths[:, None]
             if window is not None:
-                allowed &= positions >= self.lengths[:, None] - window
-            self._masks[window] = allowed[:, None, None, :]
+                hidden |= positions < self.lengths[:, None] - window
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._masks[window] = bias[:, None, None, :]
         return self._masks[window]
 
 
@@ -131,11 +132,11 @@ def paged_attention_forward(
         k = keys.index_select(0, batch.blocks).view(N, L, KV, D).transpose(1, 2)
         v = values.index_select(0, batch.blocks).view(N, L, KV, D).transpose(1, 2)
         q = q_THD[batch.first : batch.first + N].reshape(N, KV, H // KV, D)
-        allowed = batch.allowed(window)
+        bias = batch.bias(window, q.dtype)
         if softcap is not None:
-            out = softcapped_attention(q, k, v, allowed, scale=scale, softcap=softcap)
+            out = softcapped_attention(q, k, v, bias == 0, scale=scale, softcap=softcap)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
         out_THD[batch.first : batch.first + N] = out.reshape(N, H, D)
 
     for chunk in paged_batch.prefills:

@@ -95,13 +95,11 @@ def gather_s(hardware: Hardware, num_bytes: float, ranks: int, stride: int = 1) 
     return volume + hops + e.collective_launch_s
 
 
-def matmul_s(
-    hardware: Hardware, rows: float, inner: float, columns: float, precision: str, weight_bytes: float
-) -> float:
-    """A [rows, inner] x [inner, columns] product: slower of arithmetic and traffic.
+def matmul_s(hardware: Hardware, rows: float, inner: float, columns: float) -> float:
+    """A [rows, inner] x [inner, columns] product at the trainer's precision: slower of arithmetic and traffic.
 
     Arithmetic runs in tiles, and the last wave of tiles leaves units idle: a product cut thin by tensor parallelism
-    fills few units. Traffic is both operands and the result, 2 bytes a number but for the weights.
+    fills few units. Traffic is both operands and the result.
     """
     if rows <= 0 or columns <= 0:
         return 0.0
@@ -116,8 +114,8 @@ def matmul_s(
     else:
         flops = 2.0 * rows * inner * columns
     flops = max(flops, 2.0 * rows * inner * columns)
-    traffic = 2.0 * rows * (inner + columns) + weight_bytes * inner * columns
-    return max(flops / hardware.matmul_rate(precision), traffic / hardware.memory_rate)
+    traffic = hardware.device.activation_bytes * (rows * (inner + columns) + inner * columns)
+    return max(flops / hardware.matmul_rate(hardware.device.train_precision), traffic / hardware.memory_rate)
 
 
 def _layer_weight_bytes(model: ModelSpec, precision: str, active: Numbers) -> Numbers:
@@ -144,26 +142,26 @@ def decode_step_s(
     then two all-reduces. With ``pp`` stages the sequences go through in ``pp`` waves of ``active / pp``.
     Works on arrays of ``active`` and ``context`` too.
     """
-    e = hardware.efficiency
+    e, size = hardware.efficiency, hardware.device.activation_bytes
     wave = np.maximum(np.asarray(active, dtype=np.float64) / layout.pp, np.minimum(active, 1.0))
     rate = hardware.matmul_rate(layout.precision)
     weights = _layer_weight_bytes(model, layout.precision, wave) / layout.tp / hardware.memory_rate
     flops = 2.0 * model.active_layer_params * wave / layout.tp / rate
     cache_shards = min(layout.tp, model.kv_shards)
-    kv = wave * context * model.kv_values_per_token * 2.0 / cache_shards / hardware.memory_rate
+    kv = wave * context * model.kv_values_per_token * size / cache_shards / hardware.memory_rate
     attention = wave * model.attention_flops(1.0) * context / layout.tp / hardware.attention_rate
-    messages = 2.0 * np.asarray(all_reduce_s(hardware, wave * model.hidden * 2.0, layout.tp))
+    messages = 2.0 * np.asarray(all_reduce_s(hardware, wave * model.hidden * size, layout.tp))
     device_layer = np.maximum(weights, flops) + np.maximum(kv, attention) + messages
     if layout.captured:
         layer = device_layer + e.decode_layer_overhead_s
     else:
         layer = np.maximum(device_layer, e.eager_layer_overhead_s)
-    head_bytes = model.head_params * BYTES_PER_WEIGHT[hardware.device.train_precision] / layout.tp
+    head_bytes = model.head_params * size / layout.tp
     head = np.maximum(head_bytes / hardware.memory_rate, 2.0 * model.head_params * wave / layout.tp / rate)
-    hops = 0.0
+    hops: Numbers = 0.0
     if layout.pp > 1:
         link = hardware.device.inter_node_bytes_per_s * e.link
-        hops = wave * model.hidden * 2.0 / link + e.inter_node_latency_s + e.collective_launch_s
+        hops = wave * model.hidden * size / link + e.inter_node_latency_s + e.collective_launch_s
     stage = layer * model.layers / layout.pp + hops
     # Every wave passes every stage; the last stage, which also holds the head, sets the rhythm.
     step = layout.pp * (stage + head)
@@ -178,7 +176,8 @@ def prefill_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, tok
     flops = 2.0 * model.active_layer_params * model.layers * tokens / layout.devices
     weights = _layer_weight_bytes(model, layout.precision, tokens) * model.layers / layout.devices
     attention = model.attention_flops(context) * tokens * model.layers / layout.devices
-    messages = 2.0 * model.layers * float(all_reduce_s(hardware, tokens * model.hidden * 2.0, layout.tp)) / layout.pp
+    size = hardware.device.activation_bytes
+    messages = 2.0 * model.layers * float(all_reduce_s(hardware, tokens * model.hidden * size, layout.tp)) / layout.pp
     return max(flops / rate, float(weights) / hardware.memory_rate) + attention / hardware.attention_rate + messages
 
 

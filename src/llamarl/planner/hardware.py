@@ -67,6 +67,11 @@ class Device:
     def train_precision(self) -> str:
         return self.weight_precisions[0]
 
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes of one number of an activation, of the cache, and of a weight as the trainer computes with it."""
+        return BYTES_PER_WEIGHT[self.train_precision]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
@@ -110,6 +115,11 @@ class Hardware:
 
     device: Device
     efficiency: Efficiency
+
+    def __hash__(self) -> int:
+        return hash(
+            (self.device.name, self.device.title, self.efficiency.matmul)
+        )  # equal ones agree; dicts have no hash
 
     @property
     def usable_memory_bytes(self) -> float:

@@ -202,6 +202,8 @@ def parse_lengths(text: str) -> Lengths:
         raise PlanError(
             f"response tokens {text!r}: expected MEAN[:KIND[:key=value,...]], for example 4096:lognormal, or file:PATH"
         ) from None
+    if not math.isfinite(mean) or mean < 1:
+        raise PlanError(f"response tokens {text!r}: the mean must be at least 1 token, got {parts[0]}")
     kind = parts[1] if len(parts) > 1 else "constant"
     options: dict[str, float] = {}
     for item in parts[2].split(",") if len(parts) > 2 else ():

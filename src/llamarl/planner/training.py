@@ -78,7 +78,7 @@ class TrainerTime:
     fsdp_s: float
     """Gathers and reduce-scatters that the compute does not cover."""
     bubble_s: float
-    """Pipeline fill and drain."""
+    """Pipeline fill and drain, and the hops from stage to stage."""
     optimizer_s: float
     other_s: float
 
@@ -95,16 +95,16 @@ def _forward_layer_s(hardware: Hardware, model: ModelSpec, tp: int, tokens: floa
     """
     precision = hardware.device.train_precision
     h = model.hidden
-    kv = model.kv_values_per_token if not model.kv_lora_rank else model.attention_params / h - 2.0 * h
-    q = model.heads * model.head_dim
-    time = matmul_s(hardware, tokens, h, (q + max(kv, 0.0)) / tp, precision, 2.0)
-    time += matmul_s(hardware, tokens, q / tp, h, precision, 2.0)
+    out = model.heads * (model.value_dim or model.head_dim)
+    into_attention = model.attention_params / h - out  # columns of the products before it, biases and norms included
+    time = matmul_s(hardware, tokens, h, into_attention / tp)
+    time += matmul_s(hardware, tokens, out / tp, h)
     up = 2.0 if model.gated else 1.0
     dense_share = (model.layers - model.sparse_layers) / model.layers
 
     def mlp(rows: float, width: float) -> float:
-        into = matmul_s(hardware, rows, h, up * width / tp, precision, 2.0)
-        return into + matmul_s(hardware, rows, width / tp, h, precision, 2.0)
+        into = matmul_s(hardware, rows, h, up * width / tp)
+        return into + matmul_s(hardware, rows, width / tp, h)
 
     time += dense_share * mlp(tokens, model.intermediate)
     if model.sparse_layers:
@@ -119,7 +119,7 @@ def _forward_layer_s(hardware: Hardware, model: ModelSpec, tp: int, tokens: floa
     if model.experts:
         width = model.experts_per_token * model.expert_intermediate + model.shared_expert_intermediate
         active_width += (1.0 - dense_share) * width
-    elementwise = tokens * (12.0 * h + 5.0 * active_width / tp) * 2.0
+    elementwise = tokens * (12.0 * h + 5.0 * active_width / tp) * hardware.device.activation_bytes
     return time + elementwise / hardware.memory_rate
 
 
@@ -135,20 +135,23 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
 
     forward = _forward_layer_s(hardware, model, layout.tp, tokens, attended)
     passes = 3.0 + (1.0 if layout.recompute else 0.0) + (1.0 if demand.reference_forward else 0.0)
-    head = matmul_s(hardware, tokens, model.hidden, model.vocab / layout.tp, hardware.device.train_precision, 2.0)
+    head = matmul_s(hardware, tokens, model.hidden, model.vocab / layout.tp)
     head += tokens * model.vocab / layout.tp * 8.0 / hardware.memory_rate  # log-softmax: fp32 scores, read and written
     head_passes = passes if layout.recompute else 3.0
     host = e.train_layer_overhead_s * stage_layers * passes
-    compute = max(forward * passes * stage_layers, host) + head * head_passes / layout.pp
+    layers_s = forward * passes * stage_layers
+    # A GPU works while the host launches ahead; a CPU core is its own host.
+    layers_s = layers_s + host if hardware.device.train_precision == "fp32" else max(layers_s, host)
+    compute = layers_s + head * head_passes / layout.pp
     # Two all-reduces a layer and pass; the backward pass is one pass here, though it computes twice as much.
-    message = float(all_reduce_s(hardware, tokens * model.hidden * 2.0, layout.tp))
+    message = float(all_reduce_s(hardware, tokens * model.hidden * hardware.device.activation_bytes, layout.tp))
     tp_messages = 2.0 * (passes - 1.0) * stage_layers * message
 
     micro_s = compute + tp_messages
     # Parameters travel in bf16 before each pass and gradients come back in fp32, once a micro-batch; they hide behind compute.
     layer_bytes = model.layer_params / layout.tp
     gathers = 2.0 + (1.0 if demand.reference_forward else 0.0)
-    width = 2.0 if hardware.device.train_precision == "bf16" else 4.0
+    width = hardware.device.activation_bytes
     stride = layout.tp * layout.pp
     traffic = gathers * gather_s(hardware, layer_bytes * width, layout.fsdp, stride)
     traffic += gather_s(hardware, layer_bytes * 4.0, layout.fsdp, stride)
@@ -159,7 +162,7 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     bubble = (layout.pp - 1) * (micro_s + exposed) / min(e.pipeline_interleave, stage_layers)
     hops = 0.0
     if layout.pp > 1:
-        hops = 2.0 * micro_batches * tokens * model.hidden * 2.0 / (hardware.device.inter_node_bytes_per_s * e.link)
+        hops = 2.0 * micro_batches * tokens * model.hidden * width / (hardware.device.inter_node_bytes_per_s * e.link)
     touched = sum(_STATE_BYTES.values()) + 16.0  # read all state, write it and the bf16 copy
     optimizer = stage_params / layout.fsdp * touched / hardware.memory_rate
     return TrainerTime(
@@ -178,7 +181,7 @@ def trainer_memory(
     """Bytes of the fullest trainer rank, by part."""
     sharded = layout.tp * layout.pp * layout.fsdp
     parts = {name: model.total_params * size / sharded for name, size in _STATE_BYTES.items()}
-    width = 2.0 if hardware.device.train_precision == "bf16" else 4.0
+    width = hardware.device.activation_bytes
     gathered = 2.0 * model.layer_params + model.head_params
     if layout.fsdp > 1:
         parts["gathered_layers"] = gathered * width / layout.tp

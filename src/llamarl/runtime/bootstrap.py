@@ -17,7 +17,8 @@ import sys
 __all__ = ["OUTPUT_PREFIX", "PARENT_PID", "main"]
 
 OUTPUT_PREFIX = "LLAMARL_OUTPUT_PREFIX"
-"""Environment variable: path prefix of the pipes ``.stdout`` and ``.stderr``; absent on another host."""
+"""Environment variable: path prefix of the pipes ``.stdout`` and ``.stderr``. On another machine they are not there, and
+output goes where Monarch's host process sends its own (a Slurm job's log, say)."""
 PARENT_PID = "LLAMARL_PARENT_PID"
 """Environment variable: pid of the process that must be the parent; absent on another host."""
 
@@ -33,7 +34,7 @@ def main() -> None:
     if parent and os.getppid() != int(parent):
         sys.exit(1)
     prefix = os.environ.pop(OUTPUT_PREFIX, "")
-    if prefix:
+    if os.path.exists(f"{prefix}.stdout"):
         for stream, fd in (("stdout", 1), ("stderr", 2)):
             pipe = os.open(f"{prefix}.{stream}", os.O_WRONLY)
             os.dup2(pipe, fd)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import time
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext, ExecutorSpec
@@ -25,13 +27,24 @@ def make_runtime(
     collective_timeout_s: float = 600.0,
     channel_factory: str = CHANNEL_FACTORY,
     deterministic: bool = True,
+    hosts: Mapping[str, Any] | None = None,
 ) -> Runtime:
     """The runtime called ``name``: ``monarch`` (processes) or ``inline`` (this process).
+
+    Args:
+        name: ``monarch`` or ``inline``.
+        pull_deadline_s: Longest wait of a rank for one payload of a channel.
+        collective_timeout_s: Longest wait of one collective inside an executor's process group (``monarch``).
+        channel_factory: Module, or file, with ``make_sender`` and ``make_receiver``.
+        deterministic: Pin repeatable kernels where torch has them.
+        hosts: Executor -> Monarch ``HostMesh`` that gets its processes (``monarch``); the others go to this machine.
 
     Raises:
         ConfigError: The name is unknown, or Monarch is not installed.
     """
     if name == "inline":
+        if hosts:
+            raise ConfigError(f"runtime 'inline' has one process, hosts for {sorted(hosts)} need runtime 'monarch'")
         return InlineRuntime(
             pull_deadline_s=pull_deadline_s, channel_factory=channel_factory, deterministic=deterministic
         )
@@ -51,6 +64,7 @@ def make_runtime(
         collective_timeout_s=collective_timeout_s,
         channel_factory=channel_factory,
         deterministic=deterministic,
+        hosts=hosts,
     )
 
 

@@ -14,8 +14,9 @@ from monarch.actor import HostMesh, MeshFailure, this_host
 
 __all__ = ["fault_listeners", "local_host"]
 
-fault_listeners: set[Callable[[str], None]] = set()
-"""Called with the text of a failure that no call waited for, on a thread of Monarch's."""
+fault_listeners: set[Callable[[str, str], None]] = set()
+"""Called with the name of an actor mesh and the text of its failure, on a thread of Monarch's. A failure may be told long
+after its mesh has gone from use, so a listener must know its own meshes."""
 
 _NOTICE = b"Monarch internal logs are being written to"
 _BRING_UP_S = 30.0
@@ -37,7 +38,7 @@ async def local_host() -> HostMesh:
 def _on_fault(failure: MeshFailure) -> None:
     """Takes the place of a hook that would print the cause a second time and end this process without a close."""
     for listener in list(fault_listeners):
-        listener(str(failure))
+        listener(failure.mesh_name, str(failure))
 
 
 @contextlib.contextmanager

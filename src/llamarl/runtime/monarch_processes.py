@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import queue
 import re
@@ -33,10 +34,11 @@ from llamarl.runtime.worker import RankFailure, WorkerPlan, capture
 
 __all__ = ["Answer", "Processes", "Rank"]
 
-_WHERE_S = 1.0
+_WHERE_S = 3.0
 _STOP_S = 2.0
 _KILL_S = 2.0
 _OUTPUT_S = 1.0
+_runtimes = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,13 @@ class Processes:
         self._plans = plans
         self._hosts = hosts
         self._meshes: list[ProcMesh] = []
+        self._greeted: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False
+        self._token = f"j{os.getpid()}r{next(_runtimes)}"
         self._reader = OutputReader()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="llamarl-runtime", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="llamarl-runtime", daemon=True)
 
     # -- for the controller's thread --
 
@@ -104,7 +108,7 @@ class Processes:
         return sum(map(len, blobs))
 
     def where(self, ranks: Sequence[Rank]) -> list[str]:
-        """Where the executor of each of ``ranks`` is now, in words; takes at most two seconds."""
+        """Where the executor of each of ``ranks`` is now, in words; takes at most six seconds."""
         asking = asyncio.run_coroutine_threadsafe(self._where(ranks), self._loop)
         try:
             return asking.result(2 * _WHERE_S)
@@ -134,7 +138,6 @@ class Processes:
             self._reader.close(_OUTPUT_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(1.0)
-            self._close_loop()
 
     # -- io thread: bringing up --
 
@@ -157,13 +160,17 @@ class Processes:
                 bootstrap_command=self._bootstrap_commands(name, local=name not in self._hosts),
             )
             self._meshes.append(mesh)
-            actors, witnesses = (mesh.spawn(kind.__name__, kind).flatten("rank") for kind in (RankActor, Witness))
+            actors = mesh.spawn(self._mesh_name(name), RankActor).flatten("rank")
+            witnesses = mesh.spawn("witness", Witness).flatten("rank")
             for rank in ranks:
                 rank.actor, rank.witness = actors.slice(rank=rank.rank), witnesses.slice(rank=rank.rank)
             hellos: list[Hello] = await asyncio.gather(*(rank.actor.hello.call_one() for rank in ranks))
         except Exception as error:
             self.events.put(capture(name, 0, "start of its processes", error))
             return
+        self._greeted.add(name)
+        if len(self._greeted) == len(self._plans):
+            self._reader.unlink()
         space = process_space()
         _, first_space, address, port = hellos[0]
         together = all(other == first_space for _, other, _, _ in hellos)
@@ -181,14 +188,13 @@ class Processes:
             **environment(spec.threads),
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path)),
         }
-        prefixes = []
         if local:
             shared[PARENT_PID] = str(os.getpid())
-            for rank in range(spec.num_ranks):
-                prefixes.append(self._reader.open(name if spec.num_ranks == 1 else f"{name} {rank}"))
+        labels = [name] if spec.num_ranks == 1 else [f"{name} {rank}" for rank in range(spec.num_ranks)]
+        prefixes = [self._reader.open(label) for label in labels]
 
         def command(point: Point) -> BootstrapCommand:
-            own = {OUTPUT_PREFIX: prefixes[point.rank]} if local else {}
+            own = {OUTPUT_PREFIX: prefixes[point.rank]}
             return BootstrapCommand(sys.executable, None, ["-m", "llamarl.runtime.bootstrap"], shared | own)
 
         return command
@@ -228,9 +234,20 @@ class Processes:
             # At "the beginning of time", before every exception: peers that miss a dead process fail because of it.
             self.events.put(_failure(rank.executor, rank.rank, rank.doing, cause, rank.pid, at_s=float("-inf")))
 
-    def _on_fault(self, text: str) -> None:
+    def _mesh_name(self, executor: str) -> str:
+        """Names that no other runtime of this process uses, so that Monarch's late reports find the right one."""
+        return f"{re.sub(r'[^a-z0-9]', '', executor.lower())}{self._token}n{list(self._plans).index(executor)}"
+
+    def _on_fault(self, mesh_name: str, text: str) -> None:
         """Monarch tells of a failure that no call waited for: an idle process on another host died."""
-        self.events.put(_failure("?", 0, "supervision", text, 0, at_s=time.monotonic()))
+        name = next((name for name in self._plans if mesh_name.startswith(self._mesh_name(name) + "-")), None)
+        if name is None:
+            return
+        crashed = re.search(r"crashed_ranks=\[(\d+)", text)  # in the text only
+        rank = self.ranks[name][int(crashed[1]) if crashed else 0]
+        if not rank.dead:
+            cause = f"Monarch reports: {text.strip()}"
+            self.events.put(_failure(name, rank.rank, rank.doing, cause, rank.pid, at_s=time.monotonic()))
 
     async def _where(self, ranks: Sequence[Rank]) -> list[str]:
         async def ask(rank: Rank) -> str:
@@ -274,10 +291,9 @@ class Processes:
             for trouble in (result.message(),) if isinstance(result, RankFailure) else result:
                 print(trouble, file=sys.stderr)
 
-    def _close_loop(self) -> None:
-        """After the io thread has ended. Calls that will never be answered are dropped without a word."""
-        if self._loop.is_running():
-            return
+    def _run_loop(self) -> None:
+        """The io thread. At its end, calls that will never be answered are dropped without a word."""
+        self._loop.run_forever()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
         self._loop.run_until_complete(asyncio.sleep(0))

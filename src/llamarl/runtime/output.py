@@ -49,6 +49,10 @@ class OutputReader:
         os.write(self._wake_w, b"x")
         return prefix
 
+    def unlink(self) -> None:
+        """Take the pipes' names away once every process has opened its own: nothing is left if this process is killed."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def close(self, timeout_s: float) -> None:
         """Read what is still in the pipes until every writer has gone, for at most ``timeout_s`` seconds."""
         if not self._thread.is_alive():
@@ -56,7 +60,7 @@ class OutputReader:
         self._stop_by = time.monotonic() + timeout_s
         os.write(self._wake_w, b"x")
         self._thread.join(timeout_s + 1.0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.unlink()
 
     def _loop(self) -> None:
         while True:

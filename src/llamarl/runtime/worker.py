@@ -137,11 +137,13 @@ def stack_of(thread_name: str) -> str:
 
 
 def _outside_the_shell(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that begins in the executor; all of it if the shell itself raised."""
-    inner = trace
-    while inner is not None and os.path.dirname(inner.tb_frame.f_code.co_filename) == _HERE:
-        inner = inner.tb_next
-    return inner or trace
+    """The part of a traceback that begins in the executor, below the shell's last call; all of it if the shell raised."""
+    below, frame = trace, trace
+    while frame is not None:
+        if os.path.dirname(frame.tb_frame.f_code.co_filename) == _HERE:
+            below = frame.tb_next
+        frame = frame.tb_next
+    return below or trace
 
 
 class Worker:

@@ -132,6 +132,7 @@ def build_catalog(
     for piece in pieces:
         itemsize = dtype_bytes(parameters[piece.parameter].dtype)
         for cell in _cells(piece.box, cuts.get(piece.parameter)):
+            packer.align()
             for box in _runs(cell, max(1, block_bytes // itemsize)):
                 packer.add(piece.parameter, box, box_elements(box) * itemsize)
     return Catalog(rank, parameters, pieces, packer.finish())
@@ -146,11 +147,18 @@ class _Packer:
         self._regions: list[Region] = []
         self._start = self._end = 0
 
+    def align(self) -> None:
+        """Start the next region on a cache line. Runs of one cell follow without a gap, so that a cell can be mapped."""
+        self._end = _aligned(self._end)
+
     def add(self, parameter: str, box: Box, nbytes: int) -> None:
-        if self._regions and self._end - self._start + nbytes > self._block_bytes:
+        if not self._regions:
+            self._start = self._end
+        elif self._end - self._start + nbytes > self._block_bytes:
             self._cut()
+            self._start = self._end
         self._regions.append(Region(parameter, box, self._end, nbytes))
-        self._end = _aligned(self._end + nbytes)
+        self._end += nbytes
 
     def finish(self) -> tuple[Block, ...]:
         if self._regions:
@@ -160,7 +168,6 @@ class _Packer:
     def _cut(self) -> None:
         self._blocks.append(Block(self._start, self._end - self._start, tuple(self._regions)))
         self._regions = []
-        self._start = self._end
 
 
 def _sink_bounds(sink: Layout) -> dict[str, list[set[int]]]:

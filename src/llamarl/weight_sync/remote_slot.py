@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,11 @@ class RemoteSlot:
         """Copy bytes of the data area into ``into``, uint8."""
         self._remote.read(self.handle.data_offset + offset, into, clock(f"reading from {self._source}"))
 
+    def view(self) -> torch.Tensor | None:
+        """The data area in place, uint8 and read-only, if the transport maps it here."""
+        mapped = self._remote.view()
+        return None if mapped is None else mapped[self.handle.data_offset :]
+
     def checksum(self, block: int, clock: Clock) -> int:
         """What the bytes of ``block`` must give. Waits until the source has written it."""
         if block >= self._known:
@@ -74,6 +80,16 @@ class RemoteSlot:
     def check_current(self, clock: Clock) -> None:
         """Raise WeightSyncError if the source has begun to write another version into the slot."""
         self._header(clock)
+
+    def refuse_block(self, index: int, attempts: int, clock: Clock) -> NoReturn:
+        """Raise WeightSyncError: ``block``'s bytes never gave its checksum. Says so if the cause is a later version."""
+        self.check_current(clock)
+        names = sorted({region.parameter for region in self.catalog.blocks[index].regions})
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise WeightSyncError(
+            f"{self.who}: {shown}: the bytes pulled {attempts} times do not match the manifest's checksum "
+            f"(block {index}); the source's memory was altered. This version is not served: resume the run"
+        )
 
     @property
     def _source(self) -> str:

@@ -20,7 +20,8 @@ from llamarl.errors import PlanError, WeightSyncError
 from llamarl.weight_sync.checksum import digest
 from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, intersect, replicated_layout, shift
 from llamarl.weight_sync.manifest import Block, Catalog
-from llamarl.weight_sync.plan import SliceCopy, plan_transfer
+from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping
+from llamarl.weight_sync.plan import SliceCopy, TransferPlan, plan_transfer
 from llamarl.weight_sync.remote_slot import Clock, RemoteSlot, deadline_clock, read_catalog
 from llamarl.weight_sync.slot import SlotHandle
 from llamarl.weight_sync.source import dtype_name, torch_dtype
@@ -76,6 +77,7 @@ class Puller:
         self._catalogs: dict[tuple[int, int], Catalog] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._compiled: tuple[tuple[object, ...], list[_Pull]] | None = None
+        self._map_plan: tuple[tuple[object, ...], MapPlan] | None = None
 
     def open(self, handles: Sequence[SlotHandle], deadline_s: float) -> WeightVersion:
         """Open every source rank's slot and prove its manifest. Pulls no weights yet.
@@ -109,15 +111,39 @@ class Puller:
         """Fill ``tensors``; returns the bytes pulled. See ``WeightVersion.load_into``."""
         version = slots[0].handle.version
         clock = deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is loading version {version}")
-        by_rank = {slot.handle.source_rank: slot for slot in slots}
-        pulls = self._compile(slots, tensors, layout, keep_plan)
-        total = 0
-        for pull in pulls:
-            self._pull_block(by_rank[pull.source_rank], pull, clock)
-            total += pull.block.nbytes
+        total = self._pull_all(slots, self._compile(slots, tensors, layout, keep_plan), clock)
         for slot in slots:
             slot.finish(clock)
         return total
+
+    def _pull_all(self, slots: Sequence[RemoteSlot], pulls: Sequence[_Pull], clock: Clock) -> int:
+        by_rank = {slot.handle.source_rank: slot for slot in slots}
+        for pull in pulls:
+            self._pull_block(by_rank[pull.source_rank], pull, clock)
+        return sum(pull.block.nbytes for pull in pulls)
+
+    def map(self, slots: Sequence[RemoteSlot], layout: Layout | None, deadline_s: float) -> dict[str, torch.Tensor]:
+        """Serve from the slots themselves where possible. See ``WeightVersion.map_tensors``."""
+        version = slots[0].handle.version
+        clock = deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is mapping version {version}")
+        sink = layout if layout is not None else replicated_layout(slots[0].catalog.parameters, self._num_sink_ranks)
+        catalogs = [slot.catalog for slot in slots]
+        key = (tuple(id(catalog) for catalog in catalogs), layout)
+        if self._map_plan is None or self._map_plan[0] != key:
+            copies = self._plan(catalogs, sink).to_sink(self.rank)
+            self._map_plan = (key, plan_mapping(catalogs, copies, sink.pieces[self.rank]))
+        plan = self._map_plan[1]
+        views = map_slots(slots, plan, clock)
+        if views is None:
+            raise WeightSyncError(
+                f"{self._name}: sink rank {self.rank} cannot map what lies on another host: use load_into"
+            )
+        private = {name: torch.empty(shape, dtype=torch_dtype(dtype)) for name, (shape, dtype) in plan.private.items()}
+        if private:
+            self._pull_all(slots, self._pulls(catalogs, plan.copies, private), clock)
+        for slot in slots:
+            slot.finish(clock)
+        return views | private
 
     def _open_slot(self, handle: SlotHandle, clock: Clock) -> RemoteSlot:
         who = (
@@ -150,13 +176,7 @@ class Puller:
                 for placement in pull.placements:
                     placement.target.copy_(placement.raw)
                 return
-        slot.check_current(clock)
-        names = sorted({region.parameter for region in block.regions})
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        raise WeightSyncError(
-            f"{slot.who}: {shown}: the bytes pulled {MAX_ATTEMPTS} times do not match the manifest's checksum "
-            f"(block {pull.index}); the source's memory was altered. This version is not served: resume the run"
-        )
+        slot.refuse_block(pull.index, MAX_ATTEMPTS, clock)
 
     def _compile(
         self, slots: Sequence[RemoteSlot], tensors: Mapping[str, torch.Tensor], layout: Layout | None, keep: bool
@@ -167,18 +187,21 @@ class Puller:
         key = (tuple(id(c) for c in catalogs), where, layout)  # self._catalogs keeps the ids
         if self._compiled is not None and self._compiled[0] == key:
             return self._compiled[1]
-        source = Layout(catalogs[0].parameters, tuple(c.pieces for c in catalogs))
         sink = layout if layout is not None else _whole(local, self._num_sink_ranks)
-        if sink.num_ranks != self._num_sink_ranks:
-            raise ValueError(f"the layout counts {sink.num_ranks} sink ranks, the channel {self._num_sink_ranks}")
-        try:
-            plan = plan_transfer(source, sink, allow_unused=self._allow_unused)
-        except PlanError as error:
-            raise WeightSyncError(f"{self._name}: sink rank {self.rank} cannot be served: {error}") from error
+        plan = self._plan(catalogs, sink)
         pulls = self._pulls(catalogs, plan.to_sink(self.rank), local)
         if keep:
             self._compiled = (key, pulls)
         return pulls
+
+    def _plan(self, catalogs: Sequence[Catalog], sink: Layout) -> TransferPlan:
+        if sink.num_ranks != self._num_sink_ranks:
+            raise ValueError(f"the layout counts {sink.num_ranks} sink ranks, the channel {self._num_sink_ranks}")
+        source = Layout(catalogs[0].parameters, tuple(c.pieces for c in catalogs))
+        try:
+            return plan_transfer(source, sink, allow_unused=self._allow_unused)
+        except PlanError as error:
+            raise WeightSyncError(f"{self._name}: sink rank {self.rank} cannot be served: {error}") from error
 
     def _pulls(
         self, catalogs: Sequence[Catalog], copies: Sequence[SliceCopy], local: Mapping[str, torch.Tensor]
@@ -271,6 +294,18 @@ class WeightVersion:
         """
         with torch.no_grad():
             return self._puller.pull(self._slots, tensors, layout, deadline_s)
+
+    def map_tensors(self, layout: Layout | None = None, deadline_s: float = 600.0) -> dict[str, torch.Tensor]:
+        """This rank's tensors without a copy: read-only views of the slots, each byte checked against the manifest.
+
+        Only on one host, in the dtype in which they travel; a tensor that is put together from several pieces is
+        copied. The views change when the slot is written again, that is when ``capacity + 1`` later versions were
+        sent (``WeightsSender``'s ring): take the next version before that, and give the channel one more slot of
+        capacity if this version serves while later ones already lie on the edge.
+
+        Raises: As ``load_into``.
+        """
+        return self._puller.map(self._slots, layout, deadline_s)
 
     def read_all(self, deadline_s: float = 600.0) -> dict[str, torch.Tensor]:
         """Every parameter whole, proved, in the dtype it travels in: for checkpoints of what lies on the edge."""

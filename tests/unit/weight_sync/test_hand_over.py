@@ -285,6 +285,36 @@ def test_fsdp_by_tp_to_fused_tp_is_reshard_of_the_whole() -> None:
             assert torch.equal(got["o"], full["o"].chunk(2, dim=1)[rank])
 
 
+def test_mapped_tensors_are_proved_views_of_the_slot() -> None:
+    (sender,), (receiver,) = ends(capacity=2)
+    handle = sender.send(0, WeightsPayload(version=0, tensors=model()))
+    got = receiver.receive((handle,), 5.0).map_tensors()
+    assert_bits_equal(got, model())
+    slot = sender._publisher._slots[handle.slot].buffer.data
+    at = bytes(slot.numpy()).find(model()["norm"].numpy().tobytes())
+    slot[at] ^= 1
+    assert not torch.equal(got["norm"], model()["norm"]), "the bytes are the source's own"
+    with pytest.raises(WeightSyncError, match="embed|norm"):
+        receiver.receive((handle,), 5.0).map_tensors()
+
+
+def test_mapping_serves_row_cuts_in_place_and_puts_columns_together() -> None:
+    specs = {"up": ParameterSpec((8, 6), "float32"), "down": ParameterSpec((6, 8), "float32")}
+    full = {"up": torch.arange(48.0).view(8, 6), "down": torch.arange(48.0).view(6, 8) + 100}
+    sink = mesh_layout(specs, {"tp": 2}, {"up": [Shard("tp", 0)], "down": [Shard("tp", 1)]})
+    for hint, expected in ((None, {"up": True, "down": False}), (sink, {"up": True, "down": True})):
+        (sender,), receivers = ends(sinks=2)
+        handle = sender.send(0, WeightsPayload(version=1, tensors=full, sink_layout=hint))
+        slot = sender._publisher._slots[handle.slot].buffer.data
+        for rank, receiver in enumerate(receivers):
+            got = receiver.receive((handle,), 5.0).map_tensors(sink)
+            assert_bits_equal(got, {"up": full["up"].chunk(2)[rank], "down": full["down"].chunk(2, dim=1)[rank]})
+            slot[handle.data_offset :] ^= 0x40
+            expected_now = {n: torch.equal(got[n], full[n].chunk(2, dim=int(n == "down"))[rank]) for n in got}
+            assert expected_now == {n: not in_place for n, in_place in expected.items()}
+            slot[handle.data_offset :] ^= 0x40
+
+
 @dataclass(frozen=True)
 class Held:
     shape: tuple[int, ...]

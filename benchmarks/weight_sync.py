@@ -1,0 +1,503 @@
+"""Weight hand-over against the memory copy that bounds it and the gather-and-broadcast that it replaces.
+
+    python benchmarks/weight_sync.py --json weight_sync.json          # all sections, a few minutes on two free cores
+    python benchmarks/weight_sync.py --sections one_to_one --models 135m --repeats 5
+
+Sections: ``one_to_one`` (one trainer process, one generator process), ``reshard`` (fsdp 2 x tp 2 to tp 2, and to two
+replicas), ``scaling`` (from the plan, to 16,384 ranks), ``two_hosts`` (Monarch process job, TCP). Every process computes on
+one thread. Alternatives run in turn in the same processes (A B A B); medians and quartiles are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llamarl.weight_sync.layout import Layout, ParameterSpec, Shard, mesh_layout, replicated_layout
+from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
+from llamarl.weight_sync.report import MeshSide, report_transfer
+from llamarl.weight_sync.sink import Puller
+from llamarl.weight_sync.source import Publisher
+from llamarl.weight_sync.transports.shared_memory import SharedMemorySink, SharedMemorySource
+
+WAIT_S = 300.0
+SHAPES = {  # hidden, intermediate, layers, heads, KV heads, head size, vocabulary; Llama architecture, tied embeddings
+    "tiny": (128, 344, 4, 4, 2, 32, 2048),
+    "135m": (576, 1536, 30, 9, 3, 64, 49152),  # SmolLM2-135M
+    "1b": (2048, 5632, 20, 32, 4, 64, 32000),  # 1.0e9 parameters, the proportions of TinyLlama-1.1B
+}
+
+
+def llama_parameters(name: str, dtype: str = "float32") -> ModelParameters:
+    """Shapes of a Llama model and the dimensions its tensor-parallel plan cuts."""
+    hidden, intermediate, layers, heads, kv_heads, head, vocabulary = SHAPES[name]
+    specs = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    tp_dims = {"model.embed_tokens.weight": 0}
+    for layer in range(layers):
+        for part, shape, dim in (
+            ("self_attn.q_proj", (heads * head, hidden), 0),
+            ("self_attn.k_proj", (kv_heads * head, hidden), 0),
+            ("self_attn.v_proj", (kv_heads * head, hidden), 0),
+            ("self_attn.o_proj", (hidden, heads * head), 1),
+            ("mlp.gate_proj", (intermediate, hidden), 0),
+            ("mlp.up_proj", (intermediate, hidden), 0),
+            ("mlp.down_proj", (hidden, intermediate), 1),
+            ("input_layernorm", (hidden,), None),
+            ("post_attention_layernorm", (hidden,), None),
+        ):
+            full_name = f"model.layers.{layer}.{part}.weight"
+            specs[full_name] = shape
+            if dim is not None:
+                tp_dims[full_name] = dim
+    return ModelParameters({n: ParameterSpec(s, dtype) for n, s in specs.items()}, tp_dims)
+
+
+class Processes:
+    """Spawned processes that answer one message at a time; no wait is without a deadline."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._members: list[tuple[Any, Connection]] = []
+
+    def start(self, target: Callable[..., None], *args: Any) -> int:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=target, args=(theirs, *args), daemon=True)
+        process.start()
+        theirs.close()
+        self._members.append((process, ours))
+        return len(self._members) - 1
+
+    def pipe(self) -> tuple[Connection, Connection]:
+        return self._context.Pipe()
+
+    def tell(self, message: Any) -> None:
+        for _, pipe in self._members:
+            pipe.send(message)
+
+    def answers(self) -> list[Any]:
+        result = []
+        for index, (process, pipe) in enumerate(self._members):
+            if not pipe.poll(WAIT_S):
+                raise TimeoutError(f"process {index} (pid {process.pid}) gave no answer in {WAIT_S:g} s")
+            result.append(pipe.recv())
+        return result
+
+    def ask(self, message: Any) -> list[Any]:
+        self.tell(message)
+        return self.answers()
+
+    def close(self) -> None:
+        for process, pipe in self._members:
+            if process.is_alive():
+                pipe.send(None)
+            process.join(30)
+            if process.is_alive():
+                process.kill()
+
+
+def reset_peak() -> int:
+    """Start a new measurement of this process's peak memory; bytes resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak() -> int:
+    """Most bytes resident since ``reset_peak``, mapped shared pages included."""
+    return _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def local_tensors(layout: Layout, rank: int, fill: bool) -> dict[str, torch.Tensor]:
+    """This rank's local tensors; values depend on the global position, so that every rank agrees on them."""
+    tensors = {}
+    for p in layout.pieces[rank]:
+        tensor = torch.zeros([b - a for a, b in p.box])
+        if fill:
+            tensor += torch.arange(p.box[0][0], p.box[0][1]).view(-1, *[1] * (len(p.box) - 1)) % 1009
+            if len(p.box) > 1:
+                tensor += torch.arange(p.box[1][0], p.box[1][1]) % 1013 * 0.001
+        tensors[p.tensor] = tensor
+    return tensors
+
+
+def check_values(layout: Layout, rank: int, live: dict[str, torch.Tensor], add: float) -> bool:
+    expected = local_tensors(layout, rank, fill=True)
+    return all(torch.equal(live[name], tensor + add) for name, tensor in expected.items())
+
+
+# ---- one trainer rank to one generator rank
+
+
+def one_source(pipe: Connection, to_sink: Connection, model: str) -> None:
+    torch.set_num_threads(1)
+    layout = replicated_layout(llama_parameters(model), 1)
+    tensors = local_tensors(layout, 0, fill=True)
+    largest = max(t.numel() for t in tensors.values())
+    pool = torch.zeros(max(largest, min(sum(t.numel() for t in tensors.values()), 256 << 20)))
+    publisher = Publisher(rank=0, num_source_ranks=1, num_slots=1, transport=SharedMemorySource())
+    version = 0
+    pipe.send("ready")
+    while (what := pipe.recv()) is not None:
+        if what == "memcpy":
+            started, at = time.monotonic(), 0
+            for tensor in tensors.values():
+                at = 0 if at + tensor.numel() > pool.numel() else at
+                pool[at : at + tensor.numel()].view(tensor.shape).copy_(tensor)
+                at += tensor.numel()
+            pipe.send(time.monotonic() - started)
+        else:
+            version += 1
+            started = time.monotonic()
+            handle = publisher.publish(version, tensors, layout=layout, background=what in ("streamed", "mapped"))
+            to_sink.send((started, handle))
+            publisher.wait()
+            pipe.send(time.monotonic() - started)
+    publisher.close()
+
+
+def one_sink(pipe: Connection, from_source: Connection, model: str) -> None:
+    torch.set_num_threads(1)
+    layout = replicated_layout(llama_parameters(model), 1)
+    live = local_tensors(layout, 0, fill=False)
+    served = live
+    puller = Puller(rank=0, num_sink_ranks=1, transport=SharedMemorySink())
+    pipe.send("ready")
+    while (what := pipe.recv()) is not None:
+        if what == "memcpy":
+            pipe.send(None)
+        elif what == "check":
+            pipe.send(check_values(layout, 0, served, 0.0))
+        else:
+            assert from_source.poll(WAIT_S)
+            started, handle = from_source.recv()
+            if what == "mapped":
+                served = puller.open([handle], WAIT_S).map_tensors(layout, WAIT_S)
+            else:
+                puller.open([handle], WAIT_S).load_into(live, layout, WAIT_S)
+                served = live
+            pipe.send(time.monotonic() - started)
+    puller.close()
+
+
+def one_to_one(model: str, repeats: int) -> dict[str, Any]:
+    nbytes = sum(s.nbytes for s in llama_parameters(model).values())
+    processes = Processes()
+    a, b = processes.pipe()
+    try:
+        processes.start(one_source, a, model)
+        processes.start(one_sink, b, model)
+        processes.answers()
+        first = processes.ask("blocking")[1]
+        times: dict[str, list[float]] = {"memcpy": [], "mapped": [], "streamed": [], "blocking": [], "publish": []}
+        correct = True
+        for _ in range(repeats):
+            times["memcpy"].append(processes.ask("memcpy")[0])
+            times["streamed"].append(processes.ask("streamed")[1])
+            times["memcpy"].append(processes.ask("memcpy")[0])
+            times["mapped"].append(processes.ask("mapped")[1])
+            correct = correct and check_one(processes)
+            published, loaded = processes.ask("blocking")
+            times["blocking"].append(loaded)
+            times["publish"].append(published)
+            correct = correct and check_one(processes)
+    finally:
+        processes.close()
+    assert correct, "the generator does not hold the trainer's values"
+    result: dict[str, Any] = {"bytes": nbytes, "first_s": first} | {name: spread(t) for name, t in times.items()}
+    copy = result["memcpy"]["median"]
+    result["ratio_mapped"] = result["mapped"]["median"] / copy
+    result["ratio_mapped_best"] = min(times["mapped"]) / min(times["memcpy"])
+    result["ratio_streamed"] = result["streamed"]["median"] / copy
+    result["ratio_blocking"] = result["blocking"]["median"] / copy
+    result["ratio_publish"] = result["publish"]["median"] / copy
+    result["ratio_streamed_best"] = min(times["streamed"]) / min(times["memcpy"])
+    result["copy_GB_per_s"] = nbytes / copy / 1e9
+    return result
+
+
+def check_one(processes: Processes) -> bool:
+    """True if what the generator serves is what the trainer holds."""
+    processes._members[0][1].send("memcpy")
+    processes._members[1][1].send("check")
+    return processes.answers()[1]
+
+
+# ---- four trainer ranks to two generator ranks
+
+
+def reshard_layouts(model: str, sink_kind: str) -> tuple[ModelParameters, Layout, Layout]:
+    parameters = llama_parameters(model)
+    source = mesh_layout(parameters, {"fsdp": 2, "tp": 2}, fsdp_tp_placements(parameters))
+    if sink_kind == "tp":
+        return parameters, source, mesh_layout(parameters, {"tp": 2}, tp_placements(parameters))
+    return parameters, source, mesh_layout(parameters, {"replica": 2}, {})
+
+
+def reshard_rank(pipe: Connection, rank: int, model: str, sink_kind: str, store: str) -> None:
+    """Ranks 0 to 3 train, ranks 4 and 5 generate; one gloo group joins them for the slow way and for the barrier."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=6)
+    parameters, source, sink = reshard_layouts(model, sink_kind)
+    is_source = rank < 4
+    tensors = local_tensors(source, rank, True) if is_source else local_tensors(sink, rank - 4, False)
+    own = sum(t.numel() * 4 for t in tensors.values())
+    publisher = Publisher(rank=rank, num_source_ranks=4, num_slots=2, transport=SharedMemorySource())
+    puller = Puller(rank=rank - 4, num_sink_ranks=2, transport=SharedMemorySink())
+    version = 0
+    pipe.send("ready")
+    while (what := pipe.recv()) is not None:
+        if what == "check":
+            pipe.send(is_source or check_values(sink, rank - 4, tensors, 0.0))
+            continue
+        if not is_source:
+            for tensor in tensors.values():
+                tensor.fill_(-1.0)
+        before = reset_peak()
+        dist.barrier()
+        started = time.monotonic()
+        if what == "direct":
+            version += 1
+            if is_source:
+                handle = publisher.publish(version, tensors, layout=source, sink_layout=sink, background=True)
+                pipe.send(handle)
+                publisher.wait()
+            else:
+                assert pipe.poll(WAIT_S)
+                puller.open(pipe.recv(), WAIT_S).load_into(tensors, sink, WAIT_S)
+        else:
+            gather_then_broadcast(rank, parameters, source, sink, tensors)
+        finished = time.monotonic()
+        pipe.send({"started": started, "finished": finished, "grew": peak() - before, "own": own})
+        dist.barrier()
+    publisher.close()
+    puller.close()
+    dist.destroy_process_group()
+
+
+def gather_then_broadcast(
+    rank: int, parameters: ModelParameters, source: Layout, sink: Layout, tensors: dict[str, torch.Tensor]
+) -> None:
+    """The slow way: trainer rank 0 gathers the whole state dict, broadcasts it, every generator cuts what it needs."""
+    full: dict[str, torch.Tensor] = {}
+    for name, spec in parameters.items():
+        if rank == 0:
+            whole = torch.empty(spec.shape)
+            for other in range(4):
+                for piece in source.pieces[other]:
+                    if piece.parameter == name:
+                        part = tensors[name] if other == 0 else torch.empty([b - a for a, b in piece.box])
+                        if other != 0:
+                            dist.recv(part, src=other)
+                        whole[tuple(slice(a, b) for a, b in piece.box)] = part
+            full[name] = whole
+        elif rank < 4 and name in tensors:
+            dist.send(tensors[name], dst=0)
+    for name, spec in parameters.items():
+        if rank in (1, 2, 3):
+            continue
+        if rank != 0:
+            full[name] = torch.empty(spec.shape)
+        dist.broadcast(full[name], src=0, group=_generators_and_first())
+    if rank >= 4:
+        for piece in sink.pieces[rank - 4]:
+            tensors[piece.tensor].copy_(full[piece.parameter][tuple(slice(a, b) for a, b in piece.box)])
+
+
+_GROUP: list[Any] = []
+
+
+def _generators_and_first() -> Any:
+    return _GROUP[0]
+
+
+def reshard_main(pipe: Connection, rank: int, model: str, sink_kind: str, store: str) -> None:
+    original = dist.init_process_group
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        _GROUP.append(dist.new_group([0, 4, 5]))
+
+    dist.init_process_group = init
+    reshard_rank(pipe, rank, model, sink_kind, store)
+
+
+def reshard(model: str, sink_kind: str, repeats: int) -> dict[str, Any]:
+    processes = Processes()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(6):
+                processes.start(reshard_main, rank, model, sink_kind, f"{folder}/store")
+            processes.answers()
+            times: dict[str, list[float]] = {"direct": [], "gather_broadcast": []}
+            grew: dict[str, list[list[float]]] = {"direct": [], "gather_broadcast": []}
+            first: list[dict[str, float]] = []
+            for repeat in range(repeats + 2):  # two rounds of warm-up: both slots get their memory
+                for what in ("direct", "gather_broadcast"):
+                    reports = reshard_once(processes, what)
+                    if repeat == 0 and what == "direct":
+                        first = reports
+                    if repeat >= 2:
+                        times[what].append(max(r["finished"] for r in reports) - min(r["started"] for r in reports))
+                        grew[what].append([r["grew"] / r["own"] for r in reports])
+                    assert all(processes.ask("check")), f"{what}: a generator does not hold the trainer's values"
+        finally:
+            processes.close()
+    result: dict[str, Any] = {name: spread(t) for name, t in times.items()}
+    result["speedup"] = result["gather_broadcast"]["median"] / result["direct"]["median"]
+    result["first_hand_over_peak_growth_over_own_shards"] = [r["grew"] / r["own"] for r in first]
+    result["peak_growth_over_own_shards"] = {w: [max(c) for c in zip(*rows, strict=True)] for w, rows in grew.items()}
+    return result
+
+
+def reshard_once(processes: Processes, what: str) -> list[dict[str, float]]:
+    processes.tell(what)
+    if what == "direct":  # what the controller does: carry four small handles to both generators
+        handles = []
+        for _, pipe in processes._members[:4]:
+            assert pipe.poll(WAIT_S)
+            handles.append(pipe.recv())
+        for _, pipe in processes._members[4:]:
+            pipe.send(handles)
+    return processes.answers()
+
+
+# ---- from the plan alone
+
+
+def scaling() -> dict[str, Any]:
+    """Model and ranks double together: layers and FSDP ranks on the one side, layers and pipeline of tp groups on the other."""
+    rows = []
+    started = time.monotonic()
+    for scale in (1, 2, 4, 8, 16, 32):
+        specs = {f"layers.{i}.weight": ParameterSpec((16384, 16384), "bfloat16") for i in range(8 * scale)}
+        source = MeshSide(mesh={"fsdp": 256 * scale}, placements={n: [Shard("fsdp", 0)] for n in specs})
+        sink = MeshSide(mesh={"tp": 256 * scale}, placements={n: [Shard("tp", 1)] for n in specs})
+        report = report_transfer(specs, source, sink)
+        rows.append(
+            {
+                "ranks": source.num_ranks + sink.num_ranks,
+                "model_GB": report.model_bytes / 1e9,
+                "sent_bytes_per_rank": float(report.sent_bytes.max()),
+                "received_bytes_per_rank": float(report.received_bytes.max()),
+            }
+        )
+    return {"rows": rows, "seconds": time.monotonic() - started}
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    quarter = len(ordered) // 4
+    return {
+        "median": statistics.median(ordered),
+        "low_quartile": ordered[quarter],
+        "high_quartile": ordered[-1 - quarter],
+        "best": ordered[0],
+        "runs": len(ordered),
+    }
+
+
+def claim(text: str, value: float, bar: float, *, at_least: bool = False) -> dict[str, Any]:
+    return {"claim": text, "value": value, "bar": bar, "ok": bool(value >= bar if at_least else value <= bar)}
+
+
+def free_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--sections", nargs="+", default=["one_to_one", "reshard", "scaling", "two_hosts"])
+    parser.add_argument("--models", nargs="+", default=["135m", "1b"], choices=sorted(SHAPES), help="for one_to_one")
+    parser.add_argument("--reshard-model", default="135m", choices=sorted(SHAPES))
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    claims: list[dict[str, Any]] = []
+    if "one_to_one" in arguments.sections:
+        for model in arguments.models:
+            need = 4.5 * sum(s.nbytes for s in llama_parameters(model).values())
+            if free_bytes() < need:
+                results[f"one_to_one_{model}"] = (
+                    f"left out: needs {need / 1e9:.0f} GB, {free_bytes() / 1e9:.0f} GB are free"
+                )
+                continue
+            result = results[f"one_to_one_{model}"] = one_to_one(model, arguments.repeats)
+            claims.append(
+                claim(
+                    f"{model} fp32, one rank to one rank, served in place, over a memory copy",
+                    result["ratio_mapped"],
+                    1.3,
+                )
+            )
+            claims.append(
+                claim(
+                    f"{model} fp32, one rank to one rank, into own tensors, over a memory copy",
+                    result["ratio_streamed"],
+                    1.3,
+                )
+            )
+            print(f"one_to_one {model}: {json.dumps(result)}")
+    if "reshard" in arguments.sections:
+        for kind, label in (("tp", "tp 2"), ("replica", "2 replicas")):
+            result = results[f"reshard_to_{kind}"] = reshard(
+                arguments.reshard_model, kind, max(3, arguments.repeats // 2)
+            )
+            claims.append(
+                claim(
+                    f"fsdp 2 x tp 2 to {label}: speed over gather, broadcast, load",
+                    result["speedup"],
+                    5.0,
+                    at_least=True,
+                )
+            )
+            growth = max(
+                result["first_hand_over_peak_growth_over_own_shards"] + result["peak_growth_over_own_shards"]["direct"]
+            )
+            claims.append(claim(f"fsdp 2 x tp 2 to {label}: peak memory growth over a rank's own shards", growth, 1.1))
+            print(f"reshard to {label}: {json.dumps(result)}")
+    if "scaling" in arguments.sections:
+        result = results["scaling"] = scaling()
+        per_rank = [row["sent_bytes_per_rank"] for row in result["rows"]]
+        claims.append(claim("bytes per rank to 16,384 ranks, most over least", max(per_rank) / min(per_rank), 1.0))
+        print(f"scaling: {json.dumps(result)}")
+    report = {
+        "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "command": " ".join(["python", *sys.argv]),
+        "results": results,
+        "claims": claims,
+    }
+    for entry in claims:
+        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['claim']}: {entry['value']:.3g} (bar {entry['bar']:g})")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""``llamarl plan``: how to split devices, and how long a step will take, before the money is spent."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llamarl.errors import PlanError
+
+if TYPE_CHECKING:
+    from llamarl.planner.choices import Options, Workload
+    from llamarl.planner.hardware import Hardware
+    from llamarl.planner.recipe import RecipeQuestion
+    from llamarl.planner.search import Plan
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Tells, for a model, a number of devices and a batch, the best layout of three systems and how long a step takes:
+
+  sync, one layout     generator and trainer share devices and one tensor-parallel size (DeepSpeed-Chat-like)
+  sync, re-sharding    they share devices, each in its own layout, weights move between phases (the strong baseline)
+  separate, staleness  each on its own devices; the generator may lag that many versions (what llamarl train runs)
+
+For each: split, parallel sizes, precision, memory by part against the limit, time by part, share of device time
+spent waiting, and what binds. The plan marked * has the least staleness within 2% of the fastest."""
+
+_EPILOG = """\
+examples:
+  llamarl plan --model Llama-3.1-405B --devices 1024 --hardware h100-sxm --prompts 128 --group-size 16 \\
+      --response-tokens 4096:lognormal
+  llamarl plan --model path/to/hf-folder --devices 8 --hardware a100 --picture plan.png --recipe plan.toml
+  llamarl plan recipes/tiny.toml                 what this machine will make of a recipe
+  llamarl plan runs/tiny                         the same with the lengths that the run measured
+  llamarl plan recipes/tiny.toml --calibrate     measure this machine first, and keep the result
+
+response lengths:
+  512                            every response has 512 tokens
+  4096:lognormal                 mean 4096, sigma 0.6, cut at 4 times the mean
+  4096:lognormal:sigma=0.9,limit=16384
+  1000:pareto:alpha=1.8,limit=8192
+  file:runs/tiny/rollouts        as measured; or a file with one length a line
+
+Times come from rooflines: work / (peak x efficiency) + latency. Peaks and efficiencies, each with its source, are in
+src/llamarl/planner/hardware.toml; docs/planner.md says what the model leaves out."""
+
+
+def add_parser(subparsers: Any, full: bool = True) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="best split, layout and staleness for a model on given devices, with the step time",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    if not full:
+        return
+    parser.add_argument("source", nargs="?", help="recipe (TOML), run folder, or Hugging Face config.json / folder")
+    what = parser.add_argument_group("the job (overrides what a recipe or run says)")
+    what.add_argument("--model", help="bundled shape (Llama-3.1-8B, Qwen3-30B-A3B, ...), HF folder, or config.json")
+    what.add_argument("--prompts", type=int, help="prompt groups a step (default 128)")
+    what.add_argument("--group-size", type=int, help="responses a prompt (default 16)")
+    what.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default 256)")
+    what.add_argument("--response-tokens", metavar="MEAN[:KIND[:k=v,...]]", help="see below (default 1024:lognormal)")
+    what.add_argument("--reward-s", type=float, default=0.0, help="seconds the rewards of a step take (default 0)")
+    what.add_argument("--reference-model", action="store_true", help="the trainer also scores with a frozen reference")
+    where = parser.add_argument_group("the devices")
+    where.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x, this-machine (default)")
+    where.add_argument("--devices", type=int, help="how many (default for this-machine: its cores or GPUs)")
+    where.add_argument("--price-per-device-hour", type=float, help="adds the cost of a step, in the price's currency")
+    where.add_argument(
+        "--calibrate", action="store_true", help="measure this machine with the model, and keep the result"
+    )
+    where.add_argument("--calibration", type=Path, help="calibration file (default ~/.cache/llamarl/calibration.json)")
+    how = parser.add_argument_group("the search")
+    how.add_argument("--staleness", default="0,1,2,4", help="max_staleness values to plan for (default 0,1,2,4)")
+    how.add_argument("--precision", help="generator precisions to try, e.g. bf16,fp8 (default: all the device has)")
+    how.add_argument(
+        "--max-segments", type=int, help="versions a response may span; 1: no partial rollouts (default 4)"
+    )
+    how.add_argument("--max-pipeline", type=int, default=1, help="largest pipeline size to try (llamarl runs 1)")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
+    out.add_argument("--picture", type=Path, metavar="OUT.png", help="time and memory bars (needs matplotlib)")
+    out.add_argument(
+        "--recipe", type=Path, metavar="OUT.toml", help="write the recipe of the best plan that llamarl train runs"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print. Raises PlanError (exit code 2) for a question that makes no sense or has no answer."""
+    from llamarl.planner.report import report_json, report_text, save_picture
+    from llamarl.planner.search import recommend, search_all
+
+    config, question = _read_source(args)
+    model_path = args.model or (question.model if question else None) or _model_source(args)
+    if model_path is None:
+        raise PlanError("no model: give --model NAME_OR_FOLDER, a recipe, a run folder or a config.json")
+    hardware = _hardware(args, model_path)
+    work, options = _work(args, model_path, question), _options(args, question)
+    devices = args.devices
+    if devices is None:
+        if hardware.device.name != "this-machine":
+            raise PlanError(f"how many {hardware.device.name}? give --devices N, for example --devices 8")
+        devices = hardware.device.devices_per_node
+    price = args.price_per_device_hour
+    if price is not None and not 0 <= price < math.inf:
+        raise PlanError(f"--price-per-device-hour must be >= 0, got {price}")
+    plans = search_all(hardware, work, options, devices, _staleness(args.staleness))
+    chosen = recommend(plans)
+    if args.picture:
+        save_picture(plans, args.picture, f"{work.model.name} on {devices} x {hardware.device.title}")
+    if args.recipe:
+        _write_recipe(args.recipe, plans, config, model_path, hardware, options)
+    if args.json:
+        print(json.dumps(report_json(plans, chosen, work, hardware, price), indent=1))
+    else:
+        print(report_text(plans, chosen, work, hardware, price))
+        if question and not args.response_tokens:
+            print(f"  lengths    {question.note}")
+        for path in filter(None, (args.picture, args.recipe)):
+            print(f"  wrote      {path}")
+    return 0
+
+
+def _model_source(args: argparse.Namespace) -> str | None:
+    """The positional argument, where it names a model rather than a recipe."""
+    return args.source if args.source and not args.source.endswith(".toml") else None
+
+
+def _read_source(args: argparse.Namespace) -> tuple[dict[str, Any] | None, RecipeQuestion | None]:
+    """The recipe as written, and the question it poses with its defaults filled in; (None, None) without a recipe."""
+    if not args.source:
+        return None, None
+    path = Path(args.source).expanduser()
+    run_dir = path if (path / "config.toml").is_file() else None
+    recipe = path / "config.toml" if run_dir else path
+    if recipe.suffix != ".toml":
+        return None, None
+    from llamarl.config import load_config, to_plain
+    from llamarl.planner.recipe import question_from_config
+
+    config = to_plain(load_config(recipe))
+    written = tomllib.loads(recipe.read_text(encoding="utf-8"))
+    written.get("run", {}).pop("dir", None)  # the new recipe's runs go to a folder of their own
+    return written, question_from_config(config, run_dir)
+
+
+def _hardware(args: argparse.Namespace, model_path: str) -> Hardware:
+    from llamarl.planner.calibrate import calibrate, calibration_path, load_calibration, save_calibration
+    from llamarl.planner.hardware import find_hardware
+
+    path = args.calibration or calibration_path()
+    if args.calibrate:
+        if args.hardware and find_hardware(args.hardware).device.name != "this-machine":
+            raise PlanError(f"--calibrate measures this machine, not {args.hardware}: leave --hardware out")
+        hardware, samples = calibrate(model_path, log=lambda line: print(line, file=sys.stderr))
+        save_calibration(path, hardware, samples, model_path)
+        print(f"kept in {path}", file=sys.stderr)
+        return hardware
+    if args.hardware and find_hardware(args.hardware).device.name != "this-machine":
+        return find_hardware(args.hardware)
+    if args.calibration or path.is_file():
+        return load_calibration(path)
+    return find_hardware("this-machine")
+
+
+def _work(args: argparse.Namespace, model_path: str, question: RecipeQuestion | None) -> Workload:
+    from llamarl.planner.choices import Workload
+    from llamarl.planner.lengths import parse_lengths
+    from llamarl.planner.model_spec import find_model
+
+    if args.response_tokens:
+        response = parse_lengths(args.response_tokens)
+    else:
+        response = question.response if question else parse_lengths("1024:lognormal")
+
+    def pick(given: int | None, recipe: int | None, default: int) -> int:
+        return given if given is not None else recipe if recipe is not None else default
+
+    return Workload(
+        model=find_model(model_path),
+        response=response,
+        prompts_per_step=pick(args.prompts, question.prompts_per_step if question else None, 128),
+        group_size=pick(args.group_size, question.group_size if question else None, 16),
+        prompt_tokens=pick(args.prompt_tokens, question.prompt_tokens if question else None, 64 if question else 256),
+        reward_s=args.reward_s,
+        reference_model=args.reference_model,
+    )
+
+
+def _options(args: argparse.Namespace, question: RecipeQuestion | None) -> Options:
+    from llamarl.planner.choices import Options
+    from llamarl.planner.hardware import BYTES_PER_WEIGHT
+
+    precisions = tuple(p.strip().lower() for p in args.precision.split(",")) if args.precision else ()
+    if unknown := [p for p in precisions if p not in BYTES_PER_WEIGHT]:
+        raise PlanError(f"--precision: unknown {', '.join(unknown)}; known are {', '.join(BYTES_PER_WEIGHT)}")
+    segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
+    if segments < 1:
+        raise PlanError(f"--max-segments must be at least 1 (no partial rollouts), got {segments}")
+    if args.max_pipeline < 1:
+        raise PlanError(f"--max-pipeline must be at least 1, got {args.max_pipeline}")
+    return Options(
+        precisions=precisions,
+        max_segments=segments,
+        oversubscription=float(min(2, segments)),
+        max_pipeline=args.max_pipeline,
+        common_max_pipeline=args.max_pipeline,
+    )
+
+
+def _staleness(text: str) -> list[int]:
+    try:
+        levels = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise PlanError(f"--staleness {text!r}: expected whole numbers joined by commas, for example 0,1,2,4") from None
+    if levels[0] < 0:
+        raise PlanError(f"--staleness must be >= 0 trainer ticks, got {levels[0]}; 0 is synchronous")
+    return levels
+
+
+def _write_recipe(
+    path: Path, plans: list[Plan], config: dict[str, Any] | None, model_path: str, hardware: Hardware, options: Options
+) -> None:
+    from llamarl.config import known_keys
+    from llamarl.planner.recipe import plan_settings, recipe_text
+    from llamarl.planner.report import system_title
+    from llamarl.planner.search import recommend
+
+    cpu = hardware.device.train_precision == "fp32"
+    runnable = [plan for plan in plans if plan.system == "separate" or (cpu and plan.system == "resharding")]
+    if not runnable:
+        raise PlanError("a recipe needs a plan with separate generator and trainer: give at least 2 devices")
+    plan = recommend(runnable)
+    settings = plan_settings(plan, model_path, hardware, options.oversubscription)
+    merged = _merge(config or {}, settings)
+    header = (
+        f"Written by llamarl plan: {system_title(plan)}, {plan.devices} x {hardware.device.title}.\n"
+        f"Forecast: {plan.step_s:.4g} s a step (generator {plan.generator.time_s:.4g} s, trainer "
+        f"{plan.trainer.time.total_s:.4g} s)."
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(recipe_text(merged, set(known_keys()), header), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--recipe {path}: cannot write it: {error}") from error
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,167 @@
+"""Between plans and recipes: what a recipe or a run asks of the planner, and the recipe that a plan amounts to."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llamarl.errors import PlanError
+from llamarl.planner.hardware import Hardware
+from llamarl.planner.lengths import Lengths, constant, read_lengths
+from llamarl.planner.search import Plan
+
+__all__ = ["RecipeQuestion", "plan_settings", "question_from_config", "recipe_text"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeQuestion:
+    """What a resolved configuration says about the work."""
+
+    model: str
+    prompts_per_step: int
+    group_size: int
+    max_segments: int
+    response: Lengths
+    prompt_tokens: int | None
+    """Mean measured from rollouts; None where there are none."""
+    note: str
+
+
+def question_from_config(config: Mapping[str, Any], run_dir: Path | None = None) -> RecipeQuestion:
+    """The planner's question out of a configuration's plain values.
+
+    Args:
+        config: Nested as in a recipe, with defaults filled in.
+        run_dir: A run's folder, whose rollouts then give the lengths of prompts and responses.
+    """
+    try:
+        generator = config["generator"]
+        limit = int(generator["sampling"]["max_new_tokens"])
+        model = str(config["model"]["path"])
+        prompts, group = int(config["schedule"]["prompts_per_step"]), int(generator["group_size"])
+        segments = int(generator["max_segments"])
+    except (KeyError, TypeError) as error:
+        raise PlanError(f"the configuration lacks {error} that a plan needs") from error
+    response, prompt_tokens = constant(limit), None
+    note = (
+        f"every response is taken to reach max_new_tokens ({limit}); give --response-tokens or a run folder for better"
+    )
+    rollouts = run_dir / "rollouts" if run_dir else None
+    if rollouts is not None and any(rollouts.glob("*.jsonl")):
+        response = read_lengths(rollouts)
+        prompt_tokens = _mean_prompt(rollouts)
+        note = f"lengths measured in {rollouts}"
+    return RecipeQuestion(
+        model=model,
+        prompts_per_step=prompts,
+        group_size=group,
+        max_segments=segments,
+        response=response,
+        prompt_tokens=prompt_tokens,
+        note=note,
+    )
+
+
+def _mean_prompt(rollouts: Path) -> int | None:
+    lengths: list[int] = []
+    for file in sorted(rollouts.glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            tokens = json.loads(line).get("prompt_tokens") if line.strip() else None
+            if isinstance(tokens, list):
+                lengths.append(len(tokens))
+    return max(1, round(sum(lengths) / len(lengths))) if lengths else None
+
+
+def plan_settings(
+    plan: Plan, model_path: str, hardware: Hardware, oversubscription: float
+) -> dict[str, dict[str, Any]]:
+    """Recipe sections that make llamarl run ``plan``; hybrid sharding becomes plain sharding over all data ranks.
+
+    On CPU cores a co-located, synchronous plan is a run at staleness 0 whose executors, working in turn, each use all cores.
+
+    Raises:
+        PlanError: A co-located plan on other devices: there llamarl's executors always have devices of their own.
+    """
+    g, t, work = plan.generator, plan.trainer.layout, plan.generator.demand
+    cpu = hardware.device.train_precision == "fp32"
+    shared = plan.system != "separate"
+    if shared and not cpu:
+        raise PlanError("a recipe needs a plan with separate generator and trainer: give at least 2 devices")
+    dtype = "float32" if cpu else "bfloat16"
+    quantized = g.layout.precision != hardware.device.train_precision
+    sequence = work.prompt_tokens + work.lengths.mean
+    together = g.replicas if shared else 1  # on CPU cores one process does the work of all planned replicas
+    threads = {"threads": plan.devices if shared else 1} if cpu else {}
+    return {
+        "model": {"path": model_path},
+        "schedule": {
+            "prompts_per_step": work.total_sequences // work.group_size,
+            "max_staleness": plan.max_staleness,
+        },
+        "generator": {
+            "group_size": work.group_size,
+            "max_segments": work.max_segments if work.partial else 1,
+            "oversubscription": oversubscription if work.partial else 1.0,
+            "dp": 1 if shared else g.replicas,
+            "tp": 1 if shared else g.layout.tp,
+            "pp": g.layout.pp,
+            "quantization": g.layout.precision if quantized else "none",
+            **threads,
+            "sampling": {"max_new_tokens": work.lengths.limit},
+            "engine": {
+                "dtype": dtype,
+                "max_sequences": work.slots * together,
+                "kv_cache_bytes": math.ceil(1.25 * g.memory["kv_cache"] * together),  # room for blocks half full
+            },
+        },
+        "trainer": {
+            "fsdp": 1 if shared else t.data_ranks,
+            "tp": 1 if shared else t.tp,
+            "pp": t.pp,
+            "dtype": dtype,
+            **threads,
+            "max_tokens_per_microbatch": max(1, round(t.micro_batch * sequence)),
+            "activation_checkpointing": "full" if t.recompute else "none",
+        },
+    }
+
+
+def recipe_text(settings: Mapping[str, Any], known: Collection[str], header: str) -> str:
+    """TOML of the settings; those that this version's configuration does not know stand as comments.
+
+    Args:
+        known: Dotted keys that a recipe may hold.
+        header: First lines, without ``#``.
+    """
+    lines = [f"# {line}".rstrip() for line in header.splitlines()]
+
+    def write(section: str, values: Mapping[str, Any]) -> None:
+        own = {k: v for k, v in values.items() if not isinstance(v, Mapping)}
+        if own:
+            lines.extend(["", f"[{section}]"])
+        for key, value in own.items():
+            text = f"{key} = {_toml(value)}"
+            if f"{section}.{key}" not in known:
+                if value in (1, "none"):
+                    continue  # what an executor does anyway
+                text = f"# {text}   # planned, but not a setting of this version"
+            lines.append(text)
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                write(f"{section}.{key}", value)
+
+    for section, values in settings.items():
+        write(section, values)
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.errors import ModelError
+from llamarl.models.loading import load_model
+
+CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_sequences=8, max_batch_tokens=24)
+
+
+def _sequences(prompts: list[list[int]], **params: object) -> list[Sequence]:
+    settings = SamplingParams(**{"max_new_tokens": 64, "temperature": 0.0, **params})  # type: ignore[arg-type]
+    return [
+        Sequence(prompt_index=i, sample_index=0, prompt_tokens=p, params=settings, seed=i)
+        for i, p in enumerate(prompts)
+    ]
+
+
+def _run(engine: NativeEngine, sequences: list[Sequence]) -> list[list[int]]:
+    engine.add(sequences)
+    while engine.has_work:
+        engine.step()
+    return [s.tokens for s in sequences]
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (5, 19, 33, 12)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_generate_alone_and_in_a_mixed_batch(family: str, tmp_path: Path) -> None:
+    tiny_model(family, "eager").save_pretrained(tmp_path)
+    reference = load_model(tmp_path, dtype=torch.float32, attention="eager")
+    expected = []
+    for prompt in _prompts():
+        out = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    engine = NativeEngine(tmp_path, CONFIG, eos_token_ids=())
+    assert _run(engine, _sequences(_prompts())) == expected
+    assert _run(engine, _sequences(_prompts()[2:3])) == expected[2:3]
+
+
+def test_architecture_that_is_not_supported_is_refused_at_load(tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="'gpt2' is not supported; supported are llama"):
+        NativeEngine(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+def test_int8_serves_a_distribution_close_to_the_weights_it_was_built_from(family: str, tmp_path: Path) -> None:
+    tiny_model(family, "eager").save_pretrained(tmp_path)
+    exact = NativeEngine(tmp_path, CONFIG, eos_token_ids=())
+    rounded = NativeEngine(tmp_path, CONFIG, eos_token_ids=(), quantization="int8")
+    sequences = _sequences(_prompts(), temperature=1.0)
+    _run(rounded, sequences)
+    model = load_model(tmp_path, dtype=torch.float32, attention="eager")
+    differences = []
+    for s in sequences:
+        row = torch.tensor([s.prompt_tokens + s.tokens])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(row, use_cache=False).logits[0], -1)
+        first = len(s.prompt_tokens) - 1
+        expected = logprobs[first:-1].gather(1, torch.tensor(s.tokens)[:, None])[:, 0]
+        differences += (torch.tensor(s.logprobs) - expected).tolist()
+    spread = math.sqrt(sum(d * d for d in differences) / len(differences))
+    assert 0 < spread < 0.25, "int8 must differ from fp32, by little"
+    assert abs(sum(differences) / len(differences)) < 0.1
+    assert set(rounded.parameters_for_sync()) == set(exact.parameters_for_sync())
+
+
+def test_int8_is_rebuilt_from_new_weights(tmp_path: Path) -> None:
+    tiny_model("llama", "eager", seed=1).save_pretrained(tmp_path / "old")
+    tiny_model("llama", "eager", seed=2).save_pretrained(tmp_path / "new")
+    engine = NativeEngine(tmp_path / "old", CONFIG, eos_token_ids=(), quantization="int8")
+    fresh = NativeEngine(tmp_path / "new", CONFIG, eos_token_ids=(), quantization="int8")
+    before = _run(engine, _sequences(_prompts()))
+    with torch.no_grad():
+        for name, tensor in engine.parameters_for_sync().items():
+            tensor.copy_(fresh.parameters_for_sync()[name])
+    engine.weights_updated(1)
+    after = _run(engine, _sequences(_prompts()))
+    assert after == _run(fresh, _sequences(_prompts()))
+    assert after != before
+
+
+def test_a_row_in_int8_does_not_depend_on_the_rest_of_its_batch(tmp_path: Path) -> None:
+    tiny_model("llama", "eager").save_pretrained(tmp_path)
+    engine = NativeEngine(tmp_path, CONFIG, eos_token_ids=(), quantization="int8")
+    together = _run(engine, _sequences(_prompts()))
+    alone = [_run(engine, _sequences([p]))[0] for p in _prompts()]
+    assert together == alone
+
+
+def test_quantization_that_the_device_does_not_have_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama", "eager").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'fp8' is not available on cpu; use one of none, int8"):
+        NativeEngine(tmp_path, CONFIG, quantization="fp8")

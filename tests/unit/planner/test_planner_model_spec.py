@@ -1,0 +1,109 @@
+"""Parameter counts against transformers' own modules and published totals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.errors import PlanError
+from llamarl.planner.model_spec import find_model, model_names, spec_from_config
+
+PUBLISHED = {  # from the model cards' safetensors metadata
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+    "SmolLM2-135M": 134_515_008,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Mixtral-8x7B": 46_702_792_704,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_total_parameters_equal_the_published_count(name: str) -> None:
+    assert find_model(name).total_params == PUBLISHED[name]
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                  num_key_value_heads=2, vocab_size=97, tie_word_embeddings=True),
+    "qwen2": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                  num_key_value_heads=2, vocab_size=97, tie_word_embeddings=False),
+    "qwen3_moe": dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_experts=6,
+                      num_experts_per_tok=2, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+                      head_dim=16, vocab_size=97, tie_word_embeddings=False),
+    "mixtral": dict(hidden_size=32, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2,
+                    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=97),
+    "deepseek_v3": dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=8,
+                        n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1, num_hidden_layers=3,
+                        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=8,
+                        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, vocab_size=97, n_group=2, topk_group=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_total_parameters_equal_those_of_the_transformers_module(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **TINY[kind])
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    unique = {id(p): p.numel() for p in module.parameters()}
+    assert spec_from_config(config.to_dict(), kind).total_params == sum(unique.values())
+
+
+def test_a_sparse_model_multiplies_only_the_chosen_experts() -> None:
+    spec = find_model("Qwen3-30B-A3B")
+    per_expert = 3 * 2048 * 768
+    idle = (
+        48 * (128 - 8) * per_expert + spec.vocab * spec.hidden + (2 * 48 + 1) * 2048
+    )  # look-up and norms: no products
+    assert spec.active_params == spec.total_params - idle
+
+
+def test_cache_of_grouped_query_and_latent_attention() -> None:
+    assert find_model("Llama-3.1-405B").kv_bytes_per_token() == 126 * 2 * 8 * 128 * 2
+    assert find_model("DeepSeek-V3").kv_bytes_per_token() == 61 * (512 + 64) * 2
+
+
+def test_names_are_forgiving_and_folders_are_read(tmp_path: Path) -> None:
+    assert find_model("meta-llama/Llama-3.1-8B-Instruct").name == "Llama-3.1-8B"
+    config = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11, "n_positions": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = find_model(tmp_path)
+    assert (spec.hidden, spec.layers, spec.kv_heads, spec.intermediate, spec.gated, spec.max_context) == (
+        8, 1, 2, 32, False, 16,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": 8}, "num_attention_heads"),
+        ({"hidden_size": 0, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 4}, "at least 1"),
+        ({"hidden_size": "x", "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 4}, "number"),
+        ({"model_type": "mamba2", "hidden_size": 8}, "recurrent"),
+    ],
+)
+def test_an_unusable_config_says_what_is_wrong(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        spec_from_config(config, "broken")
+
+
+def test_an_unknown_name_gets_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="'Llama-3.1-70B'"):
+        find_model("Llama-3.1-71B")
+    bad = tmp_path / "config.json"
+    bad.write_text("{")
+    with pytest.raises(PlanError, match="not a readable JSON"):
+        find_model(bad)
+
+
+def test_all_bundled_shapes_load() -> None:
+    for name in model_names():
+        spec = find_model(name)
+        assert 0 < spec.active_params <= spec.total_params

@@ -1,0 +1,175 @@
+"""The search: layouts it returns fit, add up and are not beaten by others it could have taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from llamarl.errors import PlanError
+from llamarl.planner.choices import Options, Workload
+from llamarl.planner.hardware import Efficiency, device_names, find_hardware
+from llamarl.planner.lengths import constant, lognormal
+from llamarl.planner.model_spec import find_model
+from llamarl.planner.report import plan_to_dict, report_text, save_picture
+from llamarl.planner.search import (
+    best_common,
+    best_resharding,
+    best_separate,
+    best_split,
+    recommend,
+    search_all,
+)
+from llamarl.planner.step_time import closed_form_period
+
+H100 = find_hardware("h100")
+
+
+def _work(model: str = "Llama-3.1-8B", prompts: int = 32, mean: float = 500) -> Workload:
+    return Workload(
+        model=find_model(model), response=lognormal(mean, 0.7, 4 * int(mean)), prompts_per_step=prompts, group_size=8
+    )
+
+
+@pytest.mark.parametrize(("model", "devices"), [("Llama-3.1-8B", 8), ("Qwen3-30B-A3B", 16), ("Llama-3.1-70B", 64)])
+def test_every_plan_fits_memory_and_devices_and_covers_the_batch(model: str, devices: int) -> None:
+    for plan in search_all(H100, _work(model), Options(), devices):
+        g, t = plan.generator, plan.trainer
+        used = (g.devices + t.layout.devices) if plan.system == "separate" else max(g.devices, t.layout.devices)
+        assert used <= devices
+        assert sum(t.memory.values()) <= plan.memory_limit and sum(g.memory.values()) <= plan.memory_limit
+        assert g.replicas * g.demand.sequences >= 32 * 8
+        assert 0 <= plan.bubble < 1 and math.isfinite(plan.step_s)
+
+
+def test_more_staleness_is_never_slower_and_zero_is_the_sum() -> None:
+    work, options = _work(), Options()
+    candidates = best_split(H100, work, options, 16)
+    plans = [best_separate(H100, work, options, 16, s, candidates) for s in (0, 1, 2, 4, 8)]
+    for plan in plans:
+        closed = closed_form_period(
+            generator_s=plan.generator.time_s + plan.sync_s, reward_s=0.0, trainer_s=plan.trainer.time.total_s,
+            sync_s=0.0, max_staleness=plan.max_staleness,
+        )  # fmt: skip
+        assert plan.step_s == pytest.approx(closed)
+    steps = [plan.step_s for plan in plans]
+    # 2%: whole batches are preferred to partial rollouts when that close.
+    assert all(later <= earlier * 1.02 for earlier, later in zip(steps, steps[1:], strict=False))
+    assert not plans[0].generator.demand.partial
+
+
+def test_no_other_split_of_a_small_machine_is_faster() -> None:
+    work, options = _work(prompts=8), Options(partial_rollouts=False)
+    best = best_separate(H100, work, options, 8, 1)
+    for trainers in range(1, 8):
+        candidates = best_split(H100, work, options, 8, [trainers])
+        if candidates:
+            assert best_separate(H100, work, options, 8, 1, candidates).step_s >= best.step_s - 1e-12
+
+
+def test_staleness_bound_counts_partial_rollouts() -> None:
+    plan = best_separate(H100, _work(mean=2000), Options(max_segments=3), 16, 1)
+    assert plan.generator.demand.partial
+    assert plan.token_staleness == 1 + 3 - 1
+
+
+def test_quantized_generator_is_chosen_only_where_allowed() -> None:
+    work = _work("Llama-3.1-70B")
+    plans = {p: best_separate(H100, work, Options(precisions=(p,)), 64, 1) for p in ("bf16", "fp8")}
+    assert {p: plan.generator.layout.precision for p, plan in plans.items()} == {"bf16": "bf16", "fp8": "fp8"}
+    free = best_separate(H100, work, Options(), 64, 1)
+    assert free.step_s == min(plan.step_s for plan in plans.values())
+
+
+def test_one_layout_is_never_faster_than_resharding_with_the_same_precision() -> None:
+    work, options = _work("Llama-3.1-70B"), Options(precisions=("bf16",))
+    assert best_resharding(H100, work, options, 64).step_s <= best_common(H100, work, options, 64).step_s
+
+
+def test_recommendation_takes_the_least_staleness_within_two_percent() -> None:
+    plans = search_all(H100, _work(), Options(), 16)
+    chosen = recommend(plans)
+    fastest = min(plan.step_s for plan in plans)
+    assert chosen.step_s <= 1.02 * fastest
+    assert all(p.token_staleness >= chosen.token_staleness for p in plans if p.step_s <= 1.02 * fastest)
+
+
+def test_sixteen_thousand_devices_are_searched() -> None:
+    plan = best_separate(H100, _work("Llama-3.1-405B", prompts=2048), Options(), 16384, 1)
+    assert plan.generator.devices + plan.trainer.layout.devices <= 16384
+
+
+def test_what_fits_nowhere_names_the_number_that_would_do() -> None:
+    work = _work("Llama-3.1-405B")
+    with pytest.raises(PlanError, match=r"does not fit on 8 x .*; (\d+) devices would do") as caught:
+        search_all(H100, work, Options(), 8)
+    count = int(str(caught.value).split(" devices would do")[0].rsplit(" ", 1)[1])
+    assert search_all(H100, work, Options(), count)
+
+
+@pytest.mark.parametrize("devices", [0, -4])
+def test_no_devices_is_refused(devices: int) -> None:
+    with pytest.raises(PlanError, match="at least 1"):
+        search_all(H100, _work(), Options(), devices)
+
+
+def test_one_device_plans_co_located_only() -> None:
+    plans = search_all(
+        H100,
+        Workload(model=find_model("SmolLM2-135M"), response=constant(64), prompts_per_step=4, group_size=4),
+        Options(),
+        1,
+    )
+    assert {plan.system for plan in plans} == {"common", "resharding"}
+    with pytest.raises(PlanError, match="need 2 devices"):
+        best_separate(H100, _work(), Options(), 1, 1)
+
+
+def test_a_response_longer_than_the_context_says_what_would_fit() -> None:
+    with pytest.raises(PlanError, match="limit=7936"):
+        Workload(model=find_model("SmolLM2-135M"), response=constant(9000), prompts_per_step=1, group_size=1)
+
+
+def test_unknown_hardware_gets_the_nearest() -> None:
+    with pytest.raises(PlanError, match="nearest is 'h200-sxm'"):
+        find_hardware("h200-smx")
+
+
+def test_every_number_of_every_device_has_a_source() -> None:
+    for name in device_names():
+        hardware = find_hardware(name)
+        for record in (hardware.device, hardware.efficiency):
+            named = {f.name for f in dataclasses.fields(record)} - {
+                "sources",
+                "name",
+                "title",
+                "price_per_hour",
+                "weight_precisions",
+            }
+            assert named <= set(record.sources), (name, named - set(record.sources))
+
+
+@pytest.mark.parametrize(("name", "value"), [("matmul", 0.0), ("memory", 1.5), ("collective_launch_s", -1.0)])
+def test_efficiencies_outside_their_meaning_are_refused(name: str, value: float) -> None:
+    with pytest.raises(PlanError, match=name):
+        dataclasses.replace(H100.efficiency, **{name: value})
+    assert isinstance(H100.efficiency, Efficiency)
+
+
+def test_report_shows_every_plan_and_the_cost() -> None:
+    work = _work()
+    plans = search_all(H100, work, Options(), 16)
+    text = report_text(plans, recommend(plans), work, H100, price=3.6)
+    for part in ("sync, one layout", "sync, re-sharding", "separate, staleness 4", "cost/step", "memory", "binds"):
+        assert part in text
+    plain = plan_to_dict(plans[0], price=3.6)
+    assert plain["cost_per_step"] == pytest.approx(16 * plans[0].step_s * 3.6 / 3600)
+
+
+def test_picture_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    save_picture(search_all(H100, _work(), Options(), 8, (1,)), path, "title")
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,259 @@
+"""The shell around one rank: order of calls, checks, failures as values, combined reports."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.errors import ConfigError, DataError, TrainingDiverged
+from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
+from llamarl.runtime.base import Order
+from llamarl.runtime.job import combine_reports, combine_setups, executor_failed, plan_workers
+from llamarl.runtime.worker import (
+    RankFailure,
+    RankReport,
+    RankSetup,
+    Worker,
+    WorkerPlan,
+    capture,
+    rank_device,
+    stack_of,
+)
+
+CALLS: list[Any] = []
+
+
+class Executor:
+    def __init__(self, config: Any, context: ExecutorContext) -> None:
+        CALLS.append(("made", config, context.rank, context.device, context.seed))
+        self.outputs: Mapping[str, Any] = {"out": "payload", "late": 1}
+
+    def setup(self) -> None:
+        CALLS.append("setup")
+
+    def load(self, folder: Path, tick: int) -> None:
+        CALLS.append(("load", folder, tick))
+
+    def initial_token(self, channel: str, source_tick: int) -> str:
+        return f"{channel}@{source_tick}"
+
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
+        CALLS.append(("step", tick, dict(inputs)))
+        return StepResult(outputs=self.outputs, metrics={"count": 3}, spans=(("work", 1.0, 2.0),))
+
+    def save(self, folder: Path, tick: int) -> None:
+        assert list(folder.iterdir()) == []
+        CALLS.append(("save", folder, tick))
+
+    def close(self) -> None:
+        CALLS.append("close executor")
+        raise RuntimeError("cannot close")
+
+
+class End:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def send(self, tick: int, payload: Any) -> str:
+        return f"{self.name}:{tick}:{payload}"
+
+    def receive(self, handles: tuple[Any, ...], deadline_s: float) -> Any:
+        return handles, deadline_s
+
+    def close(self) -> None:
+        CALLS.append(f"close {self.name}")
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    CALLS.clear()
+    module = ModuleType("fake_channels")
+    module.make_sender = lambda spec, *, rank, num_source_ranks, num_sink_ranks: End(spec.name)  # type: ignore[attr-defined]
+    module.make_receiver = module.make_sender  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fake_channels", module)
+    return Worker(
+        WorkerPlan(
+            spec=ExecutorSpec(name="me", factory=f"{__name__}:Executor", config="config", num_ranks=2, device="cpu"),
+            rank=1,
+            channels=(
+                ChannelSpec(name="in", kind=ChannelKind.GATHER, source="other", sink="me"),
+                ChannelSpec(name="out", kind=ChannelKind.GATHER, source="me", sink="other"),
+                ChannelSpec(name="late", kind=ChannelKind.WEIGHTS, source="me", sink="other", delay=2, capacity=2),
+            ),
+            num_ranks={"me": 2, "other": 1},
+            run_dir=None,
+            seed=7,
+            first_tick=5,
+            load_from=Path("checkpoint"),
+            pull_deadline_s=9.0,
+            channel_factory="fake_channels",
+            deterministic=False,
+        )
+    )
+
+
+def test_setup_makes_restores_and_publishes_the_tokens_before_the_first_tick(worker: Worker) -> None:
+    setup = worker.setup()
+    assert CALLS == [("made", "config", 1, "cpu", 7), "setup", ("load", Path("checkpoint/me/rank_1"), 4)]
+    assert setup.initial_tokens == {"late": {3: "late:3:late@3", 4: "late:4:late@4"}}
+
+
+def test_a_tick_pulls_steps_publishes_and_then_saves(worker: Worker, tmp_path: Path) -> None:
+    worker.setup()
+    CALLS.clear()
+    report = worker.run(Order(executor="me", tick=5, inputs={"in": ("h",)}, save_to=tmp_path))
+    folder = tmp_path / "me" / "rank_1"
+    assert CALLS == [("step", 5, {"in": (("h",), 9.0)}), ("save", folder, 5)]
+    assert report.outputs == {"out": "out:5:payload", "late": "late:5:1"}
+    assert report.metrics == {"count": 3.0}
+    assert [label for label, _, _ in report.spans] == ["receive in", "work", "send out", "send late", "save"]
+
+
+def test_an_output_for_the_wrong_channels_is_refused(worker: Worker) -> None:
+    worker.setup()
+    worker._executor.outputs = {"out": 1, "elsewhere": 2}  # type: ignore[union-attr]
+    with pytest.raises(
+        AssertionError, match=r"outputs for \['elsewhere', 'out'\] at tick 5, expected .*\['late', 'out'\]"
+    ):
+        worker.run(Order(executor="me", tick=5, inputs={"in": ("h",)}))
+
+
+def test_close_closes_all_ends_though_one_fails_and_only_once(worker: Worker) -> None:
+    worker.setup()
+    CALLS.clear()
+    (trouble,) = worker.close()
+    assert CALLS == ["close in", "close executor", "close out", "close late"]
+    assert "'me', rank 1" in trouble and "RuntimeError: cannot close" in trouble
+    assert worker.close() == ()
+
+
+def test_a_failure_shows_the_executors_frames_and_not_the_shells(worker: Worker) -> None:
+    worker.setup()
+    worker._executor.outputs = None  # type: ignore[union-attr]
+
+    def fail(tick: int, inputs: object) -> None:
+        raise ValueError("inside")
+
+    worker._executor.step = fail  # type: ignore[union-attr,method-assign,assignment]
+    try:
+        worker.run(Order(executor="me", tick=5))
+    except ValueError as error:
+        message = capture("me", 1, "tick 5", error).message()
+    assert message.startswith("executor 'me', rank 1 (pid ") and "tick 5: ValueError: inside\n" in message
+    assert "in fail" in message and "worker.py" not in message
+
+
+def failure(executor: str, rank: int, at_s: float, error: Exception) -> RankFailure:
+    found = capture(executor, rank, "tick 2", error)
+    return RankFailure(**{**vars(found), "at_s": at_s, "pid": 1})
+
+
+def test_of_failures_that_come_together_the_earliest_is_told_whole() -> None:
+    error = executor_failed(
+        [failure("a", 0, 2.0, ValueError("consequence")), failure("b", 1, 1.0, TrainingDiverged("cause"))]
+    )
+    first, *_, last = str(error).splitlines()
+    assert first == "executor 'b', rank 1 (pid 1), tick 2: llamarl.errors.TrainingDiverged: cause"
+    assert last == "also: 'a' rank 0, tick 2: ValueError: consequence"
+    assert error.exit_code == TrainingDiverged.exit_code
+
+
+def test_a_users_mistake_needs_no_traceback() -> None:
+    assert "\n" not in failure("a", 0, 0.0, DataError("line 3")).message()
+    assert "\n" in failure("a", 0, 0.0, RuntimeError("bug")).message()
+
+
+def rank_report(rank: int, finished_s: float) -> RankReport:
+    return RankReport(
+        rank=rank,
+        tick=4,
+        outputs={"out": f"handle {rank}"},
+        metrics={"rank": rank},
+        spans=(),
+        started_s=float(rank),
+        finished_s=finished_s,
+    )
+
+
+def test_ranks_are_combined_in_rank_order_whatever_the_order_of_arrival() -> None:
+    report = combine_reports("me", [rank_report(1, 9.0), rank_report(0, 8.0)], controller_bytes=5)
+    assert report.outputs == {"out": ("handle 0", "handle 1")}
+    assert (report.metrics, report.started_s, report.finished_s) == ({"rank": 0}, 0.0, 9.0)
+    setups = [RankSetup(rank=1, initial_tokens={"w": {-1: "b"}}), RankSetup(rank=0, initial_tokens={"w": {-1: "a"}})]
+    assert combine_setups("me", setups).initial_tokens == {"w": {-1: ("a", "b")}}
+
+
+def plan(executors: list[ExecutorSpec], channels: list[ChannelSpec]) -> dict[str, tuple[WorkerPlan, ...]]:
+    return plan_workers(
+        executors,
+        channels,
+        run_dir=None,
+        seed=0,
+        first_tick=0,
+        load_from=None,
+        pull_deadline_s=1.0,
+        collective_timeout_s=1.0,
+        channel_factory="fake_channels",
+        deterministic=True,
+    )
+
+
+def test_a_rank_is_told_only_of_its_own_channels_and_their_ends() -> None:
+    executors = [ExecutorSpec(name=name, factory="m:f", num_ranks=n) for name, n in (("a", 1), ("b", 2), ("c", 3))]
+    channels = [
+        ChannelSpec(name="ab", kind=ChannelKind.GATHER, source="a", sink="b"),
+        ChannelSpec(name="bc", kind=ChannelKind.GATHER, source="b", sink="c"),
+    ]
+    plans = plan(executors, channels)
+    assert [p.rank for p in plans["c"]] == [0, 1, 2]
+    assert [c.name for c in plans["a"][0].channels] == ["ab"] and plans["a"][0].num_ranks == {"a": 1, "b": 2}
+    assert [c.name for c in plans["b"][0].channels] == ["ab", "bc"]
+
+
+@pytest.mark.parametrize(
+    ("executors", "channels", "message"),
+    [
+        ([ExecutorSpec(name="a", factory="m:f"), ExecutorSpec(name="a", factory="m:f")], [], "names must differ"),
+        ([ExecutorSpec(name="a", factory="m:f", num_ranks=0)], [], "num_ranks >= 1"),
+        ([ExecutorSpec(name="a", factory="m:f", threads=0)], [], "threads >= 1, got 1 and 0"),
+        (
+            [ExecutorSpec(name="a", factory="m:f")],
+            [ChannelSpec(name="c", kind=ChannelKind.GATHER, source="a", sink="z")],
+            "channel 'c' ends at 'z', which is none of",
+        ),
+    ],
+)
+def test_a_job_that_makes_no_sense_is_refused(
+    executors: list[ExecutorSpec], channels: list[ChannelSpec], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(executors, channels)
+
+
+def test_a_rank_takes_its_own_device_of_the_list() -> None:
+    spec = ExecutorSpec(name="a", factory="m:f", num_ranks=2, device="cuda:2,cuda:5")
+    assert [rank_device(spec, rank) for rank in (0, 1)] == ["cuda:2", "cuda:5"]
+
+
+def test_the_stack_of_a_thread_names_the_line_at_which_it_waits() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def wait_here() -> None:
+        begun.set()
+        go.wait(10.0)
+
+    thread = threading.Thread(target=wait_here, name="waiting-thread")
+    thread.start()
+    begun.wait(10.0)
+    stack = stack_of("waiting-thread")
+    go.set()
+    thread.join()
+    assert "in wait_here\n    go.wait(10.0)" in stack
+    assert stack_of("waiting-thread") == "no call"
