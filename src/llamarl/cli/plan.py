@@ -6,15 +6,17 @@ import argparse
 import json
 import math
 import sys
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.errors import PlanError
 
 if TYPE_CHECKING:
+    from llamarl.planner.choices import Options, Workload
     from llamarl.planner.hardware import Hardware
     from llamarl.planner.recipe import RecipeQuestion
-    from llamarl.planner.search import Options, Plan, Workload
+    from llamarl.planner.search import Plan
 
 __all__ = ["add_parser", "run"]
 
@@ -72,17 +74,23 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     where.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x, this-machine (default)")
     where.add_argument("--devices", type=int, help="how many (default for this-machine: its cores or GPUs)")
     where.add_argument("--price-per-device-hour", type=float, help="adds the cost of a step, in the price's currency")
-    where.add_argument("--calibrate", action="store_true", help="measure this machine with the model, and keep the result")
+    where.add_argument(
+        "--calibrate", action="store_true", help="measure this machine with the model, and keep the result"
+    )
     where.add_argument("--calibration", type=Path, help="calibration file (default ~/.cache/llamarl/calibration.json)")
     how = parser.add_argument_group("the search")
     how.add_argument("--staleness", default="0,1,2,4", help="max_staleness values to plan for (default 0,1,2,4)")
     how.add_argument("--precision", help="generator precisions to try, e.g. bf16,fp8 (default: all the device has)")
-    how.add_argument("--max-segments", type=int, help="versions a response may span; 1: no partial rollouts (default 4)")
+    how.add_argument(
+        "--max-segments", type=int, help="versions a response may span; 1: no partial rollouts (default 4)"
+    )
     how.add_argument("--max-pipeline", type=int, default=1, help="largest pipeline size to try (llamarl runs 1)")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
     out.add_argument("--picture", type=Path, metavar="OUT.png", help="time and memory bars (needs matplotlib)")
-    out.add_argument("--recipe", type=Path, metavar="OUT.toml", help="write the recipe of the best separate plan")
+    out.add_argument(
+        "--recipe", type=Path, metavar="OUT.toml", help="write the recipe of the best plan that llamarl train runs"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -127,7 +135,7 @@ def _model_source(args: argparse.Namespace) -> str | None:
 
 
 def _read_source(args: argparse.Namespace) -> tuple[dict[str, Any] | None, RecipeQuestion | None]:
-    """The recipe's plain values with defaults filled in, and the question they pose; (None, None) without a recipe."""
+    """The recipe as written, and the question it poses with its defaults filled in; (None, None) without a recipe."""
     if not args.source:
         return None, None
     path = Path(args.source).expanduser()
@@ -139,7 +147,9 @@ def _read_source(args: argparse.Namespace) -> tuple[dict[str, Any] | None, Recip
     from llamarl.planner.recipe import question_from_config
 
     config = to_plain(load_config(recipe))
-    return config, question_from_config(config, run_dir)
+    written = tomllib.loads(recipe.read_text(encoding="utf-8"))
+    written.get("run", {}).pop("dir", None)  # the new recipe's runs go to a folder of their own
+    return written, question_from_config(config, run_dir)
 
 
 def _hardware(args: argparse.Namespace, model_path: str) -> Hardware:
@@ -162,9 +172,9 @@ def _hardware(args: argparse.Namespace, model_path: str) -> Hardware:
 
 
 def _work(args: argparse.Namespace, model_path: str, question: RecipeQuestion | None) -> Workload:
+    from llamarl.planner.choices import Workload
     from llamarl.planner.lengths import parse_lengths
     from llamarl.planner.model_spec import find_model
-    from llamarl.planner.search import Workload
 
     if args.response_tokens:
         response = parse_lengths(args.response_tokens)
@@ -186,8 +196,8 @@ def _work(args: argparse.Namespace, model_path: str, question: RecipeQuestion | 
 
 
 def _options(args: argparse.Namespace, question: RecipeQuestion | None) -> Options:
+    from llamarl.planner.choices import Options
     from llamarl.planner.hardware import BYTES_PER_WEIGHT
-    from llamarl.planner.search import Options
 
     precisions = tuple(p.strip().lower() for p in args.precision.split(",")) if args.precision else ()
     if unknown := [p for p in precisions if p not in BYTES_PER_WEIGHT]:
@@ -224,16 +234,17 @@ def _write_recipe(
     from llamarl.planner.report import system_title
     from llamarl.planner.search import recommend
 
-    separate = [plan for plan in plans if plan.system == "separate"]
-    if not separate:
+    cpu = hardware.device.train_precision == "fp32"
+    runnable = [plan for plan in plans if plan.system == "separate" or (cpu and plan.system == "resharding")]
+    if not runnable:
         raise PlanError("a recipe needs a plan with separate generator and trainer: give at least 2 devices")
-    plan = recommend(separate)
-    settings = plan_settings(plan, model_path, hardware.device.train_precision, options.oversubscription)
+    plan = recommend(runnable)
+    settings = plan_settings(plan, model_path, hardware, options.oversubscription)
     merged = _merge(config or {}, settings)
     header = (
         f"Written by llamarl plan: {system_title(plan)}, {plan.devices} x {hardware.device.title}.\n"
-        f"Forecast: {plan.step_s:.4g} s a step; generator idle {plan.generator_idle:.0%}, trainer idle "
-        f"{plan.trainer_idle:.0%}."
+        f"Forecast: {plan.step_s:.4g} s a step (generator {plan.generator.time_s:.4g} s, trainer "
+        f"{plan.trainer.time.total_s:.4g} s)."
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,9 +31,14 @@ from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_tick
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Sample", "calibrate", "calibration_path", "fit", "load_calibration", "save_calibration"]
+__all__ = ["Sample", "calibrate", "calibration_path", "fit", "forecast_sample", "load_calibration", "save_calibration"]
 
 _FORMAT = 1
+_FITTED = {
+    **dict.fromkeys(("matmul", "attention", "train_layer_overhead_s"), "fitted to measured training steps"),
+    **dict.fromkeys(("decode_step_overhead_s", "decode_sequence_overhead_s"), "fitted to measured decode steps"),
+    **dict.fromkeys(("memory", "decode_layer_overhead_s", "train_step_overhead_s"), "part of what was measured"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,38 +81,57 @@ def fit(peaks: Hardware, model: ModelSpec, samples: Sequence[Sample]) -> Hardwar
     )  # fmt: skip
     hardware = _fit_training(hardware, model, train)
     precision = hardware.device.train_precision
-    base = [float(decode_step_s(hardware, model, GeneratorLayout(1, 1, precision), s.sequences, s.tokens)) for s in decode]
+    base = [
+        float(decode_step_s(hardware, model, GeneratorLayout(1, 1, precision), s.sequences, s.tokens)) for s in decode
+    ]
     rest = np.array([s.seconds for s in decode]) - np.array(base)
     weight = 1.0 / np.array([s.seconds for s in decode])  # relative errors count alike
     counts = np.array([float(s.sequences) for s in decode])
     step, each = _non_negative_line(counts, rest, weight)
-    return hardware.with_efficiency(decode_step_overhead_s=step, decode_sequence_overhead_s=each)
+    fitted = hardware.with_efficiency(decode_step_overhead_s=step, decode_sequence_overhead_s=each)
+    return replace(fitted, efficiency=replace(fitted.efficiency, sources={**fitted.efficiency.sources, **_FITTED}))
+
+
+def forecast_sample(hardware: Hardware, model: ModelSpec, sample: Sample) -> float:
+    """Seconds that the cost model gives for a measured step."""
+    if sample.kind == "decode":
+        layout = GeneratorLayout(1, 1, hardware.device.train_precision)
+        return float(decode_step_s(hardware, model, layout, sample.sequences, sample.tokens))
+    demand = TrainerDemand(lengths=constant(max(1, sample.tokens - 1)), prompt_tokens=1, sequences=sample.sequences)
+    train = TrainerLayout(micro_batch=sample.sequences, recompute=False)
+    return trainer_tick(hardware, model, train, demand).compute_s
 
 
 def _fit_training(hardware: Hardware, model: ModelSpec, train: Sequence[Sample]) -> Hardware:
-    """Efficiency e and overhead o that make max(compute / e, o) + rest closest: e by bisection at the largest sample."""
+    """Efficiency and host overhead in turn: the first exact at the largest sample, the second the rest's mean shortfall."""
     largest = max(train, key=lambda s: s.sequences * s.tokens)
+    others = [s for s in train if s is not largest]
+    fitted, overhead = hardware, 0.0
+    for _ in range(30):
+        base = hardware.with_efficiency(train_layer_overhead_s=overhead)
+        fitted = _fit_efficiency(base, model, largest)
+        short = [(s.seconds - forecast_sample(fitted, model, s)) / (3.0 * model.layers) for s in others]
+        step = statistics.fmean(short)
+        if abs(step) < 1e-9:
+            break
+        overhead = max(0.0, overhead + 0.5 * step)
+    return fitted
 
-    def predicted(trial: Hardware, sample: Sample) -> float:
-        demand = TrainerDemand(lengths=constant(max(1, sample.tokens - 1)), prompt_tokens=1, sequences=sample.sequences)
-        layout = TrainerLayout(micro_batch=sample.sequences, recompute=False)
-        return trainer_tick(trial, model, layout, demand).compute_s
 
+def _fit_efficiency(hardware: Hardware, model: ModelSpec, sample: Sample) -> Hardware:
+    """The efficiency, at most 1, at which the forecast of ``sample`` is its measured time, by bisection."""
     low, high = 1e-4, 1.0
-    if predicted(hardware, largest) < largest.seconds:
-        for _ in range(60):
+    if forecast_sample(hardware, model, sample) < sample.seconds:
+        for _ in range(50):
             middle = (low * high) ** 0.5
-            trial = hardware.with_efficiency(matmul=middle, attention=middle)
-            if predicted(trial, largest) > largest.seconds:
+            if (
+                forecast_sample(hardware.with_efficiency(matmul=middle, attention=middle), model, sample)
+                > sample.seconds
+            ):
                 low = middle
             else:
                 high = middle
-    fitted = hardware.with_efficiency(matmul=high, attention=high)
-    # The rest of the smaller samples is host time that does not grow with tokens: three passes over the layers.
-    rests = [max(0.0, s.seconds - predicted(fitted, s)) for s in train if s is not largest]
-    smallest = min(train, key=lambda s: s.sequences * s.tokens)
-    overhead = smallest.seconds / (3.0 * model.layers) if statistics.median(rests) > 0.3 * smallest.seconds else 0.0
-    return fitted.with_efficiency(train_layer_overhead_s=overhead)
+    return hardware.with_efficiency(matmul=high, attention=high)
 
 
 def _non_negative_line(
@@ -126,8 +150,8 @@ def _non_negative_line(
 def calibrate(
     model_path: str,
     *,
-    decode_sizes: Sequence[tuple[int, int]] = ((1, 64), (8, 64), (32, 64), (8, 256)),
-    train_sizes: Sequence[tuple[int, int]] = ((1, 128), (4, 128), (8, 256)),
+    decode_sizes: Sequence[tuple[int, int]] = ((1, 64), (4, 64), (16, 64), (4, 256)),
+    train_sizes: Sequence[tuple[int, int]] = ((1, 64), (2, 64), (2, 128)),
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[Hardware, list[Sample]]:
     """Measure one device of this machine with one model, and fit.
@@ -150,7 +174,9 @@ def calibrate(
             torch.set_num_threads(1)  # a device is one core
         device = torch.device("cuda" if cuda else "cpu")
         peaks = _peaks(device)
-        log(f"matmul {max(peaks.device.matmul_flops.values()) / 1e9:.1f} GFLOP/s, memory {peaks.device.memory_bytes_per_s / 1e9:.1f} GB/s")
+        log(
+            f"matmul {max(peaks.device.matmul_flops.values()) / 1e9:.1f} GFLOP/s, memory {peaks.device.memory_bytes_per_s / 1e9:.1f} GB/s"
+        )
         module = _build(spec, model_path, device)
         samples = []
         for sequences, tokens in decode_sizes:
@@ -161,10 +187,14 @@ def calibrate(
             log(f"train {sequences} sequences of {tokens} tokens: {samples[-1].seconds * 1e3:.1f} ms")
     finally:
         torch.set_num_threads(threads)
-    return fit(peaks, spec, samples), samples
+    fitted = fit(peaks, spec, samples)
+    for sample in samples:
+        error = forecast_sample(fitted, spec, sample) / sample.seconds - 1.0
+        log(f"fit: {sample.kind} {sample.sequences} x {sample.tokens}: {error:+.0%}")
+    return fitted, samples
 
 
-def _median_time(action: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+def _median_time(action: Callable[[], Any], device: torch.device, repeats: int = 4) -> float:
     import torch
 
     times = []
@@ -274,7 +304,7 @@ def _train_sample(module: Any, device: torch.device, vocab: int, sequences: int,
         logits = module(ids, use_cache=False).logits
         torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()).backward()
 
-    seconds = _median_time(step, device, repeats=3)
+    seconds = _median_time(step, device, repeats=2)
     module.zero_grad(set_to_none=True)
     return Sample(kind="train", sequences=sequences, tokens=tokens, seconds=seconds)
 
@@ -300,7 +330,9 @@ def save_calibration(path: Path, hardware: Hardware, samples: Sequence[Sample], 
         partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        raise PlanError(f"calibration file {path} cannot be written: {error}; give another with --calibration") from error
+        raise PlanError(
+            f"calibration file {path} cannot be written: {error}; give another with --calibration"
+        ) from error
 
 
 def load_calibration(path: Path) -> Hardware:
@@ -312,7 +344,9 @@ def load_calibration(path: Path) -> Hardware:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["format"] != _FORMAT:
-            raise PlanError(f"calibration file {path} has format {record['format']}, expected {_FORMAT}: calibrate again")
+            raise PlanError(
+                f"calibration file {path} has format {record['format']}, expected {_FORMAT}: calibrate again"
+            )
         return hardware_from_dict("this-machine", record["device"], record["efficiency"])
     except FileNotFoundError:
         raise PlanError(f"calibration file {path} does not exist: make it with llamarl plan --calibrate") from None

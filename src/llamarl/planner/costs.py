@@ -158,7 +158,7 @@ def decode_step_s(
         layer = np.maximum(device_layer, e.eager_layer_overhead_s)
     head_bytes = model.head_params * size / layout.tp
     head = np.maximum(head_bytes / hardware.memory_rate, 2.0 * model.head_params * wave / layout.tp / rate)
-    hops = 0.0
+    hops: Numbers = 0.0
     if layout.pp > 1:
         link = hardware.device.inter_node_bytes_per_s * e.link
         hops = wave * model.hidden * size / link + e.inter_node_latency_s + e.collective_launch_s

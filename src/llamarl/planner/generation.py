@@ -95,7 +95,7 @@ def _merged(rows: npt.NDArray[np.float64], peak: float, slots: int) -> BatchProf
     """Neighbouring segments joined to at most ``_SEGMENTS``, step-weighted: step time is near linear inside one."""
     if len(rows) > _SEGMENTS:
         bins = np.minimum((np.cumsum(rows[:, 0]) / rows[:, 0].sum() * _SEGMENTS).astype(int), _SEGMENTS - 1)
-        steps = np.bincount(bins, rows[:, 0], _SEGMENTS)
+        steps = np.bincount(bins, rows[:, 0], _SEGMENTS).astype(np.float64)
         keep = steps > 0
         active = np.bincount(bins, rows[:, 0] * rows[:, 1], _SEGMENTS)[keep] / steps[keep]
         tokens = np.bincount(bins, rows[:, 0] * rows[:, 1] * rows[:, 2], _SEGMENTS)[keep] / steps[keep]
@@ -160,11 +160,11 @@ def generator_memory(
     """Bytes of the fullest generator rank, by part."""
     profile = _profile(demand)
     shards = layout.pp * min(layout.tp, model.kv_shards)
-    prompts = profile.peak_active * demand.prompt_tokens
+    prompts = float(profile.peak_active * demand.prompt_tokens)
     if demand.shared_prefix:
-        prompts = prompts / min(demand.group_size, profile.peak_active) if profile.peak_active else 0
+        prompts = prompts / min(demand.group_size, profile.peak_active)
     if demand.padded:
-        prompts = profile.peak_active * demand.prompt_tokens
+        prompts = float(profile.peak_active * demand.prompt_tokens)
     tokens = profile.peak_written + prompts
     body = (model.total_params - model.embedding_params) * BYTES_PER_WEIGHT[layout.precision] / layout.devices
     ends = model.embedding_params * hardware.device.activation_bytes / layout.tp

@@ -116,6 +116,11 @@ class Hardware:
     device: Device
     efficiency: Efficiency
 
+    def __hash__(self) -> int:
+        return hash(
+            (self.device.name, self.device.title, self.efficiency.matmul)
+        )  # equal ones agree; dicts have no hash
+
     @property
     def usable_memory_bytes(self) -> float:
         return self.device.memory_bytes * self.efficiency.usable_memory

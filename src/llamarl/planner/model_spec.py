@@ -259,7 +259,7 @@ def find_model(model: str | Path) -> ModelSpec:
     key = key.removeprefix("meta-").removesuffix("-instruct").removesuffix("-base")
     if key in by_key:
         return spec_from_config(_bundled()[by_key[key]], by_key[key])
-    near = difflib.get_close_matches(key, by_key, n=1, cutoff=0.3)
+    near = difflib.get_close_matches(key, by_key, n=1, cutoff=0.5)
     hint = f"the nearest bundled shape is {by_key[near[0]]!r}; " if near else ""
     raise PlanError(
         f"model {text!r} is neither a folder with a config.json nor a bundled shape: {hint}known are "

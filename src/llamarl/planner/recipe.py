@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llamarl.errors import PlanError
+from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths, constant, read_lengths
 from llamarl.planner.search import Plan
 
@@ -45,7 +47,9 @@ def question_from_config(config: Mapping[str, Any], run_dir: Path | None = None)
     except (KeyError, TypeError) as error:
         raise PlanError(f"the configuration lacks {error} that a plan needs") from error
     response, prompt_tokens = constant(limit), None
-    note = f"every response is taken to reach max_new_tokens ({limit}); give --response-tokens or a run folder for better"
+    note = (
+        f"every response is taken to reach max_new_tokens ({limit}); give --response-tokens or a run folder for better"
+    )
     rollouts = run_dir / "rollouts" if run_dir else None
     if rollouts is not None and any(rollouts.glob("*.jsonl")):
         response = read_lengths(rollouts)
@@ -72,19 +76,26 @@ def _mean_prompt(rollouts: Path) -> int | None:
     return max(1, round(sum(lengths) / len(lengths))) if lengths else None
 
 
-def plan_settings(plan: Plan, model_path: str, train_precision: str, oversubscription: float) -> dict[str, dict[str, Any]]:
+def plan_settings(
+    plan: Plan, model_path: str, hardware: Hardware, oversubscription: float
+) -> dict[str, dict[str, Any]]:
     """Recipe sections that make llamarl run ``plan``; hybrid sharding becomes plain sharding over all data ranks.
 
+    On CPU cores a co-located, synchronous plan is a run at staleness 0 whose executors, working in turn, each use all cores.
+
     Raises:
-        PlanError: A co-located plan: llamarl's executors always have devices of their own.
+        PlanError: A co-located plan on other devices: there llamarl's executors always have devices of their own.
     """
-    if plan.system != "separate":
-        raise PlanError("a recipe needs a plan with separate generator and trainer: give at least 2 devices")
     g, t, work = plan.generator, plan.trainer.layout, plan.generator.demand
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[train_precision]
-    quantized = g.layout.precision != train_precision
+    cpu = hardware.device.train_precision == "fp32"
+    shared = plan.system != "separate"
+    if shared and not cpu:
+        raise PlanError("a recipe needs a plan with separate generator and trainer: give at least 2 devices")
+    dtype = "float32" if cpu else "bfloat16"
+    quantized = g.layout.precision != hardware.device.train_precision
     sequence = work.prompt_tokens + work.lengths.mean
-    partial = {"max_segments": work.max_segments, "oversubscription": oversubscription} if work.partial else {"max_segments": 1}
+    together = g.replicas if shared else 1  # on CPU cores one process does the work of all planned replicas
+    threads = {"threads": plan.devices if shared else 1} if cpu else {}
     return {
         "model": {"path": model_path},
         "schedule": {
@@ -93,20 +104,26 @@ def plan_settings(plan: Plan, model_path: str, train_precision: str, oversubscri
         },
         "generator": {
             "group_size": work.group_size,
-            **partial,
-            "dp": g.replicas,
-            "tp": g.layout.tp,
+            "max_segments": work.max_segments if work.partial else 1,
+            "oversubscription": oversubscription if work.partial else 1.0,
+            "dp": 1 if shared else g.replicas,
+            "tp": 1 if shared else g.layout.tp,
             "pp": g.layout.pp,
-            "dtype": dtype,
             "quantization": g.layout.precision if quantized else "none",
+            **threads,
             "sampling": {"max_new_tokens": work.lengths.limit},
-            "engine": {"max_sequences": work.slots},
+            "engine": {
+                "dtype": dtype,
+                "max_sequences": work.slots * together,
+                "kv_cache_bytes": math.ceil(1.25 * g.memory["kv_cache"] * together),  # room for blocks half full
+            },
         },
         "trainer": {
-            "fsdp": t.data_ranks,
-            "tp": t.tp,
+            "fsdp": 1 if shared else t.data_ranks,
+            "tp": 1 if shared else t.tp,
             "pp": t.pp,
             "dtype": dtype,
+            **threads,
             "max_tokens_per_microbatch": max(1, round(t.micro_batch * sequence)),
             "activation_checkpointing": "full" if t.recompute else "none",
         },

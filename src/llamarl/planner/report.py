@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import PlanError
+from llamarl.planner.choices import Workload
 from llamarl.planner.hardware import Hardware
-from llamarl.planner.search import Plan, Workload
+from llamarl.planner.search import Plan
 
 __all__ = ["plan_to_dict", "report_json", "report_text", "save_picture", "system_title"]
 
@@ -98,7 +99,12 @@ def report_text(
     lines += ["", *_details(chosen)]
     best_sync = min((p.step_s for p in plans if p.system != "separate"), default=None)
     if best_sync is not None and chosen.system == "separate":
-        lines.append(f"  against the best synchronous plan: {best_sync / chosen.step_s:.2f} times as fast")
+        lines.append(f"  gain       against the best synchronous plan: {best_sync / chosen.step_s:.2f} times as fast")
+    if chosen.system != "separate" and (separate := [p for p in plans if p.system == "separate"]):
+        best = min(separate, key=lambda p: p.step_s)
+        lines.append(
+            f"  note       best with executors on their own devices: {_seconds(best.step_s)} ({system_title(best)})"
+        )
     return "\n".join(lines)
 
 
@@ -232,8 +238,9 @@ def save_picture(plans: Sequence[Plan], path: Path, title: str) -> None:
     times.set_ylabel("seconds a step")
     times.set_title("time by role")
     times.legend(fontsize=8)
+    times.margins(y=0.08)
     parts = sorted({name for plan in plans for m in (plan.trainer.memory, plan.generator.memory) for name in m})
-    colors = dict(zip(parts, plt.get_cmap("tab10").colors, strict=False))
+    colors = {name: plt.get_cmap("tab10")(index % 10) for index, name in enumerate(parts)}
     for i, plan in enumerate(plans):
         for offset, held in ((-0.2, plan.generator.memory), (0.2, plan.trainer.memory)):
             bottom = 0.0
@@ -246,7 +253,8 @@ def save_picture(plans: Sequence[Plan], path: Path, title: str) -> None:
     memory.set_xticks(range(len(plans)), names, fontsize=8)
     memory.set_ylabel("GB a device")
     memory.set_title("memory: generator (left), trainer (right); dashed: limit")
-    memory.legend(fontsize=7)
+    memory.set_ylim(0, plans[0].memory_limit / 1e9 * 1.05)
+    memory.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     try:

@@ -11,110 +11,39 @@ tries every split and, for each role, every layout that fits; the step time is t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from llamarl.errors import PlanError
+from llamarl.planner.choices import (
+    GeneratorChoice,
+    Options,
+    TrainerChoice,
+    Workload,
+    generator_choice,
+    generator_choices,
+    micro_batches,
+    powers,
+    replicas_of,
+    slot_counts,
+    trainer_choices,
+)
 from llamarl.planner.costs import GeneratorLayout, tensor_parallel_sizes, weight_sync_s
-from llamarl.planner.generation import GeneratorDemand, generator_memory, generator_tick_s
+from llamarl.planner.generation import GeneratorDemand
 from llamarl.planner.hardware import Hardware
-from llamarl.planner.lengths import Lengths
-from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.step_time import max_cycle_mean, reinforcement_learning_graph
-from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime, trainer_memory, trainer_tick
+from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime
 
-__all__ = ["GeneratorChoice", "Options", "Plan", "TrainerChoice", "Workload", "best_common", "best_resharding"]
-__all__ += ["best_separate", "best_split", "recommend", "search_all", "split_sizes", "trainer_choices"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """One tick of the job."""
-
-    model: ModelSpec
-    response: Lengths
-    prompts_per_step: int
-    group_size: int
-    prompt_tokens: int = 256
-    reward_s: float = 0.0
-    """Time of the reward executor for a tick, when it is not the pace maker."""
-    reference_model: bool = False
-    """The trainer also holds a frozen reference model and scores each token with it."""
-
-    def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "group_size"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.prompt_tokens < 1:
-            raise PlanError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
-        if not 0 <= self.reward_s < math.inf:
-            raise PlanError(f"reward_s must be >= 0 seconds, got {self.reward_s}")
-        longest = self.prompt_tokens + self.response.limit
-        if 0 < self.model.max_context < longest:
-            room = self.model.max_context - self.prompt_tokens
-            raise PlanError(
-                f"prompt ({self.prompt_tokens}) and longest response ({self.response.limit}) need {longest} tokens, "
-                f"{self.model.name} has a context of {self.model.max_context}: "
-                + (f"set limit={room} on the response length" if room > 0 else "shorten the prompt")
-            )
-
-    @property
-    def sequences(self) -> int:
-        return self.prompts_per_step * self.group_size
-
-    @property
-    def tokens(self) -> float:
-        """Prompt and response tokens a tick."""
-        return self.sequences * (self.prompt_tokens + self.response.mean)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the search may use."""
-
-    precisions: tuple[str, ...] = ()
-    """Generator precisions; empty: all the device has."""
-    partial_rollouts: bool = True
-    """Separate system, staleness >= 1: also try partial rollouts."""
-    max_segments: int = 4
-    oversubscription: float = 2.0
-    """With partial rollouts, slots a generator may keep busy, in units of its share of a tick."""
-    max_pipeline: int = 1
-    """Largest pipeline size; llamarl's trainer and engine run 1."""
-    max_slots: int = 1024
-    """Most sequences that decode at once in one replica."""
-    captured: bool = True
-    """Decode from captured graphs, in every system."""
-    common_captured: bool = True
-    """Common layout: decode from captured graphs; False launches every kernel from the host."""
-    common_padded: bool = False
-    """Common layout: static batches padded to the longest allowed response, in generation and in training."""
-    common_sharded: bool = False
-    """Common layout: optimizer, gradients and master weights are also sharded over the data-parallel copies."""
-    common_release_cache: bool = False
-    """Common layout: the cache is given back before training; False (DeepSpeed-Chat's default) keeps it allocated."""
-    common_max_pipeline: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerChoice:
-    layout: TrainerLayout
-    time: TrainerTime
-    memory: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GeneratorChoice:
-    layout: GeneratorLayout
-    replicas: int
-    demand: GeneratorDemand
-    time_s: float
-    memory: Mapping[str, float]
-
-    @property
-    def devices(self) -> int:
-        return self.replicas * self.layout.devices
+__all__ = [
+    "Plan",
+    "best_common",
+    "best_resharding",
+    "best_separate",
+    "best_split",
+    "recommend",
+    "search_all",
+    "split_sizes",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,111 +90,9 @@ class Plan:
         return (idle + (self.devices - train - generate)) / self.devices
 
 
-def _powers(limit: int) -> list[int]:
-    return [2**i for i in range(max(1, limit).bit_length())]
-
-
-def _slots(share: int, most: int) -> list[int]:
-    """Concurrencies to try: the whole share, then cuts of it into whole waves, then powers of two."""
-    waves = {math.ceil(share / w) for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}
-    return sorted({s for s in (*waves, *_powers(share)) if s <= most} or {min(share, most)}, reverse=True)
-
-
-def _fits(parts: Mapping[str, float], limit: float) -> bool:
-    return sum(parts.values()) <= limit
-
-
-@lru_cache(maxsize=200_000)
-def _generator_cost(
-    hardware_id: int, model: ModelSpec, layout: GeneratorLayout, demand: GeneratorDemand
-) -> tuple[float, dict[str, float]]:
-    hardware = _HARDWARE[hardware_id]
-    memory = generator_memory(hardware, model, layout, demand)
-    return generator_tick_s(hardware, model, layout, demand), memory
-
-
-_HARDWARE: dict[int, Hardware] = {}
-
-
-def _register(hardware: Hardware) -> int:
-    """A hashable stand-in for hardware, so that costs can be remembered; the table keeps it alive."""
-    _HARDWARE[id(hardware)] = hardware
-    return id(hardware)
-
-
-def generator_choices(
-    hardware: Hardware,
-    work: Workload,
-    options: Options,
-    devices: int,
-    *,
-    memory_limit: float,
-    partial: bool,
-) -> Iterator[GeneratorChoice]:
-    """Every generator that fits on ``devices``, best concurrency only for each layout and precision."""
-    key = _register(hardware)
-    precisions = options.precisions or hardware.device.weight_precisions
-    for pp in _powers(min(options.max_pipeline, work.model.layers)):
-        for tp in tensor_parallel_sizes(work.model, devices // pp):
-            replicas = min(devices // (tp * pp), work.sequences)
-            share = math.ceil(work.sequences / replicas)
-            for precision in precisions:
-                layout = GeneratorLayout(tp, pp, precision, options.captured)
-                best: GeneratorChoice | None = None
-                top = math.ceil(share * options.oversubscription) if partial else share
-                for slots in _slots(top, min(options.max_slots, top)):
-                    demand = GeneratorDemand(
-                        lengths=work.response,
-                        prompt_tokens=work.prompt_tokens,
-                        group_size=work.group_size,
-                        sequences=share,
-                        total_sequences=work.sequences,
-                        slots=slots,
-                        partial=partial,
-                        max_segments=options.max_segments if partial else 1,
-                    )
-                    time, memory = _generator_cost(key, work.model, layout, demand)
-                    if not _fits(memory, memory_limit) or (best and best.time_s <= time):
-                        continue
-                    best = GeneratorChoice(layout=layout, replicas=replicas, demand=demand, time_s=time, memory=memory)
-                if best:
-                    yield best
-
-
-def trainer_choices(
-    hardware: Hardware, work: Workload, options: Options, devices: int, *, memory_limit: float
-) -> Iterator[TrainerChoice]:
-    """Every trainer that fits on ``devices``; tensor parallelism stays inside a node (or is the whole device count)."""
-    demand = TrainerDemand(
-        lengths=work.response,
-        prompt_tokens=work.prompt_tokens,
-        sequences=work.sequences,
-        reference_forward=work.reference_model,
-    )
-    node = hardware.device.devices_per_node
-    for pp in _powers(min(options.max_pipeline, work.model.layers)):
-        for tp in tensor_parallel_sizes(work.model, min(node, devices // pp)):
-            ranks = min(devices // (tp * pp), work.sequences)
-            for fsdp in sorted({ranks, *(f for f in (1, 8, 64, node // tp) if 0 < f < ranks and ranks % f == 0)}):
-                for recompute in (False, True):
-                    yield from _micro_batches(
-                        hardware, work.model, demand, memory_limit,
-                        TrainerLayout(tp, pp, fsdp, ranks // fsdp, 1, recompute),
-                    )  # fmt: skip
-
-
-def _micro_batches(
-    hardware: Hardware, model: ModelSpec, demand: TrainerDemand, memory_limit: float, layout: TrainerLayout
-) -> Iterator[TrainerChoice]:
-    share = math.ceil(demand.sequences / layout.data_ranks)
-    for micro in sorted({*(b for b in _powers(share)), share}):
-        candidate = replace(layout, micro_batch=micro)
-        memory = trainer_memory(hardware, model, candidate, demand)
-        if not _fits(memory, memory_limit):
-            break
-        yield TrainerChoice(
-            layout=candidate, time=trainer_tick(hardware, model, candidate, demand), memory=memory
-        )  # fmt: skip
+def _trainer_rank(choice: TrainerChoice) -> tuple[float, int]:
+    """Faster first; among equals (to a part in ten thousand) the larger micro-batch, which launches less."""
+    return float(f"{choice.time.total_s:.4g}"), -choice.layout.micro_batch
 
 
 def _tokens_rate(work: Workload, step_s: float) -> float:
@@ -295,7 +122,7 @@ def best_split(
     modes = (False, True) if options.partial_rollouts and options.max_segments > 1 else (False,)
     for trainers in splits if splits is not None else split_sizes(devices, hardware.device.devices_per_node):
         choices = trainer_choices(hardware, work, options, trainers, memory_limit=limit)
-        trainer = min(choices, key=lambda c: c.time.total_s, default=None)
+        trainer = min(choices, key=_trainer_rank, default=None)
         if trainer is None:
             continue
         for partial in modes:
@@ -351,7 +178,7 @@ def best_separate(
         if best is None or rank < best[0]:
             best = (rank, trainer, generator, sync)
     if best is None:
-        raise PlanError(_nothing_fits(hardware, work, options, devices))
+        raise PlanError(_nothingfits(hardware, work, options, devices))
     _, trainer, generator, sync = best
     durations, edges = reinforcement_learning_graph(
         generator_s=generator.time_s + sync,
@@ -402,9 +229,7 @@ def best_resharding(hardware: Hardware, work: Workload, options: Options, device
     _check_devices(devices)
     limit = hardware.usable_memory_bytes
     e, device = hardware.efficiency, hardware.device
-    trainers = sorted(
-        trainer_choices(hardware, work, options, devices, memory_limit=limit), key=lambda c: c.time.total_s
-    )
+    trainers = sorted(trainer_choices(hardware, work, options, devices, memory_limit=limit), key=_trainer_rank)
     best: tuple[float, TrainerChoice, GeneratorChoice, float, str] | None = None
     for trainer in trainers[:8]:
         state = _static_bytes(trainer.memory)
@@ -421,7 +246,7 @@ def best_resharding(hardware: Hardware, work: Workload, options: Options, device
                 if best is None or step < best[0]:
                     best = (step, trainer, generator, sync, how)
     if best is None:
-        raise PlanError(_nothing_fits(hardware, work, options, devices))
+        raise PlanError(_nothingfits(hardware, work, options, devices))
     step, trainer, generator, sync, how = best
     return Plan(
         system="resharding",
@@ -470,16 +295,15 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
         reference_forward=work.reference_model,
     )
     best: tuple[float, TrainerChoice, GeneratorChoice] | None = None
-    key = _register(hardware)
-    for pp in _powers(min(options.common_max_pipeline, work.model.layers)):
+    for pp in powers(min(options.common_max_pipeline, work.model.layers)):
         for tp in tensor_parallel_sizes(work.model, devices // pp):
-            copies = min(devices // (tp * pp), work.sequences)
+            copies = replicas_of(work, options, devices // (tp * pp))
             fsdp = copies if options.common_sharded else 1
             shape = TrainerLayout(tp, pp, fsdp, copies // fsdp, 1, True)
             share = math.ceil(work.sequences / copies)
             layout = GeneratorLayout(tp, pp, hardware.device.train_precision, options.common_captured)
             generators = []
-            for slots in _slots(share, min(options.max_slots, share)):
+            for slots in slot_counts(share, min(options.max_slots, share)):
                 asked = GeneratorDemand(
                     lengths=work.response,
                     prompt_tokens=work.prompt_tokens,
@@ -489,11 +313,8 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
                     slots=slots,
                     padded=options.common_padded,
                 )
-                time, memory = _generator_cost(key, work.model, layout, asked)
-                generators.append(
-                    GeneratorChoice(layout=layout, replicas=copies, demand=asked, time_s=time, memory=memory)
-                )
-            for trainer in _micro_batches(hardware, work.model, demand, limit, shape):
+                generators.append(generator_choice(hardware, work.model, layout, asked, copies))
+            for trainer in micro_batches(hardware, work.model, demand, limit, shape):
                 for generator in generators:
                     if _common_bytes(trainer.memory, generator.memory, options.common_release_cache) > limit:
                         continue
@@ -501,7 +322,7 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
                     if best is None or step < best[0]:
                         best = (step, trainer, generator)
     if best is None:
-        raise PlanError(_nothing_fits(hardware, work, options, devices))
+        raise PlanError(_nothingfits(hardware, work, options, devices))
     step, trainer, generator = best
     return Plan(
         system="common",
@@ -517,7 +338,7 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
     )
 
 
-def _nothing_fits(hardware: Hardware, work: Workload, options: Options, devices: int) -> str:
+def _nothingfits(hardware: Hardware, work: Workload, options: Options, devices: int) -> str:
     """What is too small, and the smallest number of devices (up to 65,536) that holds the job."""
     limit = hardware.usable_memory_bytes
     head = f"{work.model.name} ({work.model.total_params / 1e9:.1f} B parameters) does not fit"
@@ -565,7 +386,7 @@ def search_all(
                     raise
                 problem = error
     if not plans:
-        raise problem or PlanError(_nothing_fits(hardware, work, options, devices))
+        raise problem or PlanError(_nothingfits(hardware, work, options, devices))
     return plans
 
 

@@ -8,8 +8,10 @@ integers and rooflines; here one sees why memory decoupling helps, and that roun
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 __all__ = ["RolesProblem", "asynchronous_step_s", "integer_split_step_s", "synchronous_step_s"]
 
@@ -50,13 +52,13 @@ def synchronous_step_s(problem: RolesProblem) -> float:
     best = math.inf
     for m in p.parallel_sizes:
         room = m * p.memory - (p.train_states + p.generate_states) * p.weights
+        least = list(accumulate((p.generate_time(b, m) for b in p.batch_sizes), min))
+        caches = [p.cache * b for b in p.batch_sizes]
         for train_batch in p.batch_sizes:
-            left = room - p.activation * train_batch
-            fitting = [b for b in p.batch_sizes if p.cache * b <= left]
-            if not fitting:
+            fitting = bisect_right(caches, room - p.activation * train_batch)
+            if fitting == 0:
                 break
-            generate = min(p.generate_time(b, m) for b in fitting)
-            best = min(best, p.batch / p.devices * m * (p.train_time(train_batch, m) + generate))
+            best = min(best, p.batch / p.devices * m * (p.train_time(train_batch, m) + least[fitting - 1]))
     return best
 
 

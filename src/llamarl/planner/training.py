@@ -139,7 +139,10 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     head += tokens * model.vocab / layout.tp * 8.0 / hardware.memory_rate  # log-softmax: fp32 scores, read and written
     head_passes = passes if layout.recompute else 3.0
     host = e.train_layer_overhead_s * stage_layers * passes
-    compute = max(forward * passes * stage_layers, host) + head * head_passes / layout.pp
+    layers_s = forward * passes * stage_layers
+    # A GPU works while the host launches ahead; a CPU core is its own host.
+    layers_s = layers_s + host if hardware.device.train_precision == "fp32" else max(layers_s, host)
+    compute = layers_s + head * head_passes / layout.pp
     # Two all-reduces a layer and pass; the backward pass is one pass here, though it computes twice as much.
     message = float(all_reduce_s(hardware, tokens * model.hidden * hardware.device.activation_bytes, layout.tp))
     tp_messages = 2.0 * (passes - 1.0) * stage_layers * message

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from llamarl.algorithms.advantages import compute_advantages, overlong_penalty
 from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.models.attention import PackedSequences
+from llamarl.trainer.shared_prompts import SharedPrompts
 from llamarl.types import Failure, Group, Response, Score
 
 __all__ = ["Microbatch", "TrainingSequence", "make_microbatch", "make_sequences", "token_weight"]
@@ -38,6 +41,10 @@ class TrainingSequence:
     policy_versions: npt.NDArray[np.int64]
     """[T]"""
     advantage: float
+    group: int
+    """Index of its group among this rank's."""
+    num_prompt: int
+    """Prompt tokens at the start of ``tokens``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +54,9 @@ class Microbatch:
     input_ids: Tensor
     """[1, N] int64."""
     position_ids: Tensor
-    """[1, N] int64; starts again at 0 with each sequence."""
-    lengths: tuple[int, ...]
-    """Input tokens of each sequence; adds up to N."""
+    """[1, N] int64; each token's position in its own sequence."""
+    packed: PackedSequences | SharedPrompts
+    """Which of the N tokens may see which."""
     positions: Tensor
     """[T] indices into N."""
     targets: Tensor
@@ -63,6 +70,11 @@ class Microbatch:
     sequence_ids: Tensor
     """[T] int64, 0 .. S - 1."""
     num_sequences: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Input tokens of sequences that train: N, or 0 for a micro-batch that only keeps step with other ranks."""
+        return self.input_ids.shape[1] if self.num_sequences else 0
 
 
 def make_sequences(
@@ -80,11 +92,12 @@ def make_sequences(
     """
     rewards = [np.array([_reward(r, config) for r in group.responses], dtype=np.float64) for group in groups]
     sequences = []
-    for group, advantages in zip(groups, compute_advantages(rewards, config, sum_over_ranks), strict=True):
+    for index, advantages in enumerate(compute_advantages(rewards, config, sum_over_ranks)):
+        group = groups[index]
         for response, advantage in zip(group.responses, advantages, strict=True):
             truncated = response.finish_reason == "length" and not config.train_truncated
             if isinstance(response.outcome, Score) and response.loss_mask.any() and not truncated:
-                sequences.append(_sequence(group, response, float(advantage)))
+                sequences.append(_sequence(group, response, float(advantage), index))
     return sequences
 
 
@@ -104,26 +117,56 @@ def token_weight(config: AlgorithmConfig, *, num_own_tokens: int, num_tokens: in
 
 
 def make_microbatch(
-    sequences: Sequence[TrainingSequence], weights: Sequence[float], device: torch.device
+    sequences: Sequence[TrainingSequence],
+    weights: Sequence[float],
+    device: torch.device,
+    *,
+    share_prompts: bool = False,
 ) -> Microbatch:
-    """Lay sequences end to end. None gives one input token that trains nothing: a rank must step with the others."""
-    lengths = [len(s.tokens) for s in sequences] or [1]
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    """Lay sequences end to end. None gives one input token that trains nothing: a rank must step with the others.
+
+    Args:
+        weights: Of each sequence's tokens in the step's mean.
+        share_prompts: Neighbours of one group have one prompt between them.
+    """
+    rows: list[npt.NDArray[np.int64]] = []  # input tokens, piece by piece
+    positions = []  # of each sequence: indices into the row
+    units: list[tuple[int, list[int]]] = []  # prompt tokens, tokens of each response
+    start = 0
+    for i, sequence in enumerate(sequences):
+        prompt = sequence.num_prompt if share_prompts else 0
+        if share_prompts and i and sequences[i - 1].group == sequence.group:
+            prompt_start = start - units[-1][0] - sum(units[-1][1])
+        else:
+            prompt_start = start
+            units.append((prompt, []))
+            rows.append(sequence.tokens[:prompt])
+            start += prompt
+        in_prompt = sequence.positions < prompt
+        positions.append(np.where(in_prompt, prompt_start + sequence.positions, start + sequence.positions - prompt))
+        rows.append(sequence.tokens[prompt:])
+        units[-1][1].append(len(sequence.tokens) - prompt)
+        start += len(sequence.tokens) - prompt
+    packed: PackedSequences | SharedPrompts
+    if share_prompts and sequences:
+        packed = SharedPrompts(tuple((prompt, tuple(lengths)) for prompt, lengths in units))
+    else:
+        lengths = [len(s.tokens) for s in sequences] or [1]
+        packed = PackedSequences.of([0, *np.cumsum(lengths).tolist()])
     counts = [len(s.targets) for s in sequences]
 
-    def tensor(parts: list[npt.NDArray[np.generic]], dtype: torch.dtype) -> Tensor:
+    def tensor(parts: list[npt.NDArray[Any]], dtype: torch.dtype) -> Tensor:
         joined = np.concatenate(parts) if parts else np.zeros(0)
         return torch.as_tensor(joined).to(dtype=dtype).to(device)
 
-    def per_token(values: Sequence[float]) -> list[npt.NDArray[np.generic]]:
+    def per_token(values: Sequence[float]) -> list[npt.NDArray[Any]]:
         return [np.full(count, value) for count, value in zip(counts, values, strict=True)]
 
-    tokens = [s.tokens for s in sequences] or [np.zeros(1, dtype=np.int64)]
     return Microbatch(
-        input_ids=tensor([*tokens], torch.int64)[None],
-        position_ids=tensor([np.arange(length) for length in lengths], torch.int64)[None],
-        lengths=tuple(lengths),
-        positions=tensor([s.positions + start for s, start in zip(sequences, starts, strict=False)], torch.int64),
+        input_ids=tensor([*rows] or [np.zeros(1, dtype=np.int64)], torch.int64)[None],
+        position_ids=packed.position_ids(device),
+        packed=packed,
+        positions=tensor(positions, torch.int64),
         targets=tensor([s.targets for s in sequences], torch.int64),
         behavior_logprobs=tensor([s.behavior_logprobs for s in sequences], torch.float32),
         advantages=tensor(per_token([s.advantage for s in sequences]), torch.float32),
@@ -144,7 +187,7 @@ def _reward(response: Response, config: AlgorithmConfig) -> float:
     return response.outcome.value - overlong_penalty(len(response.tokens), config)
 
 
-def _sequence(group: Group, response: Response, advantage: float) -> TrainingSequence:
+def _sequence(group: Group, response: Response, advantage: float, index: int) -> TrainingSequence:
     trained = np.flatnonzero(response.loss_mask)
     num_prompt = len(group.prompt.tokens)
     where = f"response {response.prompt_index}/{response.sample_index}"
@@ -162,4 +205,6 @@ def _sequence(group: Group, response: Response, advantage: float) -> TrainingSeq
         behavior_logprobs=behavior.astype(np.float32),
         policy_versions=response.policy_versions[trained].astype(np.int64),
         advantage=advantage,
+        group=index,
+        num_prompt=num_prompt,
     )

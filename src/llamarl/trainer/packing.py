@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["balance", "pack"]
+__all__ = ["balance", "pack", "shared_units"]
 
 
 def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -57,3 +57,29 @@ def pack(lengths: Sequence[int], max_tokens: int, *, min_microbatches: int = 1) 
         if max(sum(costs[i] for i in items) for items in bins) <= max_tokens:
             return [[short[i] for i in items] for items in bins] + long
         num_bins += 1  # ends: with one bin a sequence every bin fits
+
+
+def shared_units(
+    groups: Sequence[int], prompt_lengths: Sequence[int], response_lengths: Sequence[int], max_tokens: int
+) -> list[list[int]]:
+    """Sequences that will share their prompt's computation: those of one group, as many as the budget holds.
+
+    Args:
+        groups: Group of each sequence; equal ones are neighbours.
+        prompt_lengths: Of each sequence; equal within a group.
+        response_lengths: Of each sequence, prompt not counted.
+        max_tokens: Budget of a unit, its prompt counted once. A sequence that does not fit is a unit of its own.
+
+    Returns:
+        Sequence indices of each unit, in order.
+    """
+    units: list[list[int]] = []
+    used = 0
+    for i, length in enumerate(response_lengths):
+        if units and groups[units[-1][-1]] == groups[i] and used + length <= max_tokens:
+            units[-1].append(i)
+            used += length
+        else:
+            units.append([i])
+            used = prompt_lengths[i] + length
+    return units

@@ -47,14 +47,11 @@ class Policy(nn.Module):
 
     def forward(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of each trained token of the micro-batch, nats, [T] each."""
-        ends = [0]
-        for length in batch.lengths:
-            ends.append(ends[-1] + length)
         hidden = self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
-            packed_sequences=PackedSequences.of(ends),
+            packed_sequences=batch.packed,
         ).last_hidden_state[0]
         head = self.model.get_output_embeddings()
         return token_logprobs(

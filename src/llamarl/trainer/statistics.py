@@ -17,8 +17,10 @@ from llamarl.trainer.batch import TrainingSequence
 
 __all__ = ["StepStatistics"]
 
-_NOT_AVERAGED = ("loss/policy",)
-"""Sums that already carry the step's weights."""
+_NOT_AVERAGED = ("loss/policy", "tokens/computed")
+"""Sums that already carry the step's weights, and counts."""
+_OBSERVED = "observed"
+"""Trained tokens that went through the forward pass: what the other sums are averaged over."""
 
 
 class StepStatistics:
@@ -37,21 +39,25 @@ class StepStatistics:
             policy_version: The trainer's at consumption; staleness is this minus a token's own version.
         """
         self._layout = layout
+        self._device = device
         self._sums: dict[str, Tensor] = {}
         staleness = np.concatenate([policy_version - s.policy_versions for s in sequences] or [np.zeros(0, np.int64)])
-        counts = [len(staleness), len(sequences), int(staleness.sum()), sum(len(s.tokens) for s in sequences)]
+        counts = [len(staleness), len(sequences), int(staleness.sum())]
         totals = layout.sum_over_data(torch.tensor(counts, dtype=torch.int64, device=device)).tolist()
         self.num_tokens: int = totals[0]
         """Trained tokens."""
         self.num_sequences: int = totals[1]
         """Responses with at least one trained token."""
         self._sum_staleness: int = totals[2]
-        self._num_computed: int = totals[3]
+        self._num_computed = 0
+        self._num_observed = 0
         oldest = torch.tensor(int(staleness.max(initial=0)), device=device)
         self._max_staleness = int(layout.max_over_data(oldest).item())
 
-    def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add one micro-batch's sums (and maxima)."""
+    def add(self, values: Mapping[str, Tensor], *, num_computed: int, num_trained: int) -> None:
+        """Add one micro-batch's sums (and maxima), and its numbers of input tokens and of trained tokens."""
+        self._num_computed += num_computed
+        self._num_observed += num_trained
         for key, value in values.items():
             if key not in self._sums:
                 self._sums[key] = value.clone()
@@ -66,17 +72,21 @@ class StepStatistics:
             "staleness/mean": self._sum_staleness / max(1, self.num_tokens),
             "staleness/max": float(self._max_staleness),
             "tokens/trained": float(self.num_tokens),
-            "tokens/computed": float(self._num_computed),
             "samples/trained": float(self.num_sequences),
         }
         sums = {key: 0.0 for key in ("ratio/mean", "ratio/max", "ratio/clipped_fraction", "mismatch/kl", "loss/policy")}
-        sums["entropy"] = 0.0
+        sums |= {"entropy": 0.0, "tokens/computed": 0.0}
+        if self._sums:
+            self._sums["tokens/computed"] = torch.tensor(float(self._num_computed), device=self._device)
+            self._sums[_OBSERVED] = torch.tensor(float(self._num_observed), device=self._device)
         adding = sorted(key for key in self._sums if key not in MAXIMA)
         largest = sorted(key for key in self._sums if key in MAXIMA)
         if adding:
             added = self._layout.sum_over_data(torch.stack([self._sums[key].double() for key in adding])).tolist()
+            observed = max(1.0, added.pop(adding.index(_OBSERVED)))
+            adding.remove(_OBSERVED)
             for key, value in zip(adding, added, strict=True):
-                sums[key] = value if key in _NOT_AVERAGED else value / self.num_tokens
+                sums[key] = value if key in _NOT_AVERAGED else value / observed
             maxima = self._layout.max_over_data(torch.stack([self._sums[key].double() for key in largest])).tolist()
             sums.update(zip(largest, maxima, strict=True))
         return {**result, **sums}

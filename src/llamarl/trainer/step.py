@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from llamarl.algorithms.masking import ratio_keep_mask
 from llamarl.algorithms.registry import LOSSES
 from llamarl.errors import CheckpointError, TrainingDiverged
-from llamarl.models.loading import load_model
+from llamarl.models.loading import load_model, load_model_config
 from llamarl.models.parallel import (
     ParameterShard,
     apply_fully_shard,
@@ -41,10 +42,11 @@ from llamarl.trainer.batch import Microbatch, TrainingSequence, make_microbatch,
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.optimizer import MasterWeights, learning_rate
-from llamarl.trainer.packing import pack
+from llamarl.trainer.packing import pack, shared_units
 from llamarl.trainer.policy import Policy, check_output_layer
+from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.trainer.statistics import StepStatistics
-from llamarl.trainer.storage import export_folder, load_snapshot, save_snapshot, source_dtype
+from llamarl.trainer.storage import export_folder, load_resharded, load_snapshot, save_snapshot, source_dtype
 from llamarl.types import Group
 
 __all__ = ["Trainer"]
@@ -85,9 +87,15 @@ class Trainer:
         self.loss = LOSSES[algorithm.name]
         self.layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
+        self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         self.policy, cuts, initial = self._build(temperature)
         self.weights = MasterWeights(
-            self.policy.parameters_by_name(), optimizer, self.layout, tensor_parallel_cuts=cuts, initial=initial
+            self.policy.parameters_by_name(),
+            optimizer,
+            self.layout,
+            tensor_parallel_cuts=cuts,
+            initial=initial,
+            offload=config.offload_optimizer,
         )
         self._shards = parameter_shards(self.policy.parameters_by_name(), cuts, self.layout, "float32")
         self.reference = self._build(temperature)[0].requires_grad_(False) if algorithm.kl_coef > 0 else None
@@ -112,7 +120,7 @@ class Trainer:
         lr = learning_rate(self.optimizer_config, tick, self.num_ticks)
         grad_norm, stepped = 0.0, False
         if statistics.num_tokens:
-            for microbatch in self._microbatches(sequences, statistics):
+            for microbatch in self._microbatches(self._worth_computing(sequences), statistics):
                 self._forward_backward(microbatch, statistics)
             self.weights.collect_gradients()
             norm = self.weights.gradient_norm()
@@ -159,9 +167,8 @@ class Trainer:
             losses = losses + self.algorithm.kl_coef * kl
             sums["kl/reference"] = kl.detach().sum()
         (losses * microbatch.weights).sum().backward()
-        statistics.add(
-            {**sums, **token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, mask, terms.clipped)}
-        )
+        sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, mask, terms.clipped)
+        statistics.add(sums, num_computed=microbatch.num_tokens, num_trained=len(microbatch.targets))
 
     def _reference_kl(self, policy_logprobs: Tensor, microbatch: Microbatch) -> Tensor:
         assert self.reference is not None
@@ -169,13 +176,25 @@ class Trainer:
             reference_logprobs, _ = self.reference(microbatch)
         return KL_ESTIMATORS[self.algorithm.kl_estimator](reference_logprobs - policy_logprobs)
 
+    def _worth_computing(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
+        terms_beside_the_policy = self.algorithm.kl_coef or self.algorithm.entropy_coef
+        if not self.config.skip_zero_advantage or terms_beside_the_policy:
+            return sequences
+        return [s for s in sequences if s.advantage != 0.0]
+
     def _microbatches(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> list[Microbatch]:
         """Packed and weighted; the same number on every rank, because gathering weights takes all of them."""
-        lengths = [len(s.tokens) for s in sequences]
-        packing = pack(lengths, self.config.max_tokens_per_microbatch)
+        budget = self.config.max_tokens_per_microbatch
+        units = [[i] for i in range(len(sequences))]
+        if self.share_prompts:
+            prompts = [s.num_prompt for s in sequences]
+            responses = [len(s.tokens) - s.num_prompt for s in sequences]
+            units = shared_units([s.group for s in sequences], prompts, responses, budget)
+        costs = [sum(len(sequences[i].tokens) for i in u) - (len(u) - 1) * sequences[u[0]].num_prompt for u in units]
+        packing = pack(costs, budget)
         count = self.layout.max_over_data(torch.tensor(len(packing), device=self.device)).item()
         if len(packing) < count:
-            packing = pack(lengths, self.config.max_tokens_per_microbatch, min_microbatches=int(count))
+            packing = pack(costs, budget, min_microbatches=int(count))
         weights = [
             token_weight(
                 self.algorithm,
@@ -186,8 +205,13 @@ class Trainer:
             for s in sequences
         ]
         return [
-            make_microbatch([sequences[i] for i in items], [weights[i] for i in items], self.device)
-            for items in packing
+            make_microbatch(
+                [sequences[i] for i in items],
+                [weights[i] for i in items],
+                self.device,
+                share_prompts=self.share_prompts,
+            )
+            for items in ([i for unit in bins for i in units[unit]] for bins in packing)
         ]
 
     def _sum_over_data(self, values: np.ndarray) -> np.ndarray:
@@ -220,6 +244,7 @@ class Trainer:
             "fsdp": self.layout.fsdp,
             "tp": self.layout.tp,
             "rank": self.layout.rank,
+            "boxes": {name: shard.box for name, shard in self._shards.items()},
         }
         save_snapshot(Path(folder), self.weights.state(), values)
 
@@ -233,7 +258,24 @@ class Trainer:
         here = {"fsdp": self.layout.fsdp, "tp": self.layout.tp, "rank": self.layout.rank}
         saved = {key: values.get(key) for key in here}
         if saved != here:
-            raise CheckpointError(f"trainer state in {folder} was saved by {saved}, this rank is {here}")
+            raise CheckpointError(
+                f"trainer state in {folder} was saved by {saved}, this rank is {here}; load_resharded takes another layout"
+            )
+        self._restore(tensors, values, folder)
+
+    def load_resharded(self, folders: Sequence[Path]) -> None:
+        """Restore what ``save`` wrote on all ranks of any layout; goes on to rounding, not bit for bit.
+
+        Args:
+            folders: One a saved rank, in any order; every rank of this layout reads its slices of them.
+
+        Raises:
+            CheckpointError: Unreadable, incomplete, or of another model.
+        """
+        tensors, values = load_resharded([Path(folder) for folder in folders], self._shards)
+        self._restore(tensors, values, Path(folders[0]))
+
+    def _restore(self, tensors: dict[str, Tensor], values: dict[str, Any], folder: Path) -> None:
         try:
             self.weights.load_state(tensors)
         except (KeyError, ValueError) as error:
@@ -261,7 +303,8 @@ class Trainer:
     def _build(self, temperature: float) -> tuple[Policy, dict[str, int], dict[str, Tensor] | None]:
         """Load, prove the output layer, cut over the mesh; also the dimensions cut and the values before rounding."""
         dtype = getattr(torch, self.config.dtype)
-        model = load_model(self.model_path, dtype=torch.float32, device=self.device, attention="llamarl_packed")
+        attention = "llamarl_shared_prompts" if self.share_prompts else "llamarl_packed"
+        model = load_model(self.model_path, dtype=torch.float32, device=self.device, attention=attention)
         transform = LogitTransform.of_model(model.config, temperature)
         check_output_layer(model, transform)
         cuts = apply_tensor_parallel(model, self.layout)

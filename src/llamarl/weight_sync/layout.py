@@ -37,6 +37,7 @@ __all__ = [
     "mesh_layout",
     "replicated_layout",
     "shift",
+    "span",
     "shard_box",
     "subtract",
     "whole_box",
@@ -265,6 +266,15 @@ def subtract(a: Box, b: Box) -> list[Box]:
                 rest.append((*core[:dim], (low, high), *core[dim + 1 :]))
         core[dim] = (c0, c1)
     return rest
+
+
+def span(inner: Box, outer: Box) -> tuple[int, int]:
+    """Row-major indices in ``outer`` of the first element of ``inner`` and of the one after its last."""
+    first = last = 0
+    for (a, b), (start, stop) in zip(inner, outer, strict=True):
+        first = first * (stop - start) + a - start
+        last = last * (stop - start) + b - 1 - start
+    return first, last + 1
 
 
 def shift(box: Box, origin: Sequence[int], to: Sequence[int]) -> Box:

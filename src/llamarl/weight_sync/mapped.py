@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from llamarl.weight_sync.checksum import digest
-from llamarl.weight_sync.layout import Box, Piece, box_elements, intersect
+from llamarl.weight_sync.layout import Box, Piece, box_elements, intersect, span
 from llamarl.weight_sync.manifest import Catalog, Region
 from llamarl.weight_sync.plan import SliceCopy
 from llamarl.weight_sync.remote_slot import Clock, RemoteSlot
@@ -110,7 +110,7 @@ def _one_run(regions: Sequence[tuple[Region, int]], box: Box) -> tuple[int, int,
             continue
         size = box_elements(common)
         itemsize = region.nbytes // box_elements(region.box)
-        here, there = _span(common, region.box), _span(common, box)
+        here, there = span(common, region.box), span(common, box)
         if here[1] - here[0] != size or there != (done, done + size):
             return None
         offset = region.offset + here[0] * itemsize
@@ -121,16 +121,3 @@ def _one_run(regions: Sequence[tuple[Region, int]], box: Box) -> tuple[int, int,
         blocks.append(index)
         done += size
     return (start, stop, blocks) if done == box_elements(box) else None
-
-
-def _span(inner: Box, outer: Box) -> tuple[int, int]:
-    """Row-major indices in ``outer`` of the first element of ``inner`` and of the one after its last."""
-    return _position([a for a, _ in inner], outer), _position([b - 1 for _, b in inner], outer) + 1
-
-
-def _position(corner: Sequence[int], box: Box) -> int:
-    """Row-major index of an element in ``box``."""
-    position = 0
-    for at, (start, stop) in zip(corner, box, strict=True):
-        position = position * (stop - start) + at - start
-    return position

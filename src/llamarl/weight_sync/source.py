@@ -10,6 +10,7 @@ backward pass. It calls ``wait`` before it changes the tensors.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -29,6 +30,8 @@ from llamarl.weight_sync.layout import (
     layout_of_rank,
     replicated_layout,
     shift,
+    span,
+    whole_box,
 )
 from llamarl.weight_sync.manifest import Catalog, build_catalog, manifest_checksum
 from llamarl.weight_sync.slot import PAGE, SlotHandle, SlotState, Word, header_words
@@ -37,12 +40,33 @@ from llamarl.weight_sync.transports.base import SourceBuffer, SourceTransport
 __all__ = ["Publisher", "dtype_name", "torch_dtype"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One region of a slot, and where its values come from."""
+
+    view: torch.Tensor
+    """The region, shaped, in the wire dtype."""
+    tensor: str
+    where: tuple[slice, ...]
+    start: int | None
+    """Elements from the tensor's first to the region's first, if the region is one run of the (contiguous) tensor."""
+
+    def run(self, tensor: torch.Tensor) -> None:
+        view = self.view
+        plain = self.start is not None and tensor.dtype == view.dtype and tensor.is_cpu and tensor.is_contiguous()
+        if plain and self.start is not None:  # a bare memory copy: half the overhead of a tensor copy at block size
+            address = tensor.data_ptr() + self.start * view.element_size()
+            ctypes.memmove(view.data_ptr(), address, view.numel() * view.element_size())
+        else:
+            view.copy_(tensor[self.where])
+
+
 @dataclass
 class _Slot:
     buffer: SourceBuffer
     catalog: Catalog
-    copies: list[list[tuple[torch.Tensor, str, tuple[slice, ...]]]]
-    """By block: (view of the buffer, local tensor, slice of it)."""
+    copies: list[list[_Copy]]
+    """By block."""
     blocks: list[memoryview]
     """By block: its bytes."""
     words: npt.NDArray[np.uint64]
@@ -117,7 +141,7 @@ class Publisher:
         self._prepare(local, layout, wire_dtype, sink_layout)
         index = self._count % self._num_slots
         self._count += 1
-        slot = self._slot(index)
+        slot = self._slot(index, local)
         slot.generation += 1
         slot.words[Word.STATE] = SlotState.WRITING
         slot.words[Word.GENERATION] = slot.generation
@@ -170,8 +194,8 @@ class Publisher:
 
     def _fill(self, slot: _Slot, local: Mapping[str, torch.Tensor], version: int) -> int:
         for block, copies in enumerate(slot.copies):
-            for view, name, where in copies:
-                view.copy_(local[name][where])
+            for copy in copies:
+                copy.run(local[copy.tensor])
             slot.checksums[block] = digest(slot.blocks[block])
             slot.words[Word.PROGRESS] = block + 1
         checksum = manifest_checksum(version, self._catalog_checksum, slot.checksums)
@@ -203,7 +227,7 @@ class Publisher:
                 slot.close()
         self._transport.close()
 
-    def _slot(self, index: int) -> _Slot:
+    def _slot(self, index: int, local: Mapping[str, torch.Tensor]) -> _Slot:
         """The slot at ``index``, made anew if it was laid out for another catalog."""
         slot = self._slots[index]
         if slot is None or slot.catalog is not self._catalog:
@@ -211,7 +235,7 @@ class Publisher:
             if slot is not None:
                 generation = slot.generation
                 slot.close()
-            self._slots[index] = slot = self._new_slot(generation)
+            self._slots[index] = slot = self._new_slot(generation, {name: t.shape for name, t in local.items()})
         return slot
 
     def _prepare(
@@ -235,7 +259,8 @@ class Publisher:
             raise ValueError(f"the layout counts {source.num_ranks} source ranks, the channel {self._num_source_ranks}")
         _check_tensors(source, self._rank, local)
         catalog = build_catalog(source, self._rank, wire_dtypes=_wire_dtypes(source, wire_dtype), sink=sink_layout)
-        if catalog != self._catalog:
+        changed = self._made_for is not None and self._made_for[0] != signature
+        if catalog != self._catalog or changed:  # slots know the local tensors' shapes
             self._catalog = catalog
             self._catalog_bytes = catalog.to_bytes()
             self._catalog_checksum = digest(self._catalog_bytes)
@@ -247,7 +272,7 @@ class Publisher:
         data = -(-(checksums + 8 * len(self._catalog.blocks)) // PAGE) * PAGE
         return checksums, data
 
-    def _new_slot(self, generation: int) -> _Slot:
+    def _new_slot(self, generation: int, shapes: Mapping[str, torch.Size]) -> _Slot:
         catalog = self._catalog
         assert catalog is not None
         checksums_offset, data_offset = self._offsets()
@@ -262,7 +287,7 @@ class Publisher:
         memory = data.numpy()
         copies = []
         for block in catalog.blocks:
-            views = []
+            of_block = []
             for region in block.regions:
                 spec = catalog.parameters[region.parameter]
                 piece = next(
@@ -271,10 +296,16 @@ class Publisher:
                 )  # fmt: skip
                 view = data[region.offset : region.offset + region.nbytes].view(torch_dtype(spec.dtype))
                 where = shift(region.box, [a for a, _ in piece.box], piece.origin)
-                views.append(
-                    (view.view([b - a for a, b in region.box]), piece.tensor, tuple(slice(a, b) for a, b in where))
+                start, stop = span(where, whole_box(shapes[piece.tensor]))
+                of_block.append(
+                    _Copy(
+                        view=view.view([b - a for a, b in region.box]),
+                        tensor=piece.tensor,
+                        where=tuple(slice(a, b) for a, b in where),
+                        start=start if stop - start == view.numel() else None,
+                    )
                 )
-            copies.append(views)
+            copies.append(of_block)
         blocks = [memory.data[b.offset : b.offset + b.nbytes] for b in catalog.blocks]
         whole = buffer.data.numpy()
         checksums = whole[checksums_offset : checksums_offset + 8 * len(blocks)].view(np.uint64)

@@ -42,7 +42,9 @@ def test_decode_of_many_sequences_is_bound_by_arithmetic() -> None:
 
 def test_more_ranks_than_cache_heads_hold_copies_of_the_cache() -> None:
     model, hardware = find_model("Llama-3.1-405B"), find_hardware("h100")
-    demand = GeneratorDemand(lengths=constant(1000), prompt_tokens=24, group_size=1, sequences=64, total_sequences=64, slots=64)
+    demand = GeneratorDemand(
+        lengths=constant(1000), prompt_tokens=24, group_size=1, sequences=64, total_sequences=64, slots=64
+    )
     held = [generator_memory(hardware, model, GeneratorLayout(tp), demand)["kv_cache"] for tp in (8, 16, 64)]
     assert held[0] == held[1] == held[2] == 64 * 1024 * model.kv_bytes_per_token() / 8
 

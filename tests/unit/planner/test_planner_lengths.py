@@ -52,7 +52,9 @@ def test_command_line_forms(tmp_path: Path) -> None:
 
 def test_lengths_are_read_from_rollouts(tmp_path: Path) -> None:
     record = {"prompt_tokens": [1, 2], "tokens": [4, 5, 6]}
-    (tmp_path / "tick_000001.jsonl").write_text(json.dumps(record) + "\n" + json.dumps({**record, "tokens": [1]}) + "\n")
+    (tmp_path / "tick_000001.jsonl").write_text(
+        json.dumps(record) + "\n" + json.dumps({**record, "tokens": [1]}) + "\n"
+    )
     assert read_lengths(tmp_path).mean == pytest.approx(2.0)
 
 

@@ -59,7 +59,9 @@ def test_total_parameters_equal_those_of_the_transformers_module(kind: str) -> N
 def test_a_sparse_model_multiplies_only_the_chosen_experts() -> None:
     spec = find_model("Qwen3-30B-A3B")
     per_expert = 3 * 2048 * 768
-    idle = 48 * (128 - 8) * per_expert + spec.vocab * spec.hidden + (2 * 48 + 1) * 2048  # look-up and norms: no products
+    idle = (
+        48 * (128 - 8) * per_expert + spec.vocab * spec.hidden + (2 * 48 + 1) * 2048
+    )  # look-up and norms: no products
     assert spec.active_params == spec.total_params - idle
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from llamarl.errors import PlanError
+from llamarl.planner.choices import Options, Workload
 from llamarl.planner.hardware import Efficiency, device_names, find_hardware
 from llamarl.planner.lengths import constant, lognormal
 from llamarl.planner.model_spec import find_model
 from llamarl.planner.report import plan_to_dict, report_text, save_picture
 from llamarl.planner.search import (
-    Options,
-    Workload,
     best_common,
     best_resharding,
     best_separate,
@@ -29,7 +28,9 @@ H100 = find_hardware("h100")
 
 
 def _work(model: str = "Llama-3.1-8B", prompts: int = 32, mean: float = 500) -> Workload:
-    return Workload(model=find_model(model), response=lognormal(mean, 0.7, 4 * int(mean)), prompts_per_step=prompts, group_size=8)
+    return Workload(
+        model=find_model(model), response=lognormal(mean, 0.7, 4 * int(mean)), prompts_per_step=prompts, group_size=8
+    )
 
 
 @pytest.mark.parametrize(("model", "devices"), [("Llama-3.1-8B", 8), ("Qwen3-30B-A3B", 16), ("Llama-3.1-70B", 64)])
@@ -115,7 +116,12 @@ def test_no_devices_is_refused(devices: int) -> None:
 
 
 def test_one_device_plans_co_located_only() -> None:
-    plans = search_all(H100, Workload(model=find_model("SmolLM2-135M"), response=constant(64), prompts_per_step=4, group_size=4), Options(), 1)
+    plans = search_all(
+        H100,
+        Workload(model=find_model("SmolLM2-135M"), response=constant(64), prompts_per_step=4, group_size=4),
+        Options(),
+        1,
+    )
     assert {plan.system for plan in plans} == {"common", "resharding"}
     with pytest.raises(PlanError, match="need 2 devices"):
         best_separate(H100, _work(), Options(), 1, 1)
@@ -135,7 +141,13 @@ def test_every_number_of_every_device_has_a_source() -> None:
     for name in device_names():
         hardware = find_hardware(name)
         for record in (hardware.device, hardware.efficiency):
-            named = {f.name for f in dataclasses.fields(record)} - {"sources", "name", "title", "price_per_hour", "weight_precisions"}
+            named = {f.name for f in dataclasses.fields(record)} - {
+                "sources",
+                "name",
+                "title",
+                "price_per_hour",
+                "weight_precisions",
+            }
             assert named <= set(record.sources), (name, named - set(record.sources))
 
 

@@ -14,11 +14,16 @@ from llamarl.planner.step_time import Edge, closed_form_period, max_cycle_mean, 
 def test_closed_form_is_the_cycle_mean_of_the_job() -> None:
     rng = random.Random(0)
     for _ in range(500):
-        times = {f"{role}_s": rng.choice([0.0, rng.random(), 10 * rng.random()]) for role in ("generator", "reward", "trainer", "sync")}
+        times = {
+            f"{role}_s": rng.choice([0.0, rng.random(), 10 * rng.random()])
+            for role in ("generator", "reward", "trainer", "sync")
+        }
         staleness = rng.randrange(9)
         durations, edges = reinforcement_learning_graph(**times, max_staleness=staleness)
         period = max_cycle_mean(durations, edges)
-        assert period.period_s == pytest.approx(closed_form_period(**times, max_staleness=staleness), rel=1e-9, abs=1e-12)
+        assert period.period_s == pytest.approx(
+            closed_form_period(**times, max_staleness=staleness), rel=1e-9, abs=1e-12
+        )
 
 
 def test_the_paper_cases_sum_and_max() -> None:
@@ -54,7 +59,9 @@ def test_random_graphs_fire_at_the_cycle_mean() -> None:
         durations = {n: float(rng.randint(0, 9)) for n in names}
         edges = [Edge(a, b, 0 if names.index(a) < names.index(b) else rng.randint(1, 3), float(rng.randint(0, 2)))
                  for a, b in itertools.permutations(names, 2) if rng.random() < 0.6]  # fmt: skip
-        edges += [Edge(names[i], names[(i + 1) % len(names)], 0 if i + 1 < len(names) else 2) for i in range(len(names))]
+        edges += [
+            Edge(names[i], names[(i + 1) % len(names)], 0 if i + 1 < len(names) else 2) for i in range(len(names))
+        ]
         exact = max_cycle_mean(durations, edges).period_s
         # The steady state repeats every so many ticks (a divisor of 60 here); 240 ticks average whole repeats.
         assert _fire(durations, edges, 960) == pytest.approx(exact, rel=1e-6, abs=1e-9)

@@ -10,6 +10,7 @@ from training_fixtures import make_response
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.trainer.batch import make_microbatch, make_sequences, token_weight
+from llamarl.trainer.shared_prompts import SharedPrompts
 from llamarl.types import Failure, Group, Prompt, Score
 
 
@@ -73,7 +74,7 @@ def test_a_microbatch_lays_sequences_end_to_end() -> None:
     batch = make_microbatch(make_sequences([group], AlgorithmConfig()), [0.25, 0.5], torch.device("cpu"))
     assert batch.input_ids.tolist() == [[10, 11, 12, 20, 10, 11, 12]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
-    assert batch.lengths == (4, 3)
+    assert batch.packed.lengths == [4, 3]
     assert batch.positions.tolist() == [2, 3, 6]
     assert batch.targets.tolist() == [20, 21, 30]
     assert batch.behavior_logprobs.tolist() == [-1.0, -2.0, -3.0]
@@ -99,3 +100,19 @@ def test_truncated_responses_may_stay_out_of_the_loss_but_in_the_baseline() -> N
     (sequence,) = make_sequences([group], AlgorithmConfig(train_truncated=False))
     assert sequence.targets.tolist() == [22] and sequence.advantage == 0.5
     assert len(make_sequences([group], AlgorithmConfig())) == 2
+
+
+def test_a_shared_prompt_is_laid_down_once_and_predicts_every_first_token() -> None:
+    first = _group(
+        make_response(0, 0, [20, 21, 22], Score(value=1.0)),
+        make_response(0, 1, [30], Score(value=0.0)),
+        make_response(0, 2, [40, 41], Score(value=0.0), mask=[False, True]),
+    )
+    second = _group(make_response(1, 0, [50, 51], Score(value=0.0)), prompt=(7, 8))
+    sequences = make_sequences([first, second], AlgorithmConfig())
+    batch = make_microbatch(sequences, [1.0] * 4, torch.device("cpu"), share_prompts=True)
+    assert batch.input_ids.tolist() == [[10, 11, 12, 20, 21, 40, 7, 8, 50]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
+    assert isinstance(batch.packed, SharedPrompts) and batch.packed.units == ((3, (2, 0, 1)), (2, (1,)))
+    assert batch.positions.tolist() == [2, 3, 4, 2, 5, 7, 8]
+    assert batch.targets.tolist() == [20, 21, 22, 30, 41, 50, 51]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.trainer.packing import balance, pack
+from llamarl.trainer.packing import balance, pack, shared_units
 
 
 def test_longest_first_into_the_emptiest() -> None:
@@ -55,3 +55,9 @@ def test_packing_loses_nothing_keeps_the_budget_and_balances(lengths: list[int],
     if within and short:  # greedy: the emptiest micro-batch is behind by at most one sequence
         assert max(within) - min(within) <= max(short)
     assert pack(lengths, budget, min_microbatches=least) == bins
+
+
+def test_units_hold_one_group_within_the_budget() -> None:
+    # prompt 5: 5 + 4 + 6 = 15 fits in 16, the third response opens a new unit with the prompt again
+    assert shared_units([0, 0, 0, 1], [5, 5, 5, 2], [4, 6, 3, 20], 16) == [[0, 1], [2], [3]]
+    assert shared_units([], [], [], 16) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import torch
@@ -57,7 +58,12 @@ class _Remote:
         return self._data
 
     def read(self, offset: int, into: torch.Tensor, deadline_s: float) -> None:
-        into.copy_(self._data[offset : offset + into.numel()])
+        size = into.numel()
+        if offset < 0 or offset + size > self._data.numel():
+            raise WeightSyncError(
+                f"bytes {offset} to {offset + size} lie outside a buffer of {self._data.numel()} bytes"
+            )
+        ctypes.memmove(into.data_ptr(), self._data.data_ptr() + offset, size)
 
     def check_source(self) -> None:
         if not owner_holds(self._segment.handle):

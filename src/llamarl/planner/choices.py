@@ -1,0 +1,235 @@
+"""The question, and every layout of one role that could answer it.
+
+``search.py`` puts the choices of both roles together. Here a role is alone with its devices and its memory: trainer and
+generator layouts that fit, each with its time and its memory by part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from llamarl.errors import PlanError
+from llamarl.planner.costs import GeneratorLayout, tensor_parallel_sizes
+from llamarl.planner.generation import GeneratorDemand, generator_memory, generator_tick_s
+from llamarl.planner.hardware import Hardware
+from llamarl.planner.lengths import Lengths
+from llamarl.planner.model_spec import ModelSpec
+from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime, trainer_memory, trainer_tick
+
+__all__ = [
+    "GeneratorChoice",
+    "Options",
+    "TrainerChoice",
+    "Workload",
+    "fits",
+    "generator_choice",
+    "generator_choices",
+    "micro_batches",
+    "powers",
+    "replicas_of",
+    "slot_counts",
+    "trainer_choices",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One tick of the job."""
+
+    model: ModelSpec
+    response: Lengths
+    prompts_per_step: int
+    group_size: int
+    prompt_tokens: int = 256
+    reward_s: float = 0.0
+    """Time of the reward executor for a tick, when it is not the pace maker."""
+    reference_model: bool = False
+    """The trainer also holds a frozen reference model and scores each token with it."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "group_size"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.prompt_tokens < 1:
+            raise PlanError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
+        if not 0 <= self.reward_s < math.inf:
+            raise PlanError(f"reward_s must be >= 0 seconds, got {self.reward_s}")
+        longest = self.prompt_tokens + self.response.limit
+        if 0 < self.model.max_context < longest:
+            room = self.model.max_context - self.prompt_tokens
+            raise PlanError(
+                f"prompt ({self.prompt_tokens}) and longest response ({self.response.limit}) need {longest} tokens, "
+                f"{self.model.name} has a context of {self.model.max_context}: "
+                + (f"set limit={room} on the response length" if room > 0 else "shorten the prompt")
+            )
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def tokens(self) -> float:
+        """Prompt and response tokens a tick."""
+        return self.sequences * (self.prompt_tokens + self.response.mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the search may use."""
+
+    precisions: tuple[str, ...] = ()
+    """Generator precisions; empty: all the device has."""
+    partial_rollouts: bool = True
+    """Separate system, staleness >= 1: also try partial rollouts."""
+    max_segments: int = 4
+    oversubscription: float = 2.0
+    """With partial rollouts, slots a generator may keep busy, in units of its share of a tick."""
+    max_pipeline: int = 1
+    """Largest pipeline size; llamarl's trainer and engine run 1."""
+    whole_groups: bool = True
+    """As llamarl runs: each generator replica gets the same number of whole groups, each trainer data rank at least one.
+    False: single responses are spread over any number of replicas and ranks."""
+    max_slots: int = 1024
+    """Most sequences that decode at once in one replica."""
+    captured: bool = True
+    """Decode from captured graphs, in every system."""
+    common_captured: bool = True
+    """Common layout: decode from captured graphs; False launches every kernel from the host."""
+    common_padded: bool = False
+    """Common layout: static batches padded to the longest allowed response, in generation and in training."""
+    common_sharded: bool = False
+    """Common layout: optimizer, gradients and master weights are also sharded over the data-parallel copies."""
+    common_release_cache: bool = False
+    """Common layout: the cache is given back before training; False (DeepSpeed-Chat's default) keeps it allocated."""
+    common_max_pipeline: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerChoice:
+    layout: TrainerLayout
+    time: TrainerTime
+    memory: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorChoice:
+    layout: GeneratorLayout
+    replicas: int
+    demand: GeneratorDemand
+    time_s: float
+    memory: Mapping[str, float]
+
+    @property
+    def devices(self) -> int:
+        return self.replicas * self.layout.devices
+
+
+def replicas_of(work: Workload, options: Options, most: int) -> int:
+    """Generator replicas that ``most`` can hold and the batch can feed evenly."""
+    if not options.whole_groups:
+        return min(most, work.sequences)
+    return max(n for n in range(1, min(most, work.prompts_per_step) + 1) if work.prompts_per_step % n == 0)
+
+
+def powers(limit: int) -> list[int]:
+    return [2**i for i in range(max(1, limit).bit_length())]
+
+
+def slot_counts(share: int, most: int) -> list[int]:
+    """Concurrencies to try: the whole share, then cuts of it into whole waves, then powers of two."""
+    waves = {math.ceil(share / w) for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}
+    return sorted({s for s in (*waves, *powers(share)) if s <= most} or {min(share, most)}, reverse=True)
+
+
+def fits(parts: Mapping[str, float], limit: float) -> bool:
+    return sum(parts.values()) <= limit
+
+
+@lru_cache(maxsize=200_000)
+def generator_choice(
+    hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, demand: GeneratorDemand, replicas: int
+) -> GeneratorChoice:
+    """A generator with its time and memory; remembered, because neighbouring splits ask for the same."""
+    return GeneratorChoice(
+        layout=layout,
+        replicas=replicas,
+        demand=demand,
+        time_s=generator_tick_s(hardware, model, layout, demand),
+        memory=generator_memory(hardware, model, layout, demand),
+    )
+
+
+def generator_choices(
+    hardware: Hardware,
+    work: Workload,
+    options: Options,
+    devices: int,
+    *,
+    memory_limit: float,
+    partial: bool,
+) -> Iterator[GeneratorChoice]:
+    """Every generator that fits on ``devices``, best concurrency only for each layout and precision."""
+    precisions = options.precisions or hardware.device.weight_precisions
+    for pp in powers(min(options.max_pipeline, work.model.layers)):
+        for tp in tensor_parallel_sizes(work.model, devices // pp):
+            replicas = replicas_of(work, options, devices // (tp * pp))
+            share = math.ceil(work.sequences / replicas)
+            for precision in precisions:
+                layout = GeneratorLayout(tp, pp, precision, options.captured)
+                best: GeneratorChoice | None = None
+                top = math.ceil(share * options.oversubscription) if partial else share
+                for slots in slot_counts(top, min(options.max_slots, top)):
+                    demand = GeneratorDemand(
+                        lengths=work.response,
+                        prompt_tokens=work.prompt_tokens,
+                        group_size=work.group_size,
+                        sequences=share,
+                        total_sequences=work.sequences,
+                        slots=slots,
+                        partial=partial,
+                        max_segments=options.max_segments if partial else 1,
+                    )
+                    choice = generator_choice(hardware, work.model, layout, demand, replicas)
+                    if fits(choice.memory, memory_limit) and (best is None or choice.time_s < best.time_s):
+                        best = choice
+                if best:
+                    yield best
+
+
+def trainer_choices(
+    hardware: Hardware, work: Workload, options: Options, devices: int, *, memory_limit: float
+) -> Iterator[TrainerChoice]:
+    """Every trainer that fits on ``devices``; tensor parallelism stays inside a node (or is the whole device count)."""
+    demand = TrainerDemand(
+        lengths=work.response,
+        prompt_tokens=work.prompt_tokens,
+        sequences=work.sequences,
+        reference_forward=work.reference_model,
+    )
+    node = hardware.device.devices_per_node
+    for pp in powers(min(options.max_pipeline, work.model.layers)):
+        for tp in tensor_parallel_sizes(work.model, min(node, devices // pp)):
+            ranks = min(devices // (tp * pp), work.prompts_per_step if options.whole_groups else work.sequences)
+            for fsdp in sorted({ranks, *(f for f in (1, 8, 64, node // tp) if 0 < f < ranks and ranks % f == 0)}):
+                for recompute in (False, True):
+                    yield from micro_batches(
+                        hardware, work.model, demand, memory_limit,
+                        TrainerLayout(tp, pp, fsdp, ranks // fsdp, 1, recompute),
+                    )  # fmt: skip
+
+
+def micro_batches(
+    hardware: Hardware, model: ModelSpec, demand: TrainerDemand, memory_limit: float, layout: TrainerLayout
+) -> Iterator[TrainerChoice]:
+    share = math.ceil(demand.sequences / layout.data_ranks)
+    for micro in sorted({*(b for b in powers(share)), share}):
+        candidate = replace(layout, micro_batch=micro)
+        memory = trainer_memory(hardware, model, candidate, demand)
+        if not fits(memory, memory_limit):
+            break
+        yield TrainerChoice(
+            layout=candidate, time=trainer_tick(hardware, model, candidate, demand), memory=memory
+        )  # fmt: skip

@@ -1,0 +1,207 @@
+"""One prompt, many responses: the group's prompt is computed once in the training forward pass too.
+
+    row:   p p p p │ a a a │ b b │ q q q │ c c c c │ ...      two groups; positions of a and b go on after p
+    sees:  p: p      a: p, a   b: p, b     q: q      c: q, c
+
+Every layer but attention works on single tokens, so leaving out repeated prompts saves their whole cost there. Attention,
+``llamarl_shared_prompts`` in transformers' attention interface, treats prompts as packed sequences; responses of equal
+prompt length and similar length share a padded batch whose keys are the prompt's followed by the response's own. The
+result is that of separate sequences, to rounding. Layers with a sliding window or a soft cap are not supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, PretrainedConfig
+
+from llamarl.models.attention import PackedSequences, packed_attention_forward
+
+__all__ = ["SharedPrompts", "can_share_prompts"]
+
+_MAX_LENGTH_RATIO = 0.8  # a padded batch holds responses at least this long relative to its longest
+_SMALL_GAP = 16  # tokens of padding that are always cheaper than another kernel call
+
+
+def can_share_prompts(config: PretrainedConfig) -> bool:
+    """Whether every layer of the model attends to all earlier tokens, with plain scores."""
+    text = config.get_text_config()
+    if getattr(text, "attn_logit_softcapping", None):
+        return False
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None:
+        return all(kind == "full_attention" for kind in kinds)
+    return not getattr(text, "sliding_window", None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Responses that share one padded batch: prompts of ``prompt_length``, responses padded to ``length``."""
+
+    num_responses: int
+    prompt_length: int
+    length: int
+    prompt_tokens: Tensor
+    """[num_responses * prompt_length] rows of each response's prompt."""
+    tokens: Tensor
+    """[n] rows of all tokens of these responses."""
+    slots: Tensor
+    """[n] where each goes in the flattened padded batch."""
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Prompts and responses of one packed row, unit by unit; and what attention derives from that, once a micro-batch."""
+
+    units: tuple[tuple[int, tuple[int, ...]], ...]
+    """(prompt tokens, tokens of each of its responses), in row order; a prompt >= 1, a response >= 0."""
+    _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.units or any(prompt < 1 or min(responses, default=0) < 0 for prompt, responses in self.units):
+            raise ValueError(f"every unit needs a prompt of at least one token, got {self.units}")
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(prompt + sum(responses) for prompt, responses in self.units)
+
+    @cached_property
+    def prompts(self) -> PackedSequences:
+        """The prompts alone, end to end."""
+        ends = [0]
+        for prompt, _ in self.units:
+            ends.append(ends[-1] + prompt)
+        return PackedSequences.of(ends)
+
+    def position_ids(self, device: torch.device | str) -> Tensor:
+        """[1, N] int64: responses go on where their prompt ended."""
+        parts = []
+        for prompt, responses in self.units:
+            parts.append(torch.arange(prompt))
+            parts += [torch.arange(prompt, prompt + n) for n in responses]
+        return torch.cat(parts)[None].to(device)
+
+    def plan(self, device: torch.device) -> tuple[Tensor, tuple[_Bucket, ...], Tensor]:
+        """Rows of the prompts, padded batches of the responses, and each row's place in their concatenated outputs."""
+        if device not in self._cache:
+            prompt_rows, responses, row = [], [], 0
+            for prompt, lengths in self.units:
+                prompt_rows.append(torch.arange(row, row + prompt))
+                start = row + prompt
+                for n in lengths:
+                    if n:
+                        responses.append((prompt, n, row, start))
+                    start += n
+                row = start
+            buckets, order = [], list(prompt_rows)
+            for members in _similar(responses):
+                prompt_length, length = members[0][0], members[0][1]
+                tokens = torch.cat([torch.arange(start, start + n) for _, n, _, start in members])
+                slots = torch.cat([i * length + torch.arange(n) for i, (_, n, _, _) in enumerate(members)])
+                prompt_tokens = torch.cat([torch.arange(first, first + prompt_length) for _, _, first, _ in members])
+                buckets.append(
+                    _Bucket(
+                        len(members),
+                        prompt_length,
+                        length,
+                        prompt_tokens.to(device),
+                        tokens.to(device),
+                        slots.to(device),
+                    )
+                )
+                order.append(tokens)
+            rows = torch.cat(order)
+            place = torch.empty_like(rows)
+            place[rows] = torch.arange(len(rows))
+            self._cache[device] = (torch.cat(prompt_rows).to(device), tuple(buckets), place.to(device))
+        return self._cache[device]
+
+    def mask(self, length: int, prompt_length: int, device: torch.device) -> Tensor:
+        """[length, prompt_length + length] bool: the whole prompt, and the response up to the query."""
+        shape = (length, prompt_length, device)
+        if shape not in self._cache:
+            own = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+            self._cache[shape] = torch.cat([own.new_ones(length, prompt_length), own], dim=1)
+        return self._cache[shape]
+
+
+def _similar(responses: Sequence[tuple[int, int, int, int]]) -> list[list[tuple[int, int, int, int]]]:
+    """Split (prompt length, length, ...) into lists of one prompt length and similar lengths, the longest first."""
+    buckets: list[list[tuple[int, int, int, int]]] = []
+    for response in sorted(responses, key=lambda r: (-r[0], -r[1], r[3])):
+        if buckets and buckets[-1][0][0] == response[0]:
+            longest = buckets[-1][0][1]
+            if response[1] >= _MAX_LENGTH_RATIO * longest or longest - response[1] <= _SMALL_GAP:
+                buckets[-1].append(response)
+                continue
+        buckets.append([response])
+    return buckets
+
+
+def _shared_prompt_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed_sequences: SharedPrompts | PackedSequences | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function behind ``llamarl_shared_prompts``: query [1, H, N, D], key and value [1, KV, N, D] -> [1, N, H, D]."""
+    if not isinstance(packed_sequences, SharedPrompts):
+        return packed_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, sliding_window, softcap, packed_sequences
+        )
+    if sliding_window is not None or softcap is not None or attention_mask is not None or dropout:
+        raise ValueError("llamarl_shared_prompts has no sliding window, soft cap, attention mask or dropout")
+    H, N, D = query.shape[1:]
+    KV = key.shape[1]
+    if packed_sequences.num_tokens != N:
+        raise ValueError(f"the units hold {packed_sequences.num_tokens} tokens, the packed row {N}")
+    scale = D**-0.5 if scaling is None else scaling
+    prompt_rows, buckets, place = packed_sequences.plan(query.device)
+    prompts, _weights = packed_attention_forward(
+        module,
+        query.index_select(2, prompt_rows),
+        key.index_select(2, prompt_rows),
+        value.index_select(2, prompt_rows),
+        None,
+        scaling=scale,
+        packed_sequences=packed_sequences.prompts,
+    )
+    outputs = [prompts[0]]
+    q_NHD, k_NKD, v_NKD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    for bucket in buckets:
+        B, P, R = bucket.num_responses, bucket.prompt_length, bucket.length
+        full = B * R == len(bucket.tokens)
+
+        def pad(x: Tensor, bucket: _Bucket = bucket, B: int = B, R: int = R, full: bool = full) -> Tensor:
+            rows = x.index_select(0, bucket.tokens)
+            if not full:
+                rows = x.new_zeros(B * R, *x.shape[1:]).index_copy(0, bucket.slots, rows)
+            return rows.view(B, R, *x.shape[1:])
+
+        def after_prompt(x: Tensor, bucket: _Bucket = bucket, B: int = B, P: int = P) -> Tensor:
+            prompt = x.index_select(0, bucket.prompt_tokens).view(B, P, *x.shape[1:])
+            return torch.cat([prompt, pad(x)], dim=1).transpose(1, 2)
+
+        out = F.scaled_dot_product_attention(
+            pad(q_NHD).transpose(1, 2), after_prompt(k_NKD), after_prompt(v_NKD),
+            attn_mask=packed_sequences.mask(R, P, query.device), scale=scale, enable_gqa=H != KV,
+        )  # fmt: skip
+        rows = out.transpose(1, 2).reshape(B * R, H, D)
+        outputs.append(rows if full else rows.index_select(0, bucket.slots))
+    return torch.cat(outputs).index_select(0, place)[None], None
+
+
+AttentionInterface.register("llamarl_shared_prompts", _shared_prompt_attention)

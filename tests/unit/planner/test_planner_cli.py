@@ -1,0 +1,210 @@
+"""``llamarl plan`` as a user meets it: help, table, JSON, recipe, and every nonsense input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from llamarl.cli import plan as verb
+from llamarl.errors import PlanError
+from llamarl.planner.calibrate import Sample, fit, load_calibration, save_calibration
+from llamarl.planner.choices import Options, Workload
+from llamarl.planner.costs import GeneratorLayout, decode_step_s
+from llamarl.planner.hardware import find_hardware, this_machine
+from llamarl.planner.lengths import constant
+from llamarl.planner.model_spec import find_model
+from llamarl.planner.recipe import plan_settings, question_from_config, recipe_text
+from llamarl.planner.search import best_resharding, best_separate
+from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_tick
+
+H100 = "--model Llama-3.1-8B --devices 8 --hardware h100 --prompts 16 --group-size 8 --response-tokens 300:lognormal"
+
+
+def plan(line: str) -> int:
+    parser = argparse.ArgumentParser()
+    verb.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["plan", *line.split()])
+    return int(args.run(args))
+
+
+@pytest.fixture(autouse=True)
+def _no_kept_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_table_names_all_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(H100) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "sync, one layout",
+        "sync, re-sharding",
+        "separate, staleness 0",
+        "separate, staleness 4",
+        "* recommended",
+    ):
+        assert part in text
+
+
+def test_json_is_one_object_with_sources_and_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(H100 + " --json --staleness 1,3 --price-per-device-hour 2") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [p["max_staleness"] for p in answer["plans"] if p["system"] == "separate"] == [1, 3]
+    best = answer["plans"][answer["recommended"]]
+    assert best["cost_per_step"] == pytest.approx(8 * best["step_s"] * 2 / 3600)
+    assert answer["hardware"]["device"]["sources"]["memory_bytes_per_s"]
+
+
+def test_a_config_json_is_a_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for source in (tmp_path, tmp_path / "config.json"):
+        assert plan(f"{source} --devices 2 --hardware a100 --response-tokens 50") == 0
+        assert tmp_path.name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "no model"),
+        ("--model Llama-3.1-8B --hardware h100", "--devices N"),
+        (H100.replace("--devices 8", "--devices 0"), "at least 1"),
+        (H100.replace("h100", "h1000"), "nearest is 'h100-sxm'"),
+        (H100.replace("Llama-3.1-8B", "Lama-3.1-8B"), "nearest bundled shape is 'Llama-3.1-8B'"),
+        (H100.replace("Llama-3.1-8B", "Llama-3.1-405B"), r"does not fit on 8 .* devices would do"),
+        (H100 + " --staleness -1", "staleness must be >= 0"),
+        (H100 + " --staleness a", "whole numbers"),
+        (H100 + " --precision bf17", "unknown bf17"),
+        (H100 + " --max-segments 0", "at least 1"),
+        (H100 + " --max-pipeline 0", "at least 1"),
+        (H100 + " --price-per-device-hour -1", "must be >= 0"),
+        (H100 + " --reward-s nan", "reward_s"),
+        (H100 + " --prompts 0", "prompts_per_step"),
+        (H100 + " --prompt-tokens 0", "prompt_tokens"),
+        (H100 + " --calibrate", "leave --hardware out"),
+        (H100.replace("--hardware h100", "--calibration /nowhere.json"), "does not exist"),
+        (H100 + " --picture /proc/nowhere/x.png", "cannot write"),
+    ],
+)
+def test_nonsense_gets_an_error_that_helps(line: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(line)
+
+
+def test_planning_imports_no_torch() -> None:
+    code = (
+        "import argparse, sys; from llamarl.cli import plan as v; p = argparse.ArgumentParser(); v.add_parser(p.add_subparsers());"
+        f"a = p.parse_args(['plan'] + {H100.split()!r}); a.run(a); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
+
+
+def _work() -> Workload:
+    return Workload(
+        model=find_model("SmolLM2-135M"), response=constant(64), prompts_per_step=8, group_size=4, prompt_tokens=32
+    )
+
+
+def test_a_recipe_keeps_unknown_settings_as_comments() -> None:
+    hardware = find_hardware("h100")
+    found = best_separate(hardware, _work(), Options(), 8, 1)
+    settings = plan_settings(found, "some/model", hardware, 2.0)
+    everything = {f"{s}.{k}" for s in settings for k in settings[s]} | {"generator.sampling.max_new_tokens"}
+    parsed = tomllib.loads(recipe_text(settings, everything, "two\nlines"))
+    assert parsed["schedule"] == {"prompts_per_step": 8, "max_staleness": 1}
+    assert parsed["trainer"]["fsdp"] * parsed["trainer"]["tp"] == found.trainer.layout.devices
+    assert parsed["generator"]["sampling"]["max_new_tokens"] == 64
+    fewer = recipe_text(
+        {**settings, "generator": {**settings["generator"], "tp": 2}}, everything - {"generator.tp"}, ""
+    )
+    assert "# tp = 2" in fewer and "tp" not in tomllib.loads(fewer)["generator"]
+
+
+def test_co_located_plans_become_recipes_on_cpu_cores_only() -> None:
+    cpu = this_machine()
+    settings = plan_settings(best_resharding(cpu, _work(), Options(), 2), "m", cpu, 1.0)
+    assert settings["generator"]["threads"] == settings["trainer"]["threads"] == 2
+    assert settings["schedule"]["max_staleness"] == 0
+    gpu = find_hardware("h100")
+    with pytest.raises(PlanError, match="separate"):
+        plan_settings(best_resharding(gpu, _work(), Options(), 2), "m", gpu, 1.0)
+
+
+def test_a_recipe_and_a_run_pose_the_question(tmp_path: Path) -> None:
+    config = {
+        "model": {"path": "m"}, "schedule": {"prompts_per_step": 4},
+        "generator": {"group_size": 2, "max_segments": 2, "sampling": {"max_new_tokens": 40}},
+    }  # fmt: skip
+    question = question_from_config(config)
+    assert (question.response.limit, question.prompt_tokens, question.max_segments) == (40, None, 2)
+    (tmp_path / "rollouts").mkdir()
+    lines = [{"prompt_tokens": [0] * 6, "tokens": [0] * n} for n in (3, 5)]
+    (tmp_path / "rollouts" / "tick_000000.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    measured = question_from_config(config, tmp_path)
+    assert (measured.response.mean, measured.prompt_tokens) == (4.0, 6)
+    with pytest.raises(PlanError, match="lacks"):
+        question_from_config({"model": {}})
+
+
+def test_plan_from_a_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = pytest.importorskip("llamarl.config")
+    recipe, out = tmp_path / "r.toml", tmp_path / "out.toml"
+    recipe.write_text('[model]\npath = "SmolLM2-135M"\n[schedule]\nprompts_per_step = 8\n[run]\ndir = "runs/old"\n')
+    assert plan(f"{recipe} --hardware h100 --devices 4 --recipe {out}") == 0
+    assert "max_new_tokens" in capsys.readouterr().out
+    written = config.load_config(out)
+    assert (written.schedule.prompts_per_step, written.run.dir) == (8, "runs/out")
+    assert plan(f"{recipe} --hardware this-machine --devices 2 --recipe {out}") == 0
+    config.load_config(out)
+
+
+@pytest.mark.parametrize("host", [0.0, 2e-3])
+def test_a_fit_recovers_the_constants_that_made_the_samples(host: float) -> None:
+    model = find_model("SmolLM2-135M")
+    true = this_machine().with_efficiency(
+        matmul=0.6, attention=0.6, memory=1.0, decode_layer_overhead_s=0.0, train_layer_overhead_s=host,
+        train_step_overhead_s=0.0, decode_step_overhead_s=0.004, decode_sequence_overhead_s=0.0007,
+    )  # fmt: skip
+    samples = []
+    for sequences, tokens in ((1, 64), (2, 64), (2, 128)):
+        demand = TrainerDemand(lengths=constant(tokens - 1), prompt_tokens=1, sequences=sequences)
+        seconds = trainer_tick(true, model, TrainerLayout(micro_batch=sequences, recompute=False), demand).compute_s
+        samples.append(Sample(kind="train", sequences=sequences, tokens=tokens, seconds=seconds))
+    for sequences, tokens in ((1, 64), (4, 64), (16, 256)):
+        seconds = float(decode_step_s(true, model, GeneratorLayout(1, 1, "fp32"), sequences, tokens))
+        samples.append(Sample(kind="decode", sequences=sequences, tokens=tokens, seconds=seconds))
+    found = fit(this_machine(), model, samples).efficiency
+    assert found.matmul == pytest.approx(0.6, rel=1e-3)
+    assert found.train_layer_overhead_s == pytest.approx(host, abs=1e-5)
+    assert found.decode_step_overhead_s == pytest.approx(0.004, rel=1e-3)
+    assert found.decode_sequence_overhead_s == pytest.approx(0.0007, rel=1e-3)
+    with pytest.raises(PlanError, match="2 samples"):
+        fit(this_machine(), model, samples[:3])
+
+
+def test_a_kept_calibration_reads_back_equal_and_a_torn_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "calibration.json"
+    save_calibration(path, this_machine(), [], "m")
+    assert load_calibration(path) == this_machine()
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(PlanError, match="calibrate again"):
+        load_calibration(path)
+
+
+def test_calibration_measures_this_machine_and_is_used_by_later_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 1024}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = f"{tmp_path} --prompts 4 --group-size 4 --prompt-tokens 16 --response-tokens 32 --devices 2"
+    assert plan(line + " --calibrate") == 0
+    assert "measured" in capsys.readouterr().out
+    assert plan(line) == 0
+    assert "measured" in capsys.readouterr().out  # the kept file is found again

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_fixtures import make_groups, write_model
+from transformers import AutoConfig
+
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.models.loading import load_model
+from llamarl.trainer.batch import make_microbatch, make_sequences
+from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.shared_prompts import SharedPrompts, can_share_prompts
+from llamarl.trainer.step import Trainer
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_hidden_states_are_those_of_separate_sequences(family: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", family)
+    sequences = make_sequences(make_groups(num_groups=4, group_size=5, max_response=40), AlgorithmConfig())
+    model = load_model(folder, dtype=torch.float32, attention="llamarl_shared_prompts")
+    hidden = []
+    for share in (False, True):
+        batch = make_microbatch(sequences, [1.0] * len(sequences), torch.device("cpu"), share_prompts=share)
+        with torch.no_grad():
+            out = model.base_model(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, packed_sequences=batch.packed, use_cache=False
+            ).last_hidden_state[0]  # fmt: skip
+        hidden.append(out[batch.positions])
+    torch.testing.assert_close(hidden[1], hidden[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [4096, 60, 10])
+def test_a_step_with_shared_prompts_has_the_same_gradient_and_computes_fewer_tokens(
+    budget: int, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "model")
+    metrics = []
+    for share in (False, True):
+        trainer = Trainer(
+            folder, TrainerConfig(share_prompts=share, max_tokens_per_microbatch=budget), OptimizerConfig(),
+            AlgorithmConfig(entropy_coef=0.1), temperature=0.9,
+        )  # fmt: skip
+        metrics.append(trainer.train(make_groups(max_response=30), 0))
+    separate, shared = metrics
+    saved = separate.pop("tokens/computed") - shared.pop("tokens/computed")
+    assert shared == pytest.approx(separate, rel=2e-5)
+    if budget == 4096:  # prompts of 3, 4 and 5 tokens; 3, 4 and 4 responses train
+        assert saved == 2 * 3 + 3 * 4 + 3 * 5
+
+
+def test_a_response_sees_its_own_prompt_and_nothing_of_its_siblings(tmp_path: Path) -> None:
+    model = load_model(write_model(tmp_path / "model"), dtype=torch.float32, attention="llamarl_shared_prompts")
+    units = SharedPrompts(((3, (2, 2)), (2, (1,))))
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]])
+
+    def hidden(changed: int | None) -> torch.Tensor:
+        changed_ids = ids.clone()
+        if changed is not None:
+            changed_ids[0, changed] = 20
+        with torch.no_grad():
+            return model.base_model(
+                input_ids=changed_ids, position_ids=units.position_ids("cpu"), packed_sequences=units, use_cache=False
+            ).last_hidden_state[0]  # fmt: skip
+
+    base = hidden(None)
+    # row: prompt 0 1 2, responses 3 4 and 5 6; prompt 7 8, response 9
+    sees = {0: {0, 1, 2, 3, 4, 5, 6}, 2: {2, 3, 4, 5, 6}, 3: {3, 4}, 4: {4}, 5: {5, 6}, 7: {7, 8, 9}, 9: {9}}
+    for changed, affected in sees.items():
+        moved = (hidden(changed) - base).abs().amax(dim=-1) > 1e-6
+        assert set(np.flatnonzero(moved.numpy())) == affected
+
+
+def test_models_with_windows_or_caps_are_left_alone() -> None:
+    def config(family: str, **kwargs: object) -> bool:
+        return can_share_prompts(AutoConfig.for_model(family, **kwargs))
+
+    assert config("llama") and config("qwen3") and config("mistral", sliding_window=None)
+    assert not config("gemma2") and not config("gemma3_text") and not config("mistral", sliding_window=16)
+
+
+def test_a_unit_without_a_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompt of at least one token"):
+        SharedPrompts(((0, (1,)),))

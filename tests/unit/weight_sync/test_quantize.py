@@ -1,0 +1,68 @@
+"""Weights that travel as codes and scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
+from llamarl.weight_sync.layout import ParameterSpec, Shard, mesh_layout
+from llamarl.weight_sync.quantize import dequantize, load_dequantized, quantize, quantize_shards, quantized_layout
+
+SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
+
+
+def test_int8_codes_and_scales_by_hand() -> None:
+    weight = torch.tensor([[127.0, -64.0, 0.5, 0.25, 10.0], [0.0, 0.0, -2.0, 1.0, 0.0]])
+    codes, scale = quantize(weight, "int8", group=2)
+    assert codes.tolist() == [[127, -64, 127, 64, 127], [0, 0, -127, 64, 0]]  # 0.25 / (0.5 / 127) = 63.5 -> 64
+    torch.testing.assert_close(scale, torch.tensor([[1.0, 0.5 / 127, 10.0 / 127], [0.0, 2.0 / 127, 0.0]]))
+    back = dequantize(codes, scale, 2, torch.float32)
+    torch.testing.assert_close(back[0, [0, 1, 4]], weight[0, [0, 1, 4]])
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.5 / 127), ("fp8", 1 / 16)])
+def test_error_is_at_most_half_a_step(kind: str, bound: float) -> None:
+    weight = torch.randn(33, 70, generator=torch.Generator().manual_seed(0))
+    codes, scale = quantize(weight, kind, group=16)  # type: ignore[arg-type]
+    error = (dequantize(codes, scale, 16, torch.float32) - weight).abs()
+    groups = torch.nn.functional.pad(weight, (0, 10)).view(33, 5, 16)
+    largest = groups.abs().amax(dim=2).repeat_interleave(16, dim=1)[:, :70]
+    limit = largest * bound if kind == "int8" else weight.abs() * bound + largest * 2**-16
+    assert bool((error <= limit * 1.0001).all())
+
+
+def test_shards_hand_over_as_codes_at_a_quarter_of_the_bytes() -> None:
+    specs = {"w": ParameterSpec((64, 256), "float32"), "norm": ParameterSpec((64,), "float32")}
+    full = {n: torch.randn(s.shape, generator=torch.Generator().manual_seed(1)) for n, s in specs.items()}
+    source = mesh_layout(specs, {"fsdp": 2}, {n: [Shard("fsdp", 0)] for n in specs})
+    sink = mesh_layout(specs, {"tp": 2}, {"w": [Shard("tp", 1)]})
+    counts = {"num_source_ranks": 2, "num_sink_ranks": 2}
+    handles = []
+    senders = [WeightsSender(SPEC, rank=r, **counts) for r in range(2)]
+    for rank, sender in enumerate(senders):
+        shards = {n: t.chunk(2)[rank].clone() for n, t in full.items()}
+        tensors, layout = quantize_shards(
+            shards, source, rank=rank, num_ranks=2, kind="int8", group=64, chosen=lambda name, spec: name == "w"
+        )
+        assert tensors["w"].dtype == torch.int8 and tensors["norm"] is shards["norm"]
+        hint = quantized_layout(sink, {"w"}, kind="int8", group=64)
+        handles.append(sender.send(0, WeightsPayload(version=1, tensors=tensors, layout=layout, sink_layout=hint)))
+    expected = dequantize(*quantize(full["w"], "int8", 64), 64, torch.float32)
+    for rank in range(2):
+        version = WeightsReceiver(SPEC, rank=rank, **counts).receive(tuple(handles), 5.0)
+        assert version is not None
+        live = {"w": torch.zeros(64, 128), "norm": torch.zeros(64)}
+        pulled = load_dequantized(version, live, sink, rank=rank, group=64)
+        assert torch.equal(live["w"], expected.chunk(2, dim=1)[rank]) and torch.equal(live["norm"], full["norm"])
+        assert (
+            pulled < 64 * 256 + 2000
+        )  # both ranks' codes, scales and norms in one small block each; float32 is 65,536
+
+
+def test_group_that_straddles_two_ranks_is_refused() -> None:
+    specs = {"w": ParameterSpec((4, 100), "float32")}
+    layout = mesh_layout(specs, {"tp": 2}, {"w": [Shard("tp", 1)]})
+    with pytest.raises(ValueError, match="columns 0 to 50 of 100, which cuts a group of 32"):
+        quantized_layout(layout, {"w"}, kind="int8", group=32)
