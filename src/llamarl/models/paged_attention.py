@@ -137,6 +137,8 @@ def paged_attention_forward(
             out = softcapped_attention(q, k, v, bias == 0, scale=scale, softcap=softcap)
         else:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+        if N == T:
+            return out.reshape(1, T, H, D), None
         out_THD[batch.first : batch.first + N] = out.reshape(N, H, D)
 
     for chunk in paged_batch.prefills:
