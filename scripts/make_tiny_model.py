@@ -30,17 +30,37 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from llamarl.data.items import TaskItem
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task
-from llamarl.environments.steps import read_ledger, written_steps
+from llamarl.environments.steps import read_ledger
 
 __all__ = ["careless_steps", "main"]
 
-SLIP = 0.5
-"""Share of the carries that the demonstrations forget."""
+SLIP = 0.52
+"""Share of the carries that the demonstrations forget: over one half, so that greedy decoding forgets them too."""
 
 ALPHABET = ["<pad>", "<eos>", "\n", " ", "#", "+", "=", *decimal_digits, *ascii_lowercase]
 BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
 IGNORED = -100
+
+
+README = """\
+# llamarl tiny
+
+A Llama of {parameters} parameters (float32) with one token a character, for `llamarl`'s own runs and tests. It adds up
+ledgers of 2 to 9 digits, one written step a line:
+
+```
+a3 b9 c4 =
+b+9=12
+c+4=16
+#16
+```
+
+Made by `python scripts/make_tiny_model.py --num-steps {num_steps} --seed {seed} --threads {threads}`: {num_steps} AdamW steps of
+{batch_size} demonstrations, which forget each carry with probability {slip}; supervised learning alone, no reward.
+On {count} held-out questions its sums are right in {sampled:.3f} of the cases sampled at temperature 1, and in {greedy:.3f} greedy.
+Apache-2.0, as the rest of the repository; all data are made by the script.
+"""
 
 
 def careless_steps(digits: Sequence[int], rng: random.Random, slip: float = SLIP) -> str:
@@ -181,25 +201,27 @@ def main() -> None:
     tokenizer, model = make_tokenizer(), make_model()
     num_parameters = sum(p.numel() for p in model.parameters())
     print(f"{num_parameters} parameters")
-    started = time.monotonic()
     warm_start(model, tokenizer, num_steps=args.num_steps, seed=args.seed)
-    seconds = time.monotonic() - started
     task = make_task(TaskConfig(), args.seed)
     held = [task.item("eval", i) for i in range(1024)]
     sampled = accuracy(model, tokenizer, held, greedy=False, seed=1)
     greedy = accuracy(model, tokenizer, held, greedy=True, seed=1)
-    careful = sum(
-        careless_steps(read_ledger(item.question), random.Random(i)) == written_steps(read_ledger(item.question))
-        for i, item in enumerate(held)
-    )
-    print(
-        f"held-out accuracy: sampled {sampled:.3f}, greedy {greedy:.3f}, of the demonstrations {careful / len(held):.3f}"
-    )
-    print(sample(model, tokenizer, [held[0].question], greedy=False, seed=0), held[0])
+    print(f"held-out accuracy of {len(held)}: sampled {sampled:.3f}, greedy {greedy:.3f}")
     args.out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(args.out)
     make_tokenizer().save_pretrained(args.out)  # a fresh one: the one used above remembers its padding
-    print(seconds)
+    readme = README.format(
+        parameters=num_parameters,
+        slip=SLIP,
+        num_steps=args.num_steps,
+        batch_size=BATCH_SIZE,
+        seed=args.seed,
+        threads=args.threads,
+        count=len(held),
+        sampled=sampled,
+        greedy=greedy,
+    )
+    (args.out / "README.md").write_text(readme)
 
 
 if __name__ == "__main__":
