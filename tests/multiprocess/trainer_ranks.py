@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "traine
 from training_fixtures import make_groups
 
 from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.trainer import step as trainer_step
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group
@@ -46,6 +47,10 @@ def make_trainer(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "fl
     )  # fmt: skip
 
 
+def _refuse_whole_model(*args: object, **kwargs: object) -> None:
+    raise AssertionError("a rank of a mesh asked for the whole model")
+
+
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     if world > 1:
@@ -53,6 +58,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
             "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,
             timeout=timedelta(seconds=120),
         )  # fmt: skip
+        trainer_step.load_model = _refuse_whole_model  # type: ignore[assignment]
     for case in cases:
         family, sizes, dtype = case.split(":")
         fsdp, tp = (int(n) for n in sizes.split("x"))

@@ -27,16 +27,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
+from llamarl.models.sizes import fitting_sizes
 
 __all__ = [
     "ParallelLayout",
     "ParameterShard",
     "apply_fully_shard",
     "apply_tensor_parallel",
-    "check_tensor_parallel",
     "gather_parameters",
     "local_tensor",
     "make_layout",
@@ -120,24 +120,6 @@ def make_layout(*, fsdp: int, tp: int, device: str) -> ParallelLayout:
     return ParallelLayout(fsdp=fsdp, tp=tp, mesh=mesh)
 
 
-def check_tensor_parallel(config: PretrainedConfig, tp: int) -> None:
-    """Refuse a size that does not divide the model, before any process starts.
-
-    Raises:
-        ModelError: Names the sizes that would fit.
-    """
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    sizes = [heads, getattr(text, "num_key_value_heads", None) or heads, text.intermediate_size]
-    common = math.gcd(*sizes)
-    if common % tp:
-        fits = [n for n in range(1, common + 1) if common % n == 0]
-        raise ModelError(
-            f"trainer.tp = {tp} does not divide this model's {sizes[0]} heads, {sizes[1]} key-value heads and"
-            f" intermediate size {sizes[2]}; sizes that fit: {', '.join(map(str, fits))}"
-        )
-
-
 def apply_tensor_parallel(model: PreTrainedModel, layout: ParallelLayout) -> dict[str, int]:
     """Cut the model's linear layers over the tensor-parallel ranks, in place, and install the sums.
 
@@ -151,7 +133,13 @@ def apply_tensor_parallel(model: PreTrainedModel, layout: ParallelLayout) -> dic
     """
     if layout.tp == 1:
         return {}
-    check_tensor_parallel(model.config, layout.tp)
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    sizes = fitting_sizes(heads, getattr(text, "num_key_value_heads", None) or heads, text.intermediate_size)
+    if layout.tp not in sizes:
+        raise ModelError(
+            f"trainer.tp = {layout.tp} does not divide {type(model).__name__}; sizes that fit: {', '.join(map(str, sizes))}"
+        )
     base = model.base_model
     plan: Mapping[str, str] = getattr(base.config, "base_model_tp_plan", None) or {}
     if not plan:

@@ -34,10 +34,10 @@ from llamarl.models.parallel import (
     apply_fully_shard,
     apply_tensor_parallel,
     gather_parameters,
-    local_tensor,
     make_layout,
     parameter_shards,
 )
+from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts
 from llamarl.trainer.batch import Microbatch, TrainingSequence, make_microbatch, make_sequences, token_weight
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.logprobs import LogitTransform
@@ -304,9 +304,15 @@ class Trainer:
         """Load, prove the output layer, cut over the mesh; also the dimensions cut and the values before rounding."""
         dtype = getattr(torch, self.config.dtype)
         attention = "llamarl_shared_prompts" if self.share_prompts else "llamarl_packed"
-        model = load_model(self.model_path, dtype=torch.float32, device=self.device, attention=attention)
+        streamed = False
+        if self.layout.num_ranks > 1:  # no rank may need memory for the whole
+            model = make_skeleton(self.model_path, attention=attention)
+            streamed = can_stream(self.model_path, model)
+        if not streamed:
+            model = load_model(self.model_path, dtype=torch.float32, device=self.device, attention=attention)
         transform = LogitTransform.of_model(model.config, temperature)
-        check_output_layer(model, transform)
+        if not streamed:
+            check_output_layer(model, transform)
         cuts = apply_tensor_parallel(model, self.layout)
         policy = Policy(
             model,
@@ -316,12 +322,14 @@ class Trainer:
         )
         if self.config.activation_checkpointing != "none":
             policy.checkpoint_activations(every=1 if self.config.activation_checkpointing == "full" else 2)
-        if self.layout.fsdp > 1:
-            apply_fully_shard(policy, policy.layers, self.layout, dtype)
+        apply_fully_shard(policy, policy.layers, self.layout, dtype)
+        if streamed:
+            give_storage(policy, self.device)
+            parameters = policy.parameters_by_name()
+            read_parts(self.model_path, parameters, parameter_shards(parameters, cuts, self.layout, "float32"))
+        if self.layout.fsdp > 1 or dtype == torch.float32:  # FSDP2 rounds as it gathers
             return policy, cuts, None
-        if dtype == torch.float32:
-            return policy, cuts, None
-        initial = {name: local_tensor(p.detach()).clone() for name, p in policy.parameters_by_name().items()}
+        initial = {name: p.detach().clone() for name, p in policy.parameters_by_name().items()}
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(dtype)
         return policy, cuts, initial

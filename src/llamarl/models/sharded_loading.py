@@ -1,0 +1,112 @@
+"""Load a model over a mesh without any rank holding it whole.
+
+    skeleton (parameters without storage) ─▶ cut by tensor parallelism and FSDP2 ─▶ storage for this rank's parts
+                                                              ─▶ each part's slice read from the safetensors files
+
+Only plain folders go this way: every parameter in a safetensors file under its own name. ``can_stream`` tells.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llamarl.errors import ModelError
+from llamarl.models.attention import check_attention_supported
+from llamarl.models.folders import resolve_model_path
+from llamarl.models.loading import load_model_config
+from llamarl.models.parallel import ParameterShard, local_tensor
+
+__all__ = ["can_stream", "give_storage", "make_skeleton", "read_parts"]
+
+
+def make_skeleton(path: str | Path, *, attention: str) -> PreTrainedModel:
+    """The folder's architecture in eval mode: float32 parameters on the meta device, real buffers, tied weights tied.
+
+    Raises:
+        ModelError: The architecture is not supported.
+    """
+    config = load_model_config(path)
+    check_attention_supported(config)
+    with _parameters_without_storage():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    return model.eval()
+
+
+def can_stream(path: str | Path, model: PreTrainedModel) -> bool:
+    """Whether the folder's safetensors files hold every parameter of ``model`` under its own name."""
+    return all(name in _files(path) for name, _ in model.named_parameters())
+
+
+def give_storage(module: nn.Module, device: torch.device) -> None:
+    """Allocate, in place, what ``module`` still has on the meta device; values undefined, buffers and ties kept."""
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps Parameter objects, hence ties
+    try:
+        module.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+    for name, buffer in module.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+@torch.no_grad()
+def read_parts(path: str | Path, parameters: Mapping[str, nn.Parameter], shards: Mapping[str, ParameterShard]) -> None:
+    """Fill this rank's part of every parameter from the folder, reading only those slices.
+
+    Raises:
+        ModelError: A tensor has another shape than the architecture says.
+    """
+    files = _files(path)
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+        for name, parameter in parameters.items():
+            file = files[name]
+            if file not in opened:
+                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+            stored = opened[file].get_slice(name)
+            shard = shards[name]
+            if tuple(stored.get_shape()) != shard.shape:
+                raise ModelError(f"{file}: {name} has shape {tuple(stored.get_shape())}, expected {shard.shape}")
+            local = local_tensor(parameter)
+            if local.numel():
+                local.copy_(stored[tuple(slice(start, stop) for start, stop in shard.box)])
+
+
+def _files(path: str | Path) -> dict[str, Path]:
+    """Tensor name -> file that holds it."""
+    folder = resolve_model_path(path)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    found: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: file for name in tensors.keys()}
+    return found
+
+
+@contextmanager
+def _parameters_without_storage() -> Iterator[None]:
+    original = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(self, name, param)
+        if param is not None and param.device.type != "meta":
+            self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
