@@ -49,7 +49,7 @@ def assert_bits_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Te
 
 def flip(sender: WeightsSender, handle: Any, offset: int, mask: int = 1) -> None:
     """Flip bits of a byte of the data that lies in the slot of ``handle``."""
-    sender._publisher._slots[handle.slot].buffer.data[handle.data_offset + offset] ^= mask
+    sender._publisher._slots[handle.slot].buffer.data[offset] ^= mask
 
 
 def test_fp32_arrives_bit_for_bit_with_its_version() -> None:
@@ -158,7 +158,7 @@ def test_flipped_bit_in_a_small_parameter_is_found() -> None:
 def test_swapped_blocks_are_found() -> None:
     (sender,), (receiver,) = ends()
     handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
-    data = sender._publisher._slots[handle.slot].buffer.data[handle.data_offset :]
+    data = sender._publisher._slots[handle.slot].buffer.data
     first = data[:BLOCK_BYTES].clone()
     rows = sender._publisher.catalog.blocks
     assert rows[0].nbytes == rows[1].nbytes
@@ -174,7 +174,7 @@ def test_altered_catalog_and_altered_checksums_are_found() -> None:
     for where in ("catalog", "checksums"):
         (sender,), (receiver,) = ends()
         handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
-        memory = sender._publisher._slots[handle.slot].buffer.data
+        memory = sender._publisher._slots[handle.slot].buffer.control
         memory[(PAGE if where == "catalog" else handle.checksums_offset) + 3] ^= 1
         with pytest.raises(
             WeightSyncError, match=f"its {'catalog' if where == 'catalog' else 'manifest'} does not match"
@@ -309,10 +309,10 @@ def test_mapping_serves_row_cuts_in_place_and_puts_columns_together() -> None:
         for rank, receiver in enumerate(receivers):
             got = receiver.receive((handle,), 5.0).map_tensors(sink)
             assert_bits_equal(got, {"up": full["up"].chunk(2)[rank], "down": full["down"].chunk(2, dim=1)[rank]})
-            slot[handle.data_offset :] ^= 0x40
+            slot ^= 0x40
             expected_now = {n: torch.equal(got[n], full[n].chunk(2, dim=int(n == "down"))[rank]) for n in got}
             assert expected_now == {n: not in_place for n, in_place in expected.items()}
-            slot[handle.data_offset :] ^= 0x40
+            slot ^= 0x40
 
 
 @dataclass(frozen=True)
