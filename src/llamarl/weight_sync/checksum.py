@@ -19,8 +19,9 @@ import xxhash
 
 __all__ = ["BLOCK_BYTES", "ChecksumKind", "block_digest", "digest", "mix64", "tensor_digest"]
 
-BLOCK_BYTES = 512 << 10
-"""Bytes copied and checksummed at a time: fits the 1 to 2 MB second-level cache of a server core, twice."""
+BLOCK_BYTES = 1 << 20
+"""Bytes copied and checksummed at a time: measured best between 512 KiB and 1 MiB, where a block still lies in a server
+core's second-level cache in part and in its third-level cache in whole, and the cost of a block's calls is small."""
 
 
 ChecksumKind = Literal["xxh3", "mix64"]

@@ -21,7 +21,7 @@ ENDS = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
 
 
 def model() -> dict[str, torch.Tensor]:
-    return {"w": torch.arange(500_000, dtype=torch.float32), "v": torch.ones(3)}  # 2 MB: 4 blocks and the small one
+    return {"w": torch.arange(1_500_000, dtype=torch.float32), "v": torch.ones(3)}  # 6 MB: 6 blocks, v in the last
 
 
 class Gate:

@@ -30,7 +30,7 @@ def ends(sources: int = 1, sinks: int = 1, capacity: int = 1) -> tuple[list[Weig
 def model(seed: int = 0) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     return {
-        "embed": torch.randn(1000, 300, generator=g),  # 1.2 MB: several blocks
+        "embed": torch.randn(2500, 300, generator=g),  # 3 MB: several blocks
         "norm": torch.randn(300, generator=g),
         "scale": torch.randn((), generator=g),
         "up": torch.randn(300, 7, generator=g),
@@ -159,7 +159,6 @@ def test_swapped_blocks_are_found() -> None:
     (sender,), (receiver,) = ends()
     handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
     data = sender._publisher._slots[handle.slot].buffer.data
-    first = data[:BLOCK_BYTES].clone()
     rows = sender._publisher.catalog.blocks
     assert rows[0].nbytes == rows[1].nbytes
     size = rows[0].nbytes
