@@ -18,7 +18,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.errors import WeightSyncError
 from llamarl.weight_sync import source
-from llamarl.weight_sync.checksum import digest
+from llamarl.weight_sync.checksum import ChecksumKind, block_digest
 from llamarl.weight_sync.layout import Layout, ParameterSpec, Shard, mesh_layout, replicated_layout
 
 WAIT_S = 120.0
@@ -70,14 +70,14 @@ def dying_trainer(pipe: Connection) -> None:
     """Announces a version, writes two blocks of it and hangs, as a process does that is about to be killed."""
     written = []
 
-    def digest_then_hang(data: memoryview) -> int:
+    def digest_then_hang(data: torch.Tensor, kind: ChecksumKind) -> int:
         if threading.current_thread().name == "weight-copy":
             written.append(data)
             if len(written) > 2:
                 threading.Event().wait()
-        return digest(data)
+        return block_digest(data, kind)
 
-    source.digest = digest_then_hang
+    source.block_digest = digest_then_hang
     sender = WeightsSender(SPEC, rank=0, num_source_ranks=1, num_sink_ranks=1)
     tensors = {"w": torch.ones(1 << 20)}
     pipe.recv()

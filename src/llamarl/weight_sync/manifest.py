@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.weight_sync.checksum import BLOCK_BYTES, digest
+from llamarl.weight_sync.checksum import BLOCK_BYTES, ChecksumKind, digest
 from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, Piece, box_elements, dtype_bytes
 
 __all__ = ["Block", "Catalog", "Manifest", "Region", "build_catalog", "manifest_checksum"]
@@ -58,6 +58,8 @@ class Catalog:
     pieces: tuple[Piece, ...]
     """What this rank publishes. The planner reads them; the local tensor is the source's own affair."""
     blocks: tuple[Block, ...]
+    checksum: ChecksumKind = "xxh3"
+    """How the blocks' checksums are made."""
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +70,7 @@ class Catalog:
         names = {name: index for index, name in enumerate(self.parameters)}
         value = {
             "rank": self.rank,
+            "checksum": self.checksum,
             "parameters": [[name, list(spec.shape), spec.dtype] for name, spec in self.parameters.items()],
             "pieces": [[names[p.parameter], p.box, p.tensor, p.origin] for p in self.pieces],
             "blocks": [
@@ -84,6 +87,7 @@ class Catalog:
         names = list(parameters)
         return Catalog(
             rank=value["rank"],
+            checksum=value["checksum"],
             parameters=parameters,
             pieces=tuple(Piece(names[i], _box(box), tensor, tuple(o)) for i, box, tensor, o in value["pieces"]),
             blocks=tuple(
@@ -115,6 +119,7 @@ def build_catalog(
     wire_dtypes: Mapping[str, str] | None = None,
     sink: Layout | None = None,
     block_bytes: int = BLOCK_BYTES,
+    checksum: ChecksumKind = "xxh3",
 ) -> Catalog:
     """Lay out the buffer of source ``rank``.
 
@@ -135,7 +140,7 @@ def build_catalog(
             packer.align()
             for box in _runs(cell, max(1, block_bytes // itemsize)):
                 packer.add(piece.parameter, box, box_elements(box) * itemsize)
-    return Catalog(rank, parameters, pieces, packer.finish())
+    return Catalog(rank, parameters, pieces, packer.finish(), checksum)
 
 
 class _Packer:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llamarl.weight_sync.checksum import digest
+from llamarl.weight_sync.checksum import block_digest
 from llamarl.weight_sync.layout import Box, Piece, box_elements, intersect, span
 from llamarl.weight_sync.manifest import Catalog, Region
 from llamarl.weight_sync.plan import SliceCopy
@@ -91,7 +91,7 @@ def map_slots(slots: Sequence[RemoteSlot], plan: MapPlan, clock: Clock) -> dict[
         promised = slot.checksum(index, clock)
         clock(f"proving block {index} of source rank {rank}")
         block = slot.catalog.blocks[index]
-        if digest(data[rank][block.offset : block.offset + block.nbytes].numpy().data) != promised:
+        if block_digest(data[rank][block.offset : block.offset + block.nbytes], slot.catalog.checksum) != promised:
             slot.refuse_block(index, 1, clock)
     return {
         name: data[m.source_rank][m.start : m.stop].view(getattr(torch, m.dtype)).view(m.shape)

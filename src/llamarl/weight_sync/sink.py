@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from llamarl.errors import PlanError, WeightSyncError
-from llamarl.weight_sync.checksum import digest
+from llamarl.weight_sync.checksum import block_digest
 from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, intersect, replicated_layout, shift
 from llamarl.weight_sync.manifest import Block, Catalog
 from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping
@@ -118,8 +118,9 @@ class Puller:
 
     def _pull_all(self, slots: Sequence[RemoteSlot], pulls: Sequence[_Pull], clock: Clock) -> int:
         by_rank = {slot.handle.source_rank: slot for slot in slots}
-        for pull in pulls:
-            self._pull_block(by_rank[pull.source_rank], pull, clock)
+        with self._transport.pulling():
+            for pull in pulls:
+                self._pull_block(by_rank[pull.source_rank], pull, clock)
         return sum(pull.block.nbytes for pull in pulls)
 
     def map(self, slots: Sequence[RemoteSlot], layout: Layout | None, deadline_s: float) -> dict[str, torch.Tensor]:
@@ -172,7 +173,7 @@ class Puller:
         mine = pull.direct if pull.direct is not None else self._scratch[: block.nbytes]
         for _ in range(MAX_ATTEMPTS):
             slot.read(block.offset, mine, clock)
-            if digest(mine.numpy().data) == promised:
+            if block_digest(mine, slot.catalog.checksum) == promised:
                 for placement in pull.placements:
                     placement.target.copy_(placement.raw)
                 return
@@ -211,7 +212,7 @@ class Puller:
             wanted.setdefault((copy.source_rank, copy.parameter), []).append(copy)
         largest = max((b.nbytes for c in catalogs for b in c.blocks), default=0)
         if self._scratch.numel() < largest:
-            self._scratch = torch.empty(largest, dtype=torch.uint8)
+            self._scratch = torch.empty(largest, dtype=torch.uint8, device=self._transport.device)
         pulls = []
         for catalog in catalogs:
             for index, block in enumerate(catalog.blocks):
@@ -223,7 +224,7 @@ class Puller:
                 ]
                 if matches:
                     placements = tuple(self._place(catalog, local, *match) for match in matches)
-                    direct = _direct(block, placements)
+                    direct = _direct(block, placements, self._transport.device)
                     pulls.append(_Pull(catalog.rank, index, block, () if direct is not None else placements, direct))
         return sorted(pulls, key=lambda pull: pull.index)  # in the order in which the sources write them
 
@@ -317,12 +318,12 @@ class WeightVersion:
         return full
 
 
-def _direct(block: Block, placements: Sequence[_Placement]) -> torch.Tensor | None:
+def _direct(block: Block, placements: Sequence[_Placement], device: torch.device) -> torch.Tensor | None:
     """The target's bytes, if the whole block is one contiguous run of one tensor in the wire dtype."""
     if len(block.regions) != 1 or len(placements) != 1:
         return None
     raw, target = placements[0].raw, placements[0].target
-    same = raw.dtype == target.dtype and target.is_contiguous() and target.device.type == "cpu"
+    same = raw.dtype == target.dtype and target.is_contiguous() and target.device == device
     if not same or raw.numel() * raw.element_size() != block.nbytes:
         return None
     return target.reshape(-1).view(torch.uint8)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from llamarl.errors import DeadlineExceeded, WeightSyncError
-from llamarl.weight_sync.checksum import digest
+from llamarl.weight_sync.checksum import block_digest, digest, mix64
 from llamarl.weight_sync.layout import (
     HeldShard,
     Layout,
@@ -53,7 +53,13 @@ class _Copy:
 
     def run(self, tensor: torch.Tensor) -> None:
         view = self.view
-        plain = self.start is not None and tensor.dtype == view.dtype and tensor.is_cpu and tensor.is_contiguous()
+        plain = (
+            self.start is not None
+            and tensor.dtype == view.dtype
+            and tensor.is_cpu
+            and view.is_cpu
+            and tensor.is_contiguous()
+        )
         if plain and self.start is not None:  # a bare memory copy: half the overhead of a tensor copy at block size
             address = tensor.data_ptr() + self.start * view.element_size()
             ctypes.memmove(view.data_ptr(), address, view.numel() * view.element_size())
@@ -67,8 +73,8 @@ class _Slot:
     catalog: Catalog
     copies: list[list[_Copy]]
     """By block."""
-    blocks: list[memoryview]
-    """By block: its bytes."""
+    blocks: list[torch.Tensor]
+    """By block: its bytes, uint8."""
     words: npt.NDArray[np.uint64]
     """The header."""
     checksums: npt.NDArray[np.uint64]
@@ -148,13 +154,17 @@ class Publisher:
         slot.words[Word.VERSION] = version
         slot.words[Word.PROGRESS] = 0
         checksum: int | None = None
+        ready = torch.cuda.current_stream(slot.buffer.data.device).record_event() if slot.buffer.data.is_cuda else None
         if background:
             self._thread = threading.Thread(
-                target=self._fill_in_background, args=(slot, local, version, done), name="weight-copy", daemon=True
+                target=self._fill_in_background,
+                args=(slot, local, version, ready, done),
+                name="weight-copy",
+                daemon=True,
             )
             self._thread.start()
         else:
-            checksum = self._fill(slot, local, version)
+            checksum = self._fill(slot, local, version, ready)
             if done is not None:
                 done()
         checksums_offset, data_offset = self._offsets()
@@ -192,23 +202,47 @@ class Publisher:
             failure, self._failure = self._failure, None
             raise WeightSyncError(f"source rank {self._rank}: a version could not be published: {failure}") from failure
 
-    def _fill(self, slot: _Slot, local: Mapping[str, torch.Tensor], version: int) -> int:
-        for block, copies in enumerate(slot.copies):
-            for copy in copies:
-                copy.run(local[copy.tensor])
-            slot.checksums[block] = digest(slot.blocks[block])
-            slot.words[Word.PROGRESS] = block + 1
+    def _fill(
+        self, slot: _Slot, local: Mapping[str, torch.Tensor], version: int, ready: torch.cuda.Event | None
+    ) -> int:
+        if slot.buffer.data.is_cuda:
+            self._fill_on_device(slot, local, ready)
+        else:
+            for block, copies in enumerate(slot.copies):
+                for copy in copies:
+                    copy.run(local[copy.tensor])
+                slot.checksums[block] = block_digest(slot.blocks[block], slot.catalog.checksum)
+                slot.words[Word.PROGRESS] = block + 1
         checksum = manifest_checksum(version, self._catalog_checksum, slot.checksums)
         slot.words[Word.MANIFEST_CHECKSUM] = checksum
         slot.words[Word.STATE] = SlotState.READY
         return checksum
 
+    def _fill_on_device(self, slot: _Slot, local: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None) -> None:
+        """All copies and checksums on a stream of their own, one wait at the end."""
+        device = slot.buffer.data.device
+        stream = torch.cuda.Stream(device)
+        if ready is not None:
+            stream.wait_event(ready)  # the optimizer's kernels that were queued when the version was announced
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            for copies in slot.copies:
+                for copy in copies:
+                    copy.run(local[copy.tensor])
+            checksums = torch.stack([mix64(block) for block in slot.blocks]).cpu()  # waits
+        slot.checksums[:] = checksums.numpy().view(np.uint64)
+        slot.words[Word.PROGRESS] = len(slot.blocks)
+
     def _fill_in_background(
-        self, slot: _Slot, local: Mapping[str, torch.Tensor], version: int, done: Callable[[], None] | None
+        self,
+        slot: _Slot,
+        local: Mapping[str, torch.Tensor],
+        version: int,
+        ready: torch.cuda.Event | None,
+        done: Callable[[], None] | None,
     ) -> None:
         try:
             with torch.no_grad():
-                self._fill(slot, local, version)
+                self._fill(slot, local, version, ready)
         except Exception as error:  # raised again by wait(), on the thread that can act on it
             slot.words[Word.STATE] = SlotState.FAILED
             self._failure = error
@@ -258,7 +292,14 @@ class Publisher:
         if source.num_ranks != self._num_source_ranks:
             raise ValueError(f"the layout counts {source.num_ranks} source ranks, the channel {self._num_source_ranks}")
         _check_tensors(source, self._rank, local)
-        catalog = build_catalog(source, self._rank, wire_dtypes=_wire_dtypes(source, wire_dtype), sink=sink_layout)
+        catalog = build_catalog(
+            source,
+            self._rank,
+            wire_dtypes=_wire_dtypes(source, wire_dtype),
+            sink=sink_layout,
+            block_bytes=self._transport.block_bytes,
+            checksum=self._transport.checksum,
+        )
         changed = self._made_for is not None and self._made_for[0] != signature
         if catalog != self._catalog or changed:  # slots know the local tensors' shapes
             self._catalog = catalog
@@ -276,15 +317,14 @@ class Publisher:
         catalog = self._catalog
         assert catalog is not None
         checksums_offset, data_offset = self._offsets()
-        buffer = self._transport.register(data_offset + max(64, catalog.nbytes))
-        buffer.data[PAGE : PAGE + len(self._catalog_bytes)] = torch.frombuffer(
+        buffer = self._transport.register(data_offset, max(64, catalog.nbytes))
+        buffer.control[PAGE : PAGE + len(self._catalog_bytes)] = torch.frombuffer(
             bytearray(self._catalog_bytes), dtype=torch.uint8
         )
         pieces: dict[str, list[Piece]] = {}
         for piece in catalog.pieces:
             pieces.setdefault(piece.parameter, []).append(piece)
-        data = buffer.data[data_offset:]
-        memory = data.numpy()
+        data = buffer.data
         copies = []
         for block in catalog.blocks:
             of_block = []
@@ -306,10 +346,10 @@ class Publisher:
                     )
                 )
             copies.append(of_block)
-        blocks = [memory.data[b.offset : b.offset + b.nbytes] for b in catalog.blocks]
-        whole = buffer.data.numpy()
-        checksums = whole[checksums_offset : checksums_offset + 8 * len(blocks)].view(np.uint64)
-        return _Slot(buffer, catalog, copies, blocks, header_words(whole), checksums, generation)
+        blocks = [data[b.offset : b.offset + b.nbytes] for b in catalog.blocks]
+        control = buffer.control.numpy()
+        checksums = control[checksums_offset : checksums_offset + 8 * len(blocks)].view(np.uint64)
+        return _Slot(buffer, catalog, copies, blocks, header_words(control), checksums, generation)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

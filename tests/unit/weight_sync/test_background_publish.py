@@ -12,6 +12,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.errors import DeadlineExceeded, WeightSyncError
 from llamarl.weight_sync import source
+from llamarl.weight_sync.checksum import ChecksumKind
 from llamarl.weight_sync.slot import Word
 
 WAIT_S = 60.0
@@ -20,29 +21,29 @@ ENDS = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
 
 
 def model() -> dict[str, torch.Tensor]:
-    return {"w": torch.arange(500_000, dtype=torch.float32), "v": torch.ones(3)}  # 2 MB: 4 blocks and the small one
+    return {"w": torch.arange(1_500_000, dtype=torch.float32), "v": torch.ones(3)}  # 6 MB: 6 blocks, v in the last
 
 
 class Gate:
     """Stands in for the checksum of the copying thread: lets one block through a ticket."""
 
-    def __init__(self, digest: Callable[[memoryview], int]) -> None:
+    def __init__(self, digest: Callable[[torch.Tensor, ChecksumKind], int]) -> None:
         self._digest = digest
         self.tickets = threading.Semaphore(0)
         self.fail = False
 
-    def __call__(self, data: memoryview) -> int:
+    def __call__(self, data: torch.Tensor, kind: ChecksumKind) -> int:
         if threading.current_thread().name == "weight-copy":
             assert self.tickets.acquire(timeout=WAIT_S)
             if self.fail:
                 raise RuntimeError("the disk is on fire")
-        return self._digest(data)
+        return self._digest(data, kind)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate = Gate(source.digest)
-    monkeypatch.setattr(source, "digest", gate)
+    gate = Gate(source.block_digest)
+    monkeypatch.setattr(source, "block_digest", gate)
     return gate
 
 
@@ -78,6 +79,7 @@ def test_deadline_says_which_block_was_waited_for(gate: Gate) -> None:
     with pytest.raises(DeadlineExceeded, match=r"loading version 3.*waiting for source rank 0 to write block \d of \d"):
         version.load_into({name: torch.zeros_like(t) for name, t in model().items()}, deadline_s=0.1)
     gate.tickets.release(100)
+    sender.close()  # joins the copying thread, which must not meet the next test's gate
 
 
 def test_failure_in_the_background_is_refused_by_sinks_and_raised_at_the_source(gate: Gate) -> None:

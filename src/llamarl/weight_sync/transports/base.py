@@ -1,8 +1,11 @@
 """What a transport does: one side registers a buffer and writes into it, the other reads it one-sidedly.
 
     source                                            sink
-    buffer = transport.register(nbytes)               remote = transport.open(buffer.address)
+    buffer = transport.register(control, data bytes)  remote = transport.open(buffer.address)
     write into buffer.data, then publish the address  remote.read(offset, into)   no code runs at the source
+
+A buffer has two parts that follow each other in one space of offsets: *control* (header, catalog, checksums), always in
+host memory, and *data*, on whatever device the transport serves.
 
 A transport moves bytes and nothing else: versions, checksums and second attempts are the caller's, and so the same for
 all of them.
@@ -10,9 +13,12 @@ all of them.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+
+from llamarl.weight_sync.checksum import ChecksumKind
 
 __all__ = ["Address", "RemoteBuffer", "SinkTransport", "SourceBuffer", "SourceTransport"]
 
@@ -24,8 +30,13 @@ class SourceBuffer(Protocol):
     """Memory at the source that sinks can read."""
 
     @property
+    def control(self) -> torch.Tensor:
+        """uint8 [control_bytes] in host memory, writable."""
+        ...
+
+    @property
     def data(self) -> torch.Tensor:
-        """uint8 [nbytes], writable; where the source puts its bytes."""
+        """uint8 [data_bytes], writable; where the source puts the weights."""
         ...
 
     @property
@@ -38,8 +49,12 @@ class SourceTransport(Protocol):
     """Registers buffers."""
 
     name: str
+    checksum: ChecksumKind
+    """What runs at memory speed where the data lies."""
+    block_bytes: int
+    """Bytes copied and checksummed at a time."""
 
-    def register(self, nbytes: int) -> SourceBuffer:
+    def register(self, control_bytes: int, data_bytes: int) -> SourceBuffer:
         """A zero-filled buffer that sinks can read.
 
         Raises:
@@ -54,11 +69,13 @@ class RemoteBuffer(Protocol):
     """A source's buffer as a sink sees it."""
 
     def view(self) -> torch.Tensor | None:
-        """uint8 [nbytes] over the source's own bytes if they are mapped here, else None. Read-only."""
+        """uint8 over all of the source's bytes if they are mapped in host memory here, else None. Read-only."""
         ...
 
     def read(self, offset: int, into: torch.Tensor, deadline_s: float) -> None:
         """Copy ``into.numel()`` bytes from ``offset`` into a contiguous uint8 tensor.
+
+        ``into`` lies in host memory for the control part, on the sink transport's ``device`` for the data part.
 
         Raises:
             WeightSyncError: The source is gone.
@@ -77,6 +94,12 @@ class SinkTransport(Protocol):
     """Opens buffers that a source has registered."""
 
     name: str
+    device: torch.device
+    """Where the data part is read to, and proved."""
+
+    def pulling(self) -> AbstractContextManager[None]:
+        """Around a whole pull: enters the stream to copy on; when left, what was pulled is in place."""
+        ...
 
     def open(self, address: Address) -> RemoteBuffer:
         """Connect to a buffer.

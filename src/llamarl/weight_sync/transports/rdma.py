@@ -11,6 +11,7 @@ Buffers are registered and read on a thread that has a Monarch context: an actor
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from llamarl.errors import DeadlineExceeded, WeightSyncError
+from llamarl.weight_sync.checksum import BLOCK_BYTES, ChecksumKind
 
 __all__ = ["CHUNK_BYTES", "RdmaAddress", "RdmaSink", "RdmaSource", "rdma_backend"]
 
@@ -58,13 +60,15 @@ def rdma_backend(allow_tcp: bool) -> str:
 
 
 class _Buffer:
-    def __init__(self, nbytes: int, chunk_bytes: int) -> None:
+    def __init__(self, control_bytes: int, data_bytes: int, chunk_bytes: int) -> None:
         from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 
-        self.data = torch.zeros(nbytes, dtype=torch.uint8)
+        nbytes = control_bytes + data_bytes
+        whole = torch.zeros(nbytes, dtype=torch.uint8)
+        self.control, self.data = whole[:control_bytes], whole[control_bytes:]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RDMATcpFallbackWarning)  # the transport's name says it
-            self._chunks = [RDMABuffer(self.data[a:b]) for a, b in _bounds(nbytes, chunk_bytes)]
+            self._chunks = [RDMABuffer(whole[a:b]) for a, b in _bounds(nbytes, chunk_bytes)]
             listing = pickle.dumps((chunk_bytes, self._chunks))
             self._listing = torch.frombuffer(bytearray(listing), dtype=torch.uint8)
             self._directory = RDMABuffer(self._listing)
@@ -78,7 +82,7 @@ class _Buffer:
         for buffer in (self._directory, *self._chunks):
             buffer.drop().get(timeout=30)
         self._chunks = []
-        self.data = torch.empty(0, dtype=torch.uint8)
+        self.control = self.data = torch.empty(0, dtype=torch.uint8)
 
 
 class RdmaSource:
@@ -92,15 +96,20 @@ class RdmaSource:
         WeightSyncError: No backend on this host.
     """
 
+    checksum: ChecksumKind = "xxh3"
+    block_bytes = BLOCK_BYTES
+
     def __init__(self, *, allow_tcp: bool = True, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.name = f"rdma ({rdma_backend(allow_tcp)})"
         self._chunk_bytes = chunk_bytes
 
-    def register(self, nbytes: int) -> _Buffer:
+    def register(self, control_bytes: int, data_bytes: int) -> _Buffer:
         try:
-            return _Buffer(nbytes, self._chunk_bytes)
+            return _Buffer(control_bytes, data_bytes, self._chunk_bytes)
         except (RuntimeError, MemoryError) as error:
-            raise WeightSyncError(f"cannot register {nbytes:,} bytes with {self.name}: {error}") from error
+            raise WeightSyncError(
+                f"cannot register {control_bytes + data_bytes:,} bytes with {self.name}: {error}"
+            ) from error
 
     def close(self) -> None:
         pass  # each buffer is closed by who registered it
@@ -169,9 +178,14 @@ class RdmaSink:
         WeightSyncError: No backend on this host.
     """
 
+    device = torch.device("cpu")
+
     def __init__(self, *, allow_tcp: bool = True, open_deadline_s: float = 60.0) -> None:
         self.name = f"rdma ({rdma_backend(allow_tcp)})"
         self._open_deadline_s = open_deadline_s
+
+    def pulling(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def open(self, address: RdmaAddress) -> _Remote:
         return _Remote(address, self._open_deadline_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from pathlib import Path
 
@@ -9,21 +10,23 @@ import torch
 
 from llamarl.channels.segments import MappedSegment, Segment, SegmentHandle, open_segment, owner_holds, tensor_over
 from llamarl.errors import ChannelError, WeightSyncError
+from llamarl.weight_sync.checksum import BLOCK_BYTES, ChecksumKind
 
 __all__ = ["SharedMemorySink", "SharedMemorySource"]
 
 
 class _Buffer:
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, control_bytes: int) -> None:
         self._segment = segment
-        self.data = torch.from_numpy(segment.bytes)
+        whole = torch.from_numpy(segment.bytes)
+        self.control, self.data = whole[:control_bytes], whole[control_bytes:]
 
     @property
     def address(self) -> SegmentHandle:
         return self._segment.handle
 
     def close(self) -> None:
-        self.data = torch.empty(0, dtype=torch.uint8)
+        self.control = self.data = torch.empty(0, dtype=torch.uint8)
         self._segment.close()
 
 
@@ -35,13 +38,15 @@ class SharedMemorySource:
     """
 
     name = "shared_memory"
+    checksum: ChecksumKind = "xxh3"
+    block_bytes = BLOCK_BYTES
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
 
-    def register(self, nbytes: int) -> _Buffer:
+    def register(self, control_bytes: int, data_bytes: int) -> _Buffer:
         try:
-            return _Buffer(Segment(nbytes, folder=self._folder))
+            return _Buffer(Segment(control_bytes + data_bytes, folder=self._folder), control_bytes)
         except ChannelError as error:
             raise WeightSyncError(f"cannot register a weight buffer: {error}") from error
 
@@ -78,6 +83,10 @@ class SharedMemorySink:
     """Maps segments of processes on this host."""
 
     name = "shared_memory"
+    device = torch.device("cpu")
+
+    def pulling(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def open(self, address: SegmentHandle) -> _Remote:
         try:

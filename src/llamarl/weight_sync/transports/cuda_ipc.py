@@ -1,0 +1,195 @@
+"""CUDA IPC on one host: a sink maps a trainer GPU's buffer and copies from it, over NVLink where there is one.
+
+    control (header, catalog, checksums): a shared memory segment        data: device memory of the source
+    one IPC handle for each sink rank, since each may be opened once  ──▶ sink: peer copy on a stream of its own, mix64 there
+
+Blocks are larger than on the CPU: each costs the sink one wait for its checksum.
+
+**Not yet run on a GPU.** What does not touch a device (the control part, the mix64 checksum, the protocol around both) is
+tested on the CPU; the device calls below are reviewed against torch 2.13's ``torch.multiprocessing.reductions``, whose
+handles they are, and wait for a machine with two GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llamarl.channels.segments import MappedSegment, Segment, SegmentHandle, open_segment, owner_holds, tensor_over
+from llamarl.errors import ChannelError, WeightSyncError
+from llamarl.weight_sync.checksum import ChecksumKind
+
+__all__ = ["CudaIpcAddress", "CudaIpcSink", "CudaIpcSource"]
+
+_BLOCK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class CudaIpcAddress:
+    """Where a registered buffer lies. The IPC handles themselves lie in the segment, behind the control part."""
+
+    segment: SegmentHandle
+    control_bytes: int
+    handles_bytes: int
+    data_bytes: int
+
+
+class _Buffer:
+    def __init__(self, control_bytes: int, data_bytes: int, device: torch.device, num_sink_ranks: int) -> None:
+        self.data = torch.zeros(data_bytes, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)  # the zeros must be there before anyone else can look
+        start = self.data.storage_offset()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        # Each call makes a handle with a reference count of its own; one opened twice would be counted down twice.
+        shares = [self.data.untyped_storage()._share_cuda_() for _ in range(num_sink_ranks)]
+        handles = pickle.dumps((uuid, start, [tuple(share) for share in shares]))
+        self._segment = Segment(control_bytes + len(handles))
+        whole = torch.from_numpy(self._segment.bytes)
+        whole[control_bytes:] = torch.frombuffer(bytearray(handles), dtype=torch.uint8)
+        self.control = whole[:control_bytes]
+        self._address = CudaIpcAddress(self._segment.handle, control_bytes, len(handles), data_bytes)
+
+    @property
+    def address(self) -> CudaIpcAddress:
+        return self._address
+
+    def close(self) -> None:
+        self.control = torch.empty(0, dtype=torch.uint8)
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self._segment.close()
+
+
+class CudaIpcSource:
+    """Registers memory of one GPU.
+
+    Args:
+        device: The trainer rank's GPU.
+        num_sink_ranks: Sink ranks on this host.
+
+    Raises:
+        WeightSyncError: There is no GPU.
+    """
+
+    name = "cuda_ipc"
+    checksum: ChecksumKind = "mix64"
+    block_bytes = _BLOCK_BYTES
+
+    def __init__(self, device: torch.device, *, num_sink_ranks: int) -> None:
+        _check_device(device)
+        self._device = device
+        self._num_sink_ranks = num_sink_ranks
+
+    def register(self, control_bytes: int, data_bytes: int) -> _Buffer:
+        try:
+            return _Buffer(control_bytes, data_bytes, self._device, self._num_sink_ranks)
+        except (torch.OutOfMemoryError, ChannelError) as error:
+            raise WeightSyncError(
+                f"cannot register a weight buffer of {data_bytes:,} bytes on {self._device}: {error}"
+            ) from error
+
+    def close(self) -> None:
+        pass  # each buffer is closed by who registered it
+
+
+class _Remote:
+    def __init__(self, address: CudaIpcAddress, segment: MappedSegment, rank: int) -> None:
+        self._address = address
+        self._segment = segment
+        self._control = tensor_over(segment.bytes)
+        at = address.control_bytes
+        uuid, start, shares = pickle.loads(segment.bytes[at : at + address.handles_bytes].tobytes())
+        if not 0 <= rank < len(shares):
+            raise WeightSyncError(f"the source shares its buffer with {len(shares)} sink ranks, this is rank {rank}")
+        device = _device_of(uuid)
+        storage = torch.UntypedStorage._new_shared_cuda(device.index, *shares[rank][1:])
+        self._data = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, start, (address.data_bytes,), (1,))
+
+    def view(self) -> None:
+        return None
+
+    def read(self, offset: int, into: torch.Tensor, deadline_s: float) -> None:
+        size, control = into.numel(), self._address.control_bytes
+        if offset < control:
+            if offset < 0 or offset + size > control:
+                raise WeightSyncError(
+                    f"bytes {offset} to {offset + size} lie outside a control part of {control} bytes"
+                )
+            ctypes.memmove(into.data_ptr(), self._control.data_ptr() + offset, size)
+            return
+        if offset + size > control + self._address.data_bytes:
+            raise WeightSyncError(f"bytes {offset} to {offset + size} lie outside the buffer")
+        into.copy_(self._data[offset - control : offset - control + size], non_blocking=True)
+
+    def check_source(self) -> None:
+        if not owner_holds(self._segment.handle):
+            raise WeightSyncError("the source has ended or closed its buffer")
+
+    def close(self) -> None:
+        self._data = self._control = torch.empty(0, dtype=torch.uint8)
+        self._segment.close()
+
+
+class CudaIpcSink:
+    """Maps GPU buffers of processes on this host.
+
+    Args:
+        device: The generator rank's GPU; copies run on a stream of its own there.
+        rank: This sink rank, which of the source's handles is its own.
+
+    Raises:
+        WeightSyncError: There is no GPU.
+    """
+
+    name = "cuda_ipc"
+
+    def __init__(self, device: torch.device, *, rank: int) -> None:
+        _check_device(device)
+        self.device = device
+        self._rank = rank
+        self._stream = torch.cuda.Stream(device)
+
+    def open(self, address: CudaIpcAddress) -> _Remote:
+        segment = None
+        try:
+            segment = open_segment(address.segment)
+            return _Remote(address, segment, self._rank)
+        except (ChannelError, RuntimeError) as error:
+            if segment is not None:
+                segment.close()
+            raise WeightSyncError(
+                f"cannot open the GPU buffer: {error}; restart the source and resume the run"
+            ) from error
+
+    @contextlib.contextmanager
+    def pulling(self) -> Iterator[None]:
+        """Copy on the side stream, behind what the engine has queued; wait for it before the version is served."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        pass
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != "cuda" or device.index is None:
+        raise ValueError(f"the cuda_ipc transport needs a device like cuda:0, got {device}")
+    if not torch.cuda.is_available():
+        raise WeightSyncError("the cuda_ipc transport needs a CUDA GPU; this process sees none")
+
+
+def _device_of(uuid: Any) -> torch.device:
+    """This process's number for a GPU; ``CUDA_VISIBLE_DEVICES`` may differ between the two sides."""
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return torch.device("cuda", index)
+    raise WeightSyncError(
+        f"the source's GPU {uuid} is not visible here: list it in this process's CUDA_VISIBLE_DEVICES, after its own"
+    )

@@ -1,0 +1,110 @@
+"""Choice of transport, and what of the GPU path runs without a GPU: its checksum, and the protocol around it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
+from llamarl.errors import WeightSyncError
+from llamarl.weight_sync.checksum import block_digest, digest, tensor_digest
+from llamarl.weight_sync.transports.choose import Place, choose_transport
+from llamarl.weight_sync.transports.cuda_ipc import CudaIpcSink, CudaIpcSource
+from llamarl.weight_sync.transports.shared_memory import SharedMemorySource
+
+CPU, GPU = Place("a", "cpu"), Place("a", "cuda:0")
+OTHER = Place("b", "cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("sources", "sinks", "expected"),
+    [
+        ([CPU], [CPU], "shared_memory"),
+        ([GPU], [CPU], "shared_memory"),
+        ([GPU], [GPU], "cuda_ipc"),
+        ([GPU], [GPU, OTHER], "rdma"),
+    ],
+)
+def test_choice_follows_hosts_then_devices(sources: list[Place], sinks: list[Place], expected: str) -> None:
+    name, reason = choose_transport(sources, sinks)
+    assert name == expected and "host" in reason
+
+
+def test_a_side_without_ranks_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="1 and 0"):
+        choose_transport([CPU], [])
+
+
+def test_cuda_ipc_says_what_it_lacks() -> None:
+    with pytest.raises(ValueError, match="like cuda:0"):
+        CudaIpcSource(torch.device("cpu"), num_sink_ranks=1)
+    if not torch.cuda.is_available():
+        with pytest.raises(WeightSyncError, match="sees none"):
+            CudaIpcSink(torch.device("cuda:0"), rank=0)
+
+
+def slow_mix64(data: bytes) -> int:
+    """The definition, in Python integers."""
+    mask = (1 << 64) - 1
+
+    def signed_shift(x: int, by: int) -> int:
+        return ((x - (1 << 64) if x >> 63 else x) >> by) & mask
+
+    whole = len(data) // 8 * 8
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, whole, 8)]
+    words.append(int.from_bytes(data[whole:], "little"))
+    total = len(data)
+    for position, word in enumerate(words, start=1):
+        x = word ^ (position * 0x9E3779B97F4A7C15 & mask)
+        x = (x ^ signed_shift(x, 30)) * 0xBF58476D1CE4E5B9 & mask
+        total += x ^ signed_shift(x, 27)
+    return total & mask
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 1001])
+def test_mix64_equals_its_definition(size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    tensor = torch.tensor(list(data), dtype=torch.uint8)
+    assert block_digest(tensor, "mix64") == slow_mix64(data)
+    assert block_digest(tensor, "xxh3") == digest(data) == tensor_digest(tensor)
+
+
+@pytest.mark.parametrize("kind", ["xxh3", "mix64"])
+def test_checksum_finds_each_flipped_bit_and_swapped_words(kind: str) -> None:
+    data = torch.tensor(list(random.Random(0).randbytes(83)), dtype=torch.uint8)
+    seen = {block_digest(data, kind)}  # type: ignore[arg-type]
+    for bit in range(8 * 83):
+        flipped = data.clone()
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        seen.add(block_digest(flipped, kind))  # type: ignore[arg-type]
+    assert len(seen) == 1 + 8 * 83
+    swapped = torch.cat([data[16:32], data[:16], data[32:]])
+    longer = torch.cat([data, torch.zeros(1, dtype=torch.uint8)])
+    assert block_digest(swapped, kind) not in seen  # type: ignore[arg-type]
+    assert block_digest(longer, kind) not in seen  # type: ignore[arg-type]
+
+
+class SharedMemoryWithMix64(SharedMemorySource):
+    """A source whose blocks are proved as a GPU's are."""
+
+    checksum = "mix64"
+    block_bytes = 4096
+
+
+def test_sink_uses_the_checksum_that_the_catalog_names() -> None:
+    spec = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
+    ends = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
+    sender = WeightsSender(spec, **ends, transport=SharedMemoryWithMix64())
+    receiver = WeightsReceiver(spec, **ends)
+    sent = {"w": torch.randn(100, 37), "v": torch.randn(5).to(torch.bfloat16)}
+    handle = sender.send(0, WeightsPayload(version=1, tensors=sent))
+    version = receiver.receive((handle,), 5.0)
+    assert version is not None
+    got = version.read_all()
+    assert all(torch.equal(got[name], tensor) for name, tensor in sent.items())
+    sender._publisher._slots[0].buffer.data[9000] ^= 4
+    with pytest.raises(WeightSyncError, match="w: the bytes pulled"):
+        version.read_all()
