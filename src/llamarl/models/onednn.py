@@ -9,14 +9,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["OneDnnLinear", "use_onednn_linears"]
+__all__ = ["OneDnnLinear", "linear", "use_onednn_linears"]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] times the transpose of weight [N, K]; both may be transposed views."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` without gradients: by oneDNN where it serves (fp32 on CPU), else as usual. Transposed views are fine."""
+    if _serves(x, weight) and not torch.is_grad_enabled():
+        return _product(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def _serves(x: Tensor, weight: Tensor) -> bool:
+    plain = type(weight) in (Tensor, nn.Parameter) and type(x) is Tensor and x.device.type == "cpu"
+    return plain and x.dtype == weight.dtype == torch.float32 and x.numel() > 0 and torch.backends.mkldnn.is_available()
 
 
 class _Linear(torch.autograd.Function):
@@ -44,10 +57,8 @@ class OneDnnLinear(nn.Linear):
     """``nn.Linear`` with the same parameters and names. Sharded (DTensor) weights take the ordinary path."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight
-        plain = type(weight) in (Tensor, nn.Parameter) and type(input) is Tensor and input.device.type == "cpu"
-        if plain and input.dtype == weight.dtype == torch.float32 and input.numel() > 0:
-            return _Linear.apply(input, weight, self.bias)
+        if _serves(input, self.weight):
+            return _Linear.apply(input, self.weight, self.bias)
         return super().forward(input)
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
+
+from llamarl.models.onednn import linear
 
 __all__ = ["LogitTransform", "token_logprobs"]
 
@@ -104,7 +105,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logsumexp = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs)
         for rows in _chunks(len(targets), chunk_tokens):
-            logits = transform.forward_(F.linear(hidden[rows], weight, bias).to(dtype))
+            logits = transform.forward_(linear(hidden[rows], weight, bias).to(dtype))
             peak = logits.amax(dim=-1, keepdim=True)
             probs = torch.sub(logits, peak).exp_()
             total = probs.sum(dim=-1)
@@ -127,7 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
         for rows in _chunks(len(targets), ctx.chunk_tokens):
-            logits = ctx.transform.forward_(F.linear(hidden[rows], weight, bias).to(dtype))
+            logits = ctx.transform.forward_(linear(hidden[rows], weight, bias).to(dtype))
             log_probs = torch.sub(logits, logsumexp[rows, None])
             if ctx.entropy_needs_grad:  # d entropy / d logit = -p * (log p + entropy)
                 coefficient = (log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None])
@@ -141,9 +142,9 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
             grad = grad.to(hidden.dtype)
-            torch.mm(grad, weight, out=grad_hidden[rows])
+            grad_hidden[rows] = linear(grad, weight.t())
             if grad_weight.dtype == hidden.dtype:
-                grad_weight.addmm_(grad.T, hidden[rows])
+                grad_weight += linear(grad.t(), hidden[rows].t())
             else:
                 grad_weight += grad.T @ hidden[rows]
             del grad

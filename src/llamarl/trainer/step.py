@@ -29,6 +29,7 @@ from llamarl.algorithms.masking import ratio_keep_mask
 from llamarl.algorithms.registry import LOSSES
 from llamarl.errors import CheckpointError, TrainingDiverged
 from llamarl.models.loading import load_model, load_model_config
+from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import (
     ParameterShard,
     apply_fully_shard,
@@ -314,6 +315,8 @@ class Trainer:
         if not streamed:
             check_output_layer(model, transform)
         cuts = apply_tensor_parallel(model, self.layout)
+        if self.layout.num_ranks == 1:  # on a mesh, weights are wrapped tensors that take the ordinary product
+            use_onednn_linears(model)
         policy = Policy(
             model,
             transform,
