@@ -77,4 +77,4 @@ def decode_s(plan: Schedule, written: Ints, stop: Ints, prompt_tokens: int, cost
     middle = (low[row, segment] + high[row, segment] - 1) / 2.0
     context = prompt_tokens + middle + (started - ended)[row, segment] / active
     steps = (high - low)[row, segment]
-    return np.bincount(row, steps * cost.decode_step_s(active, context), replicas)
+    return np.bincount(row, steps * cost.decode_step_s(active, context), replicas).astype(np.float64)
