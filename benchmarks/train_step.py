@@ -64,6 +64,7 @@ def main() -> None:
                 cpu[side].append(time.process_time() - before)
             rates.append(matmul_rate())
         flops = useful_flops(folder, groups)
+        sharing = shared_prompt_gain(folder, args)
     tokens = sum(g.num_tokens for g in groups)
     medians = {side: statistics.median(values) for side, values in times.items()}
     rate = statistics.median(rates)
@@ -77,6 +78,7 @@ def main() -> None:
         "tokens_per_s": {side: tokens / seconds for side, seconds in medians.items()},
         "matmul_flop_per_s": spread(rates),
         "useful_flop": flops,
+        "shared_prompt": sharing,
         "share_of_matmul_rate": {side: flops / seconds / rate for side, seconds in medians.items()},
     }
     for side in times:
@@ -89,6 +91,34 @@ def main() -> None:
         claim("share of the measured matmul rate", results["share_of_matmul_rate"]["llamarl"], 0.55),
     ]
     write_report(args.json, results, claims)
+
+
+def shared_prompt_gain(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Eight responses to one prompt of 512 tokens, with and without computing the prompt once."""
+    shape = argparse.Namespace(
+        **{**vars(args), "prompts": 1, "group_size": 8, "prompt_tokens": 512, "max_tokens": 8192}
+    )
+    groups = samples(shape, LlamaConfig.from_pretrained(folder).vocab_size)
+    steps = {
+        name: llamarl_step(folder, groups, shape, share_prompts=on) for name, on in (("shared", True), ("apart", False))
+    }
+    wall: dict[str, list[float]] = {name: [] for name in steps}
+    cpu: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(args.repeats + 1):
+        for name, step in steps.items():
+            before = time.process_time()
+            seconds = timed(step)
+            if repeat:  # the first is warm-up
+                wall[name].append(seconds)
+                cpu[name].append(time.process_time() - before)
+    gain = statistics.median(wall["apart"]) / statistics.median(wall["shared"])
+    print(f"8 responses on a 512-token prompt: {gain:.2f} times as fast with the prompt computed once")
+    return {
+        "response_tokens": sum(len(r.tokens) for g in groups for r in g.responses),
+        "seconds": {name: spread(values) for name, values in wall.items()},
+        "cpu_seconds": {name: spread(values) for name, values in cpu.items()},
+        "gain": gain,
+    }
 
 
 def random_smollm2(folder: Path) -> Path:
@@ -129,9 +159,11 @@ def samples(args: argparse.Namespace, vocabulary: int) -> list[Group]:
     return groups
 
 
-def llamarl_step(folder: Path, groups: list[Group], args: argparse.Namespace) -> Callable[[], None]:
+def llamarl_step(
+    folder: Path, groups: list[Group], args: argparse.Namespace, *, share_prompts: bool = True
+) -> Callable[[], None]:
     trainer = Trainer(
-        folder, TrainerConfig(max_tokens_per_microbatch=args.max_tokens), OptimizerConfig(lr=1e-6),
+        folder, TrainerConfig(max_tokens_per_microbatch=args.max_tokens, share_prompts=share_prompts), OptimizerConfig(lr=1e-6),
         AlgorithmConfig(rho=RHO), temperature=1.0,
     )  # fmt: skip
 
@@ -183,17 +215,21 @@ def _advantage(group: Group, response: Response) -> float:
 
 
 def useful_flops(folder: Path, groups: list[Group]) -> float:
-    """Multiplications and additions that the gradient needs: no padding, no recomputation; prompts counted once a response."""
+    """Multiplications and additions that the gradient needs: no padding, no recomputation, prompts once a group."""
     config = LlamaConfig.from_pretrained(folder)
     width, layers, head = config.hidden_size, config.num_hidden_layers, config.head_dim
     attention = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
     per_token = 2 * layers * width * (attention * head + 3 * config.intermediate_size)
     total = 0.0
     for group in groups:
+        prompt = len(group.prompt.tokens)
+        pairs, tokens = prompt * (prompt + 1) / 2, prompt
         for response in group.responses:
-            n, length = len(response.tokens), len(group.prompt.tokens) + len(response.tokens) - 1
-            scores = 2 * 2 * layers * config.num_attention_heads * head * length * (length + 1) / 2
-            total += 3 * (length * per_token + scores + n * 2 * width * config.vocab_size)
+            n = len(response.tokens)
+            pairs += (n - 1) * prompt + (n - 1) * n / 2
+            tokens += n - 1
+            total += 3 * n * 2 * width * config.vocab_size
+        total += 3 * (tokens * per_token + pairs * 2 * 2 * layers * config.num_attention_heads * head)
     return total
 
 

@@ -257,6 +257,7 @@ def reshard_rank(pipe: Connection, rank: int, model: str, sink_kind: str, store:
     """Ranks 0 to 3 train, ranks 4 and 5 generate; one gloo group joins them for the slow way and for the barrier."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=6)
+    receivers = dist.new_group([0, 4, 5])
     parameters, source, sink = reshard_layouts(model, sink_kind)
     is_source = rank < 4
     tensors = local_tensors(source, rank, True) if is_source else local_tensors(sink, rank - 4, False)
@@ -285,7 +286,7 @@ def reshard_rank(pipe: Connection, rank: int, model: str, sink_kind: str, store:
                 assert pipe.poll(WAIT_S)
                 puller.open(pipe.recv(), WAIT_S).load_into(tensors, sink, WAIT_S)
         else:
-            gather_then_broadcast(rank, parameters, source, sink, tensors)
+            gather_then_broadcast(rank, parameters, source, sink, tensors, receivers)
         finished = time.monotonic()
         pipe.send({"started": started, "finished": finished, "grew": peak() - before, "own": own})
         dist.barrier()
@@ -295,7 +296,12 @@ def reshard_rank(pipe: Connection, rank: int, model: str, sink_kind: str, store:
 
 
 def gather_then_broadcast(
-    rank: int, parameters: ModelParameters, source: Layout, sink: Layout, tensors: dict[str, torch.Tensor]
+    rank: int,
+    parameters: ModelParameters,
+    source: Layout,
+    sink: Layout,
+    tensors: dict[str, torch.Tensor],
+    receivers: Any,
 ) -> None:
     """The slow way: trainer rank 0 gathers the whole state dict, broadcasts it, every generator cuts what it needs."""
     full: dict[str, torch.Tensor] = {}
@@ -317,28 +323,10 @@ def gather_then_broadcast(
             continue
         if rank != 0:
             full[name] = torch.empty(spec.shape)
-        dist.broadcast(full[name], src=0, group=_generators_and_first())
+        dist.broadcast(full[name], src=0, group=receivers)
     if rank >= 4:
         for piece in sink.pieces[rank - 4]:
             tensors[piece.tensor].copy_(full[piece.parameter][tuple(slice(a, b) for a, b in piece.box)])
-
-
-_GROUP: list[Any] = []
-
-
-def _generators_and_first() -> Any:
-    return _GROUP[0]
-
-
-def reshard_main(pipe: Connection, rank: int, model: str, sink_kind: str, store: str) -> None:
-    original = dist.init_process_group
-
-    def init(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        _GROUP.append(dist.new_group([0, 4, 5]))
-
-    dist.init_process_group = init
-    reshard_rank(pipe, rank, model, sink_kind, store)
 
 
 def reshard(model: str, sink_kind: str, repeats: int) -> dict[str, Any]:
@@ -346,7 +334,7 @@ def reshard(model: str, sink_kind: str, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(6):
-                processes.start(reshard_main, rank, model, sink_kind, f"{folder}/store")
+                processes.start(reshard_rank, rank, model, sink_kind, f"{folder}/store")
             processes.answers()
             times: dict[str, list[float]] = {"direct": [], "gather_broadcast": []}
             grew: dict[str, list[list[float]]] = {"direct": [], "gather_broadcast": []}
@@ -433,6 +421,7 @@ def main() -> int:
     parser.add_argument("--sections", nargs="+", default=["one_to_one", "reshard", "scaling", "two_hosts"])
     parser.add_argument("--models", nargs="+", default=["135m", "1b"], choices=sorted(SHAPES), help="for one_to_one")
     parser.add_argument("--reshard-model", default="135m", choices=sorted(SHAPES))
+    parser.add_argument("--host-bytes", type=int, default=256 << 20, help="for two_hosts")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -485,6 +474,15 @@ def main() -> int:
         per_rank = [row["sent_bytes_per_rank"] for row in result["rows"]]
         claims.append(claim("bytes per rank to 16,384 ranks, most over least", max(per_rank) / min(per_rank), 1.0))
         print(f"scaling: {json.dumps(result)}")
+    if "two_hosts" in arguments.sections:
+        try:
+            from weight_sync_hosts import two_hosts
+        except ImportError as error:
+            results["two_hosts"] = f"left out: {error}"
+        else:
+            result = results["two_hosts"] = two_hosts(arguments.host_bytes, 3)
+            claims.append(claim("two hosts: verified (1) or not (0)", float(result["verified"]), 1.0, at_least=True))
+            print(f"two_hosts: {json.dumps(result)}")
     report = {
         "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

@@ -24,6 +24,8 @@ sys.path.insert(0, str(HERE))
 import trainer_ranks  # noqa: E402
 from training_fixtures import write_model  # noqa: E402
 
+from llamarl.errors import CheckpointError  # noqa: E402
+
 _SERVER = multiprocessing.get_context("forkserver")
 
 FAMILIES = ("llama", "qwen3", "gemma2")
@@ -50,9 +52,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _SERVER.set_forkserver_preload(["trainer_ranks"])
     for family in FAMILIES:
         write_model(folder / family, family)
-    _launch(folder, 1, [f"{family}:1x1" for family in FAMILIES])
-    _launch(folder, 2, [f"{family}:{sizes}" for family in FAMILIES for sizes in ("2x1", "1x2")])
-    _launch(folder, 4, [f"{family}:2x2" for family in FAMILIES])
+    rounded = "qwen3:{}:bfloat16"
+    _launch(folder, 1, [f"{family}:1x1:float32" for family in FAMILIES] + [rounded.format("1x1")])
+    cases = [f"{family}:{sizes}:float32" for family in FAMILIES for sizes in ("2x1", "1x2")]
+    _launch(folder, 2, cases + [rounded.format("2x1"), rounded.format("1x2")])
+    _launch(folder, 4, [f"{family}:2x2:float32" for family in FAMILIES] + [rounded.format("2x2")])
     return folder
 
 
@@ -112,3 +116,37 @@ def test_export_from_all_ranks_is_what_they_hold(runs: Path, sizes: str) -> None
         for report, tensors in zip(reports, parts, strict=True):
             where = tuple(slice(start, stop) for start, stop in report["boxes"][name])
             assert torch.equal(parameter[where], tensors[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_a_state_saved_by_many_ranks_loads_into_one(runs: Path, family: str, sizes: str) -> None:
+    folders = sorted((runs / "final" / f"{family}-{sizes}").iterdir(), reverse=True)
+    trainer = trainer_ranks.make_trainer(runs, family, 1, 1)
+    trainer.load_resharded(folders)
+    assert trainer.policy_version == trainer_ranks.NUM_TICKS
+    reports, parts = _read(runs, family, sizes)
+    for name, whole in trainer.parameters_for_sync().items():
+        for report, tensors in zip(reports, parts, strict=True):
+            where = tuple(slice(start, stop) for start, stop in report["boxes"][name])
+            assert torch.equal(whole[where], tensors[name]), name
+    alone = trainer_ranks.make_trainer(runs, family, 1, 1)
+    alone.load(runs / "final" / f"{family}-1x1" / "0")
+    groups = trainer_ranks.make_groups(seed=9)
+    expected, got = alone.train(groups, trainer_ranks.NUM_TICKS), trainer.train(groups, trainer_ranks.NUM_TICKS)
+    assert got == pytest.approx(expected, rel=2e-4, abs=1e-6)
+    with pytest.raises(CheckpointError, match="do not hold all of"):
+        trainer_ranks.make_trainer(runs, family, 1, 1).load_resharded(folders[1:])
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_bfloat16_compute_on_a_mesh_is_that_of_one_process_to_its_rounding(runs: Path, sizes: str) -> None:
+    exact = _read(runs, "qwen3", "1x1")[0][0]["metrics"][0]
+    alone = json.loads((runs / "bfloat16-1x1-0.json").read_text())
+    assert alone["grad_norm"] != exact["grad_norm"]  # it did round
+    world = math.prod(int(n) for n in sizes.split("x"))
+    for rank in range(world):
+        got = json.loads((runs / f"bfloat16-{sizes}-{rank}.json").read_text())
+        assert got["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
+        assert got["loss/policy"] == pytest.approx(exact["loss/policy"], rel=0.05, abs=1e-3)
+        assert got["entropy"] == pytest.approx(alone["entropy"], rel=0.01)

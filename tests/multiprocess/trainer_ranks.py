@@ -54,10 +54,15 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
             timeout=timedelta(seconds=120),
         )  # fmt: skip
     for case in cases:
-        family, _, sizes = case.partition(":")
+        family, sizes, dtype = case.split(":")
         fsdp, tp = (int(n) for n in sizes.split("x"))
+        if dtype != "float32":  # gradients and one step are enough
+            trainer = make_trainer(folder, family, fsdp, tp, dtype)
+            groups = share(make_groups(seed=0, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
+            (folder / f"{dtype}-{fsdp}x{tp}-{rank}.json").write_text(json.dumps(trainer.train(groups, 0)))
+            continue
         out = folder / f"{family}-{fsdp}x{tp}"
-        trainer = make_trainer(folder, family, fsdp, tp)
+        trainer = make_trainer(folder, family, fsdp, tp, dtype)
         metrics = []
         for tick in range(NUM_TICKS):
             groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
@@ -65,7 +70,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
                 state = folder / "state" / f"{family}-{fsdp}x{tp}-{rank}"
                 state.mkdir(parents=True)
                 trainer.save(state)
-                trainer = make_trainer(folder, family, fsdp, tp)
+                trainer = make_trainer(folder, family, fsdp, tp, dtype)
                 trainer.load(state)
             metrics.append(trainer.train(groups, tick))
         out.mkdir(exist_ok=True)
@@ -73,5 +78,8 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         save_file({n: t.contiguous() for n, t in trainer.parameters_for_sync().items()}, out / f"{rank}.safetensors")
         (out / f"{rank}.json").write_text(json.dumps({"metrics": metrics, "boxes": boxes}))
         trainer.export(out / "model")
+        final = folder / "final" / f"{family}-{fsdp}x{tp}" / str(rank)
+        final.mkdir(parents=True)
+        trainer.save(final)
     if world > 1:
         dist.destroy_process_group()

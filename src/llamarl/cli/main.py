@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LlamaRLError as error:
         print(f"llamarl {args.verb}: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # "llamarl plan ... | head": the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print(f"llamarl {args.verb}: stopped by the user", file=sys.stderr)
         return RunInterrupted.exit_code

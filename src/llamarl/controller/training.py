@@ -250,7 +250,7 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
         stopped = "stopped by the user"
         raise
     except LlamaRLError as error:
-        stopped = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        stopped = type(error).__name__  # the command line prints the cause, once
         raise
     finally:
         runtime.close()

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.engine.config import EngineConfig
+from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.engine.sampler import sample
 from llamarl.engine.scheduler import Member, Scheduler
@@ -141,6 +142,16 @@ class NativeEngine:
         }
         self._reset_counters()
         return result
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV cache that one token takes."""
+        return self._runner.token_bytes
+
+    @property
+    def served_linears(self) -> Sequence[FusedLinear]:
+        """The linear layers as they are computed with; a benchmark measures them alone."""
+        return self._runner.linears
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -126,6 +126,8 @@ def _rows_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 class _Part(nn.Module):
     """One of the fused layers, in its old place in the model."""
 
+    _fused: FusedLinear
+
     def __init__(self, fused: FusedLinear, first: int, size: int) -> None:
         super().__init__()
         object.__setattr__(self, "_fused", fused)

@@ -41,7 +41,7 @@ class ModelRunner:
                 f"use one of {', '.join(supported_quantizations(self.device))}"
             )
         self._parameters = dict(self.model.named_parameters())
-        self._linears = serve_linears(
+        self.linears = serve_linears(
             self.model,
             quantization=quantization,
             head=self.model.get_output_embeddings(),
@@ -93,7 +93,7 @@ class ModelRunner:
     @torch.no_grad()
     def weights_updated(self) -> None:
         """The parameters hold new values: derive from them what is computed with."""
-        for linear in self._linears:
+        for linear in self.linears:
             linear.refresh()
 
     @torch.inference_mode()

@@ -1,12 +1,12 @@
-"""The bundled model's task: add a list of digits, one written step a line.
+"""The bundled model's task: add up a ledger of named digits, one written step a line.
 
-    question     3+9+4=
-    response     3+9=12
-                 12+4=16
+    question     a3 b9 c4 =
+    response     b+9=12
+                 c+4=16
                  #16
 
-Only what follows the last ``#`` is judged. A list of k digits takes k - 1 lines, so response lengths spread over a factor
-of five and more within one batch, as they do with real reasoning.
+Only what follows the last ``#`` is judged. A ledger of k entries takes k - 1 lines, so response lengths spread over a
+factor of five and more within one batch, as they do with real reasoning.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from string import ascii_lowercase
 from typing import Any
 
 from llamarl.data.items import Split, TaskItem
@@ -21,18 +22,28 @@ from llamarl.environments.procedural import draw_item
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 
-__all__ = ["StepsTask", "written_steps"]
+__all__ = ["StepsTask", "read_ledger", "write_ledger", "written_steps"]
+
+
+def read_ledger(question: str) -> list[int]:
+    """The digits of a question, in order."""
+    return [int(entry[1]) for entry in question.split()[:-1]]
+
+
+def write_ledger(digits: Sequence[int]) -> str:
+    """The question for a list of digits."""
+    return " ".join(name + str(digit) for name, digit in zip(ascii_lowercase, digits, strict=False)) + " =\n"
 
 
 def written_steps(digits: Sequence[int]) -> str:
     """The full, right response for a list of digits."""
-    totals = list(accumulate(digits))
-    lines = [f"{before}+{digit}={after}" for before, digit, after in zip(totals, digits[1:], totals[1:], strict=False)]
-    return "\n".join([*lines, f"#{totals[-1]}"])
+    entries = zip(ascii_lowercase, digits, accumulate(digits), strict=False)
+    lines = [f"{name}+{digit}={total}" for name, digit, total in entries][1:]
+    return "\n".join([*lines, f"#{sum(digits)}"])
 
 
 class StepsTask:
-    """Sums of ``min_terms`` to ``max_terms`` digits. Score: 1 for the right sum after the last ``#``, else 0."""
+    """Ledgers of ``min_terms`` to ``max_terms`` digits (2 to 9 unless told otherwise, 26 at most). Score: 1 for the right sum after the last ``#``, else 0."""
 
     name = "steps"
 
@@ -41,10 +52,10 @@ class StepsTask:
         if unknown:
             raise DataError(f"task.options: steps has no option {sorted(unknown)}; it has min_terms, max_terms")
         self._min_terms = int(options.get("min_terms", 2))
-        self._max_terms = int(options.get("max_terms", 10))
-        if not 2 <= self._min_terms <= self._max_terms:
+        self._max_terms = int(options.get("max_terms", 9))
+        if not 2 <= self._min_terms <= self._max_terms <= len(ascii_lowercase):
             raise DataError(
-                f"task.options: need 2 <= min_terms <= max_terms, got {self._min_terms} and {self._max_terms}"
+                f"task.options: need 2 <= min_terms <= max_terms <= 26, got {self._min_terms} and {self._max_terms}"
             )
         self._seed = seed
         self._eval_fraction = eval_fraction
@@ -58,7 +69,7 @@ class StepsTask:
     def _make(self, number: int) -> tuple[str, TaskItem]:
         rng = random.Random(number)
         digits = [rng.randrange(10) for _ in range(rng.randint(self._min_terms, self._max_terms))]
-        question = "+".join(map(str, digits)) + "=\n"
+        question = write_ledger(digits)
         return question, TaskItem(question=question, answer=str(sum(digits)))
 
     def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:

@@ -39,12 +39,20 @@ class TrainerConfig:
     """Compute a group's prompt once for all of its responses; exact to rounding. Models with sliding-window or soft-capped
     attention compute it once a response all the same."""
 
+    skip_zero_advantage: bool = False
+    """Do not compute responses whose advantage is 0, where the loss has no KL or entropy term: their gradient is exactly 0.
+    They still count in every mean's divisor; ratio, mismatch and entropy metrics then cover the others alone."""
+
     logprob_chunk_tokens: int = 512
     """Tokens whose logits exist at once, >= 1: peak memory of the output layer is this many rows of the vocabulary."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """``full`` keeps only each layer's input and recomputes the layer in the backward pass; ``selective`` does so for
     every second layer; ``none`` keeps everything."""
+
+    offload_optimizer: bool = False
+    """Keep master weights and moments in host memory and update there; the device holds the compute weights and one
+    micro-batch's gradients. Saves 12 bytes a parameter of device memory; costs a copy each way a step."""
 
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 does not clip."""

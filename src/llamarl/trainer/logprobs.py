@@ -110,7 +110,8 @@ class _TokenLogprobs(torch.autograd.Function):
             total = probs.sum(dim=-1)
             logsumexp[rows] = peak.squeeze(-1) + total.log()
             logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - logsumexp[rows]
-            entropy[rows] = logsumexp[rows] - torch.linalg.vecdot(probs, logits) / total
+            expected = torch.bmm(probs[:, None, :], logits[:, :, None]).view(-1)  # row by row, no third [C, V]
+            entropy[rows] = logsumexp[rows] - expected / total
             del logits, probs  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, bias, targets, logsumexp, entropy)
         ctx.transform, ctx.chunk_tokens, ctx.entropy_needs_grad = transform, chunk_tokens, entropy_needs_grad

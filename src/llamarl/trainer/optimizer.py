@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from llamarl.models.parallel import ParallelLayout, local_tensor
 from llamarl.trainer.config import OptimizerConfig
@@ -55,23 +56,32 @@ class MasterWeights:
         *,
         tensor_parallel_cuts: Mapping[str, int],
         initial: Mapping[str, Tensor] | None = None,
+        offload: bool = False,
     ) -> None:
         """
         Args:
             parameters: What the model computes with, by name; any dtype.
             initial: Float32 values of ``parameters`` before they were rounded, if they were.
+            offload: Keep masters and moments in host memory, apart from the parameters.
         """
         self.parameters = dict(parameters)
         self.layout = layout
         self._cuts = tensor_parallel_cuts
         self.tensors: dict[str, nn.Parameter] = {}
         """Name -> this rank's part of the master weight, float32."""
+        self._apart: set[str] = set()
+        """Masters that do not share storage with their parameter."""
         for name, parameter in self.parameters.items():
             local = local_tensor(parameter.detach())
+            apart = offload or local.dtype != torch.float32
             if local.dtype != torch.float32:
                 assert initial is not None, "rounded parameters need their float32 originals"
-                local = initial[name].to(torch.float32).clone()
-                parameter.register_post_accumulate_grad_hook(self._accumulator(name))
+                local = initial[name].to(torch.float32)
+            if apart:
+                self._apart.add(name)
+                local = local.to("cpu", copy=True) if offload else local.clone()
+                if not isinstance(parameter, DTensor):  # FSDP2 adds up its own gradients, in float32 already
+                    parameter.register_post_accumulate_grad_hook(self._accumulator(name))
             self.tensors[name] = nn.Parameter(local)
         matrices = [t for t in self.tensors.values() if t.ndim >= 2]
         vectors = [t for t in self.tensors.values() if t.ndim < 2]
@@ -87,7 +97,7 @@ class MasterWeights:
         """Take the gradients over from the compute parameters; call once, after the last backward pass."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                self.tensors[name].grad = local_tensor(parameter.grad)
+                self.tensors[name].grad = local_tensor(parameter.grad).to(self.tensors[name])
                 parameter.grad = None
             if self.tensors[name].grad is None:  # a rank beside whose rows nothing happened
                 self.tensors[name].grad = torch.zeros_like(self.tensors[name])
@@ -99,9 +109,9 @@ class MasterWeights:
         for name, tensor in self.tensors.items():
             assert tensor.grad is not None
             (cut if name in self._cuts else whole).append(torch.linalg.vector_norm(tensor.grad))
-        device = next(iter(self.tensors.values())).device
-        zero = torch.zeros((), device=device)
-        squares = torch.stack([_sum_of_squares(whole, zero), _sum_of_squares(cut, zero)])
+        device = next(iter(self.parameters.values())).device  # where collectives work
+        zero = torch.zeros((), device=next(iter(self.tensors.values())).device)
+        squares = torch.stack([_sum_of_squares(whole, zero), _sum_of_squares(cut, zero)]).to(device)
         if self.layout.tp > 1:
             dist.all_reduce(squares[1:], group=self.layout.group("tp"))
         return self.layout.sum_over_data(squares.sum()).sqrt()
@@ -123,9 +133,8 @@ class MasterWeights:
     def copy_to_parameters(self) -> None:
         """Round the masters into the compute parameters; nothing to do where they share storage."""
         for name, parameter in self.parameters.items():
-            local = local_tensor(parameter.detach())
-            if local.dtype != torch.float32:
-                local.copy_(self.tensors[name])
+            if name in self._apart:
+                local_tensor(parameter.detach()).copy_(self.tensors[name])
 
     def drop_gradients(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
@@ -163,7 +172,8 @@ class MasterWeights:
     def _accumulator(self, name: str):  # type: ignore[no-untyped-def]
         def accumulate(parameter: Tensor) -> None:
             master, grad = self.tensors[name], local_tensor(parameter.grad)  # type: ignore[arg-type]
-            master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
+            grad = grad.to(master.device, torch.float32)
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
             parameter.grad = None
 
         return accumulate

@@ -19,6 +19,8 @@ __all__ = ["StepStatistics"]
 
 _NOT_AVERAGED = ("loss/policy", "tokens/computed")
 """Sums that already carry the step's weights, and counts."""
+_OBSERVED = "observed"
+"""Trained tokens that went through the forward pass: what the other sums are averaged over."""
 
 
 class StepStatistics:
@@ -48,12 +50,14 @@ class StepStatistics:
         """Responses with at least one trained token."""
         self._sum_staleness: int = totals[2]
         self._num_computed = 0
+        self._num_observed = 0
         oldest = torch.tensor(int(staleness.max(initial=0)), device=device)
         self._max_staleness = int(layout.max_over_data(oldest).item())
 
-    def add(self, values: Mapping[str, Tensor], num_computed: int) -> None:
-        """Add one micro-batch's sums (and maxima), and its number of input tokens."""
+    def add(self, values: Mapping[str, Tensor], *, num_computed: int, num_trained: int) -> None:
+        """Add one micro-batch's sums (and maxima), and its numbers of input tokens and of trained tokens."""
         self._num_computed += num_computed
+        self._num_observed += num_trained
         for key, value in values.items():
             if key not in self._sums:
                 self._sums[key] = value.clone()
@@ -74,12 +78,15 @@ class StepStatistics:
         sums |= {"entropy": 0.0, "tokens/computed": 0.0}
         if self._sums:
             self._sums["tokens/computed"] = torch.tensor(float(self._num_computed), device=self._device)
+            self._sums[_OBSERVED] = torch.tensor(float(self._num_observed), device=self._device)
         adding = sorted(key for key in self._sums if key not in MAXIMA)
         largest = sorted(key for key in self._sums if key in MAXIMA)
         if adding:
             added = self._layout.sum_over_data(torch.stack([self._sums[key].double() for key in adding])).tolist()
+            observed = max(1.0, added.pop(adding.index(_OBSERVED)))
+            adding.remove(_OBSERVED)
             for key, value in zip(adding, added, strict=True):
-                sums[key] = value if key in _NOT_AVERAGED else value / self.num_tokens
+                sums[key] = value if key in _NOT_AVERAGED else value / observed
             maxima = self._layout.max_over_data(torch.stack([self._sums[key].double() for key in largest])).tolist()
             sums.update(zip(largest, maxima, strict=True))
         return {**result, **sums}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ from llamarl.trainer.packing import pack, shared_units
 from llamarl.trainer.policy import Policy, check_output_layer
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.trainer.statistics import StepStatistics
-from llamarl.trainer.storage import export_folder, load_snapshot, save_snapshot, source_dtype
+from llamarl.trainer.storage import export_folder, load_resharded, load_snapshot, save_snapshot, source_dtype
 from llamarl.types import Group
 
 __all__ = ["Trainer"]
@@ -89,7 +90,12 @@ class Trainer:
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         self.policy, cuts, initial = self._build(temperature)
         self.weights = MasterWeights(
-            self.policy.parameters_by_name(), optimizer, self.layout, tensor_parallel_cuts=cuts, initial=initial
+            self.policy.parameters_by_name(),
+            optimizer,
+            self.layout,
+            tensor_parallel_cuts=cuts,
+            initial=initial,
+            offload=config.offload_optimizer,
         )
         self._shards = parameter_shards(self.policy.parameters_by_name(), cuts, self.layout, "float32")
         self.reference = self._build(temperature)[0].requires_grad_(False) if algorithm.kl_coef > 0 else None
@@ -114,7 +120,7 @@ class Trainer:
         lr = learning_rate(self.optimizer_config, tick, self.num_ticks)
         grad_norm, stepped = 0.0, False
         if statistics.num_tokens:
-            for microbatch in self._microbatches(sequences, statistics):
+            for microbatch in self._microbatches(self._worth_computing(sequences), statistics):
                 self._forward_backward(microbatch, statistics)
             self.weights.collect_gradients()
             norm = self.weights.gradient_norm()
@@ -162,13 +168,19 @@ class Trainer:
             sums["kl/reference"] = kl.detach().sum()
         (losses * microbatch.weights).sum().backward()
         sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, mask, terms.clipped)
-        statistics.add(sums, microbatch.num_tokens)
+        statistics.add(sums, num_computed=microbatch.num_tokens, num_trained=len(microbatch.targets))
 
     def _reference_kl(self, policy_logprobs: Tensor, microbatch: Microbatch) -> Tensor:
         assert self.reference is not None
         with torch.no_grad():
             reference_logprobs, _ = self.reference(microbatch)
         return KL_ESTIMATORS[self.algorithm.kl_estimator](reference_logprobs - policy_logprobs)
+
+    def _worth_computing(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
+        terms_beside_the_policy = self.algorithm.kl_coef or self.algorithm.entropy_coef
+        if not self.config.skip_zero_advantage or terms_beside_the_policy:
+            return sequences
+        return [s for s in sequences if s.advantage != 0.0]
 
     def _microbatches(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> list[Microbatch]:
         """Packed and weighted; the same number on every rank, because gathering weights takes all of them."""
@@ -232,6 +244,7 @@ class Trainer:
             "fsdp": self.layout.fsdp,
             "tp": self.layout.tp,
             "rank": self.layout.rank,
+            "boxes": {name: shard.box for name, shard in self._shards.items()},
         }
         save_snapshot(Path(folder), self.weights.state(), values)
 
@@ -245,7 +258,24 @@ class Trainer:
         here = {"fsdp": self.layout.fsdp, "tp": self.layout.tp, "rank": self.layout.rank}
         saved = {key: values.get(key) for key in here}
         if saved != here:
-            raise CheckpointError(f"trainer state in {folder} was saved by {saved}, this rank is {here}")
+            raise CheckpointError(
+                f"trainer state in {folder} was saved by {saved}, this rank is {here}; load_resharded takes another layout"
+            )
+        self._restore(tensors, values, folder)
+
+    def load_resharded(self, folders: Sequence[Path]) -> None:
+        """Restore what ``save`` wrote on all ranks of any layout; goes on to rounding, not bit for bit.
+
+        Args:
+            folders: One a saved rank, in any order; every rank of this layout reads its slices of them.
+
+        Raises:
+            CheckpointError: Unreadable, incomplete, or of another model.
+        """
+        tensors, values = load_resharded([Path(folder) for folder in folders], self._shards)
+        self._restore(tensors, values, Path(folders[0]))
+
+    def _restore(self, tensors: dict[str, Tensor], values: dict[str, Any], folder: Path) -> None:
         try:
             self.weights.load_state(tensors)
         except (KeyError, ValueError) as error:

@@ -18,7 +18,7 @@ from llamarl.weight_sync.transports.base import RemoteBuffer
 
 __all__ = ["Clock", "RemoteSlot", "deadline_clock", "read_catalog"]
 
-_POLL_S = (20e-6, 2e-3)  # first and longest pause between two looks at a slot that is being written
+_POLL_S = (20e-6, 2e-4)  # first and longest pause between two looks at a slot that is being written
 _CHECK_SOURCE_S = 0.05
 
 Clock = Callable[[str], float]

@@ -130,6 +130,13 @@ def test_cispo_keeps_a_gradient_on_both_clipped_sides() -> None:
     assert _gradient(_batch([0.01], [1.0]), name="cispo", clip_low=1.0) == pytest.approx([-0.01])
 
 
+@pytest.mark.parametrize("rho", [1.5, 4.0])
+def test_cispo_without_a_lower_bound_is_aipo(rho: float) -> None:
+    ratios, advantages = [5.0, 2.0, 0.01], [1.0, -2.0, 1.0]
+    cispo = _gradient(_batch(ratios, advantages), name="cispo", clip_low=1.0, clip_high=rho - 1)
+    assert cispo == pytest.approx(_gradient(_batch(ratios, advantages), name="aipo", rho=rho))
+
+
 def test_gspo_uses_the_geometric_mean_of_the_response() -> None:
     # ratios 4 and 1/4 have geometric mean 1: inside the band, although no token is
     assert _gradient(_batch([4.0, 0.25], [1.0, 1.0]), name="gspo") == pytest.approx([-1.0, -1.0])

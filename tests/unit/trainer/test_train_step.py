@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -363,3 +364,45 @@ def test_every_algorithm_trains_through_the_same_step(model_folder: Path, name: 
     assert together["grad_norm"] > 0
     del together["tokens/computed"], split["tokens/computed"]  # a prompt may be computed once a micro-batch
     assert split == pytest.approx(together, rel=1e-4)
+
+
+def test_skipping_zero_advantages_changes_no_gradient(model_folder: Path) -> None:
+    groups = make_groups()
+    equal = [
+        dataclasses.replace(r, outcome=Score(value=0.5)) for r in groups[1].responses
+    ]  # one group without signal, between two with one
+    groups[1] = dataclasses.replace(groups[1], responses=tuple(equal))
+    all_computed = _trainer(model_folder).train(groups, 0)
+    skipping = _trainer(model_folder, skip_zero_advantage=True).train(groups, 0)
+    assert skipping["grad_norm"] == pytest.approx(all_computed["grad_norm"], rel=1e-5)
+    assert skipping["loss/policy"] == pytest.approx(all_computed["loss/policy"], rel=1e-5)
+    assert skipping["tokens/trained"] == all_computed["tokens/trained"]
+    assert skipping["tokens/computed"] < all_computed["tokens/computed"]
+    only_equal = _trainer(model_folder, skip_zero_advantage=True).train([groups[1]], 0)
+    assert only_equal["grad_norm"] == only_equal["tokens/computed"] == 0.0 and only_equal["step/empty"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_offloaded_optimizer_makes_the_same_bits(model_folder: Path, dtype: str) -> None:
+    kept = _trainer(model_folder, dtype=dtype, max_tokens_per_microbatch=40)
+    offloaded = _trainer(model_folder, dtype=dtype, max_tokens_per_microbatch=40, offload_optimizer=True)
+    for k in range(3):
+        assert kept.train(make_groups(seed=k), k) == offloaded.train(make_groups(seed=k), k)
+    for name, tensor in kept.parameters_for_sync().items():
+        assert torch.equal(tensor, offloaded.parameters_for_sync()[name]), name
+        parameter = offloaded.policy.parameters_by_name()[name]
+        assert parameter.data_ptr() != offloaded.parameters_for_sync()[name].data_ptr()
+        assert torch.equal(parameter, kept.policy.parameters_by_name()[name])
+
+
+def test_a_resharded_load_of_one_rank_is_the_plain_load(model_folder: Path, tmp_path: Path) -> None:
+    trainer = _trainer(model_folder)
+    for k in range(2):
+        trainer.train(make_groups(seed=k), k)
+    trainer.save(tmp_path)
+    resumed = _trainer(model_folder)
+    resumed.load_resharded([tmp_path])
+    assert resumed.train(make_groups(), 2) == trainer.train(make_groups(), 2)
+    other = _trainer(write_model(tmp_path / "other", "qwen3"))
+    with pytest.raises(CheckpointError, match="do not hold all of"):
+        other.load_resharded([tmp_path])

@@ -1,0 +1,256 @@
+"""Tokens per second of the native engine, beside ``transformers.generate`` and the time of the linear layers alone.
+
+    python benchmarks/generation.py --model build/smollm2 --json generation.json
+
+All engines run in this process, on the same prompts, lengths and sampling (temperature 1, no stop token), in turn (A B A B),
+after one warm-up each. Workloads:
+
+    short      32 requests of 64 tokens
+    long_tail  64 requests, lengths log-normal between 8 and 512; the baseline pads batches of 32 to their longest
+    groups     4 prompts of 512 tokens, 8 responses each: is the prompt computed and stored once?
+
+Two bounds come from the same run: the linear layers of one decode step as the library executes them (``F.linear``), and as
+the engine serves them. Log-probs are compared with the trainer's packed forward on the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import claim, spread, write_report
+from transformers import PreTrainedModel
+
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.sequence import SamplingParams
+from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.models.attention import PackedSequences
+from llamarl.models.loading import load_model
+
+_clock = time.perf_counter
+
+Request = tuple[list[int], int]
+"""Prompt tokens, number of tokens to generate."""
+
+
+def short_requests(vocabulary: int, n: int = 32, length: int = 64) -> list[Request]:
+    draw = random.Random(1)
+    return [([draw.randrange(3, vocabulary) for _ in range(draw.randint(24, 40))], length) for _ in range(n)]
+
+
+def long_tail_requests(vocabulary: int, n: int = 64) -> list[Request]:
+    draw = random.Random(2)
+    lengths = [min(512, max(8, round(math.exp(draw.gauss(math.log(64), 1.0))))) for _ in range(n)]
+    return [(prompt, length) for (prompt, _), length in zip(short_requests(vocabulary, n), lengths, strict=True)]
+
+
+def sequences_of(requests: Sequence[Request], group: int = 1) -> list[TokenSequence]:
+    return [
+        TokenSequence(
+            prompt_index=i,
+            sample_index=j,
+            prompt_tokens=list(prompt),
+            params=SamplingParams(max_new_tokens=length),
+            seed=1000 * i + j,
+        )
+        for i, (prompt, length) in enumerate(requests)
+        for j in range(group)
+    ]
+
+
+def run_native(engine: NativeEngine, sequences: list[TokenSequence]) -> tuple[float, int]:
+    """Seconds, and tokens sampled."""
+    start = _clock()
+    engine.add(sequences)
+    while engine.has_work:
+        engine.step()
+    return _clock() - start, sum(len(s.tokens) for s in sequences)
+
+
+@torch.inference_mode()
+def run_transformers(model: PreTrainedModel, requests: Sequence[Request], batch: int = 32) -> tuple[float, int]:
+    """Left-padded batches, each as long as its longest request; only tokens that were asked for count."""
+    start, tokens = _clock(), 0
+    for first in range(0, len(requests), batch):
+        part = requests[first : first + batch]
+        width, longest = max(len(p) for p, _ in part), max(n for _, n in part)
+        ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in part])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in part])
+        model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=longest,
+            min_new_tokens=longest,
+            pad_token_id=0,
+        )
+        tokens += sum(n for _, n in part)
+    return _clock() - start, tokens
+
+
+@torch.inference_mode()
+def time_calls(layers: Sequence[Any], rows: int, repeats: int) -> float:
+    """Median seconds of calling every layer once on ``rows`` tokens."""
+    inputs = {layer.in_features: torch.randn(rows, layer.in_features) for layer in layers}
+    seconds = []
+    for _ in range(repeats + 1):
+        start = _clock()
+        for layer in layers:
+            layer(inputs[layer.in_features])
+        seconds.append(_clock() - start)
+    return sorted(seconds[1:])[repeats // 2]
+
+
+@torch.no_grad()
+def trainer_logprobs(model: PreTrainedModel, sequences: Sequence[TokenSequence]) -> list[torch.Tensor]:
+    """Per sequence, the trainer's log-prob of each response token."""
+    result = []
+    for s in sequences:
+        packed = PackedSequences.of([0, s.num_tokens])
+        row = torch.tensor([s.prompt_tokens + s.tokens])
+        logits = model(row, position_ids=packed.position_ids("cpu"), packed_sequences=packed, use_cache=False).logits[0]
+        predicting = torch.log_softmax(logits[len(s.prompt_tokens) - 1 : -1].float(), -1)
+        result.append(predicting.gather(1, torch.tensor(s.tokens)[:, None])[:, 0])
+    return result
+
+
+def compare_logprobs(engine: NativeEngine, packed: PreTrainedModel, requests: Sequence[Request]) -> dict[str, float]:
+    sequences = sequences_of(requests)
+    run_native(engine, sequences)
+    difference = torch.cat(
+        [torch.tensor(s.logprobs) - t for s, t in zip(sequences, trainer_logprobs(packed, sequences), strict=True)]
+    )
+    return {"max_abs_difference": difference.abs().max().item(), "mean_kl_nats": difference.mean().item()}
+
+
+def memory_use(engine: NativeEngine, requests: Sequence[Request]) -> float:
+    """Largest ratio, over the steps, of KV bytes in use to bytes of the tokens held."""
+    sequences = sequences_of(requests)
+    engine.add(sequences)
+    worst = 0.0
+    token_bytes = engine.token_bytes
+    engine.stats()
+    while engine.has_work:
+        engine.step()
+        held = sum(s.num_tokens - 1 for s in sequences if not s.finished)
+        if held:
+            worst = max(worst, engine.stats()["kv_bytes_used"] / (held * token_bytes))
+    return worst
+
+
+def rounds(runs: dict[str, Callable[[], tuple[float, int]]], repeats: int) -> dict[str, dict[str, Any]]:
+    """Tokens per second of each, in turn."""
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats + 1):
+        for name, run in runs.items():
+            seconds, tokens = run()
+            if repeat:  # the first round warms up
+                rates[name].append(tokens / seconds)
+        print(f"round {repeat}: " + ", ".join(f"{n} {r[-1]:.1f}" for n, r in rates.items() if r), flush=True)
+    return {name: {"tokens_per_s": spread(values)} for name, values in rates.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, type=Path, help="Hugging Face folder")
+    parser.add_argument("--engines", default="fp32,int8,transformers", help="comma-separated: fp32, int8, transformers")
+    parser.add_argument("--workloads", default="short,long_tail,groups", help="comma-separated")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--block-size", type=int, default=8, help="tokens in a KV block")
+    parser.add_argument("--json", help="write results here")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="processor seconds instead of wall: for a busy machine, with one thread"
+    )
+    arguments = parser.parse_args()
+    if arguments.cpu_time:
+        global _clock
+        _clock = time.process_time
+    names, workloads = arguments.engines.split(","), arguments.workloads.split(",")
+    if set(names) - {"fp32", "int8", "transformers"}:
+        parser.error(f"unknown engine in {names}")
+
+    config = EngineConfig(kv_cache_bytes=2 << 30, block_size=arguments.block_size)
+    engines = {
+        name: NativeEngine(arguments.model, config, eos_token_ids=(), quantization="none" if name == "fp32" else name)
+        for name in names
+        if name != "transformers"
+    }
+    library = load_model(arguments.model, dtype=torch.float32, attention="sdpa")
+    vocabulary = library.config.vocab_size
+    results: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "clock": "processor" if arguments.cpu_time else "wall",
+        "model": arguments.model.name,
+    }
+    claims: list[dict[str, Any]] = []
+
+    def measure(requests: list[Request]) -> dict[str, Any]:
+        runs: dict[str, Callable[[], tuple[float, int]]] = {
+            name: lambda engine=engine: run_native(engine, sequences_of(requests))  # type: ignore[misc]
+            for name, engine in engines.items()
+        }
+        if "transformers" in names:
+            runs["transformers"] = lambda: run_transformers(library, requests)
+        return rounds(runs, arguments.repeats)
+
+    def rate(result: dict[str, Any], name: str) -> float:
+        return result[name]["tokens_per_s"]["median"]
+
+    if "short" in workloads:
+        requests = short_requests(vocabulary)
+        result = results["short"] = measure(requests)
+        layers = [m for m in library.modules() if isinstance(m, torch.nn.Linear)]
+        bound = 32 / time_calls(layers, 32, arguments.repeats * 3)
+        result["bound_library_linears_tokens_per_s"] = bound
+        for name, engine in engines.items():
+            own = 32 / time_calls(engine.served_linears, 32, arguments.repeats * 3)
+            result[name]["bound_served_linears_tokens_per_s"] = own
+            result[name]["share_of_own_bound"] = rate(result, name) / own
+        if "fp32" in engines:
+            claims.append(claim("fp32: share of the library's linear-only bound", rate(result, "fp32") / bound, 0.65))
+            own_share = result["fp32"]["share_of_own_bound"]
+            claims.append(claim("fp32: share of the bound of the linears as served", own_share, 0.65))
+        for name, bar in (("fp32", 2.0), ("int8", 3.5)):
+            if name in engines and "transformers" in names:
+                ratio = rate(result, name) / rate(result, "transformers")
+                claims.append(claim(f"{name}: times transformers.generate in fp32, 32 x 64 tokens", ratio, bar))
+        packed = load_model(arguments.model, dtype=torch.float32, attention="llamarl_packed")
+        for name, engine in engines.items():
+            result[name]["logprobs"] = compare_logprobs(engine, packed, requests)
+        if "fp32" in engines:
+            worst = result["fp32"]["logprobs"]["max_abs_difference"]
+            claims.append(claim("fp32: log-probs against the trainer's forward", worst, 1e-4, at_least=False))
+    if "long_tail" in workloads:
+        result = results["long_tail"] = measure(long_tail_requests(vocabulary))
+        if "fp32" in engines and "transformers" in names:
+            ratio = rate(result, "fp32") / rate(result, "transformers")
+            claims.append(claim("fp32: times padded transformers.generate, long tail", ratio, 3.0))
+    if "groups" in workloads and "fp32" in engines:
+        engine, draw = engines["fp32"], random.Random(3)
+        prompts: list[Request] = [([draw.randrange(3, vocabulary) for _ in range(512)], 16) for _ in range(4)]
+        engine.stats()
+        grouped, _ = run_native(engine, sequences_of(prompts, group=8))
+        stats = engine.stats()
+        single, _ = run_native(engine, sequences_of(prompts))
+        results["groups"] = {"seconds_8_each": grouped, "seconds_1_each": single, **stats}
+        claims.append(
+            claim("groups of 8: prompt tokens computed", stats["prompt_tokens_computed"], 2048, at_least=False)
+        )
+        ratio = memory_use(engine, long_tail_requests(vocabulary))
+        results["memory"] = {"kv_bytes_over_token_bytes": ratio}
+        claims.append(claim("KV bytes in use over bytes of the tokens held, worst step", ratio, 1.05, at_least=False))
+    write_report(arguments.json, results, claims)
+
+
+if __name__ == "__main__":
+    main()
