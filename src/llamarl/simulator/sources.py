@@ -124,6 +124,8 @@ class FittedCosts:
     generator: LinearGeneratorCost
     trainer: TrainerCost
     reward: RewardCost
+    round_s: float
+    """Seconds of a synchronous round that are no executor's tick: messages, hand-over. 0 where no run was synchronous."""
     prompt_tokens: int
     num_ticks: int
     """Measured ticks that went into the fit."""
@@ -146,6 +148,7 @@ def fit_runs(runs: Sequence[tuple[RunConfig, Path]]) -> FittedCosts:
     generator_s: list[float] = []
     trainer_s: list[float] = []
     reward_s: list[float] = []
+    round_s: list[float] = []
     prompts: list[int] = []
     for config, folder in runs:
         if config.generator.max_segments != 1:
@@ -165,6 +168,9 @@ def fit_runs(runs: Sequence[tuple[RunConfig, Path]]) -> FittedCosts:
             trainer_s.append(float(row["time/trainer_s"]))
             reward_s.append(float(row["time/reward_s"]))
             prompts.extend(prompt_tokens.tolist())
+            if config.schedule.max_staleness == 0:
+                ticks = generator_s[-1] + trainer_s[-1] + reward_s[-1]
+                round_s.append(max(0.0, float(row["time/step_s"]) - ticks))
     if len(rows_g) < 4:
         raise PlanError(
             f"a fit needs at least 4 ticks after {_WARM_UP} of warm-up with their rollouts, got {len(rows_g)} in "
@@ -176,6 +182,7 @@ def fit_runs(runs: Sequence[tuple[RunConfig, Path]]) -> FittedCosts:
         generator=LinearGeneratorCost(tick_s=g[0], step_s=g[1], sequence_s=g[2]),
         trainer=TrainerCost(tick_s=t[0], token_s=t[1]),
         reward=RewardCost(tick_s=float(np.median(reward_s))),
+        round_s=float(np.median(round_s)) if round_s else 0.0,
         prompt_tokens=max(1, round(float(np.mean(prompts)))),
         num_ticks=len(rows_g),
         errors={
@@ -196,6 +203,7 @@ def scenario_from_run(config: RunConfig, run_dir: Path, costs: FittedCosts, **ch
         generator=costs.generator,
         trainer=costs.trainer,
         reward=costs.reward,
+        weights_latency_s=costs.round_s,
         max_staleness=config.schedule.max_staleness,
         max_segments=config.generator.max_segments,
         oversubscription=config.generator.oversubscription,
