@@ -45,7 +45,10 @@ def main() -> None:
     claims = [
         claim("theory = simulation where nothing varies, largest relative error", worst["error"], 0.01, at_least=False),
         claim(
-            f"16,384 devices, {args.ticks} ticks, seconds", max(f["seconds"] for f in large.values()), 30.0, at_least=False
+            f"16,384 devices, {args.ticks} ticks, seconds",
+            max(f["seconds"] for f in large.values()),
+            30.0,
+            at_least=False,
         ),
         claim("16,384 devices, peak memory in GB", max(f["memory_gb"] for f in large.values()), 2.0, at_least=False),
     ]

@@ -71,7 +71,9 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     how.add_argument("--ticks", type=int, help="trainer ticks (default 100)")
     how.add_argument("--seed", type=int, default=0, help="of lengths, jitter and failures (default 0)")
     vary = parser.add_argument_group("what varies besides lengths")
-    vary.add_argument("--slow-replicas", metavar="SHARE:FACTOR", help="share of replicas that take FACTOR times as long")
+    vary.add_argument(
+        "--slow-replicas", metavar="SHARE:FACTOR", help="share of replicas that take FACTOR times as long"
+    )
     vary.add_argument("--jitter", metavar="GENERATOR[,TRAINER]", help="log-normal sigma of each tick's time")
     vary.add_argument("--mtbf-hours", type=float, help="mean time between failures of one device; the job restarts")
     vary.add_argument("--restart-s", type=float, default=300.0, help="from a failure to the next tick (default 300)")
@@ -157,9 +159,7 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
             raise PlanError(f"how many {hardware.device.name}? give --devices N, for example --devices 8")
         devices = hardware.device.devices_per_node
     candidates = best_split(hardware, work, options, devices)
-    plans = [
-        best_separate(hardware, work, options, devices, level, candidates) for level in _levels(args, "0,1,2,4")
-    ]
+    plans = [best_separate(hardware, work, options, devices, level, candidates) for level in _levels(args, "0,1,2,4")]
     return [scenario_from_plan(plan, work, hardware, options) for plan in plans]
 
 
@@ -288,9 +288,7 @@ def _failures(args: argparse.Namespace) -> Failures | None:
 
     if args.mtbf_hours is None:
         return None
-    return Failures(
-        device_mtbf_hours=args.mtbf_hours, restart_s=args.restart_s, checkpoint_every=args.checkpoint_every
-    )
+    return Failures(device_mtbf_hours=args.mtbf_hours, restart_s=args.restart_s, checkpoint_every=args.checkpoint_every)
 
 
 def _numbers(

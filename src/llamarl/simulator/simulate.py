@@ -181,7 +181,9 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
         for role in roles
     }
     begin, end = window("generator")
-    replicas_busy = sum(r.metrics["busy_replica_s"] for r in reports if r.executor == "generator" and r.started_s >= begin)
+    replicas_busy = sum(
+        r.metrics["busy_replica_s"] for r in reports if r.executor == "generator" and r.started_s >= begin
+    )
     replica_idle = max(0.0, 1.0 - replicas_busy / (end - begin)) if end > begin else 0.0
     start, finish = window("trainer")
     step_s = (finish - start) / len(steady["trainer"])

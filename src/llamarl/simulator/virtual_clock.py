@@ -139,7 +139,9 @@ class VirtualClockRuntime:
             self._clock = max(self._clock, until)
             if until == self._fail_at_s:
                 raise ExecutorFailed(f"a simulated failure at {until:g} s, while {self._describe_out()}")
-            raise DeadlineExceeded(f"nobody reported within {deadline_s:g} virtual seconds; out: {self._describe_out()}")
+            raise DeadlineExceeded(
+                f"nobody reported within {deadline_s:g} virtual seconds; out: {self._describe_out()}"
+            )
         heapq.heappop(self._out)
         self._clock = finish
         return Report(

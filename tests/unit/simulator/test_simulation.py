@@ -63,9 +63,7 @@ def steady_period(durations: dict[str, float], staleness: int, ticks: int) -> fl
                 self.ends.append(report.finished_s)
 
     graph = GRAPHS.setdefault(staleness, durations_graph(staleness))
-    executors = tuple(
-        dataclasses.replace(spec, config=durations[f"{spec.name}_s"]) for spec in graph.executors
-    )
+    executors = tuple(dataclasses.replace(spec, config=durations[f"{spec.name}_s"]) for spec in graph.executors)
     ends = Ends()
     run_graph(
         dataclasses.replace(graph, executors=executors),
@@ -230,9 +228,7 @@ def test_a_run_that_fails_and_resumes_trains_on_the_same_tokens() -> None:
     undisturbed = simulate(scenario)
     hours = undisturbed.total_s / 3600.0 / 3.0 * scenario.devices  # about three failures
     broken = simulate(
-        dataclasses.replace(
-            scenario, failures=Failures(device_mtbf_hours=hours, restart_s=11.0, checkpoint_every=4)
-        )
+        dataclasses.replace(scenario, failures=Failures(device_mtbf_hours=hours, restart_s=11.0, checkpoint_every=4))
     )
     assert broken.num_failures >= 1 and broken.total_s > undisturbed.total_s
 
