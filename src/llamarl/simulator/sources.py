@@ -157,20 +157,20 @@ def fit_runs(runs: Sequence[tuple[RunConfig, Path]]) -> FittedCosts:
                 "--generator.oversubscription 1.0"
             )
         for row in _metrics(folder)[_WARM_UP:]:
-            file = folder / "rollouts" / f"tick_{int(row['step']):06d}.jsonl"
+            file = folder / "rollouts" / f"tick_{int(row['step'] or 0):06d}.jsonl"
             if not file.is_file():
                 continue
             lengths, prompt_tokens = _tick_lengths(file)
             steps = _decode_steps(lengths, config)
             rows_g.append((1.0, steps, float(lengths.sum()) / config.generator.dp))
             rows_t.append((1.0, float(lengths.sum() + prompt_tokens.sum())))
-            generator_s.append(float(row["time/generator_s"]))
-            trainer_s.append(float(row["time/trainer_s"]))
-            reward_s.append(float(row["time/reward_s"]))
+            generator_s.append(float(row["time/generator_s"] or 0.0))
+            trainer_s.append(float(row["time/trainer_s"] or 0.0))
+            reward_s.append(float(row["time/reward_s"] or 0.0))
             prompts.extend(prompt_tokens.tolist())
             if config.schedule.max_staleness == 0:
                 ticks = generator_s[-1] + trainer_s[-1] + reward_s[-1]
-                round_s.append(max(0.0, float(row["time/step_s"]) - ticks))
+                round_s.append(max(0.0, float(row["time/step_s"] or 0.0) - ticks))
     if len(rows_g) < 4:
         raise PlanError(
             f"a fit needs at least 4 ticks after {_WARM_UP} of warm-up with their rollouts, got {len(rows_g)} in "
