@@ -28,8 +28,6 @@ from llamarl.observability.metrics import read_metrics
 from llamarl.simulator.simulate import simulate
 from llamarl.simulator.sources import FittedCosts, fit_runs, scenario_from_run
 
-WARM_UP = 2
-
 QUIET = {
     "optimizer.lr": 1e-12,
     "evaluation.every": 0,
@@ -74,7 +72,7 @@ def main() -> None:
             kind = "alone" if config.schedule.max_staleness == 0 else "overlapping"
             forecast = forecast_of(config, lengths_from[kind], costs[kind], round_s=costs["alone"].round_s)
             _, run_dir = bench.run(name.replace(", ", "-").replace(" ", "-"), settings, args.ticks)
-            rows[name] = compare(forecast, measured(run_dir))
+            rows[name] = compare(forecast, measured(run_dir, warm_up=2 + config.schedule.max_staleness))
             print(name, json.dumps(rows[name]), flush=True)
     step_error = max(abs(row["step_error"]) for row in rows.values())
     idle_error = max(abs(row[f"idle_{role}_error"]) for row in rows.values() for role in ("generator", "trainer"))
@@ -129,9 +127,9 @@ def forecast_of(config: RunConfig, lengths_from: Path, costs: FittedCosts, *, ro
     }
 
 
-def measured(run_dir: Path) -> dict[str, float]:
-    """The same of a run: means from the third tick on."""
-    rows = read_metrics(run_dir)[WARM_UP:]
+def measured(run_dir: Path, *, warm_up: int) -> dict[str, float]:
+    """The same of a run: means after the ticks in which the generator could run ahead."""
+    rows = read_metrics(run_dir)[warm_up:]
 
     def column(key: str) -> list[float]:
         return [float(row[key] or 0.0) for row in rows]

@@ -303,5 +303,6 @@ def _numbers(
     except ValueError:
         values = ()
     if not least <= len(values) <= len(default):
-        raise PlanError(f"{flag} {text!r}: expected {least} to {len(default)} numbers joined by {separator!r}")
+        count = f"{least}" if least == len(default) else f"{least} to {len(default)}"
+        raise PlanError(f"{flag} {text!r}: expected {count} numbers joined by {separator!r}")
     return values + default[len(values) :]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llamarl.cli import plan as plan_verb
 from llamarl.cli import simulate as verb
-from llamarl.config import load_config, save_config, validate
+from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.errors import ConfigError, LlamaRLError, PlanError
 from llamarl.simulator.sources import fit_runs
 
@@ -30,7 +31,7 @@ def _no_kept_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def simulations(capsys: pytest.CaptureFixture[str]) -> list[dict]:
+def simulations(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return json.loads(capsys.readouterr().out)["simulations"]
 
 
@@ -100,7 +101,7 @@ def test_trace_and_picture_are_written(capsys: pytest.CaptureFixture[str], tmp_p
         ("--durations 6,5,-1", "must be >= 0 seconds"),
         ("--durations 6,5,5 --staleness -1", "must be >= 0 trainer ticks"),
         ("--durations 6,5,5 --ticks 0", "at least 1"),
-        ("--durations 6,5,5 --slow-replicas 0.5", "--slow-replicas '0.5': expected 2 to 2 numbers"),
+        ("--durations 6,5,5 --slow-replicas 0.5", "--slow-replicas '0.5': expected 2 numbers"),
         ("--durations 6,5,5 --slow-replicas 1.5:2", "0 to 1"),
         ("--durations 6,5,5 --mtbf-hours 0", "above 0 hours"),
         ("--model Llama-3.1-8B --hardware h100", "how many h100-sxm"),
@@ -114,7 +115,7 @@ def test_nonsense_gets_an_error_that_names_what_would_work(line: str, message: s
     assert message in str(caught.value)
 
 
-def write_run(folder: Path, prompts: int, ticks: int = 8, **generator: object) -> tuple:
+def write_run(folder: Path, prompts: int, ticks: int = 8, **generator: object) -> tuple[RunConfig, Path]:
     """A run as it would be measured if a generator's tick took 0.5 + 0.02 a step + 0.003 a token, and so on."""
     config = validate(
         {

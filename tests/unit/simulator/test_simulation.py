@@ -9,14 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.errors import ConfigError, PlanError
+from llamarl.controller.config import DeadlineConfig
+from llamarl.controller.controller import run_graph
+from llamarl.controller.graph import Graph
+from llamarl.errors import ConfigError, DeadlineExceeded, PlanError
 from llamarl.executors.partial_rollouts import select_deliveries
 from llamarl.planner.lengths import constant, empirical, lognormal
 from llamarl.planner.step_time import closed_form_period
+from llamarl.runtime.base import Report
 from llamarl.simulator.batching import decode_s, schedule
 from llamarl.simulator.costs import LinearGeneratorCost, RewardCost, TrainerCost, Variation
 from llamarl.simulator.scenario import Failures, Scenario, durations_scenario
-from llamarl.simulator.simulate import simulate
+from llamarl.simulator.simulate import SimulationResult, simulate
+from llamarl.simulator.virtual_clock import TimedStep, VirtualClockRuntime
 
 
 def small(**changes: Any) -> Scenario:
@@ -48,20 +53,19 @@ def test_theory_is_simulation_when_nothing_varies() -> None:
             assert simulated == pytest.approx(theory, rel=0.01), (durations, staleness)
 
 
+class Ends:
+    """Observer: when the trainer's ticks ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_report(self, report: Report) -> None:
+        if report.executor == "trainer":
+            self.ends.append(report.finished_s)
+
+
 def steady_period(durations: dict[str, float], staleness: int, ticks: int) -> float:
     """Mean time between trainer ticks over the last ``ticks`` of a run on the bare runtime and controller."""
-    from llamarl.controller.config import DeadlineConfig
-    from llamarl.controller.controller import run_graph
-    from llamarl.simulator.virtual_clock import VirtualClockRuntime
-
-    class Ends:
-        def __init__(self) -> None:
-            self.ends: list[float] = []
-
-        def on_report(self, report: Any) -> None:
-            if report.executor == "trainer":
-                self.ends.append(report.finished_s)
-
     graph = GRAPHS.setdefault(staleness, durations_graph(staleness))
     executors = tuple(dataclasses.replace(spec, config=durations[f"{spec.name}_s"]) for spec in graph.executors)
     ends = Ends()
@@ -76,10 +80,10 @@ def steady_period(durations: dict[str, float], staleness: int, ticks: int) -> fl
     return (ends.ends[-1] - ends.ends[5]) / ticks
 
 
-GRAPHS: dict[int, Any] = {}
+GRAPHS: dict[int, Graph] = {}
 
 
-def durations_graph(staleness: int) -> Any:
+def durations_graph(staleness: int) -> Graph:
     scenario = durations_scenario(generator_s=1, reward_s=1, trainer_s=1, max_staleness=staleness)
     graph = scenario.graph
     executors = tuple(dataclasses.replace(s, factory=f"{__file__}:Lasts") for s in graph.executors)
@@ -95,9 +99,7 @@ class Lasts:
     def initial_token(self, channel: str, source_tick: int) -> None:
         return None
 
-    def step(self, tick: int, inputs: Any) -> Any:
-        from llamarl.simulator.virtual_clock import TimedStep
-
+    def step(self, tick: int, inputs: Any) -> TimedStep:
         out = {"generator": "completions", "reward": "scored", "trainer": "weights"}[self.name]
         return TimedStep(duration_s=self.seconds, outputs={out: None})
 
@@ -232,7 +234,7 @@ def test_a_run_that_fails_and_resumes_trains_on_the_same_tokens() -> None:
     )
     assert broken.num_failures >= 1 and broken.total_s > undisturbed.total_s
 
-    def trained(result: Any) -> dict[int, float]:
+    def trained(result: SimulationResult) -> dict[int, float]:
         return {r.tick: r.metrics["tokens/trained"] for r in result.reports if r.executor == "trainer"}
 
     assert trained(broken) == trained(undisturbed)
@@ -280,3 +282,11 @@ def test_a_schedule_that_no_run_could_have_is_refused() -> None:
         small(replicas=3)
     with pytest.raises(PlanError, match="at least 1 tick"):
         small(num_ticks=0)
+
+
+def test_the_controllers_deadline_runs_on_virtual_time() -> None:
+    graph = durations_scenario(generator_s=1, reward_s=100, trainer_s=1).graph
+    runtime = VirtualClockRuntime()
+    with pytest.raises(DeadlineExceeded, match="'reward' to finish tick 0"):
+        run_graph(graph, runtime, num_ticks=2, seed=0, deadlines=DeadlineConfig(step_s=30))
+    assert runtime.now() == pytest.approx(31.0)  # the oldest order is the reward's, sent at 1 s
