@@ -1,4 +1,4 @@
-"""Rooflines against hand-worked numbers and against published measurements that no constant was fitted to."""
+"""Rooflines against hand-worked numbers, and consistency with published measurements (docs/planner.md: not blind forecasts)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,308 @@
+"""``llamarl simulate``: run a job's schedule on a virtual clock, with lengths, stragglers and failures that vary."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llamarl.cli import plan as plan_verb
+from llamarl.errors import PlanError
+
+if TYPE_CHECKING:
+    from llamarl.config import RunConfig
+    from llamarl.simulator.scenario import Failures, Scenario
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Runs the real controller and the real dataflow graph on a virtual clock, with executors that only take time, and tells for
+each staleness: time a step (beside the theory's), idle shares, tokens/s, staleness of the trained tokens.
+
+What is simulated:
+  recipe.toml            the recipe's own layout, on this machine or on --hardware
+  a run's folder         the same schedule with the times and lengths that the run measured
+  plan.json              what llamarl plan --json printed: its plans, with lengths drawn for each response
+  --model, --devices     the best separate plans, as llamarl plan finds them
+  --durations 6,1,5      generator, reward and trainer always take these seconds (a fourth number: hand-over)"""
+
+_EPILOG = """\
+examples:
+  llamarl simulate --durations 6,5,5 --staleness 0,1,2
+  llamarl simulate recipes/tiny.toml --staleness 0,1,2 --trace trace.json
+  llamarl simulate --model Llama-3.1-70B --devices 256 --hardware h100 --response-tokens 4096:lognormal \\
+      --slow-replicas 0.05:1.5 --mtbf-hours 50000 --picture simulation.png
+
+Response lengths as in llamarl plan --help. docs/simulator.md says what the model leaves out."""
+
+
+def add_parser(subparsers: Any, full: bool = True) -> None:
+    parser = subparsers.add_parser(
+        "simulate",
+        help="a job's schedule on a virtual clock: step time, idle shares and staleness when lengths vary",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    if not full:
+        return
+    parser.add_argument("source", nargs="?", help="recipe (TOML), run folder, or the JSON of llamarl plan --json")
+    parser.add_argument("--durations", metavar="G,R,T[,SYNC]", help="seconds a tick of each role, always the same")
+    what = parser.add_argument_group("the job (overrides what a recipe, run or plan says)")
+    what.add_argument("--model", help="bundled shape (Llama-3.1-8B, ...), HF folder, or config.json")
+    what.add_argument("--prompts", type=int, help="prompt groups a step (default 128)")
+    what.add_argument("--group-size", type=int, help="responses a prompt (default 16)")
+    what.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default 256)")
+    what.add_argument("--response-tokens", metavar="MEAN[:KIND[:k=v,...]]", help="as in llamarl plan")
+    what.add_argument("--reward-s", type=float, default=0.0, help="seconds the rewards of a step take (default 0)")
+    what.add_argument("--reward-sample", metavar="MEAN[:SIGMA[:WORKERS]]", help="more: seconds a sample, log-normal")
+    where = parser.add_argument_group("the devices")
+    where.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x, this-machine (default)")
+    where.add_argument("--devices", type=int, help="how many (default for this-machine: its cores or GPUs)")
+    where.add_argument("--calibration", type=Path, help="calibration file (default ~/.cache/llamarl/calibration.json)")
+    how = parser.add_argument_group("the schedule")
+    how.add_argument("--staleness", help="max_staleness values (default: the recipe's or run's, else 0,1,2,4)")
+    how.add_argument("--max-segments", type=int, help="versions a response may span; 1: no partial rollouts")
+    how.add_argument("--oversubscription", type=float, help="active groups in units of a step's, 1 to max-segments")
+    how.add_argument("--precision", help="generator precisions a plan may use, e.g. bf16,fp8")
+    how.add_argument("--ticks", type=int, help="trainer ticks (default 100)")
+    how.add_argument("--seed", type=int, default=0, help="of lengths, jitter and failures (default 0)")
+    vary = parser.add_argument_group("what varies besides lengths")
+    vary.add_argument(
+        "--slow-replicas", metavar="SHARE:FACTOR", help="share of replicas that take FACTOR times as long"
+    )
+    vary.add_argument("--jitter", metavar="GENERATOR[,TRAINER]", help="log-normal sigma of each tick's time")
+    vary.add_argument("--mtbf-hours", type=float, help="mean time between failures of one device; the job restarts")
+    vary.add_argument("--restart-s", type=float, default=300.0, help="from a failure to the next tick (default 300)")
+    vary.add_argument("--checkpoint-every", type=int, default=20, help="ticks between checkpoints (default 20)")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
+    out.add_argument("--trace", type=Path, metavar="OUT.json", help="timeline for https://ui.perfetto.dev")
+    out.add_argument("--picture", type=Path, metavar="OUT.png", help="timeline and staleness (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate and print. Raises PlanError or ConfigError (exit code 2) for a question that makes no sense."""
+    from llamarl.simulator.report import result_to_dict, results_text, save_simulation_picture, save_trace
+    from llamarl.simulator.simulate import simulate
+
+    results = [simulate(_varied(scenario, args)) for scenario in _scenarios(args)]
+    if args.trace:
+        save_trace(results, args.trace)
+    if args.picture:
+        save_simulation_picture(results, args.picture)
+    if args.json:
+        print(json.dumps({"simulations": [result_to_dict(result) for result in results]}, indent=1))
+    else:
+        print(results_text(results))
+        for path in filter(None, (args.trace, args.picture)):
+            print(f"wrote {path}")
+    return 0
+
+
+def _scenarios(args: argparse.Namespace) -> list[Scenario]:
+    if args.durations:
+        return _from_durations(args)
+    path = Path(args.source).expanduser() if args.source else None
+    if path is not None and path.suffix == ".json" and path.name != "config.json":
+        _take_plan(args, path)
+        return _from_plans(args)
+    if path is not None and (path.suffix == ".toml" or (path / "config.toml").is_file()):
+        return _from_recipe(args, path)
+    return _from_plans(args)
+
+
+def _levels(args: argparse.Namespace, default: str) -> list[int]:
+    return plan_verb._staleness(args.staleness or default)
+
+
+def _from_durations(args: argparse.Namespace) -> list[Scenario]:
+    from llamarl.simulator.scenario import durations_scenario
+
+    if args.source or args.model:
+        raise PlanError("--durations stands alone: leave the recipe, plan or --model out")
+    try:
+        values = [float(part) for part in args.durations.split(",")]
+    except ValueError:
+        values = []
+    if len(values) not in (3, 4):
+        raise PlanError(f"--durations {args.durations!r}: expected G,R,T or G,R,T,SYNC in seconds, for example 6,1,5")
+    generator, reward, trainer, sync = (*values, 0.0)[:4]
+    return [
+        durations_scenario(
+            generator_s=generator, reward_s=reward, trainer_s=trainer, sync_s=sync, max_staleness=level
+        )
+        for level in _levels(args, "0,1,2,4")
+    ]  # fmt: skip
+
+
+def _from_plans(args: argparse.Namespace) -> list[Scenario]:
+    from llamarl.planner.search import best_separate, best_split
+    from llamarl.simulator.sources import scenario_from_plan
+
+    model = args.model or args.source
+    if not model:
+        raise PlanError("nothing to simulate: give a recipe, a run folder, a plan's JSON, --durations or --model")
+    args.reference_model, args.calibrate, args.max_pipeline = False, False, 1
+    if args.max_segments is None:
+        args.max_segments = 1
+    hardware = plan_verb._hardware(args, model)
+    work, options = plan_verb._work(args, model, None), plan_verb._options(args, None)
+    if args.oversubscription is not None:
+        options = dataclasses.replace(options, oversubscription=args.oversubscription)
+    devices = args.devices
+    if devices is None:
+        if hardware.device.name != "this-machine":
+            raise PlanError(f"how many {hardware.device.name}? give --devices N, for example --devices 8")
+        devices = hardware.device.devices_per_node
+    candidates = best_split(hardware, work, options, devices)
+    plans = [best_separate(hardware, work, options, devices, level, candidates) for level in _levels(args, "0,1,2,4")]
+    return [scenario_from_plan(plan, work, hardware, options) for plan in plans]
+
+
+def _take_plan(args: argparse.Namespace, path: Path) -> None:
+    """Fill in, from a plan's JSON, what the command line leaves open."""
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        work, separate = plan["workload"], [p for p in plan["plans"] if p["system"] == "separate"]
+        name, hardware = plan["model"]["name"], plan["hardware"]["device"]["name"]
+        if not separate:
+            raise PlanError(f"{path}: no plan in it has separate generator and trainer; plan for 2 devices or more")
+        filled = {
+            "model": name,
+            "hardware": hardware,
+            "devices": separate[0]["devices"],
+            "prompts": work["prompts_per_step"],
+            "group_size": work["group_size"],
+            "prompt_tokens": work["prompt_tokens"],
+            "reward_s": work["reward_s"],
+            "staleness": ",".join(str(p["max_staleness"]) for p in separate),
+            "max_segments": max(p["generator"]["max_segments"] for p in separate),
+        }
+        label = work["response"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{path} is not the JSON of llamarl plan --json: {error!r}") from None
+    for key, value in filled.items():
+        if getattr(args, key) in (None, 0.0):
+            setattr(args, key, value)
+    if not args.response_tokens:
+        args.response_tokens = _lengths_of_label(label, path)
+
+
+def _lengths_of_label(label: str, path: Path) -> str:
+    """``--response-tokens`` that gives the distribution a plan names."""
+    words = label.replace(",", "").split()
+    values = dict(zip(words[1::2], words[2::2], strict=False))
+    if words and words[0] == "constant":
+        return words[1]
+    if words and words[0] == "log-normal":
+        return f"{values['mean']}:lognormal:sigma={values['sigma']},limit={values['limit']}"
+    if words and words[0] == "Pareto":
+        return f"{values['mean']}:pareto:alpha={values['alpha']},limit={values['limit']}"
+    raise PlanError(f"{path}: its lengths were measured ({label}): give them with --response-tokens file:PATH")
+
+
+def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
+    from llamarl.config import load_config, to_plain
+    from llamarl.planner.recipe import question_from_config
+    from llamarl.simulator.sources import fit_runs, scenario_from_recipe, scenario_from_run
+
+    run_dir = path if path.is_dir() else None
+    config = _changed(load_config(path / "config.toml" if run_dir else path), args)
+    if run_dir is not None and (run_dir / "metrics.jsonl").is_file() and not args.hardware:
+        measured = load_config(run_dir / "config.toml")
+        scenario = scenario_from_run(config, run_dir, fit_runs([(measured, run_dir)]))
+    else:
+        question = question_from_config(to_plain(config), run_dir)
+        args.reference_model, args.calibrate = False, False
+        model = args.model or question.model
+        hardware = plan_verb._hardware(args, model)
+        cpu = hardware.device.train_precision == "fp32"
+        threads = _threads(config) if cpu else {"generator": 1, "trainer": 1}
+        scenario = scenario_from_recipe(config, plan_verb._work(args, model, question), hardware, threads)
+    levels = _levels(args, str(config.schedule.max_staleness))
+    return [dataclasses.replace(scenario, max_staleness=level) for level in levels]
+
+
+def _changed(config: RunConfig, args: argparse.Namespace) -> RunConfig:
+    from llamarl.config import to_plain, validate
+
+    raw = to_plain(config)
+    for section, key, value in (
+        ("schedule", "prompts_per_step", args.prompts),
+        ("generator", "group_size", args.group_size),
+        ("generator", "max_segments", args.max_segments),
+        ("generator", "oversubscription", args.oversubscription),
+    ):
+        if value is not None:
+            raw[section][key] = value
+    if args.max_segments is not None and args.oversubscription is None:
+        most = float(args.max_segments)
+        raw["generator"]["oversubscription"] = min(raw["generator"]["oversubscription"], most)
+    return validate(raw)
+
+
+def _threads(config: RunConfig) -> dict[str, int]:
+    """CPU threads of each role as a run on this machine would pin them."""
+    from llamarl.controller.job import llamarl_graph
+    from llamarl.runtime.placement import place
+
+    on_cpu = dataclasses.replace(
+        config,
+        generator=dataclasses.replace(config.generator, device="cpu"),
+        trainer=dataclasses.replace(config.trainer, device="cpu"),
+        evaluation=dataclasses.replace(config.evaluation, device="cpu"),
+    )
+    settled = place(llamarl_graph(on_cpu).executors, cores=config.run.cores or None, cuda_devices=0)
+    return {spec.name: spec.threads for spec in settled.executors}
+
+
+def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:
+    """Ticks, seed and everything that varies, as the command line says."""
+    from llamarl.simulator.costs import Variation
+
+    share, factor = _numbers(args.slow_replicas, "--slow-replicas", ":", (0.0, 1.0), least=2)
+    generator_jitter, trainer_jitter = _numbers(args.jitter, "--jitter", ",", (0.0, 0.0), least=1)
+    sample_s, sigma, workers = _numbers(args.reward_sample, "--reward-sample", ":", (0.0, 0.0, 1.0), least=1)
+    changes: dict[str, Any] = {
+        "seed": args.seed,
+        "variation": Variation(
+            slow_fraction=share, slow_factor=factor, generator_jitter=generator_jitter, trainer_jitter=trainer_jitter
+        ),
+        "failures": _failures(args),
+    }
+    if args.ticks is not None:
+        changes["num_ticks"] = args.ticks
+    if args.reward_sample:
+        changes["reward"] = dataclasses.replace(
+            scenario.reward, sample_s=sample_s, sample_sigma=sigma, workers=int(workers)
+        )
+    return dataclasses.replace(scenario, **changes)
+
+
+def _failures(args: argparse.Namespace) -> Failures | None:
+    from llamarl.simulator.scenario import Failures
+
+    if args.mtbf_hours is None:
+        return None
+    return Failures(device_mtbf_hours=args.mtbf_hours, restart_s=args.restart_s, checkpoint_every=args.checkpoint_every)
+
+
+def _numbers(
+    text: str | None, flag: str, separator: str, default: tuple[float, ...], *, least: int
+) -> tuple[float, ...]:
+    """At least ``least`` numbers of ``text``, filled up from ``default``."""
+    if text is None:
+        return default
+    parts = text.split(separator)
+    try:
+        values = tuple(float(part) for part in parts)
+    except ValueError:
+        values = ()
+    if not least <= len(values) <= len(default):
+        count = f"{least}" if least == len(default) else f"{least} to {len(default)}"
+        raise PlanError(f"{flag} {text!r}: expected {count} numbers joined by {separator!r}")
+    return values + default[len(values) :]

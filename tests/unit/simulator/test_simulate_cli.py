@@ -1,0 +1,164 @@
+"""``llamarl simulate`` as a user meets it, and costs fitted to measured runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamarl.cli import plan as plan_verb
+from llamarl.cli import simulate as verb
+from llamarl.config import RunConfig, load_config, save_config, validate
+from llamarl.errors import ConfigError, LlamaRLError, PlanError
+from llamarl.simulator.sources import fit_runs
+
+H100 = "--model Llama-3.1-8B --devices 8 --hardware h100 --prompts 16 --group-size 8 --response-tokens 300:lognormal"
+
+
+def simulate(line: str) -> int:
+    parser = argparse.ArgumentParser()
+    verb.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["simulate", *line.split()])
+    return int(args.run(args))
+
+
+@pytest.fixture(autouse=True)
+def _no_kept_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def simulations(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return json.loads(capsys.readouterr().out)["simulations"]
+
+
+def test_durations_give_the_periods_of_the_theory(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate("--durations 6,5,5 --staleness 0,1,2 --json")
+    assert [(s["step_s"], s["theory_s"]) for s in simulations(capsys)] == [(16, 16), (8, 8), (6, 6)]
+
+
+def test_the_table_names_every_policy_with_its_step_and_theory(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate("--durations 6,5,5,4 --staleness 0,1")
+    text = capsys.readouterr().out
+    assert "synchronous  20 s  20 s    1.000" in text
+    assert "staleness 1  10 s  10 s    1.000" in text
+
+
+def test_a_plan_is_simulated_beside_its_own_forecast(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(f"{H100} --staleness 0,1 --ticks 20 --json")
+    zero, one = simulations(capsys)
+    assert one["step_s"] < zero["step_s"]
+    for found in (zero, one):
+        assert found["devices"]["generator"] + found["devices"]["trainer"] <= 8
+        assert found["step_s"] == pytest.approx(found["planned_step_s"], rel=0.25)
+
+
+def test_the_json_of_a_plan_gives_the_simulation_of_its_flags(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    parser = argparse.ArgumentParser()
+    plan_verb.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["plan", *H100.split(), "--max-segments", "1", "--staleness", "1", "--json"])
+    args.run(args)
+    file = tmp_path / "plan.json"
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
+    simulate(f"{file} --ticks 10 --json")
+    (from_json,) = simulations(capsys)
+    simulate(f"{H100} --staleness 1 --ticks 10 --json")
+    assert simulations(capsys) == [from_json]
+
+
+def test_a_recipe_is_simulated_with_its_own_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Path(__file__).parents[3] / "recipes" / "tiny.toml"
+    simulate(f"{recipe} --response-tokens 40:lognormal:limit=96 --ticks 12 --json")
+    (found,) = simulations(capsys)
+    config = load_config(recipe)
+    assert found["prompts_per_step"] == config.schedule.prompts_per_step
+    assert (found["max_staleness"], found["max_segments"]) == (1, config.generator.max_segments)
+    assert found["step_s"] > 0
+
+
+def test_trace_and_picture_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    simulate(f"--durations 6,1,5 --staleness 0,1 --ticks 5 --trace {tmp_path}/t/trace.json --picture {tmp_path}/p.png")
+    events = json.loads((tmp_path / "t" / "trace.json").read_text())
+    ticks = [e for e in events if e.get("cat") == "tick"]
+    assert len(ticks) == 2 * 3 * 5 and {e["args"]["name"] for e in events if e["name"] == "thread_name"} >= {
+        "synchronous: generator",
+        "staleness 1: trainer",
+    }
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "nothing to simulate"),
+        ("--durations 6,5", "expected G,R,T"),
+        ("--durations 6,5,-1", "must be >= 0 seconds"),
+        ("--durations 6,5,5 --staleness -1", "must be >= 0 trainer ticks"),
+        ("--durations 6,5,5 --ticks 0", "at least 1"),
+        ("--durations 6,5,5 --slow-replicas 0.5", "--slow-replicas '0.5': expected 2 numbers"),
+        ("--durations 6,5,5 --slow-replicas 1.5:2", "0 to 1"),
+        ("--durations 6,5,5 --mtbf-hours 0", "above 0 hours"),
+        ("--model Llama-3.1-8B --hardware h100", "how many h100-sxm"),
+        ("missing.json", "not the JSON of llamarl plan"),
+        ("missing.toml", "does not exist"),
+    ],
+)
+def test_nonsense_gets_an_error_that_names_what_would_work(line: str, message: str) -> None:
+    with pytest.raises((PlanError, ConfigError)) as caught:
+        simulate(line)
+    assert message in str(caught.value)
+
+
+def write_run(folder: Path, prompts: int, ticks: int = 8, **generator: object) -> tuple[RunConfig, Path]:
+    """A run as it would be measured if a generator's tick took 0.5 + 0.02 a step + 0.003 a token, and so on."""
+    config = validate(
+        {
+            "run": {"dir": str(folder)},
+            "schedule": {"prompts_per_step": prompts, "max_staleness": 0},
+            "generator": {"group_size": 2, **generator},
+            "evaluation": {"every": 0},
+        }
+    )
+    (folder / "rollouts").mkdir(parents=True)
+    save_config(config, folder / "config.toml")
+    rng = np.random.default_rng(prompts)
+    rows = []
+    for tick in range(ticks):
+        lengths = rng.integers(5, 60, 2 * prompts)
+        samples = [json.dumps({"tokens": [0] * int(n), "prompt_tokens": [0] * 10}) for n in lengths]
+        (folder / "rollouts" / f"tick_{tick:06d}.jsonl").write_text("\n".join(samples) + "\n")
+        times = (0.5 + 0.02 * lengths.max() + 0.003 * lengths.sum(), 0.1, 0.25 + 0.004 * (lengths + 10).sum())
+        row = dict(zip(("time/generator_s", "time/reward_s", "time/trainer_s"), times, strict=True))
+        rows.append(json.dumps({"step": tick, **row, "time/step_s": sum(times) + 0.05}))
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    return config, folder
+
+
+def test_a_fit_finds_the_lines_that_made_the_measurements(tmp_path: Path) -> None:
+    costs = fit_runs([write_run(tmp_path / "a", 4), write_run(tmp_path / "b", 12)])
+    g, t = costs.generator, costs.trainer
+    assert (g.tick_s, g.step_s, g.sequence_s) == pytest.approx((0.5, 0.02, 0.003))
+    assert (t.tick_s, t.token_s) == pytest.approx((0.25, 0.004))
+    assert (costs.reward.tick_s, costs.round_s, costs.prompt_tokens) == pytest.approx((0.1, 0.05, 10))
+    assert max(costs.errors.values()) < 1e-9 and costs.num_ticks == 12
+
+
+def test_a_runs_folder_is_simulated_with_what_it_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 6, ticks=30)
+    simulate(f"{tmp_path / 'run'} --ticks 200 --json")
+    (found,) = simulations(capsys)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert found["step_s"] == pytest.approx(np.mean([row["time/step_s"] for row in rows]), rel=0.03)
+
+
+def test_a_run_that_cannot_be_fitted_says_why(tmp_path: Path) -> None:
+    with pytest.raises(LlamaRLError, match="let the runs last longer"):
+        fit_runs([write_run(tmp_path / "short", 4, ticks=3)])
+    with pytest.raises(LlamaRLError, match="finishes every response in its tick"):
+        fit_runs([write_run(tmp_path / "cut", 4, max_segments=2, oversubscription=1.5)])
