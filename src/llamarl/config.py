@@ -105,7 +105,7 @@ def _cross_checks(config: RunConfig) -> Iterator[str]:
         )
 
 
-GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "group_std"})
+GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "group_std", "group_mean_batch_std"})
 _ADAPTER: TypeAdapter[RunConfig] | None = None
 
 

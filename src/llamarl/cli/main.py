@@ -15,7 +15,7 @@ from llamarl.errors import LlamaRLError, RunInterrupted
 
 __all__ = ["main"]
 
-_VERBS = ("train", "eval", "generate", "plan", "doctor")
+_VERBS = ("train", "eval", "generate", "plan", "simulate", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
