@@ -1,0 +1,126 @@
+"""The verbs as a user types them, and the examples as they ship."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, CommandLine, rows
+
+
+@pytest.fixture(scope="module")
+def finished(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    done = llamarl.train(run_dir, {"run.num_ticks": 2, "run.runtime": '"inline"'})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir
+
+
+def test_a_run_leaves_what_the_readme_names(finished: Path) -> None:
+    for name in ("config.toml", "metrics.jsonl", "rollouts", "trace.json", "tensorboard", "checkpoints", "model"):
+        assert (finished / name).exists(), name
+    assert isinstance(json.loads((finished / "trace.json").read_text()), (list, dict))
+    wanted = """step policy_version reward/mean reward/failed staleness/mean staleness/max response/length_mean
+        tokens/generated tokens/trained time/step_s time/generator_s time/trainer_s time/weight_sync_s idle/generator
+        idle/trainer ratio/mean ratio/clipped_fraction mismatch/kl loss/policy grad_norm""".split()
+    for row in rows(finished):
+        assert set(wanted) <= set(row)
+    assert "eval/accuracy" in rows(finished)[0]
+
+
+def test_the_first_batch_is_on_policy_to_rounding(finished: Path) -> None:
+    """The trainer's log-probs of tokens that its own version sampled are the generator's, up to fp32 rounding."""
+    first = rows(finished)[0]
+    assert first["staleness/max"] == 0
+    assert first["mismatch/kl"] < 1e-8
+    assert first["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_the_final_policy_loads_in_transformers_and_is_not_the_initial_one(finished: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from llamarl.models.folders import resolve_model_path
+
+    trained = AutoModelForCausalLM.from_pretrained(finished / "model")
+    initial = AutoModelForCausalLM.from_pretrained(resolve_model_path("bundled:tiny"))
+    pairs = list(zip(trained.parameters(), initial.parameters(), strict=True))
+    assert all(a.shape == b.shape for a, b in pairs)
+    assert any(not torch.equal(a, b) for a, b in pairs)
+
+
+def test_eval_scores_a_run_on_its_own_task(llamarl: CommandLine, finished: Path) -> None:
+    done = llamarl.run(["eval", str(finished), "--prompts", "16", "--samples", "2", "--json"])
+    assert done.returncode == 0, done.stderr
+    scores = json.loads(done.stdout)
+    assert scores["samples"] == 32 and scores["failed"] == 0
+    assert 0 < scores["accuracy"] <= scores["pass@2"] <= 1
+
+
+def test_generate_repeats_with_one_seed_and_carries_jsonl_keys_over(llamarl: CommandLine, tmp_path: Path) -> None:
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "a3 b9 c4 =\\n", "id": 7}\n{"prompt": "a1 b2 =\\n", "id": 8}\n')
+    answers = []
+    for name in ("one", "two"):
+        out = tmp_path / f"{name}.jsonl"
+        done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts), "--output", str(out), "--seed", "5"])
+        assert done.returncode == 0, done.stderr
+        answers.append(sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda a: a["id"]))
+    assert answers[0] == answers[1]
+    assert [a["id"] for a in answers[0]] == [7, 8]
+    assert all(len(a["tokens"]) == len(a["logprobs"]) > 0 for a in answers[0])
+
+
+def test_a_malformed_prompt_line_is_named(llamarl: CommandLine, tmp_path: Path) -> None:
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "a1 b2 =\\n"}\n{"question": 3}\n')
+    done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts)])
+    assert done.returncode == 2 and "in.jsonl:2" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_dry_run_prints_configuration_graph_and_placement_and_runs_nothing(llamarl: CommandLine, tmp_path: Path) -> None:
+    done = llamarl.train(tmp_path / "run", {"schedule.max_staleness": 3}, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "max_staleness = 3" in done.stdout
+    assert "trainer -> generator" in done.stdout and "delay 4" in done.stdout
+    assert "executor" in done.stdout and "threads" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_under_another_setting_is_refused_with_the_difference(llamarl: CommandLine, finished: Path) -> None:
+    settings = {"run.num_ticks": 4, "run.runtime": '"inline"', "optimizer.lr": 0.5}
+    done = llamarl.train(finished, settings, "--resume", str(finished))
+    assert done.returncode == 2
+    assert "optimizer.lr" in done.stderr and "0.5" in done.stderr
+
+
+def test_an_altered_checkpoint_is_refused_by_name(llamarl: CommandLine, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = {"run.num_ticks": 2, "run.runtime": '"inline"', "checkpoint.every": 1, "evaluation.every": 0}
+    assert llamarl.train(run_dir, settings).returncode == 0
+    state = run_dir / "checkpoints" / "tick_000001" / "trainer" / "rank_0" / "state.safetensors"
+    data = bytearray(state.read_bytes())
+    data[-1] ^= 1
+    state.write_bytes(data)
+    done = llamarl.train(run_dir, settings | {"run.num_ticks": 3}, "--resume", str(run_dir))
+    assert done.returncode != 0
+    assert "state.safetensors" in done.stderr and "tick_000000" in done.stderr  # what is torn, and the last good one
+
+
+def test_help_teaches_every_key(llamarl: CommandLine) -> None:
+    done = llamarl.run(["train", "--help"])
+    assert done.returncode == 0
+    assert "--schedule.max_staleness" in done.stdout and "--resume" in done.stdout
+
+
+def test_the_example_graph_runs_and_shows_its_delay() -> None:
+    script = REPOSITORY / "examples" / "own_graph.py"
+    done = subprocess.run([sys.executable, str(script), "inline"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    totals = [line for line in done.stdout.splitlines() if "collector" in line and "total" in line]
+    assert [line.split("'total': ")[1] for line in totals] == ["6.0}", "66.0}", "126.0}", "186.0}", "246.0}"]
+    fed_back = [line for line in done.stdout.splitlines() if "source" in line and "'feedback'" in line]
+    assert [line.split("'feedback': ")[1] for line in fed_back] == ["0.0}", "0.0}", "6.0}", "66.0}", "126.0}"]
