@@ -26,7 +26,7 @@ SMALL = {
 
 
 def arguments(run_dir: Path, settings: dict[str, Any]) -> list[str]:
-    merged = {**SMALL, **settings, "run.dir": json.dumps(str(run_dir))}
+    merged = {**SMALL, "run.dir": json.dumps(str(run_dir)), **settings}
     return [part for key, value in merged.items() for part in (f"--{key}", str(value))]
 
 

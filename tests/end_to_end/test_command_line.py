@@ -81,7 +81,9 @@ def test_a_malformed_prompt_line_is_named(llamarl: CommandLine, tmp_path: Path) 
     assert done.returncode == 2 and "in.jsonl:2" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_dry_run_prints_configuration_graph_and_placement_and_runs_nothing(llamarl: CommandLine, tmp_path: Path) -> None:
+def test_dry_run_prints_configuration_graph_and_placement_and_runs_nothing(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
     done = llamarl.train(tmp_path / "run", {"schedule.max_staleness": 3}, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "max_staleness = 3" in done.stdout

@@ -35,7 +35,9 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     parser.add_argument("--prompt", help="one prompt; default: read --input or standard input")
     parser.add_argument("--input", metavar="FILE.jsonl", help="prompts, one JSON object a line; - is standard input")
     parser.add_argument("--output", metavar="FILE.jsonl", help="where answers go (default: standard output)")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest response in tokens (default 256)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, help="longest response in tokens (default 256, or what the context leaves)"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens, 0 all (default 0)")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus probability (default 1.0)")
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.engine.engine import NativeEngine
     from llamarl.engine.sequence import SamplingParams, Sequence
     from llamarl.executors.generator import resolve_device
-    from llamarl.models.loading import load_tokenizer
+    from llamarl.models.loading import load_model_config, load_tokenizer
     from llamarl.seeding import derive_seed
 
     folder = Path(args.model)
@@ -65,8 +67,11 @@ def run(args: argparse.Namespace) -> int:
         model, EngineConfig(), tokenizer=tokenizer, device=resolve_device("auto"), quantization=args.quantization
     )
     eos = tokenizer.eos_token_id
+    prompts = [_encode(request, tokenizer, chat=not args.no_chat_template) for request in requests]
+    context = getattr(load_model_config(model), "max_position_embeddings", None) or 1 << 20
+    default = max(1, min(256, context - max(map(len, prompts))))
     params = SamplingParams(
-        max_new_tokens=args.max_new_tokens,
+        max_new_tokens=args.max_new_tokens or default,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
@@ -77,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
         Sequence(
             prompt_index=index,
             sample_index=sample,
-            prompt_tokens=_encode(request, tokenizer, chat=not args.no_chat_template),
+            prompt_tokens=list(prompt),
             params=params,
             seed=derive_seed(args.seed, index, sample),
         )
-        for index, request in enumerate(requests)
+        for index, prompt in enumerate(prompts)
         for sample in range(args.samples)
     ]
     try:

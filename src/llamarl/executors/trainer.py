@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llamarl.channels.weights import WeightsPayload
+from llamarl.checkpoint.storage import saving
 from llamarl.config import RunConfig
 from llamarl.errors import TrainingDiverged
 from llamarl.executors.base import ExecutorContext, StepResult
@@ -106,10 +107,11 @@ class TrainerExecutor:
         """A Hugging Face folder of the policy; the old one, if any, stays until the new one is whole."""
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        self.trainer.export(partial)
-        if self.context.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(partial, folder)
+        with saving(partial):
+            self.trainer.export(partial)
+            if self.context.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(partial, folder)
 
     def save(self, folder: Path, tick: int) -> None:
         self.trainer.save(folder)

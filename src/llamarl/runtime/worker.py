@@ -21,6 +21,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from llamarl.channels.base import ChannelSpec, Handle, Receiver, Sender
+from llamarl.checkpoint.storage import saving
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec
 from llamarl.runtime.base import Order
@@ -225,8 +226,9 @@ class Worker:
         if order.save_to is not None:
             folder = _rank_folder(order.save_to, order.executor, self._plan.rank)
             with _Span("save", spans):
-                folder.mkdir(parents=True)
-                executor.save(folder, order.tick)
+                with saving(folder):
+                    folder.mkdir(parents=True)
+                    executor.save(folder, order.tick)
         return RankReport(
             rank=self._plan.rank,
             tick=order.tick,
