@@ -202,6 +202,8 @@ class Program:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # A job started in the background inherits "ignore" for Ctrl-C, and the test would with it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def wait_for(self, line: str) -> None:
