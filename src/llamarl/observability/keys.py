@@ -60,6 +60,14 @@ KEYS: tuple[MetricKey, ...] = (
     _key("response/truncated_fraction", "share", "Responses cut by the length limit, of all in the batch."),
     _key("tokens/generated", "tokens", "Response tokens that the generator sampled in its tick.", integer=True),
     _key("tokens/trained", "tokens", "Response tokens in the loss of this tick.", integer=True),
+    _key("samples/trained", "samples", "Responses with tokens in the loss of this tick.", integer=True),
+    _key(
+        "tokens/computed",
+        "tokens",
+        "Tokens that the trainer's forward computed, prompts included: a prompt that its group shares counts once, and "
+        "responses without advantage may be left out (`trainer.skip_zero_advantage`).",
+        integer=True,
+    ),
     _key("tokens_per_s/generated", "tokens/s", "`tokens/generated` by `time/step_s`: the rate of the whole job."),
     _key("time/step_s", "s", "From the end of the trainer's tick before to the end of this one."),
     _key(
@@ -89,18 +97,33 @@ KEYS: tuple[MetricKey, ...] = (
     _key("ratio/max", "ratio", "The largest of these ratios."),
     _key("ratio/clipped_fraction", "share", "Trained tokens whose ratio exceeds `rho` and is clipped."),
     _key(
+        "ratio/masked_fraction",
+        "share",
+        "Trained tokens left out by `algorithm.ratio_mask`; only where one is set.",
+    ),
+    _key(
         "mismatch/kl",
         "nats",
         "KL(behaviour, policy) estimated on the trained tokens, mean of `r - 1 - log r` with `r` the ratio: staleness, "
         "precision and kernel differences together.",
     ),
     _key("loss/policy", "loss", "Policy loss over the whole optimizer step."),
-    _key("loss/kl", "nats", "KL to the reference policy, where there is one."),
+    _key(
+        "kl/reference",
+        "nats",
+        "KL to the reference policy, mean over trained tokens; only where `algorithm.kl_coef` > 0.",
+    ),
     _key("entropy", "nats", "Entropy of the policy, mean over trained tokens."),
     _key("grad_norm", "norm", "Gradient norm before clipping."),
     _key("lr", "1/update", "Learning rate of this tick."),
     _key(
         "step/skipped", "ticks", "1 if the update was skipped because a gradient was not finite, else 0.", integer=True
+    ),
+    _key(
+        "step/empty",
+        "ticks",
+        "1 if the batch had nothing to train on, so that no update was made, else 0.",
+        integer=True,
     ),
     _key(
         "groups/no_signal",
@@ -118,6 +141,12 @@ KEYS: tuple[MetricKey, ...] = (
         "rollout/carried",
         "responses",
         "Unfinished responses that the generator carries into its next tick.",
+        integer=True,
+    ),
+    _key(
+        "rollout/age_max",
+        "ticks",
+        "Oldest group of the batch: generator ticks between its admission and its delivery.",
         integer=True,
     ),
     _key("eval/accuracy", "share", "Mean score on held-out prompts; only in rows in which an evaluation ended."),
