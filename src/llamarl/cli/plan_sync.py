@@ -72,7 +72,9 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     parser.add_argument("--group", type=int, default=128, help="columns that share a scale (default 128)")
     parser.add_argument("--max-staleness", type=int, help="the trainer holds this + 1 versions (default 1)")
     parser.add_argument(
-        "--cut-vocabulary", action="store_true", help="tp also cuts embedding and output layer (the models' plans do not)"
+        "--cut-vocabulary",
+        action="store_true",
+        help="tp also cuts embedding and output layer (the models' plans do not)",
     )
     parser.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x: adds the time")
     parser.add_argument("--link-gb-per-s", type=float, help="GB/s of one rank, each way, in place of --hardware")

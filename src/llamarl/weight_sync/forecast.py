@@ -198,4 +198,3 @@ def _row(label: str, mean: float, most: float) -> str:
 
 def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
