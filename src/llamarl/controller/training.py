@@ -20,6 +20,7 @@ from llamarl.config import RunConfig, save_config, to_plain
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.job import llamarl_graph
+from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import resolve_model_path
 from llamarl.observability.job import describe_job
@@ -46,6 +47,7 @@ class _Prepared:
     config: RunConfig
     graph: Graph
     placement: Placement
+    weight_edges: tuple[WeightEdge, ...]
 
 
 def plan_run(config: RunConfig) -> str:
@@ -55,7 +57,8 @@ def plan_run(config: RunConfig) -> str:
     prepared = _prepare(config)
     return (
         f"# configuration\n{tomli_w.dumps(to_plain(prepared.config))}\n"
-        f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}"
+        f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}\n\n"
+        f"# weight hand-over\n" + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)
     )
 
 
@@ -128,7 +131,8 @@ def _prepare(config: RunConfig) -> _Prepared:
     }
     config = dataclasses.replace(config, **changes)
     executors = tuple(dataclasses.replace(spec, config=config) for spec in placement.executors)
-    return _Prepared(config, Graph(executors, graph.channels), placement)
+    graph, weight_edges = settle_weight_edges(config, Graph(executors, graph.channels))
+    return _Prepared(config, graph, placement, weight_edges)
 
 
 def _device_kind(device: str) -> str:
@@ -217,6 +221,7 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
         "algorithm": config.algorithm.name,
         "staleness": f"max_staleness {config.schedule.max_staleness}, max_segments {config.generator.max_segments}: "
         f"no token older than {config.schedule.max_staleness + config.generator.max_segments - 1} versions",
+        **{edge.channel: edge.summary() for edge in prepared.weight_edges},
         "run": str(run_dir),
     }
     recorder = Recorder(

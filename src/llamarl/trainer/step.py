@@ -13,7 +13,7 @@ token leaves weights and moments as they were, and still makes a version, so sch
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,8 @@ class Trainer:
         self.seed = seed
         self.policy_version = 0
         self.num_skipped_in_a_row = 0
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before the weights change: who reads them on another thread is waited for here."""
         self.loss = LOSSES[algorithm.name]
         self.layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
@@ -129,6 +131,7 @@ class Trainer:
             if stepped := math.isfinite(grad_norm):
                 if 0 < self.config.max_grad_norm < grad_norm:
                     self.weights.scale_gradients(self.config.max_grad_norm / grad_norm)
+                self.before_update()
                 self.weights.step(lr)
             self.weights.drop_gradients()
         self.policy_version += 1
