@@ -107,7 +107,9 @@ class RecipeCalibration:
                 f"trainer    threads {name}: tick {t.tick_s * 1e3:.1f} ms + {t.token_s * 1e6:.3g} us a token of the batch "
                 f"(ticks differ by {found.jitter:.1%})"
             )
-        lines.append(f"reward     {self.reward_s * 1e3:.1f} ms a tick; messages and hand-over {self.round_s * 1e3:.1f} ms")
+        lines.append(
+            f"reward     {self.reward_s * 1e3:.1f} ms a tick; messages and hand-over {self.round_s * 1e3:.1f} ms"
+        )
         for name, factors in self.slowdowns.items():
             both = ", ".join(f"{role} takes {factor:.2f} times as long" for role, factor in factors.items())
             lines.append(f"together   threads {name}: {both}")
@@ -484,6 +486,8 @@ def kept_calibration(path: Path) -> RecipeCalibration:
         record["groups"] = tuple(tuple(group) for group in record["groups"])
         return RecipeCalibration(**record)
     except FileNotFoundError:
-        raise PlanError(f"calibration file {path} does not exist: make it with llamarl plan RECIPE --calibrate") from None
+        raise PlanError(
+            f"calibration file {path} does not exist: make it with llamarl plan RECIPE --calibrate"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(f"calibration file {path} is not usable ({error!r}): calibrate again") from error

@@ -134,9 +134,7 @@ def _run_with_failures(scenario: Scenario, failures: Failures, collect: _Collect
     while True:
         began, num_reports = clock, len(collect.reports)
         before = checkpoints.last
-        runtime = _clock(
-            scenario, start_s=clock, fail_at_s=clock + float(rng.exponential(mean_s)), snapshots=snapshots
-        )
+        runtime = _clock(scenario, start_s=clock, fail_at_s=clock + float(rng.exponential(mean_s)), snapshots=snapshots)
         try:
             run_graph(
                 scenario.graph, runtime, num_ticks=scenario.num_ticks, seed=scenario.seed, deadlines=_FOREVER,
