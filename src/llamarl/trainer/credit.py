@@ -52,15 +52,24 @@ def token_advantages(response: Response, advantage: float, config: AlgorithmConf
         advantage: The response's, by ``algorithm.advantage``; not used by ``gae``.
     """
     if config.advantage == "gae":
-        return _gae(response, config)[0]
+        if response.values is None:
+            raise ValueError(
+                f"response {response.prompt_index}/{response.sample_index} has no values, which algorithm.advantage ="
+                " 'gae' needs: wire a critic executor before the trainer"
+            )
+        return _gae(response, response.values[response.loss_mask], config)[0]
     if config.kl_coef and config.kl_place == "token_reward":
         return advantage - config.kl_coef * suffix_sums(_token_kl(response, config))
     return None
 
 
-def value_targets(response: Response, config: AlgorithmConfig) -> Array:
-    """What the critic should have said before each trained token, [T]: its own estimate plus the advantage."""
-    return _gae(response, config)[1]
+def value_targets(response: Response, values: npt.NDArray[np.floating], config: AlgorithmConfig) -> Array:
+    """What the critic should have said before each trained token, [T]: its own estimate plus the advantage.
+
+    Args:
+        values: The critic's estimates, [T].
+    """
+    return _gae(response, values, config)[1]
 
 
 def standardize(arrays: Sequence[Array], sum_over_ranks: Callable[[Array], Array]) -> list[Array]:
@@ -77,18 +86,12 @@ def standardize(arrays: Sequence[Array], sum_over_ranks: Callable[[Array], Array
     return [(array - mean) / (deviation + _EPSILON) if count > 1 else array - mean for array in arrays]
 
 
-def _gae(response: Response, config: AlgorithmConfig) -> tuple[Array, Array]:
-    if response.values is None:
-        raise ValueError(
-            f"response {response.prompt_index}/{response.sample_index} has no values, which algorithm.advantage = 'gae'"
-            " needs: wire a critic executor before the trainer"
-        )
-    trained = np.flatnonzero(response.loss_mask)
-    rewards = np.zeros(len(trained))
+def _gae(response: Response, values: npt.NDArray[np.floating], config: AlgorithmConfig) -> tuple[Array, Array]:
+    rewards = np.zeros(len(values))
     if config.kl_coef and config.kl_place == "token_reward":
         rewards -= config.kl_coef * _token_kl(response, config)
     rewards[-1] += response_reward(response, config)
-    return gae(rewards, response.values[trained].astype(np.float64), gamma=config.gae_gamma, lam=config.gae_lambda)
+    return gae(rewards, values.astype(np.float64), gamma=config.gae_gamma, lam=config.gae_lambda)
 
 
 def _token_kl(response: Response, config: AlgorithmConfig) -> Array:

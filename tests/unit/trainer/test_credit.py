@@ -82,7 +82,11 @@ def test_gae_pays_the_reward_at_the_last_trained_token_and_kl_where_it_arises() 
     response = _response(values=[0.5, 0.25, 0.75])
     a = [-0.35 + 0.5 * (0.3 + 0.5 * 0.35), 0.3 + 0.5 * 0.35, 0.35]
     np.testing.assert_allclose(token_advantages(response, 99.0, config), a, atol=1e-7)
-    np.testing.assert_allclose(value_targets(response, config), np.add(a, [0.5, 0.25, 0.75]), atol=1e-7)
+    np.testing.assert_allclose(
+        value_targets(response, np.array([0.5, 0.25, 0.75], np.float32), config),
+        np.add(a, [0.5, 0.25, 0.75]),
+        atol=1e-7,
+    )
     (sequence,) = make_sequences([_group(response)], config)
     batch = make_microbatch([sequence], [1.0], torch.device("cpu"))
     np.testing.assert_allclose(batch.advantages.numpy(), a, atol=1e-6)
