@@ -32,9 +32,19 @@ from llamarl.runtime.placement import Placement, place
 __all__ = ["plan_run", "resume_run", "start_run"]
 
 _CONFIG = "config.toml"
+_SECTIONS = {
+    "generator": "generator",
+    "reference": "reference",
+    "critic": "critic",
+    "trainer": "trainer",
+    "evaluation": "evaluator",
+}
+"""Section of a recipe -> the executor whose threads and device it settles."""
 _DETAILS = {
     "generator": "samples groups of responses",
     "reward": "judges them in worker processes",
+    "reference": "a frozen model's log-probs of every token",
+    "critic": "estimates returns, and learns to",
     "trainer": "updates the policy, hands over weights",
     "evaluator": "scores versions on held-out prompts",
 }
@@ -119,6 +129,7 @@ def _prepare(config: RunConfig) -> _Prepared:
     """Refuse what cannot run, before any process starts; settle threads and devices."""
     folder = resolve_model_path(config.model.path)
     _check_prompts(config, folder)
+    _check_vocabularies(config, folder)
     graph = llamarl_graph(config)
     placement = place(graph.executors, cores=config.run.cores or None)
     settled = {spec.name: spec for spec in placement.executors}
@@ -126,13 +137,29 @@ def _prepare(config: RunConfig) -> _Prepared:
         section: dataclasses.replace(
             getattr(config, section), threads=settled[name].threads, device=_device_kind(settled[name].device)
         )
-        for section, name in (("generator", "generator"), ("trainer", "trainer"), ("evaluation", "evaluator"))
+        for section, name in _SECTIONS.items()
         if name in settled
     }
     config = dataclasses.replace(config, **changes)
     executors = tuple(dataclasses.replace(spec, config=config) for spec in placement.executors)
     graph, weight_edges = settle_weight_edges(config, Graph(executors, graph.channels))
     return _Prepared(config, graph, placement, weight_edges)
+
+
+def _check_vocabularies(config: RunConfig, folder: Path) -> None:
+    """The models beside the policy read its tokens, so they must know them."""
+    from llamarl.models.loading import load_model_config
+
+    beside = {"reference.path": config.has_reference and config.reference.path}
+    beside["critic.path"] = config.has_critic and config.critic.path
+    for key, path in beside.items():
+        if path:
+            ours, theirs = (load_model_config(f).get_text_config().vocab_size for f in (folder, path))
+            if ours != theirs:
+                raise ConfigError(
+                    f"{key}: {path} has a vocabulary of {theirs} tokens, {config.model.path} one of {ours}: "
+                    "both must read the same tokens"
+                )
 
 
 def _device_kind(device: str) -> str:

@@ -1,6 +1,6 @@
 """The trainer executor: one optimizer step a tick, then the new version goes onto its weight edges.
 
-In: ``scored``; out: ``weights`` (delay max_staleness + 1, to the generator) and, where the job evaluates,
+In: the judged samples (``scored``, or what reference and critic made of them); out: ``weights`` (delay max_staleness + 1, to the generator) and, where the job evaluates,
 ``eval_weights`` (the versions that are due, nothing at other ticks).
 """
 
@@ -24,6 +24,7 @@ from llamarl.config import RunConfig
 from llamarl.errors import DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.evaluator import evaluation_due
+from llamarl.executors.sample_path import sample_channel_into
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group
 
@@ -73,6 +74,7 @@ class TrainerExecutor:
             seed=self.config.run.seed,
             device=self.context.device,
             num_ticks=self.config.run.num_ticks,
+            has_reference=self.config.has_reference,
         )
         self.trainer.before_update = self._wait_for_readers
         self._remember(0)
@@ -91,7 +93,7 @@ class TrainerExecutor:
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
-        metrics = self._train(inputs["scored"], tick)
+        metrics = self._train(inputs[sample_channel_into(self.config, "trainer")], tick)
         trained = time.monotonic()
         version = self.trainer.policy_version
         self._remember(version)

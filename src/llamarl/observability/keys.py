@@ -76,6 +76,7 @@ KEYS: tuple[MetricKey, ...] = (
     _key("time/reward_s", "s", "Duration of the reward executor's tick."),
     _key("time/trainer_s", "s", "Duration of the trainer's tick."),
     _key("time/reference_s", "s", "Duration of the reference executor's tick, where there is one."),
+    _key("time/critic_s", "s", "Duration of the critic's tick, where there is one: values, then its own updates."),
     _key("time/evaluator_s", "s", "Duration of the evaluator's tick (near 0 where no evaluation is due)."),
     _key(
         "time/weight_sync_s",
@@ -92,6 +93,7 @@ KEYS: tuple[MetricKey, ...] = (
     _key("idle/reward", "share", "The same for the reward executor."),
     _key("idle/trainer", "share", "The same for the trainer."),
     _key("idle/reference", "share", "The same for the reference executor."),
+    _key("idle/critic", "share", "The same for the critic."),
     _key("idle/evaluator", "share", "The same for the evaluator."),
     _key("ratio/mean", "ratio", "Policy probability by behaviour probability, mean over trained tokens."),
     _key("ratio/max", "ratio", "The largest of these ratios."),
@@ -111,8 +113,21 @@ KEYS: tuple[MetricKey, ...] = (
     _key(
         "kl/reference",
         "nats",
-        "KL to the reference policy, mean over trained tokens; only where `algorithm.kl_coef` > 0.",
+        "KL(policy, reference model) by `kl_estimator`, mean over trained tokens; only where there is a reference.",
     ),
+    _key("critic/loss", "reward^2", "Value loss of the tick's first update, mean over trained tokens."),
+    _key(
+        "critic/explained_variance",
+        "share",
+        "1 less the variance of (return - value) by that of the return, over trained tokens, with the values that the "
+        "trainer used: 1 is perfect, 0 no better than a constant, negative worse.",
+    ),
+    _key("critic/value_mean", "reward", "Mean of those values."),
+    _key("critic/return_mean", "reward", "Mean of the returns that the critic learns."),
+    _key("critic/clipped_fraction", "share", "Tokens on which value clipping acted in the tick's last update."),
+    _key("critic/grad_norm", "norm", "Gradient norm of the tick's first update, before clipping."),
+    _key("critic/lr", "1/update", "The critic's learning rate in this tick."),
+    _key("critic/skipped", "updates", "Updates of this tick skipped because a gradient was not finite.", integer=True),
     _key("entropy", "nats", "Entropy of the policy, mean over trained tokens."),
     _key("grad_norm", "norm", "Gradient norm before clipping."),
     _key("lr", "1/update", "Learning rate of this tick."),
