@@ -106,7 +106,8 @@ class TrainerExecutor:
     def _export(self, folder: Path) -> None:
         """A Hugging Face folder of the policy; the old one, if any, stays until the new one is whole."""
         partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        if self.context.rank == 0:  # who writes also tidies: another rank would remove what rank 0 has begun
+            shutil.rmtree(partial, ignore_errors=True)
         with saving(partial):
             self.trainer.export(partial)
             if self.context.rank == 0:
