@@ -6,16 +6,15 @@ In: ``scored``; out: ``weights`` (delay max_staleness + 1, to the generator) and
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from llamarl.channels.weights import WeightsPayload
 from llamarl.checkpoint.storage import saving
@@ -23,6 +22,7 @@ from llamarl.config import RunConfig
 from llamarl.errors import TrainingDiverged
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.evaluator import evaluation_due
+from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group
 
@@ -114,20 +114,28 @@ class TrainerExecutor:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(partial, folder)
 
-    def save(self, folder: Path, tick: int) -> None:
-        self.trainer.save(folder)
+    def save(self, folder: Path, tick: int) -> Future[None]:
+        """All ranks write into one folder beside their own, on a thread unless ``checkpoint.background`` is off."""
         staleness = self.config.schedule.max_staleness
-        versions = [v for v in range(max(0, tick + 1 - staleness), tick + 1)]
-        for version in versions:
-            save_file(self._edge_versions[version], folder / f"edge_version_{version}.safetensors")
-        (folder / "edge.json").write_text(json.dumps({"tick": tick, "versions": versions}), encoding="utf-8")
+        edge = {_edge(v): self._edge_versions[v] for v in range(max(0, tick + 1 - staleness), tick + 1)}
+        background = self.config.checkpoint.background
+        state = self.trainer.stage(edge, copy=background)
+        writing = in_background(lambda: self.trainer.write(state, folder.parent / "state"))
+        if not background:
+            writing.result()
+        return writing
 
     def load(self, folder: Path, tick: int) -> None:
-        self.trainer.load(folder)
+        edge = self.trainer.load(folder.parent / "state")
         assert self.trainer.policy_version == tick + 1, f"{folder}: version {self.trainer.policy_version}, tick {tick}"
-        edge = json.loads((folder / "edge.json").read_text(encoding="utf-8"))
-        self._edge_versions = {v: load_file(folder / f"edge_version_{v}.safetensors") for v in edge["versions"]}
+        staleness = self.config.schedule.max_staleness
+        self._edge_versions = {v: edge[_edge(v)] for v in range(max(0, tick + 1 - staleness), tick + 1)}
         self._remember(self.trainer.policy_version)
 
     def close(self) -> None:
         self._edge_versions = {}
+
+
+def _edge(version: int) -> str:
+    """What a checkpoint calls a version that still lies on the weights edge."""
+    return f"version_{version}"
