@@ -85,8 +85,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         for tick in range(NUM_TICKS):
             groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
             if tick == NUM_TICKS - 1:  # go on from a snapshot: the last tick runs in a fresh trainer
-                state = folder / "state" / f"{family}-{fsdp}x{tp}-{rank}"
-                state.mkdir(parents=True)
+                state = folder / "state" / f"{family}-{fsdp}x{tp}"
                 trainer.save(state)
                 trainer = make_trainer(folder, family, fsdp, tp, dtype)
                 trainer.load(state)
@@ -96,8 +95,6 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         save_file({n: t.contiguous() for n, t in trainer.parameters_for_sync().items()}, out / f"{rank}.safetensors")
         (out / f"{rank}.json").write_text(json.dumps({"metrics": metrics, "boxes": boxes}))
         trainer.export(out / "model")
-        final = folder / "final" / f"{family}-{fsdp}x{tp}" / str(rank)
-        final.mkdir(parents=True)
-        trainer.save(final)
+        trainer.save(folder / "final" / f"{family}-{fsdp}x{tp}")
     if world > 1:
         dist.destroy_process_group()

@@ -75,6 +75,12 @@ KEYS: tuple[MetricKey, ...] = (
     ),
     _key("time/reward_s", "s", "Duration of the reward executor's tick."),
     _key("time/trainer_s", "s", "Duration of the trainer's tick."),
+    _key(
+        "time/trainer_save_s",
+        "s",
+        "In ticks that save: how long the trainer's tick waited for its checkpoint, that is for a copy in host memory and, "
+        "if it was still being written, for the one before.",
+    ),
     _key("time/reference_s", "s", "Duration of the reference executor's tick, where there is one."),
     _key("time/critic_s", "s", "Duration of the critic's tick, where there is one: values, then its own updates."),
     _key("time/evaluator_s", "s", "Duration of the evaluator's tick (near 0 where no evaluation is due)."),
