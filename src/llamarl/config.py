@@ -98,6 +98,7 @@ class RunConfig:
         """Whether the job has a critic executor."""
         return self.algorithm.advantage == "gae"
 
+    @property
     def groups_per_tick(self) -> int:
         """Groups that all generator replicas together deliver a tick."""
         return self.dynamic_sampling.groups_per_tick(self.schedule.prompts_per_step, self.generator.dp)
