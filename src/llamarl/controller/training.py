@@ -281,7 +281,7 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
         "task": config.task.name,
         "algorithm": config.algorithm.name,
         "staleness": f"max_staleness {config.schedule.max_staleness}, max_segments {config.generator.max_segments}: "
-        f"no token older than {config.schedule.max_staleness + config.generator.max_segments - 1} versions",
+        f"no token older than {config.token_staleness_bound} versions",
         **{edge.channel: edge.summary() for edge in prepared.weight_edges},
         "run": str(run_dir),
     }
