@@ -183,8 +183,9 @@ def test_partial_rollouts_keep_slots_full_and_never_pay_for_the_longest() -> Non
         hardware, model, GeneratorLayout(), whole
     )
     # With one version a sequence may span, partial rollouts gain nothing: the longest must end within the tick.
+    # A tenth of slack: the profile is an average over drawn ticks, the expected longest is exact.
     bound = replace(partial, max_segments=1)
     steps = bound.lengths.expected_max(1024)
-    assert generator_tick_s(hardware, model, GeneratorLayout(), bound) > steps * float(
+    assert generator_tick_s(hardware, model, GeneratorLayout(), bound) > 0.9 * steps * float(
         decode_step_s(hardware, model, GeneratorLayout(), 1, 100)
     )
