@@ -27,7 +27,7 @@ from llamarl.errors import ConfigError
 from llamarl.executors.config import EvaluationConfig, GeneratorConfig
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.strict import STRICT
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 
 __all__ = ["ModelConfig", "RunConfig", "RunSection", "apply_overrides", "field_help", "load_config", "save_config"]
 
@@ -74,6 +74,7 @@ class RunConfig:
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -102,6 +103,11 @@ def _cross_checks(config: RunConfig) -> Iterator[str]:
         yield (
             f"schedule.prompts_per_step ({config.schedule.prompts_per_step}) must be >= trainer.fsdp "
             f"({config.trainer.fsdp}): each data-parallel rank needs at least one group a tick"
+        )
+    if config.lora.rank and config.trainer.fsdp * config.trainer.tp > 1:
+        yield (
+            f"lora.rank {config.lora.rank} trains on one rank, but trainer.fsdp is {config.trainer.fsdp} and trainer.tp "
+            f"{config.trainer.tp}: set both to 1, or lora.rank to 0"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class TrainerExecutor:
             seed=self.config.run.seed,
             device=self.context.device,
             num_ticks=self.config.run.num_ticks,
+            lora=self.config.lora,
         )
         self._remember(0)
 
@@ -71,7 +72,10 @@ class TrainerExecutor:
             due = evaluation_due(version, every=self.config.evaluation.every, num_ticks=self.config.run.num_ticks)
             outputs["eval_weights"] = self._payload(version) if due else None
         if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None:
-            self._export(self.context.run_dir / "model")
+            if self.config.lora.rank:
+                self._export(self.context.run_dir / "adapter", self.trainer.export_adapter)
+            if not self.config.lora.rank or self.config.lora.export_merged:
+                self._export(self.context.run_dir / "model", self.trainer.export)
         return StepResult(outputs=outputs, metrics=metrics, spans=(("train", started, trained),), stop=self._stop)
 
     def _train(self, groups: list[Group], tick: int) -> Mapping[str, float]:
@@ -103,13 +107,13 @@ class TrainerExecutor:
         for old in [v for v in self._edge_versions if v < version - staleness]:
             del self._edge_versions[old]
 
-    def _export(self, folder: Path) -> None:
-        """A Hugging Face folder of the policy; the old one, if any, stays until the new one is whole."""
+    def _export(self, folder: Path, write: Callable[[Path], None]) -> None:
+        """A folder of the policy; the old one, if any, stays until the new one is whole."""
         partial = folder.with_name(folder.name + ".partial")
         if self.context.rank == 0:  # who writes also tidies: another rank would remove what rank 0 has begun
             shutil.rmtree(partial, ignore_errors=True)
         with saving(partial):
-            self.trainer.export(partial)
+            write(partial)
             if self.context.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(partial, folder)
