@@ -129,7 +129,7 @@ def test_a_state_saved_by_many_ranks_loads_into_one(runs: Path, family: str, siz
             assert torch.equal(whole[where], tensors[name]), name
     alone = trainer_ranks.make_trainer(runs, family, 1, 1)
     alone.load(runs / "final" / f"{family}-1x1")
-    groups = trainer_ranks.make_groups(seed=9)
+    groups = trainer_ranks.make_reference(runs, family, 1, 1).score(trainer_ranks.make_groups(seed=9))
     expected, got = alone.train(groups, trainer_ranks.NUM_TICKS), trainer.train(groups, trainer_ranks.NUM_TICKS)
     assert got == pytest.approx(expected, rel=2e-4, abs=1e-6)
 

@@ -22,6 +22,7 @@ from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.job import llamarl_graph
 from llamarl.controller.preflight import check_lora, check_parallel_sizes
+from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import resolve_model_path
 from llamarl.observability.job import describe_job
@@ -33,11 +34,21 @@ from llamarl.runtime.placement import Placement, place
 __all__ = ["plan_run", "resume_run", "start_run"]
 
 _CONFIG = "config.toml"
+_SECTIONS = {
+    "generator": "generator",
+    "reference": "reference",
+    "critic": "critic",
+    "trainer": "trainer",
+    "evaluation": "evaluator",
+}
+"""Section of a recipe -> the executor whose threads and device it settles."""
 _TRAINER_LAYOUT = frozenset({"trainer.fsdp", "trainer.tp", "trainer.threads", "threads of trainer"})
 """What ``checkpoint.reshard`` lets differ."""
 _DETAILS = {
     "generator": "samples groups of responses",
     "reward": "judges them in worker processes",
+    "reference": "a frozen model's log-probs of every token",
+    "critic": "estimates returns, and learns to",
     "trainer": "updates the policy, hands over weights",
     "evaluator": "scores versions on held-out prompts",
 }
@@ -50,6 +61,7 @@ class _Prepared:
     config: RunConfig
     graph: Graph
     placement: Placement
+    weight_edges: tuple[WeightEdge, ...]
 
 
 def plan_run(config: RunConfig) -> str:
@@ -59,7 +71,9 @@ def plan_run(config: RunConfig) -> str:
     prepared = _prepare(config)
     return (
         f"# configuration\n{tomli_w.dumps(to_plain(prepared.config))}\n"
-        f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}"
+        f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}\n\n"
+        f"# weight hand-over\n"
+        + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)
     )
 
 
@@ -127,6 +141,7 @@ def _prepare(config: RunConfig) -> _Prepared:
     """Refuse what cannot run, before any process starts; settle threads and devices."""
     folder = resolve_model_path(config.model.path)
     _check_prompts(config, folder)
+    _check_vocabularies(config, folder)
     graph = llamarl_graph(config)
     placement = place(graph.executors, cores=config.run.cores or None)
     settled = {spec.name: spec for spec in placement.executors}
@@ -134,14 +149,31 @@ def _prepare(config: RunConfig) -> _Prepared:
         section: dataclasses.replace(
             getattr(config, section), threads=settled[name].threads, device=_device_kind(settled[name].device)
         )
-        for section, name in (("generator", "generator"), ("trainer", "trainer"), ("evaluation", "evaluator"))
+        for section, name in _SECTIONS.items()
         if name in settled
     }
     config = dataclasses.replace(config, **changes)
     check_parallel_sizes(config, folder, cores=placement.cores)
     check_lora(config)
     executors = tuple(dataclasses.replace(spec, config=config) for spec in placement.executors)
-    return _Prepared(config, Graph(executors, graph.channels), placement)
+    graph, weight_edges = settle_weight_edges(config, Graph(executors, graph.channels))
+    return _Prepared(config, graph, placement, weight_edges)
+
+
+def _check_vocabularies(config: RunConfig, folder: Path) -> None:
+    """The models beside the policy read its tokens, so they must know them."""
+    from llamarl.models.loading import load_model_config
+
+    beside = {"reference.path": config.has_reference and config.reference.path}
+    beside["critic.path"] = config.has_critic and config.critic.path
+    for key, path in beside.items():
+        if path:
+            ours, theirs = (load_model_config(f).get_text_config().vocab_size for f in (folder, path))
+            if ours != theirs:
+                raise ConfigError(
+                    f"{key}: {path} has a vocabulary of {theirs} tokens, {config.model.path} one of {ours}: "
+                    "both must read the same tokens"
+                )
 
 
 def _device_kind(device: str) -> str:
@@ -251,6 +283,7 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
         "algorithm": config.algorithm.name,
         "staleness": f"max_staleness {config.schedule.max_staleness}, max_segments {config.generator.max_segments}: "
         f"no token older than {config.schedule.max_staleness + config.generator.max_segments - 1} versions",
+        **{edge.channel: edge.summary() for edge in prepared.weight_edges},
         "run": str(run_dir),
     }
     recorder = Recorder(

@@ -65,8 +65,9 @@ class EvaluatorExecutor:
         if tick == 0:
             metrics = self._evaluate(version=0)
         elif weights is not None:
-            self.version_loader.load(weights)
+            served = self.version_loader.load(weights)
             metrics = self._evaluate(version=weights.version)
+            served.check()
         return StepResult(metrics=metrics)
 
     def _evaluate(self, version: int) -> dict[str, float]:

@@ -31,6 +31,7 @@ from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.factory import make_task
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.config import SamplingConfig
+from llamarl.executors.hand_over import Served
 from llamarl.executors.partial_rollouts import select_deliveries
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
@@ -64,6 +65,7 @@ class GeneratorExecutor:
         self._num_active = int(self._prompts_per_tick * config.generator.oversubscription)
         self._cursor = 0  # prompts this replica has admitted so far
         self._active: list[_ActiveGroup] = []  # in order of admission
+        self._served = Served(0, None)
         self._completed: list[int] = []  # prompt indices, in order of completion
 
     def setup(self) -> None:
@@ -84,6 +86,7 @@ class GeneratorExecutor:
         self._admit(tick)
         before = sum(len(s.tokens) for g in self._active for s in g.sequences)
         delivered = self._decode(tick)
+        self._served.check()
         finished = time.monotonic()
         generated = sum(len(s.tokens) for g in [*delivered, *self._active] for s in g.sequences) - before
         groups = [self._to_group(g) for g in delivered]
@@ -96,8 +99,8 @@ class GeneratorExecutor:
         return StepResult(outputs={"completions": groups}, metrics=metrics, spans=spans)
 
     def _load_weights(self, weights: Any) -> None:
-        if weights.version != self.engine.policy_version:
-            self.version_loader.load(weights)
+        if weights.version != self.engine.policy_version or self._served.in_place is not None:
+            self._served = self.version_loader.load(weights)
 
     def _admit(self, tick: int) -> None:
         while len(self._active) < self._num_active:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from llamarl.channels.weights import WeightVersion
 from llamarl.engine.base import Engine
+from llamarl.executors.hand_over import Served, serve
 from llamarl.models.adapters import AdapterReceiver
 from llamarl.trainer.config import LoraConfig
+from llamarl.weight_sync.sink import WeightVersion
 
 __all__ = ["VersionLoader"]
 
@@ -21,11 +22,11 @@ class VersionLoader:
                 engine.parameters_for_sync(), rank=lora.rank, alpha=lora.alpha, targets=lora.targets
             )
 
-    def load(self, weights: WeightVersion) -> None:
+    def load(self, weights: WeightVersion) -> Served:
         """Pull, prove and serve a version."""
         if self._adapters is None:
-            weights.load_into(self._engine.parameters_for_sync())
-        else:
-            weights.load_into(self._adapters.tensors)
-            self._adapters.merge()
+            return serve(weights, self._engine)
+        weights.load_into(self._adapters.tensors)
+        self._adapters.merge()
         self._engine.weights_updated(weights.version)
+        return Served(weights.version, None)

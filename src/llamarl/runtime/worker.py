@@ -193,6 +193,7 @@ class Worker:
             run_dir=plan.run_dir,
             seed=plan.seed,
         )
+        _take_device(context.device)
         self._executor = executor = factory(spec.config, context)
         self.pin()
         executor.setup()
@@ -333,6 +334,13 @@ def rank_device(spec: ExecutorSpec, rank: int) -> str:
             "expected one for all or one for each"
         )
     return devices[rank] if len(devices) > 1 else devices[0]
+
+
+def _take_device(device: str) -> None:
+    """Make a rank's GPU the current one of this process: channels and libraries then allocate there."""
+    torch = sys.modules.get("torch")
+    if torch is not None and device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device))
 
 
 def _rank_folder(root: Path, executor: str, rank: int) -> Path:

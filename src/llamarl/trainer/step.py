@@ -13,7 +13,7 @@ token leaves weights and moments as they were, and still makes a version, so sch
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +74,7 @@ class Trainer:
         device: str = "cpu",
         num_ticks: int | None = None,
         lora: LoraConfig | None = None,
+        has_reference: bool = False,
     ) -> None:
         """
         Args:
@@ -83,6 +84,7 @@ class Trainer:
             device: ``cpu`` or ``cuda``.
             num_ticks: Length of the run, for schedules that fall.
             lora: With a rank, adapters are trained and the model is frozen; one rank only.
+            has_reference: Whether samples carry reference log-probs although ``algorithm.kl_coef`` is 0.
 
         Raises:
             ModelError: The model cannot be trained, or not with this ``tp``.
@@ -93,6 +95,9 @@ class Trainer:
         self.seed = seed
         self.policy_version = 0
         self.num_skipped_in_a_row = 0
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before the weights change: who reads them on another thread is waited for here."""
+        self.has_reference = has_reference or algorithm.kl_coef > 0
         self.loss = LOSSES[algorithm.name]
         self.lora = lora if lora is not None and lora.rank else None
         self.layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
@@ -111,7 +116,6 @@ class Trainer:
         )
         self._shards = parameter_shards(self.policy.parameters_by_name(), cuts, self.layout, "float32")
         self._sync_shards = self._shards if self.lora is None else whole_shards(self.parameters_for_sync())
-        self.reference = self._build(temperature)[0].requires_grad_(False) if algorithm.kl_coef > 0 else None
 
     def train(self, groups: Sequence[Group], tick: int) -> dict[str, float]:
         """One optimizer step: version ``tick`` -> version ``tick + 1``.
@@ -141,6 +145,7 @@ class Trainer:
             if stepped := math.isfinite(grad_norm):
                 if 0 < self.config.max_grad_norm < grad_norm:
                     self.weights.scale_gradients(self.config.max_grad_norm / grad_norm)
+                self.before_update()
                 self.weights.step(lr)
             self.weights.drop_gradients()
         self.policy_version += 1
@@ -175,25 +180,31 @@ class Trainer:
         sums["loss/policy"] = (losses.detach() * microbatch.weights).sum()
         if self.algorithm.entropy_coef:
             losses = losses - self.algorithm.entropy_coef * entropy
-        if self.reference is not None:
-            kl = self._reference_kl(policy_logprobs, microbatch)
-            losses = losses + self.algorithm.kl_coef * kl
+        kl = self._reference_kl(policy_logprobs, microbatch)
+        if kl is not None:
+            if self.algorithm.kl_in_loss:
+                losses = losses + self.algorithm.kl_coef * kl
             sums["kl/reference"] = kl.detach().sum()
         (losses * microbatch.weights).sum().backward()
         sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, mask, terms.clipped)
         statistics.add(sums, num_computed=microbatch.num_tokens, num_trained=len(microbatch.targets))
 
-    def _reference_kl(self, policy_logprobs: Tensor, microbatch: Microbatch) -> Tensor:
-        assert self.reference is not None
-        with torch.no_grad():
-            reference_logprobs, _ = self.reference(microbatch)
-        return KL_ESTIMATORS[self.algorithm.kl_estimator](reference_logprobs - policy_logprobs)
+    def _reference_kl(self, policy_logprobs: Tensor, microbatch: Microbatch) -> Tensor | None:
+        """KL(policy || reference) a trained token, [T]; None in a job without a reference."""
+        if not self.has_reference:
+            return None
+        if microbatch.reference_logprobs is None:
+            raise ValueError(
+                "the samples carry no reference log-probs, which algorithm.kl_coef > 0 needs:"
+                " wire a reference executor before the trainer"
+            )
+        return KL_ESTIMATORS[self.algorithm.kl_estimator](microbatch.reference_logprobs - policy_logprobs)
 
     def _worth_computing(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        terms_beside_the_policy = self.algorithm.kl_coef or self.algorithm.entropy_coef
+        terms_beside_the_policy = self.algorithm.kl_in_loss or self.algorithm.entropy_coef
         if not self.config.skip_zero_advantage or terms_beside_the_policy:
             return sequences
-        return [s for s in sequences if s.advantage != 0.0]
+        return [s for s in sequences if s.has_signal]
 
     def _microbatches(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> list[Microbatch]:
         """Packed and weighted; the same number on every rank, because gathering weights takes all of them."""
