@@ -21,7 +21,7 @@ from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.generator import make_engine, sampling_params, to_response
-from llamarl.executors.hand_over import serve
+from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.seeding import derive_seed
 from llamarl.types import Failure, Group, Prompt, Score
@@ -50,6 +50,7 @@ class EvaluatorExecutor:
         stream = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
         self.prompts = stream.eval_prompts(self.config.evaluation.num_prompts)
         self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
+        self.version_loader = VersionLoader(self.engine, self.config.lora)
         self.params = sampling_params(
             self.config.generator.sampling, self.tokenizer, temperature=self.config.evaluation.temperature
         )
@@ -64,7 +65,7 @@ class EvaluatorExecutor:
         if tick == 0:
             metrics = self._evaluate(version=0)
         elif weights is not None:
-            served = serve(weights, self.engine)
+            served = self.version_loader.load(weights)
             metrics = self._evaluate(version=weights.version)
             served.check()
         return StepResult(metrics=metrics)
