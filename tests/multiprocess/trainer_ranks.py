@@ -67,8 +67,7 @@ def run_critic(folder: Path, fsdp: int, tp: int, out: Path, rank: int) -> None:
     metrics, values = [], []
     for tick in range(NUM_TICKS):
         if tick == NUM_TICKS - 1:
-            state = folder / "critic_state" / f"{fsdp}x{tp}-{rank}"
-            state.mkdir(parents=True)
+            state = folder / "critic_state" / f"{fsdp}x{tp}"  # one folder of all ranks
             critic.save(state)
             critic = Critic(folder / "llama", config, GAE)
             critic.load(state)
