@@ -68,7 +68,8 @@ def plan_run(config: RunConfig) -> str:
     return (
         f"# configuration\n{tomli_w.dumps(to_plain(prepared.config))}\n"
         f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}\n\n"
-        f"# weight hand-over\n" + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)
+        f"# weight hand-over\n"
+        + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)
     )
 
 

@@ -40,7 +40,9 @@ class WeightEdge:
     def summary(self) -> str:
         """One line for people."""
         held = f"{self.versions} version{'' if self.versions == 1 else 's'}"
-        return f"{self.transport} ({self.reason}); holds {held}, {format_bytes(self.bytes_per_rank)} a {self.source} rank"
+        return (
+            f"{self.transport} ({self.reason}); holds {held}, {format_bytes(self.bytes_per_rank)} a {self.source} rank"
+        )
 
 
 def settle_weight_edges(config: RunConfig, graph: Graph) -> tuple[Graph, tuple[WeightEdge, ...]]:

@@ -25,9 +25,7 @@ def engine(quantization: str = "none") -> NativeEngine:
 
 def weights(of: NativeEngine, version: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(version)
-    return {
-        name: t + 0.01 * torch.randn(t.shape, generator=generator) for name, t in of.parameters_for_sync().items()
-    }
+    return {name: t + 0.01 * torch.randn(t.shape, generator=generator) for name, t in of.parameters_for_sync().items()}
 
 
 def sampled(by: NativeEngine) -> tuple[list[int], list[float]]:
