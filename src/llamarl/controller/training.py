@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from llamarl.config import RunConfig, save_config, to_plain
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.job import llamarl_graph
+from llamarl.controller.preflight import check_parallel_sizes
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import resolve_model_path
@@ -40,6 +42,8 @@ _SECTIONS = {
     "evaluation": "evaluator",
 }
 """Section of a recipe -> the executor whose threads and device it settles."""
+_TRAINER_LAYOUT = frozenset({"trainer.fsdp", "trainer.tp", "trainer.threads", "threads of trainer"})
+"""What ``checkpoint.reshard`` lets differ."""
 _DETAILS = {
     "generator": "samples groups of responses",
     "reward": "judges them in worker processes",
@@ -112,11 +116,18 @@ def resume_run(config: RunConfig) -> None:
         return
     checkpoint = store.load()
     differences = run_differences(checkpoint.run, _describe(prepared))
+    if prepared.config.checkpoint.reshard:
+        differences = [line for line in differences if line.partition(":")[0] not in _TRAINER_LAYOUT]
     if differences:
         raise ConfigError(
             f"--resume: {checkpoint.path} was made under another configuration, so the run would not go on bit for bit:\n"
             + "\n".join(f"  - {line}" for line in differences)
             + f"\nResume with {run_dir / _CONFIG} as the recipe, or start a new run."
+            + (
+                "\nWith --checkpoint.reshard true the trainer goes on in the new layout, to rounding."
+                if all(line.partition(":")[0] in _TRAINER_LAYOUT for line in differences)
+                else ""
+            )
         )
     if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
         print(f"{run_dir} is complete at {checkpoint.tick + 1} ticks; raise --run.num_ticks to prolong it")
@@ -142,6 +153,7 @@ def _prepare(config: RunConfig) -> _Prepared:
         if name in settled
     }
     config = dataclasses.replace(config, **changes)
+    check_parallel_sizes(config, folder, cores=placement.cores)
     executors = tuple(dataclasses.replace(spec, config=config) for spec in placement.executors)
     graph, weight_edges = settle_weight_edges(config, Graph(executors, graph.channels))
     return _Prepared(config, graph, placement, weight_edges)
@@ -206,7 +218,8 @@ def _describe(prepared: _Prepared) -> dict[str, Any]:
 
 
 class _RunCheckpoints:
-    """Connects the controller's question "is this tick saved?" with the store."""
+    """Connects the controller's question "is this tick saved?" with the store, which proves and renames on a thread:
+    reading every byte again must not hold up the job."""
 
     def __init__(self, store: CheckpointStore, prepared: _Prepared, recorder: Recorder) -> None:
         self._store = store
@@ -214,6 +227,8 @@ class _RunCheckpoints:
         self._recorder = recorder
         self._folders: dict[int, Path] = {}
         self._required: set[int] = set()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._finishing: list[Future[object]] = []
 
     def require(self, tick: int) -> None:
         self._required.add(tick)
@@ -227,8 +242,26 @@ class _RunCheckpoints:
         return self._folders[tick]
 
     def on_saved(self, tick: int) -> None:
+        self._raise_failures(wait=False)
         self._recorder.sync()
-        self._store.finish(tick, _describe(self._prepared))
+        self._finishing.append(self._thread.submit(self._store.finish, tick, _describe(self._prepared)))
+
+    def close(self) -> None:
+        """Return when the last checkpoint is proved.
+
+        Raises:
+            CheckpointError: One could not be finished.
+        """
+        self.settle()
+        self._raise_failures(wait=True)
+
+    def settle(self) -> None:
+        """Return when nothing is being proved any more, well or ill."""
+        self._thread.shutdown(wait=True)
+
+    def _raise_failures(self, *, wait: bool) -> None:
+        while self._finishing and (wait or self._finishing[0].done()):
+            self._finishing.pop(0).result()
 
 
 class _Observe:
@@ -248,7 +281,7 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
         "task": config.task.name,
         "algorithm": config.algorithm.name,
         "staleness": f"max_staleness {config.schedule.max_staleness}, max_segments {config.generator.max_segments}: "
-        f"no token older than {config.schedule.max_staleness + config.generator.max_segments - 1} versions",
+        f"no token older than {config.token_staleness_bound} versions",
         **{edge.channel: edge.summary() for edge in prepared.weight_edges},
         "run": str(run_dir),
     }
@@ -262,6 +295,7 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
         run_config=to_plain(config),
     )
     runtime = make_runtime(config.run.runtime)
+    checkpoints = _RunCheckpoints(CheckpointStore(run_dir / "checkpoints", config.checkpoint), prepared, recorder)
     stopped = "stopped by an error"
     try:
         run_graph(
@@ -273,11 +307,10 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
             first_tick=0 if resume_after_tick is None else resume_after_tick + 1,
             load_from=load_from,
             deadlines=config.deadlines,
-            checkpoints=_RunCheckpoints(
-                CheckpointStore(run_dir / "checkpoints", config.checkpoint), prepared, recorder
-            ),
+            checkpoints=checkpoints,
             observers=[_Observe(recorder)],
         )
+        checkpoints.close()
         stopped = ""
     except KeyboardInterrupt:
         stopped = "stopped by the user"
@@ -287,4 +320,5 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
         raise
     finally:
         runtime.close()
+        checkpoints.settle()
         recorder.close(stopped)

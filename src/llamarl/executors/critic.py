@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from llamarl.config import RunConfig
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.sample_path import sample_channel_from, sample_channel_into
 from llamarl.trainer.critic import Critic
+from llamarl.trainer.sharded_state import in_background
 
 __all__ = ["CriticExecutor"]
 
@@ -67,11 +69,17 @@ class CriticExecutor:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(partial, folder)
 
-    def save(self, folder: Path, tick: int) -> None:
-        self.critic.save(folder)
+    def save(self, folder: Path, tick: int) -> Future[None]:
+        """All ranks write into one folder beside their own, on a thread unless ``checkpoint.background`` is off."""
+        background = self.config.checkpoint.background
+        state = self.critic.stage(copy=background)
+        writing = in_background(lambda: self.critic.write(state, folder.parent / "state"))
+        if not background:
+            writing.result()
+        return writing
 
     def load(self, folder: Path, tick: int) -> None:
-        self.critic.load(folder)
+        self.critic.load(folder.parent / "state")
         assert self.critic.ticks_done == tick + 1, f"{folder}: {self.critic.ticks_done} ticks done, tick {tick}"
 
     def close(self) -> None:

@@ -6,17 +6,16 @@ In: the judged samples (``scored``, or what reference and critic made of them); 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from llamarl.channels.weights import WeightsPayload
 from llamarl.checkpoint.storage import saving
@@ -25,6 +24,7 @@ from llamarl.errors import DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.evaluator import evaluation_due
 from llamarl.executors.sample_path import sample_channel_into
+from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group
 
@@ -161,27 +161,36 @@ class TrainerExecutor:
     def _export(self, folder: Path) -> None:
         """A Hugging Face folder of the policy; the old one, if any, stays until the new one is whole."""
         partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        if self.context.rank == 0:  # who writes also tidies: another rank would remove what rank 0 has begun
+            shutil.rmtree(partial, ignore_errors=True)
         with saving(partial):
             self.trainer.export(partial)
             if self.context.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(partial, folder)
 
-    def save(self, folder: Path, tick: int) -> None:
-        self.trainer.save(folder)
+    def save(self, folder: Path, tick: int) -> Future[None]:
+        """All ranks write into one folder beside their own, on a thread unless ``checkpoint.background`` is off."""
         staleness = self.config.schedule.max_staleness
-        versions = [v for v in range(max(0, tick + 1 - staleness), tick + 1)]
-        for version in versions:
-            save_file(self._edge_versions[version], folder / f"edge_version_{version}.safetensors")
-        (folder / "edge.json").write_text(json.dumps({"tick": tick, "versions": versions}), encoding="utf-8")
+        edge = {_edge(v): self._edge_versions[v] for v in range(max(0, tick + 1 - staleness), tick + 1)}
+        background = self.config.checkpoint.background
+        state = self.trainer.stage(edge, copy=background)
+        writing = in_background(lambda: self.trainer.write(state, folder.parent / "state"))
+        if not background:
+            writing.result()
+        return writing
 
     def load(self, folder: Path, tick: int) -> None:
-        self.trainer.load(folder)
+        edge = self.trainer.load(folder.parent / "state")
         assert self.trainer.policy_version == tick + 1, f"{folder}: version {self.trainer.policy_version}, tick {tick}"
-        edge = json.loads((folder / "edge.json").read_text(encoding="utf-8"))
-        self._edge_versions = {v: load_file(folder / f"edge_version_{v}.safetensors") for v in edge["versions"]}
+        staleness = self.config.schedule.max_staleness
+        self._edge_versions = {v: edge[_edge(v)] for v in range(max(0, tick + 1 - staleness), tick + 1)}
         self._remember(self.trainer.policy_version)
 
     def close(self) -> None:
         self._edge_versions = {}
+
+
+def _edge(version: int) -> str:
+    """What a checkpoint calls a version that still lies on the weights edge."""
+    return f"version_{version}"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -37,8 +38,9 @@ from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.config import CriticConfig
 from llamarl.trainer.credit import value_targets
 from llamarl.trainer.optimizer import MasterWeights, learning_rate
+from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
 from llamarl.trainer.shared_prompts import can_share_prompts
-from llamarl.trainer.storage import export_folder, load_snapshot, save_snapshot, source_dtype
+from llamarl.trainer.storage import export_folder, source_dtype
 from llamarl.types import Group
 
 __all__ = ["Critic", "ValueModel"]
@@ -100,6 +102,8 @@ class Critic:
         self.num_skipped_in_a_row = 0
         learning_rate(config.optimizer, config.optimizer.warmup_ticks, num_ticks)  # a bad schedule fails now
         self.layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
+        # Checkpoints are written beside the training, so their collectives need a group of their own.
+        self._save_group = dist.new_group(backend="gloo") if self.layout.num_ranks > 1 else None
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         attention = "llamarl_shared_prompts" if self.share_prompts else "llamarl_packed"
         model = load_value_model(model_path, device=device, attention=attention)
@@ -225,29 +229,35 @@ class Critic:
         """Each value added up over the data-parallel ranks."""
         return self.layout.sum_over_data(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's state into an existing folder; ``load`` continues from it with the same bits."""
-        save_snapshot(
-            folder,
-            self.weights.state(),
-            {"ticks_done": self.ticks_done, "num_skipped_in_a_row": self.num_skipped_in_a_row, **self._place()},
-        )
+    def stage(self, *, copy: bool = True) -> StagedState:
+        """This rank's state now, so that learning may go on; ``copy`` False if nothing changes before it is written."""
+        values = {"ticks_done": self.ticks_done, "num_skipped_in_a_row": self.num_skipped_in_a_row}
+        return stage(self.weights.state(), self._shards, values, copy=copy)
 
-    def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote on this rank of the same layout.
+    def write(self, state: StagedState, folder: Path) -> None:
+        """Write what all ranks staged into one folder; every rank calls it, on any thread.
 
         Raises:
-            CheckpointError: Unreadable, of another layout, or of another model.
+            CheckpointError: A rank could not write.
         """
-        tensors, state = load_snapshot(folder)
-        saved = {key: state.get(key) for key in self._place()}
-        if saved != self._place():
-            raise CheckpointError(f"critic state in {folder} was saved by {saved}, this rank is {self._place()}")
+        write_state(Path(folder), state, rank=self.layout.rank, group=self._save_group)
+
+    def save(self, folder: Path) -> None:
+        """``stage`` and ``write`` at once. All ranks give the same folder; ``load`` continues from it."""
+        self.write(self.stage(copy=False), folder)
+
+    def load(self, folder: Path) -> None:
+        """Restore what ``write`` wrote: the same layout goes on with the same bits, another one to rounding.
+
+        Raises:
+            CheckpointError: Unreadable, incomplete, or of another model.
+        """
+        tensors, values = read_state(Path(folder), lambda _: self._shards)
         try:
             self.weights.load_state(tensors)
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"critic state in {folder} is of another model: {error}") from error
-        self.ticks_done, self.num_skipped_in_a_row = state["ticks_done"], state["num_skipped_in_a_row"]
+        self.ticks_done, self.num_skipped_in_a_row = values["ticks_done"], values["num_skipped_in_a_row"]
 
     def export(self, folder: Path) -> None:
         """Write a folder that ``AutoModelForTokenClassification`` loads. All ranks call it; rank 0 writes."""
@@ -265,6 +275,3 @@ class Critic:
             source=self.model_path,
             dtype=source_dtype(self.model_path),
         )
-
-    def _place(self) -> dict[str, int]:
-        return {"fsdp": self.layout.fsdp, "tp": self.layout.tp, "rank": self.layout.rank}
