@@ -5,6 +5,7 @@ In: ``eval_weights`` (nothing at most ticks). Sampling seeds are fixed, so two e
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,16 @@ class EvaluatorExecutor:
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         weights = inputs["eval_weights"]
         metrics: dict[str, float] = {}
+        spans: tuple[tuple[str, float, float], ...] = ()
         if tick == 0:
             metrics = self._evaluate(version=0)
         elif weights is not None:
+            started = time.monotonic()
             served = self.version_loader.load(weights)
+            spans = (("weight_sync", started, time.monotonic()),)
             metrics = self._evaluate(version=weights.version)
             served.check()
-        return StepResult(metrics=metrics)
+        return StepResult(metrics=metrics, spans=spans)
 
     def _evaluate(self, version: int) -> dict[str, float]:
         groups = sample_groups(

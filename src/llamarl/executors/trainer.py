@@ -56,8 +56,8 @@ class TrainerExecutor:
         self._stop = ""
         self._readers: list[_Released] = []
         """Copies of the last version into slots that may still be running."""
-        self._copies: list[tuple[str, float, float]] = []
-        """Spans of the copies that have ended since the last tick."""
+        self._copied_s = 0.0
+        """How long the copies took that have ended since the last tick."""
         served = getattr(torch, config.generator.engine.dtype)
         adapters_only = config.lora.rank > 0 and config.lora.hand_over == "adapter"
         self._wire_dtype = served if served != torch.float32 and not adapters_only else None
@@ -108,9 +108,9 @@ class TrainerExecutor:
                 self._export(self.context.run_dir / "adapter", self.trainer.export_adapter)
             if not self.config.lora.rank or self.config.lora.export_merged:
                 self._export(self.context.run_dir / "model", self.trainer.export)
-        copies, self._copies = self._copies, []
-        spans = (("train", started, trained), *copies)
-        return StepResult(outputs=outputs, metrics=metrics, spans=spans, stop=self._stop)
+        metrics = {**metrics, "time/weight_copy_s": self._copied_s}
+        self._copied_s = 0.0
+        return StepResult(outputs=outputs, metrics=metrics, spans=(("train", started, trained),), stop=self._stop)
 
     def _train(self, groups: list[Group], tick: int) -> Mapping[str, float]:
         """One optimizer step; if training has diverged, the job is asked to stop and this step's metrics are few."""
@@ -144,7 +144,7 @@ class TrainerExecutor:
                     f"the trainer has waited {_COPY_LIMIT_S:g} s for its own copy of the weights into a slot; the machine "
                     "is short of memory or cores"
                 )
-            self._copies.append(("copy weights", reader.made_s, reader.freed_s))
+            self._copied_s += reader.freed_s - reader.made_s
         self._readers.clear()
 
     def _remember(self, version: int) -> None:
