@@ -187,7 +187,7 @@ def _check_prompts(config: RunConfig, folder: Path) -> None:
     from llamarl.models.loading import load_model_config, load_tokenizer
 
     stream = PromptStream(make_task(config.task, config.run.seed), load_tokenizer(folder), config.data, config.run.seed)
-    prompts = [stream.get(index) for index in range(config.schedule.prompts_per_step)]
+    prompts = [stream.get(index) for index in range(config.groups_per_tick)]
     if config.evaluation.every:
         prompts += stream.eval_prompts(config.evaluation.num_prompts)
     context = getattr(load_model_config(folder), "max_position_embeddings", None)
