@@ -22,7 +22,7 @@ from llamarl.weight_sync.checksum import ChecksumKind, block_digest
 from llamarl.weight_sync.layout import Layout, ParameterSpec, Shard, mesh_layout, replicated_layout
 
 WAIT_S = 120.0
-SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=1, capacity=1)
+SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=1, capacity=2)
 SHAPES = {"embed": (1024, 96), "q": (96, 96), "o": (96, 96), "norm": (96,)}
 SPECS = {name: ParameterSpec(shape, "float32") for name, shape in SHAPES.items()}
 CUTS = {"embed": [Shard("tp", 0)], "q": [Shard("tp", 0)], "o": [Shard("tp", 1)]}
@@ -154,11 +154,12 @@ def test_dead_source_is_named_and_a_restarted_sink_can_pull_what_still_lies_ther
     second = ranks.start(generator_rank, 0, 1, 1, sink)
     version, got = ranks.ask(second, handles)
     assert version == 0 and got["q"].tobytes() == full_model(0)["q"].numpy().tobytes()
-    handles = (ranks.ask(trainer, 1),)  # lies in a slot that the sink has not opened yet
+    old, handles = handles, (ranks.ask(trainer, 1),)  # lies in a slot that the sink has not opened yet
     shared_before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     ranks.kill(trainer)
     error = ranks.ask(second, handles)
     assert "version 1 from source rank 0" in error and "has ended" in error
+    assert ranks.ask(second, old)[0] == 0, "what was whole and open when the source died is still served"
     assert not os.path.isdir("/dev/shm") or not {
         n for n in set(os.listdir("/dev/shm")) - shared_before if "llamarl" in n
     }
