@@ -31,8 +31,9 @@ from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.factory import make_task
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.config import SamplingConfig
-from llamarl.executors.hand_over import Served, serve
+from llamarl.executors.hand_over import Served
 from llamarl.executors.partial_rollouts import select_deliveries
+from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.seeding import derive_seed
 from llamarl.types import Failure, Group, Prompt, Response
@@ -72,6 +73,7 @@ class GeneratorExecutor:
         task = make_task(self.config.task, seed=self.config.run.seed)
         self.prompts = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
         self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
+        self.version_loader = VersionLoader(self.engine, self.config.lora)
         self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
@@ -98,7 +100,7 @@ class GeneratorExecutor:
 
     def _load_weights(self, weights: Any) -> None:
         if weights.version != self.engine.policy_version or self._served.in_place is not None:
-            self._served = serve(weights, self.engine)
+            self._served = self.version_loader.load(weights)
 
     def _admit(self, tick: int) -> None:
         while len(self._active) < self._num_active:
