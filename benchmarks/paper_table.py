@@ -104,6 +104,26 @@ def sensitivity(base: Case) -> list[tuple[str, Case]]:
     ]  # fmt: skip
 
 
+CONSTANTS = (
+    "matmul", "memory", "attention", "link", "overlap", "intra_node_latency_s", "inter_node_latency_s", "collective_launch_s",
+    "decode_layer_overhead_s", "eager_layer_overhead_s", "decode_step_overhead_s", "train_layer_overhead_s",
+    "train_step_overhead_s",
+)  # fmt: skip
+
+
+def constants_table(base: Case) -> list[dict[str, Any]]:
+    """Speed-ups with each constant of ``hardware.toml`` 20% lower and higher, and whether the verdict stays."""
+    found = []
+    for name in CONSTANTS:
+        for factor in (0.8, 1.2):
+            value = min(1.0, getattr(base.hardware.efficiency, name) * factor)
+            pairs = rows_of(replace(base, hardware=base.hardware.with_efficiency(**{name: value})))
+            ratios = [sync.step_s / separate.step_s for sync, separate in pairs]
+            within = all(abs(ratio / row[-1] - 1.0) <= 0.30 for ratio, row in zip(ratios, ROWS, strict=True))
+            found.append({"constant": name, "factor": factor, "speed_ups": ratios, "within_30_percent": within})
+    return found
+
+
 def rows_of(case: Case) -> list[tuple[Plan, Plan]]:
     """(baseline, asynchronous) of each row."""
     found = []
@@ -196,6 +216,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                         {"sync_s": s.step_s, "async_s": a.step_s, "speed_up": s.step_s / a.step_s} for s, a in changed
                     ],
                 }
+            )
+        print("\none constant 20% off, speed-ups, all within 30%?")
+        results["constants"] = constants_table(base)
+        for row in results["constants"]:
+            cells = "".join(f"{ratio:>8.2f}x" for ratio in row["speed_ups"])
+            print(
+                f"{row['constant']:<26}x{row['factor']}{cells}  {'yes' if row['within_30_percent'] else 'NO'}",
+                flush=True,
             )
     print("\nclaims:")
     for claim in claims:

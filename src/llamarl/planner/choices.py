@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from llamarl.errors import PlanError
 from llamarl.planner.costs import GeneratorLayout, tensor_parallel_sizes
-from llamarl.planner.generation import GeneratorDemand, generator_memory, generator_tick_s
+from llamarl.planner.generation import GeneratorDemand, generator_memory, generator_tick_s, weight_bytes
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
@@ -179,6 +179,8 @@ def generator_choices(
             share = math.ceil(work.sequences / replicas)
             for precision in precisions:
                 layout = GeneratorLayout(tp, pp, precision, options.captured)
+                if weight_bytes(hardware, work.model, layout) > memory_limit:
+                    continue
                 best: GeneratorChoice | None = None
                 worse = 0
                 top = math.ceil(share * options.oversubscription) if partial else share

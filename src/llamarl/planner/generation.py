@@ -24,7 +24,15 @@ from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.partial import PartialProfile, partial_profile
 
-__all__ = ["BatchProfile", "GeneratorDemand", "batch_profile", "generator_memory", "generator_tick_s", "padded_profile"]
+__all__ = [
+    "BatchProfile",
+    "GeneratorDemand",
+    "batch_profile",
+    "generator_memory",
+    "generator_tick_s",
+    "padded_profile",
+    "weight_bytes",
+]
 
 _SEGMENTS = 64
 
@@ -164,6 +172,12 @@ def _partial_tick_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayou
     return profile.slowest(profile.steps * step, replicas) + prefill_s(hardware, model, layout, filled, context)
 
 
+def weight_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> float:
+    """Bytes of weights on a generator rank; embedding and head stay at the trainer's precision."""
+    body = (model.total_params - model.embedding_params) * BYTES_PER_WEIGHT[layout.precision] / layout.devices
+    return body + model.embedding_params * hardware.device.activation_bytes / layout.tp
+
+
 def generator_memory(
     hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, demand: GeneratorDemand
 ) -> dict[str, float]:
@@ -176,11 +190,9 @@ def generator_memory(
     if demand.padded:
         prompts = float(profile.peak_active * demand.prompt_tokens)
     tokens = profile.peak_written + prompts
-    body = (model.total_params - model.embedding_params) * BYTES_PER_WEIGHT[layout.precision] / layout.devices
-    ends = model.embedding_params * hardware.device.activation_bytes / layout.tp
     workspace = 4.0 * profile.peak_active * model.vocab / layout.tp + 8.0 * 2048 * (model.hidden + model.intermediate)
     return {
-        "weights": body + ends,
+        "weights": weight_bytes(hardware, model, layout),
         "kv_cache": tokens * model.kv_bytes_per_token(hardware.device.activation_bytes) / shards,
         "workspace": workspace,
     }

@@ -23,8 +23,8 @@ __all__ = ["PartialProfile", "expected_largest", "partial_profile"]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_SAMPLES = 3072
-"""Sequences in flight over all simulated replicas, roughly: many small replicas, or few large ones."""
+_SAMPLES = 1536
+"""Sequences in flight over all simulated replicas, roughly: many small replicas, or one large one, cut down to scale."""
 _TICKS = 12
 
 
@@ -70,7 +70,7 @@ def expected_largest(values: Floats, count: int) -> float:
 def partial_profile(
     lengths: Lengths, group_size: int, deliver: int, active: int, slots: int, max_segments: int
 ) -> PartialProfile:
-    """Run the generator's rule.
+    """Run the generator's rule. A large replica is run as one of a part of its size, whose batches are then scaled up.
 
     Args:
         group_size: Responses of a group.
@@ -78,6 +78,8 @@ def partial_profile(
         active: Groups that it keeps in flight, ``deliver`` to ``max_segments * deliver``.
         slots: Sequences that it decodes at once.
     """
+    scale = max(1, min(active * group_size // _SAMPLES, deliver // 8))
+    deliver, active, slots = deliver // scale, max(deliver // scale, active // scale), max(1, slots // scale)
     rng = np.random.default_rng(0)
     replicas = max(1, min(32, _SAMPLES // (active * group_size)))
     born = np.zeros((replicas, 0), np.int64)
@@ -123,12 +125,12 @@ def partial_profile(
         replicas=replicas,
         row=parts[0].astype(np.int64),
         steps=parts[1],
-        active=parts[2],
+        active=parts[2] * scale,
         written=parts[3],
-        refilled=refilled / samples,
-        groups=filled / samples,
-        peak_written=peak,
-        peak_active=int(parts[2].max()),
+        refilled=refilled / samples * scale,
+        groups=filled / samples * scale,
+        peak_written=peak * scale,
+        peak_active=int(parts[2].max()) * scale,
     )
 
 

@@ -208,3 +208,16 @@ def test_calibration_measures_this_machine_and_is_used_by_later_plans(
     assert "measured" in capsys.readouterr().out
     assert plan(line) == 0
     assert "measured" in capsys.readouterr().out  # the kept file is found again
+
+
+def test_a_written_recipe_passes_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``--recipe`` writes for this machine is what ``llamarl train --dry-run`` accepts."""
+    pytest.importorskip("torch")
+    from llamarl.config import load_config
+    from llamarl.controller.training import plan_run
+
+    recipe, out = Path(__file__).parents[3] / "recipes" / "tiny.toml", tmp_path / "out.toml"
+    assert plan(f"{recipe} --response-tokens 40:lognormal:limit=80 --devices 2 --recipe {out}") == 0
+    written = load_config(out)
+    assert written.schedule.prompts_per_step == load_config(recipe).schedule.prompts_per_step
+    assert "# placement" in plan_run(written)
