@@ -90,6 +90,14 @@ class ModelRunner:
         """Parameters by their Hugging Face name; a tied one once, under its first name."""
         return self._parameters
 
+    def read_blocks(self, blocks: list[int]) -> Tensor:
+        """[2, layers, n, block_size, KV heads, head_dim] copy of some blocks, keys then values, on the CPU."""
+        return self._cache[:, :, torch.tensor(blocks, dtype=torch.long, device=self.device)].to("cpu", copy=True)
+
+    def write_blocks(self, blocks: list[int], values: Tensor) -> None:
+        """Put back what ``read_blocks`` gave."""
+        self._cache[:, :, torch.tensor(blocks, dtype=torch.long, device=self.device)] = values.to(self.device)
+
     @torch.no_grad()
     def weights_updated(self) -> None:
         """The parameters hold new values: derive from them what is computed with."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from llamarl.channels.base import ChannelSpec
 from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorContext, ExecutorSpec
-from llamarl.runtime.base import Order, Report, SetupReport
+from llamarl.runtime.base import News, Order, Report, SetupReport
 from llamarl.runtime.import_path import resolve
 
 __all__ = ["TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
@@ -129,6 +129,9 @@ class VirtualClockRuntime:
             self._snapshots[order.save_to, order.executor] = executor.save()
         heapq.heappush(self._out, (start + step.duration_s, self._fired, start, order, step))
         self._fired += 1
+
+    def tell(self, news: News) -> None:
+        """Not yet."""
 
     def wait(self, deadline_s: float) -> Report:
         """Jump to the earliest finish."""
