@@ -27,7 +27,7 @@ from llamarl.errors import ConfigError
 from llamarl.executors.config import EvaluationConfig, GeneratorConfig
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.strict import STRICT
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 
 __all__ = ["ModelConfig", "RunConfig", "RunSection", "apply_overrides", "field_help", "load_config", "save_config"]
 
@@ -75,6 +75,8 @@ class RunConfig:
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
@@ -84,6 +86,16 @@ class RunConfig:
         problems = list(_cross_checks(self))
         if problems:
             raise ValueError("; ".join(problems))
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the job has a reference executor."""
+        return self.reference.enabled or self.algorithm.kl_coef > 0
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the job has a critic executor."""
+        return self.algorithm.advantage == "gae"
 
 
 def _cross_checks(config: RunConfig) -> Iterator[str]:
@@ -98,11 +110,17 @@ def _cross_checks(config: RunConfig) -> Iterator[str]:
             f"schedule.prompts_per_step ({config.schedule.prompts_per_step}) must be a multiple of generator.dp "
             f"({config.generator.dp}): each replica delivers the same number of groups a tick"
         )
-    if config.schedule.prompts_per_step < config.trainer.fsdp:
-        yield (
-            f"schedule.prompts_per_step ({config.schedule.prompts_per_step}) must be >= trainer.fsdp "
-            f"({config.trainer.fsdp}): each data-parallel rank needs at least one group a tick"
-        )
+    ranks = {"trainer.fsdp": config.trainer.fsdp}
+    if config.has_reference:
+        ranks["reference.fsdp"] = config.reference.fsdp
+    if config.has_critic:
+        ranks["critic.fsdp"] = config.critic.fsdp
+    for key, fsdp in ranks.items():
+        if config.schedule.prompts_per_step < fsdp:
+            yield (
+                f"schedule.prompts_per_step ({config.schedule.prompts_per_step}) must be >= {key} "
+                f"({fsdp}): each data-parallel rank needs at least one group a tick"
+            )
 
 
 GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "group_std", "group_mean_batch_std"})

@@ -24,6 +24,10 @@ class ScheduleConfig:
     "latest": the newest there is, swapped in between decode steps; no trained token is older than max_staleness. Such a run
     depends on timing; its decisions go to events.jsonl, from which ``llamarl train --replay RUN_DIR`` repeats it."""
 
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "rdma"] = "auto"
+    """What carries weight versions. "auto" chooses by where the ranks are and says so at the start: "cuda_ipc" between GPUs
+    of one host, "rdma" between hosts, else "shared_memory"."""
+
     def __post_init__(self) -> None:
         if self.prompts_per_step < 1:
             raise ValueError(f"prompts_per_step must be >= 1 prompt groups, got {self.prompts_per_step}")

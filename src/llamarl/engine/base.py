@@ -15,7 +15,7 @@ from llamarl.engine.sequence import Sequence as TokenSequence
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Engine", "KeepsKV"]
+__all__ = ["AdoptsWeights", "Engine", "KeepsKV"]
 
 
 class Engine(Protocol):
@@ -98,5 +98,24 @@ class KeepsKV(Engine, Protocol):
 
         Args:
             sequences: (prompt index, sample index) -> the sequence, with the tokens that it had.
+        """
+        ...
+
+
+@runtime_checkable
+class AdoptsWeights(Protocol):
+    """An engine that can compute with parameters that lie in another's memory, so that a hand-over copies nothing."""
+
+    def can_adopt(self, dtypes: Mapping[str, str]) -> bool:
+        """Whether ``adopt`` takes whole parameters of these names and types (``float32``, ``bfloat16``, ...)."""
+        ...
+
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take these in place of own copies, until the next ``adopt``; they are only read. ``weights_updated`` follows.
+
+        ``parameters_for_sync`` gives own, writable copies of them again.
+
+        Raises:
+            ValueError: One is missing or of another shape.
         """
         ...

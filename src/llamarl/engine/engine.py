@@ -118,16 +118,24 @@ class NativeEngine:
     def parameters_for_sync(self) -> Mapping[str, torch.Tensor]:
         return self._runner.parameters_for_sync()
 
+    def can_adopt(self, dtypes: Mapping[str, str]) -> bool:
+        """Whether ``adopt`` takes whole parameters of these names and types."""
+        return self._runner.can_adopt(dtypes)
+
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Compute with these parameters in place of own copies; the engine only reads them."""
+        self._runner.adopt(tensors)
+
     def weights_updated(self, version: int, *, keep_kv: bool = False) -> None:
         """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is recomputed, or kept."""
         if version < 0:
             raise ValueError(f"policy version must be >= 0, got {version}")
-        self._policy_version = version
+        changed, self._policy_version = version != self._policy_version, version
         self._runner.weights_updated()
         if not keep_kv:
             self._scheduler.restart_all()
             return
-        for member in self._members.values():
+        for member in self._members.values() if changed else ():
             prompt = member.prompt if member.prompt is not None else self._scheduler.prompts.get(member.key)
             if member.num_computed or (prompt is not None and prompt.num_computed):
                 member.sequence.kept_kv = True

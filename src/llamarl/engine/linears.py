@@ -36,6 +36,9 @@ def supported_quantizations(device: torch.device) -> tuple[str, ...]:
 class FusedLinear(nn.Module):
     """Linear layers of one input as one product."""
 
+    packs = False
+    """Whether ``refresh`` makes a copy of its own, so that the parameters are only read while it runs."""
+
     def __init__(self, sources: Sequence[nn.Linear]) -> None:
         super().__init__()
         self._weights = [source.weight for source in sources]
@@ -59,6 +62,11 @@ class FusedLinear(nn.Module):
         self._input = None
         self._pack(weight.detach())
 
+    @property
+    def follows_parameters(self) -> bool:
+        """Whether ``refresh`` sees parameters whose storage was exchanged: it reads the parameters, not views of them."""
+        return self.packs and all(isinstance(weight, nn.Parameter) for weight in self._weights)
+
     def part(self, x: Tensor, first: int, size: int) -> Tensor:
         """Output features ``first .. first + size`` for ``x``; the product is computed once per input tensor."""
         if self._input is not x:
@@ -78,6 +86,8 @@ class FusedLinear(nn.Module):
 
 
 class _OneDnnLinear(FusedLinear):
+    packs = True
+
     def _pack(self, weight: Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
@@ -86,6 +96,8 @@ class _OneDnnLinear(FusedLinear):
 
 
 class _Int8Linear(FusedLinear):
+    packs = True
+
     def _pack(self, weight: Tensor) -> None:
         self._scale = (weight.abs().amax(dim=1).float() / 127).clamp_(min=1e-12)
         quantized = (weight / self._scale[:, None]).round_().to(torch.int8)
@@ -106,6 +118,8 @@ class _Int8Linear(FusedLinear):
 
 
 class _Fp8Linear(FusedLinear):
+    packs = True
+
     def _pack(self, weight: Tensor) -> None:
         self._packed, self._scale = _rows_to_fp8(weight)
 

@@ -38,6 +38,7 @@ from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext, Feed, StepResult
 from llamarl.executors.config import SamplingConfig
+from llamarl.executors.hand_over import Served, serve
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
 from llamarl.executors.partial_rollouts import deadline, num_startable, select_due, urgency_order
 from llamarl.models.loading import load_tokenizer
@@ -80,6 +81,7 @@ class GeneratorExecutor:
         self._num_active = int(self._prompts_per_tick * config.generator.oversubscription)
         self._cursor = 0  # prompts this replica has admitted so far
         self._active: list[_ActiveGroup] = []  # in order of admission
+        self._served = Served(0, None)
         self._completed: list[int] = []  # prompt indices, in order of completion
         self._inside: set[int] = set()  # prompt indices of groups that the engine has been given
         self._keep_kv = config.generator.kv_on_update == "keep"
@@ -111,6 +113,7 @@ class GeneratorExecutor:
         self._admit(tick)
         before = sum(len(s.tokens) for g in self._active for s in g.sequences)
         delivered = self._decode(tick, inputs["weights"])
+        self._served.check()
         finished = time.monotonic()
         generated = sum(len(s.tokens) for g in [*delivered, *self._active] for s in g.sequences) - before
         groups = [self._to_group(g) for g in delivered]
@@ -145,14 +148,10 @@ class GeneratorExecutor:
             if version == serving:
                 return False
             weights = feed.take(version - 1)
+            self._served.check()  # what the last steps were computed with
         changed = bool(weights.version != self.engine.policy_version)
-        if changed:
-            weights.load_into(self.engine.parameters_for_sync())
-            if self._keep_kv:
-                assert isinstance(self.engine, KeepsKV)
-                self.engine.weights_updated(weights.version, keep_kv=True)
-            else:
-                self.engine.weights_updated(weights.version)
+        if changed or self._served.in_place is not None:
+            self._served = serve(weights, self.engine, keep_kv=self._keep_kv)
         self._sync_spans.append(("weight_sync", started, time.monotonic()))
         return changed
 

@@ -86,6 +86,7 @@ def combine_reports(executor: str, ranks: Sequence[RankReport], *, controller_by
         spans=ranks[0].spans,
         stop=ranks[0].stop,
         events=tuple(event for report in ranks for event in report.events),
+        saving=tuple(sorted({tick for report in ranks for tick in report.saving})),
         controller_bytes=controller_bytes,
     )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llamarl.strict import STRICT
 
-__all__ = ["OptimizerConfig", "TrainerConfig"]
+__all__ = ["CriticConfig", "OptimizerConfig", "ReferenceConfig", "TrainerConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -112,3 +113,102 @@ class OptimizerConfig:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ReferenceConfig:
+    """The executor that puts a frozen model's log-probs beside every trained token. ``algorithm.kl_coef`` above 0 asks for
+    it."""
+
+    enabled: bool = False
+    """Run it although ``algorithm.kl_coef`` is 0, only to see how far the policy has moved (``kl/reference``)."""
+
+    path: str = ""
+    """Hugging Face folder of the reference model, with the policy's vocabulary; empty is the policy's version 0."""
+
+    fsdp: int = 1
+    """Ranks over which its parameters are sharded and the batch is split, >= 1."""
+
+    tp: int = 1
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
+
+    threads: int = 0
+    """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"cpu", "cuda", or "auto" for CUDA where there is one."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of its weights and of the forward pass."""
+
+    max_tokens_per_microbatch: int = 8192
+    """Tokens (prompt and response) that one forward pass packs, >= 1."""
+
+    share_prompts: bool = True
+    """Compute a group's prompt once for all of its responses; exact to rounding."""
+
+    logprob_chunk_tokens: int = 512
+    """Tokens whose logits exist at once, >= 1."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "fsdp", "tp", "max_tokens_per_microbatch", "logprob_chunk_tokens")
+        if self.threads < 0:
+            raise ValueError(f"threads must be >= 0 (0 divides the cores), got {self.threads}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CriticConfig:
+    """The executor that estimates returns and learns to; ``algorithm.advantage = "gae"`` asks for it."""
+
+    path: str = ""
+    """Hugging Face folder to start from: a language model, whose value head then starts at 0, or an exported critic. Empty
+    is the policy's version 0."""
+
+    fsdp: int = 1
+    """Ranks over which parameters, gradients and moments are sharded and the batch is split, >= 1."""
+
+    tp: int = 1
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
+
+    threads: int = 0
+    """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"cpu", "cuda", or "auto" for CUDA where there is one."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of forward and backward. Master weights and moments are float32."""
+
+    max_tokens_per_microbatch: int = 4096
+    """Tokens (prompt and response) that one forward pass packs, >= 1."""
+
+    share_prompts: bool = True
+    """Compute a group's prompt once for all of its responses; exact to rounding."""
+
+    updates_per_tick: int = 1
+    """Optimizer steps on each tick's whole batch, >= 1. The values that the trainer uses were estimated before the first."""
+
+    value_clip: float = 0.0
+    """In updates after a tick's first, an estimate that moved further than this from the one it had is clipped, and the
+    larger of both errors counts (PPO's value clipping); 0 is off."""
+
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 does not clip."""
+
+    max_skipped_steps: int = 3
+    """Non-finite gradients in a row that are skipped, >= 0; one more stops the run."""
+
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """The critic's own AdamW; its schedule counts ticks, as the policy's does."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "fsdp", "tp", "max_tokens_per_microbatch", "updates_per_tick")
+        for name in ("threads", "value_clip", "max_grad_norm", "max_skipped_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+
+def _at_least_one(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be >= 1, got {getattr(config, name)}")

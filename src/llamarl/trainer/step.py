@@ -13,12 +13,12 @@ token leaves weights and moments as they were, and still makes a version, so sch
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.algorithms.base import TokenBatch
@@ -45,9 +45,10 @@ from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.optimizer import MasterWeights, learning_rate
 from llamarl.trainer.packing import pack, shared_units
 from llamarl.trainer.policy import Policy, check_output_layer
+from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.trainer.statistics import StepStatistics
-from llamarl.trainer.storage import export_folder, load_resharded, load_snapshot, save_snapshot, source_dtype
+from llamarl.trainer.storage import export_folder, source_dtype
 from llamarl.types import Group
 
 __all__ = ["Trainer"]
@@ -67,6 +68,7 @@ class Trainer:
         seed: int = 0,
         device: str = "cpu",
         num_ticks: int | None = None,
+        has_reference: bool = False,
     ) -> None:
         """
         Args:
@@ -75,6 +77,7 @@ class Trainer:
             seed: Of what the trainer draws at random; today nothing is drawn.
             device: ``cpu`` or ``cuda``.
             num_ticks: Length of the run, for schedules that fall.
+            has_reference: Whether samples carry reference log-probs although ``algorithm.kl_coef`` is 0.
 
         Raises:
             ModelError: The model cannot be trained, or not with this ``tp``.
@@ -85,8 +88,13 @@ class Trainer:
         self.seed = seed
         self.policy_version = 0
         self.num_skipped_in_a_row = 0
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before the weights change: who reads them on another thread is waited for here."""
+        self.has_reference = has_reference or algorithm.kl_coef > 0
         self.loss = LOSSES[algorithm.name]
         self.layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
+        # Checkpoints are written beside the training, so their collectives need a group of their own.
+        self._save_group = dist.new_group(backend="gloo") if self.layout.num_ranks > 1 else None
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         self.policy, cuts, initial = self._build(temperature)
@@ -99,7 +107,6 @@ class Trainer:
             offload=config.offload_optimizer,
         )
         self._shards = parameter_shards(self.policy.parameters_by_name(), cuts, self.layout, "float32")
-        self.reference = self._build(temperature)[0].requires_grad_(False) if algorithm.kl_coef > 0 else None
 
     def train(self, groups: Sequence[Group], tick: int) -> dict[str, float]:
         """One optimizer step: version ``tick`` -> version ``tick + 1``.
@@ -129,6 +136,7 @@ class Trainer:
             if stepped := math.isfinite(grad_norm):
                 if 0 < self.config.max_grad_norm < grad_norm:
                     self.weights.scale_gradients(self.config.max_grad_norm / grad_norm)
+                self.before_update()
                 self.weights.step(lr)
             self.weights.drop_gradients()
         self.policy_version += 1
@@ -163,25 +171,31 @@ class Trainer:
         sums["loss/policy"] = (losses.detach() * microbatch.weights).sum()
         if self.algorithm.entropy_coef:
             losses = losses - self.algorithm.entropy_coef * entropy
-        if self.reference is not None:
-            kl = self._reference_kl(policy_logprobs, microbatch)
-            losses = losses + self.algorithm.kl_coef * kl
+        kl = self._reference_kl(policy_logprobs, microbatch)
+        if kl is not None:
+            if self.algorithm.kl_in_loss:
+                losses = losses + self.algorithm.kl_coef * kl
             sums["kl/reference"] = kl.detach().sum()
         (losses * microbatch.weights).sum().backward()
         sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, mask, terms.clipped)
         statistics.add(sums, num_computed=microbatch.num_tokens, num_trained=len(microbatch.targets))
 
-    def _reference_kl(self, policy_logprobs: Tensor, microbatch: Microbatch) -> Tensor:
-        assert self.reference is not None
-        with torch.no_grad():
-            reference_logprobs, _ = self.reference(microbatch)
-        return KL_ESTIMATORS[self.algorithm.kl_estimator](reference_logprobs - policy_logprobs)
+    def _reference_kl(self, policy_logprobs: Tensor, microbatch: Microbatch) -> Tensor | None:
+        """KL(policy || reference) a trained token, [T]; None in a job without a reference."""
+        if not self.has_reference:
+            return None
+        if microbatch.reference_logprobs is None:
+            raise ValueError(
+                "the samples carry no reference log-probs, which algorithm.kl_coef > 0 needs:"
+                " wire a reference executor before the trainer"
+            )
+        return KL_ESTIMATORS[self.algorithm.kl_estimator](microbatch.reference_logprobs - policy_logprobs)
 
     def _worth_computing(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        terms_beside_the_policy = self.algorithm.kl_coef or self.algorithm.entropy_coef
+        terms_beside_the_policy = self.algorithm.kl_in_loss or self.algorithm.entropy_coef
         if not self.config.skip_zero_advantage or terms_beside_the_policy:
             return sequences
-        return [s for s in sequences if s.advantage != 0.0]
+        return [s for s in sequences if s.has_signal]
 
     def _microbatches(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> list[Microbatch]:
         """Packed and weighted; the same number on every rank, because gathering weights takes all of them."""
@@ -237,52 +251,60 @@ class Trainer:
         """Global shape, dtype and this rank's slice of every parameter of ``parameters_for_sync``."""
         return dict(self._shards)
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's state into an existing folder; ``load`` continues from it with the same bits."""
+    def stage(self, extra: Mapping[str, Mapping[str, Tensor]] | None = None, *, copy: bool = True) -> StagedState:
+        """This rank's state as it is now, copied to host memory: training may go on while ``write`` works.
+
+        Args:
+            extra: Kind -> more tensors to keep, by the names of ``parameters_for_sync``; nobody changes them any more.
+            copy: False if nothing changes before ``write`` has ended.
+        """
         values = {
             "policy_version": self.policy_version,
             "num_skipped_in_a_row": self.num_skipped_in_a_row,
             "fsdp": self.layout.fsdp,
             "tp": self.layout.tp,
-            "rank": self.layout.rank,
-            "boxes": {name: shard.box for name, shard in self._shards.items()},
+            "kinds": sorted(extra or {}),
         }
-        save_snapshot(Path(folder), self.weights.state(), values)
+        state = stage(self.weights.state(), self._shards, values, copy=copy)
+        more = {f"{kind}/{name}": tensor for kind, tensors in (extra or {}).items() for name, tensor in tensors.items()}
+        shards = stage(more, self.sync_layout(), {}, copy=False).shards
+        return StagedState({**state.shards, **shards}, values)
 
-    def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote on this rank of the same layout.
+    def write(self, state: StagedState, folder: Path) -> None:
+        """Write what all ranks staged into one folder; every rank calls it, on any thread.
 
         Raises:
-            CheckpointError: Unreadable, of another layout, or of another model.
+            CheckpointError: A rank could not write.
         """
-        tensors, values = load_snapshot(Path(folder))
-        here = {"fsdp": self.layout.fsdp, "tp": self.layout.tp, "rank": self.layout.rank}
-        saved = {key: values.get(key) for key in here}
-        if saved != here:
-            raise CheckpointError(
-                f"trainer state in {folder} was saved by {saved}, this rank is {here}; load_resharded takes another layout"
-            )
-        self._restore(tensors, values, folder)
+        write_state(Path(folder), state, rank=self.layout.rank, group=self._save_group)
 
-    def load_resharded(self, folders: Sequence[Path]) -> None:
-        """Restore what ``save`` wrote on all ranks of any layout; goes on to rounding, not bit for bit.
+    def save(self, folder: Path) -> None:
+        """``stage`` and ``write`` at once. All ranks give the same folder; ``load`` continues from it."""
+        self.write(self.stage(copy=False), folder)
 
-        Args:
-            folders: One a saved rank, in any order; every rank of this layout reads its slices of them.
+    def load(self, folder: Path) -> dict[str, dict[str, Tensor]]:
+        """Restore what ``write`` wrote: the same layout goes on with the same bits, another one to rounding.
+
+        Returns:
+            The ``extra`` that was staged, this rank's part.
 
         Raises:
             CheckpointError: Unreadable, incomplete, or of another model.
         """
-        tensors, values = load_resharded([Path(folder) for folder in folders], self._shards)
-        self._restore(tensors, values, Path(folders[0]))
-
-    def _restore(self, tensors: dict[str, Tensor], values: dict[str, Any], folder: Path) -> None:
+        kinds = MasterWeights.KINDS
+        tensors, values = read_state(Path(folder), lambda k: self._shards if k in kinds else self.sync_layout())
         try:
             self.weights.load_state(tensors)
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"trainer state in {folder} is of another model: {error}") from error
         self.policy_version = values["policy_version"]
         self.num_skipped_in_a_row = values["num_skipped_in_a_row"]
+        extra: dict[str, dict[str, Tensor]] = {kind: {} for kind in values["kinds"]}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            if kind not in kinds:
+                extra[kind][name] = tensor
+        return extra
 
     def export(self, folder: Path) -> None:
         """Write the current version as a Hugging Face folder. All ranks call it; rank 0 writes, file by file."""
