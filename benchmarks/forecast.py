@@ -180,7 +180,9 @@ def worst(rows: Mapping[str, Any], key: str) -> float:
 
 def table(rows: Mapping[str, Any]) -> str:
     """Forecast, measured, error; seconds and shares."""
-    lines = [f"{'':<24}{'step':>24}{'generator idle':>24}{'trainer idle':>24}{'generator tick':>24}{'trainer tick':>24}"]
+    lines = [
+        f"{'':<24}{'step':>24}{'generator idle':>24}{'trainer idle':>24}{'generator tick':>24}{'trainer tick':>24}"
+    ]
     lines.append(f"{'':<24}" + f"{'forecast measured error':>24}" * 5)
     for name, row in rows.items():
         cells = []

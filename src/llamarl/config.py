@@ -24,7 +24,7 @@ from llamarl.controller.config import DeadlineConfig, ScheduleConfig
 from llamarl.data.config import DataConfig
 from llamarl.environments.config import TaskConfig
 from llamarl.errors import ConfigError
-from llamarl.executors.config import EvaluationConfig, GeneratorConfig
+from llamarl.executors.config import DynamicSamplingConfig, EvaluationConfig, GeneratorConfig
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.strict import STRICT
 from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
@@ -41,7 +41,7 @@ class RunSection:
     """Every random choice of the run derives from it. Same recipe, seed and thread counts: same bits."""
 
     num_ticks: int = 100
-    """Trainer ticks (optimizer steps) of the run."""
+    """Trainer ticks of the run; each makes one policy version, by ``trainer.minibatches * trainer.epochs`` optimizer steps."""
 
     runtime: Literal["monarch", "inline"] = "monarch"
     """"monarch": each executor in processes of its own, all at once. "inline": all in this process, one after the other."""
@@ -72,6 +72,7 @@ class RunConfig:
     data: DataConfig = Field(default_factory=DataConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
+    dynamic_sampling: DynamicSamplingConfig = Field(default_factory=DynamicSamplingConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
@@ -97,6 +98,18 @@ class RunConfig:
         """Whether the job has a critic executor."""
         return self.algorithm.advantage == "gae"
 
+    @property
+    def groups_per_tick(self) -> int:
+        """Groups that all generator replicas together deliver a tick."""
+        return self.dynamic_sampling.groups_per_tick(self.schedule.prompts_per_step, self.generator.dp)
+
+    @property
+    def token_staleness_bound(self) -> int:
+        """No token is older than so many policy versions when it is trained."""
+        carried = self.dynamic_sampling.carry_ticks if self.dynamic_sampling.enabled else 0
+        cut = 0 if self.schedule.weights == "latest" else self.generator.max_segments - 1
+        return self.schedule.max_staleness + cut + carried
+
 
 def _cross_checks(config: RunConfig) -> Iterator[str]:
     group_size, advantage = config.generator.group_size, config.algorithm.advantage
@@ -121,6 +134,35 @@ def _cross_checks(config: RunConfig) -> Iterator[str]:
                 f"schedule.prompts_per_step ({config.schedule.prompts_per_step}) must be >= {key} "
                 f"({fsdp}): each data-parallel rank needs at least one group a tick"
             )
+    if config.dynamic_sampling.enabled and advantage not in GROUP_BASELINES:
+        yield (
+            f"dynamic_sampling.enabled drops groups whose rewards agree, but with algorithm.advantage {advantage!r} such "
+            f"groups have a gradient: choose one of {', '.join(sorted(GROUP_BASELINES))}, or set it to false"
+        )
+    yield from _batch_checks(config)
+
+
+def _batch_checks(config: RunConfig) -> Iterator[str]:
+    """What concerns the optimizer steps of a tick and what they train on."""
+    trainer, group_size = config.trainer, config.generator.group_size
+    selection, prompts = trainer.selection, config.schedule.prompts_per_step
+    if 2 * selection.pairs > group_size:
+        yield (
+            f"trainer.selection.pairs is {selection.pairs}, but a group of generator.group_size = {group_size} responses "
+            f"makes at most {group_size // 2} pairs"
+        )
+    units = prompts * selection.pairs if selection.pairs else prompts * (group_size if selection.tokens_per_step else 1)
+    if trainer.minibatches > units:
+        yield (
+            f"trainer.minibatches ({trainer.minibatches}) is more than the {units} parts that a tick's batch can be cut "
+            f"into: lower it or raise schedule.prompts_per_step"
+        )
+    longest = config.generator.sampling.max_new_tokens * (2 if selection.pairs else 1)
+    if 0 < selection.tokens_per_step < longest:
+        yield (
+            f"trainer.selection.tokens_per_step ({selection.tokens_per_step}) must hold the longest "
+            f"{'pair' if selection.pairs else 'response'} ({longest} tokens), or it would never train"
+        )
 
 
 GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "group_std", "group_mean_batch_std"})

@@ -145,3 +145,23 @@ def test_bfloat16_compute_on_a_mesh_is_that_of_one_process_to_its_rounding(runs:
         assert got["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
         assert got["loss/policy"] == pytest.approx(exact["loss/policy"], rel=0.05, abs=1e-3)
         assert got["entropy"] == pytest.approx(alone["entropy"], rel=0.01)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_a_critic_on_a_mesh_values_and_learns_as_one_process_does(runs: Path, sizes: str) -> None:
+    alone = json.loads((runs / "llama-1x1" / "critic-0.json").read_text())
+    fsdp, tp = (int(n) for n in sizes.split("x"))
+    reports = [json.loads((runs / f"llama-{sizes}" / f"critic-{rank}.json").read_text()) for rank in range(fsdp * tp)]
+    for report in reports:
+        for got, expected in zip(report["metrics"], alone["metrics"], strict=True):
+            assert got == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    values = [value for report in reports[::tp] for value in report["values"]]  # tensor-parallel peers say the same
+    assert len(values) == len(alone["values"])
+    for prompt, sample, value in values:
+        known = [v for p, s, v in alone["values"] if (p, s, len(v)) == (prompt, sample, len(value))]
+        assert any(value == pytest.approx(v, rel=1e-3, abs=1e-4) for v in known), (prompt, sample)
+    expected_weights = load_file(runs / "llama-1x1" / "critic" / "model.safetensors")
+    weights = load_file(runs / f"llama-{sizes}" / "critic" / "model.safetensors")
+    assert set(weights) == set(expected_weights) and "score.weight" in weights
+    for name, tensor in expected_weights.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")

@@ -313,10 +313,9 @@ class _Observe:
 
 def _staleness(config: RunConfig) -> str:
     staleness, segments = config.schedule.max_staleness, config.generator.max_segments
-    if config.schedule.weights == "latest":
-        return f"the latest weights, max_staleness {staleness}: no token older than {staleness} versions"
-    bound = staleness + segments - 1
-    return f"max_staleness {staleness}, max_segments {segments}: no token older than {bound} versions"
+    which = "the latest weights, " if config.schedule.weights == "latest" else ""
+    bound = config.token_staleness_bound
+    return f"{which}max_staleness {staleness}, max_segments {segments}: no token older than {bound} versions"
 
 
 def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | None, load_from: Path | None) -> None:

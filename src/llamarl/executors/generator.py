@@ -1,4 +1,4 @@
-"""The generator: takes a weight version, delivers ``prompts_per_step`` complete groups, carries the rest.
+"""The generator: takes a weight version, delivers ``groups_per_tick`` complete groups, carries the rest.
 
     tick k:  weights v ─▶ engine ;  admit new prompts ─▶ decode until enough groups are complete ─▶ suspend ─▶ groups
                                        ▲                                                            │
@@ -77,7 +77,7 @@ class GeneratorExecutor:
         self.name = context.name
         self.config = config
         self.context = context
-        self._prompts_per_tick = config.schedule.prompts_per_step // config.generator.dp
+        self._prompts_per_tick = config.groups_per_tick // config.generator.dp
         self._num_active = int(self._prompts_per_tick * config.generator.oversubscription)
         self._cursor = 0  # prompts this replica has admitted so far
         self._active: list[_ActiveGroup] = []  # in order of admission

@@ -51,7 +51,20 @@ KEYS: tuple[MetricKey, ...] = (
     _key(
         "staleness/max",
         "updates",
-        "The largest of these; at most `max_staleness + max_segments - 1`.",
+        "The largest of these; at most `max_staleness + max_segments - 1`, plus `dynamic_sampling.carry_ticks` where "
+        "that is on.",
+        integer=True,
+    ),
+    _key(
+        "staleness/steps_mean",
+        "optimizer steps",
+        "With several steps a tick: `K (k - v) + j` for a token of version `v` in step `j` of tick `k`, `K` steps a tick; "
+        "mean over trained tokens.",
+    ),
+    _key(
+        "staleness/steps_max",
+        "optimizer steps",
+        "The largest of these; at most `K` times the bound on `staleness/max`, plus `K - 1`.",
         integer=True,
     ),
     _key("response/length_mean", "tokens", "Mean response length in the batch."),
@@ -59,8 +72,20 @@ KEYS: tuple[MetricKey, ...] = (
     _key("response/length_min", "tokens", "Shortest response in the batch.", integer=True),
     _key("response/truncated_fraction", "share", "Responses cut by the length limit, of all in the batch."),
     _key("tokens/generated", "tokens", "Response tokens that the generator sampled in its tick.", integer=True),
-    _key("tokens/trained", "tokens", "Response tokens in the loss of this tick.", integer=True),
-    _key("samples/trained", "samples", "Responses with tokens in the loss of this tick.", integer=True),
+    _key(
+        "tokens/trained",
+        "tokens",
+        "Response tokens in the loss of this tick, over all its optimizer steps: a second pass counts again.",
+        integer=True,
+    ),
+    _key("tokens/budget_share", "share", "`tokens/trained` by what the steps' token budgets hold, where there is one."),
+    _key("samples/trained", "responses", "Responses with a trained token, counted as tokens are.", integer=True),
+    _key(
+        "samples/unused",
+        "responses",
+        "Responses that could train and that no optimizer step of the tick took; with a selection or several steps.",
+        integer=True,
+    ),
     _key(
         "tokens/computed",
         "tokens",
@@ -135,23 +160,37 @@ KEYS: tuple[MetricKey, ...] = (
     _key("critic/lr", "1/update", "The critic's learning rate in this tick."),
     _key("critic/skipped", "updates", "Updates of this tick skipped because a gradient was not finite.", integer=True),
     _key("entropy", "nats", "Entropy of the policy, mean over trained tokens."),
-    _key("grad_norm", "norm", "Gradient norm before clipping."),
+    _key("grad_norm", "norm", "Gradient norm before clipping; with several steps, their mean."),
     _key("lr", "1/update", "Learning rate of this tick."),
     _key(
-        "step/skipped", "ticks", "1 if the update was skipped because a gradient was not finite, else 0.", integer=True
-    ),
-    _key(
-        "step/empty",
-        "ticks",
-        "1 if the batch had nothing to train on, so that no update was made, else 0.",
+        "step/skipped",
+        "optimizer steps",
+        "Updates skipped because a gradient was not finite; 0 is usual.",
         integer=True,
     ),
+    _key("step/empty", "optimizer steps", "Updates not made because no token could train; 0 is usual.", integer=True),
     _key(
         "groups/no_signal",
         "groups",
         "Groups whose rewards are all equal (or of which fewer than two have one): they move nothing.",
         integer=True,
     ),
+    _key(
+        "groups/generated",
+        "groups",
+        "Groups judged in this tick; this and the next only with dynamic sampling.",
+        integer=True,
+    ),
+    _key("groups/trained", "groups", "Groups handed to the trainer.", integer=True),
+    _key("groups/refilled", "groups", "Of these, groups judged in an earlier tick.", integer=True),
+    _key("groups/spare", "groups", "Groups with a signal kept for a later tick.", integer=True),
+    _key(
+        "groups/expired",
+        "groups",
+        "Groups with a signal dropped because waiting longer would pass the bound on staleness.",
+        integer=True,
+    ),
+    _key("groups/short", "groups", "Groups by which the batch stayed below `prompts_per_step`.", integer=True),
     _key(
         "rollout/segments_max",
         "versions",

@@ -46,6 +46,8 @@ class TrainingSequence:
     """[T] indices into ``tokens`` whose next token is trained, ascending."""
     targets: npt.NDArray[np.int64]
     """[T] the trained tokens."""
+    proximal_logprobs: npt.NDArray[np.float32] | None = None
+    """[T] under the weights before the tick's first update; None where nobody asks."""
     behavior_logprobs: npt.NDArray[np.float32]
     """[T]"""
     policy_versions: npt.NDArray[np.int64]
@@ -80,6 +82,8 @@ class Microbatch:
     """[T] indices into N."""
     targets: Tensor
     """[T] int64."""
+    proximal_logprobs: Tensor | None = None
+    """[T] float32; None where nobody asks."""
     behavior_logprobs: Tensor
     """[T] float32."""
     advantages: Tensor
@@ -201,6 +205,7 @@ def make_microbatch(
         position_ids=packed.position_ids(device),
         packed=packed,
         positions=tensor(positions, torch.int64),
+        proximal_logprobs=_proximal_logprobs(sequences, device),
         targets=tensor([s.targets for s in sequences], torch.int64),
         behavior_logprobs=tensor([s.behavior_logprobs for s in sequences], torch.float32),
         advantages=tensor(
@@ -222,6 +227,12 @@ def _reference_logprobs(sequences: Sequence[TrainingSequence], device: torch.dev
     if len(rows) < len(sequences):
         return None
     return torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.float32)])).to(device)
+
+
+def _proximal_logprobs(sequences: Sequence[TrainingSequence], device: torch.device) -> Tensor | None:
+    """All of them, or None: a tick computes them for every response or for none."""
+    known = [s.proximal_logprobs for s in sequences if s.proximal_logprobs is not None]
+    return torch.from_numpy(np.concatenate(known)).to(device) if known and len(known) == len(sequences) else None
 
 
 def training_sequence(

@@ -9,12 +9,36 @@ from pydantic.dataclasses import dataclass
 
 from llamarl.strict import STRICT
 
-__all__ = ["CriticConfig", "OptimizerConfig", "ReferenceConfig", "TrainerConfig"]
+__all__ = ["CriticConfig", "OptimizerConfig", "ReferenceConfig", "SelectionConfig", "TrainerConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SelectionConfig:
+    """Which of a tick's responses its optimizer steps train on. Each option has a bias: docs/algorithms/batches.md."""
+
+    tokens_per_step: int = 0
+    """Trained tokens of each optimizer step (Ring-lite's C3PO): whole responses in a seeded order until the next would pass
+    this number; the others are dropped. 0 trains on all. At least the longest response."""
+
+    pairs: int = 0
+    """Of each group, train on so many pairs of highest and lowest advantage (Shuffle-R1), the greatest contrasts first;
+    0 trains on every response. At most half of generator.group_size."""
+
+    shuffle: Literal["uniform", "advantage"] = "uniform"
+    """How responses come to the steps of a tick. ``uniform``: each once a pass, in a seeded random order. ``advantage``:
+    each step draws its share anew, with probability proportional to the absolute advantage, so that some train several
+    times and others never (Shuffle-R1); needs trainer.minibatches >= 2 or tokens_per_step."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_step", "pairs"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0 (0 is off), got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainerConfig:
-    """Devices, precision and memory of the trainer. None of it changes the result beyond rounding."""
+    """Devices, precision and memory of the trainer, which change nothing beyond rounding; and how a tick's batch is cut
+    into optimizer steps, which does."""
 
     fsdp: int = 1
     """Ranks over which parameters, gradients and moments are sharded and the batch is split (FSDP2), >= 1."""
@@ -28,6 +52,15 @@ class TrainerConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
+
+    minibatches: int = 1
+    """Optimizer steps of one pass over a tick's batch, >= 1: whole groups are cut at random, by seed, into so many parts.
+    A policy version is made once a tick, after the last."""
+
+    epochs: int = 1
+    """Passes over a tick's batch, >= 1, each cut anew."""
+
+    selection: SelectionConfig = Field(default_factory=SelectionConfig)
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward. Master weights, gradients between micro-batches, and moments are float32."""
@@ -65,17 +98,33 @@ class TrainerConfig:
     """Precision of the exported Hugging Face folder; ``source`` is the one that the initial model was stored in."""
 
     def __post_init__(self) -> None:
-        for name in ("fsdp", "tp", "max_tokens_per_microbatch", "logprob_chunk_tokens"):
+        for name in ("fsdp", "tp", "max_tokens_per_microbatch", "logprob_chunk_tokens", "minibatches", "epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.selection.shuffle == "advantage" and self.minibatches == 1 and not self.selection.tokens_per_step:
+            raise ValueError(
+                "selection.shuffle 'advantage' draws a part of the batch for each step, but with minibatches = 1 a step is"
+                " the whole batch: set minibatches >= 2 or selection.tokens_per_step"
+            )
         for name in ("threads", "max_grad_norm", "max_skipped_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
+    @property
+    def steps_per_tick(self) -> int:
+        """Optimizer steps between two policy versions."""
+        return self.minibatches * self.epochs
+
+    @property
+    def plans_steps(self) -> bool:
+        """Whether a tick is anything but one step on every response."""
+        return self.steps_per_tick > 1 or self.selection.pairs > 0 or self.selection.tokens_per_step > 0
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW and its learning rate. The rate is a function of the tick alone, so skips and resumes keep it exact."""
+    """AdamW and its learning rate. The rate is a function of the tick alone, so skips and resumes keep it exact; all
+    optimizer steps of a tick have the same."""
 
     lr: float = 1e-6
     """Peak learning rate, > 0."""

@@ -1,17 +1,18 @@
-"""The trainer: one optimizer step a tick, the same for every algorithm.
+"""The trainer: one optimizer step a tick, or as many as asked, the same for every algorithm.
 
-    scored groups ─▶ sequences ─▶ micro-batches ─▶ log-probs ─▶ loss(tokens) · weights ─▶ backward
-                                                                            └─ all micro-batches, all ranks ─▶ AdamW
+    scored groups ─▶ sequences ─▶ steps ─▶ micro-batches ─▶ log-probs ─▶ loss(tokens) · weights ─▶ backward
+                                                                                      └─ all micro-batches, all ranks ─▶ AdamW
 
-Every token's weight in the step's mean is fixed before the first forward pass, from counts over the whole step and all
-ranks. So parts simply add up: any split over micro-batches and ranks gives the same gradient, to rounding.
+Every token's weight in its step's mean is fixed before the step's first forward pass, from counts over the whole step and
+all ranks. So parts simply add up: any split over micro-batches and ranks gives the same gradient, to rounding.
 
-Version v is the weights after v ticks, whatever happened in them. A tick with a non-finite gradient or without a trained
-token leaves weights and moments as they were, and still makes a version, so schedules and staleness stay exact.
+Version v is the weights after v ticks, whatever happened in them. A step with a non-finite gradient or without a trained
+token leaves weights and moments as they were; its tick still makes a version, so schedules and staleness stay exact.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.diagnostics import token_statistics
 from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from llamarl.algorithms.masking import ratio_keep_mask
-from llamarl.algorithms.registry import LOSSES
+from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY
 from llamarl.errors import CheckpointError, TrainingDiverged
 from llamarl.models.loading import load_model, load_model_config
 from llamarl.models.onednn import use_onednn_linears
@@ -47,7 +48,8 @@ from llamarl.trainer.packing import pack, shared_units
 from llamarl.trainer.policy import Policy, check_output_layer
 from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
 from llamarl.trainer.shared_prompts import can_share_prompts
-from llamarl.trainer.statistics import StepStatistics
+from llamarl.trainer.statistics import StepStatistics, tick_metrics
+from llamarl.trainer.step_plan import Row, gather_rows, plan_steps
 from llamarl.trainer.storage import export_folder, source_dtype
 from llamarl.types import Group
 
@@ -74,7 +76,7 @@ class Trainer:
         Args:
             model_path: Hugging Face folder of version 0.
             temperature: The generator's: log-probs are of the distribution sampled from.
-            seed: Of what the trainer draws at random; today nothing is drawn.
+            seed: Of what the trainer draws at random: how a tick's batch is cut into several optimizer steps.
             device: ``cpu`` or ``cuda``.
             num_ticks: Length of the run, for schedules that fall.
             has_reference: Whether samples carry reference log-probs although ``algorithm.kl_coef`` is 0.
@@ -109,13 +111,13 @@ class Trainer:
         self._shards = parameter_shards(self.policy.parameters_by_name(), cuts, self.layout, "float32")
 
     def train(self, groups: Sequence[Group], tick: int) -> dict[str, float]:
-        """One optimizer step: version ``tick`` -> version ``tick + 1``.
+        """All optimizer steps of a tick: version ``tick`` -> version ``tick + 1``.
 
         Args:
             groups: This data-parallel rank's scored groups; tensor-parallel peers get the same ones.
 
         Returns:
-            Metrics of the step over all ranks; docs/trainer.md explains each.
+            Metrics of the tick over all ranks; docs/trainer.md explains each.
 
         Raises:
             ValueError: The tick is not the next one, or a response was never judged.
@@ -124,31 +126,84 @@ class Trainer:
         if tick != self.policy_version:
             raise ValueError(f"the trainer holds version {self.policy_version}, so its next tick is that, got {tick}")
         sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
-        statistics = StepStatistics(sequences, self.policy_version, self.layout, self.device)
+        steps, planned = self._plan_steps(groups, sequences, tick)
+        statistics = [StepStatistics(step, self.policy_version, self.layout, self.device) for step in steps]
         lr = learning_rate(self.optimizer_config, tick, self.num_ticks)
-        grad_norm, stepped = 0.0, False
-        if statistics.num_tokens:
-            for microbatch in self._microbatches(self._worth_computing(sequences), statistics):
-                self._forward_backward(microbatch, statistics)
-            self.weights.collect_gradients()
-            norm = self.weights.gradient_norm()
-            grad_norm = norm.item()  # the step's host sync: everything was queued before it
-            if stepped := math.isfinite(grad_norm):
-                if 0 < self.config.max_grad_norm < grad_norm:
-                    self.weights.scale_gradients(self.config.max_grad_norm / grad_norm)
-                self.before_update()
-                self.weights.step(lr)
-            self.weights.drop_gradients()
+        norms: list[float] = []  # of the steps with a trained token
+        for step, counts in zip(steps, statistics, strict=True):
+            if not counts.num_tokens:
+                continue
+            norms.append(self._update(step, counts, lr))
+            self.num_skipped_in_a_row = 0 if math.isfinite(norms[-1]) else self.num_skipped_in_a_row + 1
+            if self.num_skipped_in_a_row > self.config.max_skipped_steps:
+                break
         self.policy_version += 1
-        self._count_skips(skipped=bool(statistics.num_tokens) and not stepped, tick=tick)
+        self._check_divergence(tick)
+        num_skipped = sum(not math.isfinite(norm) for norm in norms)
         return {
-            **statistics.metrics(),
+            **tick_metrics(statistics),
+            **planned,
             "policy_version": float(self.policy_version),
-            "grad_norm": grad_norm,
+            "grad_norm": sum(norms) / max(1, len(norms)),
             "lr": lr,
-            "step/skipped": float(bool(statistics.num_tokens) and not stepped),
-            "step/empty": float(not statistics.num_tokens),
+            "step/skipped": float(num_skipped),
+            "step/empty": float(len(steps) - len(norms)),
         }
+
+    def _update(self, sequences: list[TrainingSequence], statistics: StepStatistics, lr: float) -> float:
+        """One optimizer step; returns the gradient's norm before clipping. One that is not finite changes nothing."""
+        for microbatch in self._microbatches(self._worth_computing(sequences), statistics):
+            self._forward_backward(microbatch, statistics)
+        self.weights.collect_gradients()
+        norm = self.weights.gradient_norm()
+        grad_norm = norm.item()  # the step's host sync: everything was queued before it
+        if math.isfinite(grad_norm):
+            if 0 < self.config.max_grad_norm < grad_norm:
+                self.weights.scale_gradients(self.config.max_grad_norm / grad_norm)
+            self.before_update()
+            self.weights.step(lr)
+        self.weights.drop_gradients()
+        return grad_norm
+
+    def _plan_steps(
+        self, groups: Sequence[Group], sequences: list[TrainingSequence], tick: int
+    ) -> tuple[list[list[TrainingSequence]], dict[str, float]]:
+        """This rank's sequences of each optimizer step, in order; and what the plan has to say for the metrics."""
+        if not self.config.plans_steps:
+            return [sequences], {}
+        own: dict[tuple[int, int], int] = {}
+        rows: list[Row] = []
+        for i, s in enumerate(sequences):
+            prompt = groups[s.group].prompt.index
+            place = rows[-1].response + 1 if rows and rows[-1].prompt == prompt else 0
+            rows.append(Row(prompt=prompt, response=place, num_tokens=len(s.targets), advantage=s.advantage))
+            own[prompt, place] = i
+        everyone = gather_rows(
+            rows, rank=self.layout.fsdp_rank, num_ranks=self.layout.fsdp, sum_over_ranks=self._sum_over_data
+        )
+        plan = plan_steps(everyone, self.config, seed=self.seed, tick=tick)
+        if len(plan.steps) > 1 and self.algorithm.name in WITH_PROXIMAL_POLICY:
+            sequences = self._with_proximal_logprobs(sequences)
+        # ascending, so that the responses of a group stay neighbours
+        steps = [[sequences[i] for i in sorted(own[key] for key in step if key in own)] for step in plan.steps]
+        metrics = {"samples/unused": float(plan.num_unused)}
+        if plan.budget_share is not None:
+            metrics["tokens/budget_share"] = plan.budget_share
+        return steps, metrics
+
+    @torch.no_grad()
+    def _with_proximal_logprobs(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
+        """The same sequences with log-probs under the present weights, which the tick's updates are about to leave."""
+        found = list(sequences)
+        for items in self._pack(sequences):
+            part = [sequences[i] for i in items]
+            microbatch = make_microbatch(part, [1.0] * len(part), self.device, share_prompts=self.share_prompts)
+            logprobs = self.policy(microbatch)[0].float().cpu().numpy()
+            ends = np.cumsum([len(s.targets) for s in part])
+            for i, values in zip(items, np.split(logprobs, ends[:-1]), strict=False):
+                found[i] = dataclasses.replace(sequences[i], proximal_logprobs=values)
+        self.policy.forget_gathered_weights()
+        return found
 
     def _forward_backward(self, microbatch: Microbatch, statistics: StepStatistics) -> None:
         """Add one micro-batch's share to the gradients and to the statistics."""
@@ -161,6 +216,7 @@ class Trainer:
             loss_mask=mask,
             sequence_ids=microbatch.sequence_ids,
             num_sequences=microbatch.num_sequences,
+            proximal_logprobs=microbatch.proximal_logprobs,
         )
         terms = self.loss(batch, self.algorithm)
         losses, sums = terms.losses, {}
@@ -197,8 +253,8 @@ class Trainer:
             return sequences
         return [s for s in sequences if s.has_signal]
 
-    def _microbatches(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> list[Microbatch]:
-        """Packed and weighted; the same number on every rank, because gathering weights takes all of them."""
+    def _pack(self, sequences: list[TrainingSequence]) -> list[list[int]]:
+        """Sequences of each micro-batch; as many micro-batches on every rank, because gathering weights takes all."""
         budget = self.config.max_tokens_per_microbatch
         units = [[i] for i in range(len(sequences))]
         if self.share_prompts:
@@ -210,6 +266,10 @@ class Trainer:
         count = self.layout.max_over_data(torch.tensor(len(packing), device=self.device)).item()
         if len(packing) < count:
             packing = pack(costs, budget, min_microbatches=int(count))
+        return [[i for unit in bins for i in units[unit]] for bins in packing]
+
+    def _microbatches(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> list[Microbatch]:
+        """Packed and weighted."""
         weights = [
             token_weight(
                 self.algorithm,
@@ -226,7 +286,7 @@ class Trainer:
                 self.device,
                 share_prompts=self.share_prompts,
             )
-            for items in ([i for unit in bins for i in units[unit]] for bins in packing)
+            for items in self._pack(sequences)
         ]
 
     def _sum_over_data(self, values: np.ndarray) -> np.ndarray:
@@ -234,8 +294,7 @@ class Trainer:
             return values
         return self.layout.sum_over_data(torch.from_numpy(values).to(self.device)).cpu().numpy()
 
-    def _count_skips(self, *, skipped: bool, tick: int) -> None:
-        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
+    def _check_divergence(self, tick: int) -> None:
         if self.num_skipped_in_a_row > self.config.max_skipped_steps:
             raise TrainingDiverged(
                 f"trainer: tick {tick}: {self.num_skipped_in_a_row} non-finite gradients in a row"
