@@ -28,7 +28,7 @@ def killed_and_resumed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFa
     run_dir = tmp_path_factory.mktemp("latest") / "run"
     process = llamarl.start(run_dir, SETTINGS)
     try:
-        wait_until(lambda: len(rows(run_dir)) >= 3, limit_s=120, what="3 rows")
+        wait_until(lambda: len(rows(run_dir)) >= 3, limit_s=240, what="3 rows")
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
