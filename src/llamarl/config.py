@@ -108,7 +108,8 @@ class RunConfig:
     def token_staleness_bound(self) -> int:
         """No token is older than so many policy versions when it is trained."""
         carried = self.dynamic_sampling.carry_ticks if self.dynamic_sampling.enabled else 0
-        return self.schedule.max_staleness + self.generator.max_segments - 1 + carried
+        cut = 0 if self.schedule.weights == "latest" else self.generator.max_segments - 1
+        return self.schedule.max_staleness + cut + carried
 
 
 def _cross_checks(config: RunConfig) -> Iterator[str]:

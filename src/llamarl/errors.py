@@ -12,6 +12,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeadlineExceeded",
+    "EventLogError",
     "ExecutorFailed",
     "GraphError",
     "LlamaRLError",
@@ -69,6 +70,10 @@ class WeightSyncError(LlamaRLError):
 
 class CheckpointError(LlamaRLError):
     """A checkpoint is torn, altered or could not be written. The message names it and the last good one."""
+
+
+class EventLogError(LlamaRLError):
+    """A run cannot be repeated: its event log is missing, torn or too short, or the replay came to something else."""
 
 
 class ExecutorFailed(LlamaRLError):

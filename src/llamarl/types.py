@@ -75,6 +75,9 @@ class Response:
     """[R] True on tokens that the policy wrote and the trainer may use."""
     text: str
     finish_reason: FinishReason
+    kept_kv: bool = False
+    """Weights changed while the response was being written and its KV cache was kept: later tokens were sampled over keys
+    and values of earlier weights, which no forward pass of one version repeats."""
     outcome: Score | Failure | None = None
     """None until a reward executor has judged it."""
     reference_logprobs: npt.NDArray[np.float32] | None = None

@@ -41,6 +41,9 @@ class ChannelSpec:
     """The sink's tick k takes the token the source made at tick k - delay."""
     capacity: int = 1
     """Most tokens on the edge at once, >= max(1, delay). The source waits when the edge is full."""
+    latest: bool = False
+    """Beside the token of tick k - delay, which it always waits for, the sink may take any later one that lies on the edge,
+    and hears of new ones while it works: it gets a :class:`llamarl.executors.base.Feed` instead of a payload."""
     transport: str = "shared_memory"
     """What carries a WEIGHTS channel: ``shared_memory``, ``cuda_ipc`` or ``rdma``; see ``weight_sync.transports``."""
     sink_replicas: int = 1

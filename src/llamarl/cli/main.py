@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for verb in _VERBS:
         # Only the verb asked for is imported in full: the others cost a second of imports each.
         importlib.import_module(f"llamarl.cli.{verb.replace('-', '_')}").add_parser(verbs, full=verb == named)
-    args, extra = parser.parse_known_args(arguments)
+    args, extra = parser.parse_known_args(_join_overrides(arguments))
     if extra and not getattr(args, "takes_overrides", False):
         parser.error(f"unrecognized arguments: {' '.join(extra)}")
     args.overrides = extra
@@ -48,6 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"llamarl {args.verb}: stopped by the user", file=sys.stderr)
         return RunInterrupted.exit_code
+
+
+def _join_overrides(arguments: Sequence[str]) -> list[str]:
+    """``--section.key VALUE`` as one word, so that VALUE cannot be taken for a verb's own argument."""
+    joined: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--") and "." in word and "=" not in word and rest:
+            word = f"{word}={rest.pop(0)}"
+        joined.append(word)
+    return joined
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

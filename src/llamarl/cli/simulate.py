@@ -37,9 +37,13 @@ What is simulated:
   --model, --devices     the best separate plans, as llamarl plan finds them
   --durations 6,1,5      generator, reward and trainer always take these seconds (a fourth number: hand-over)"""
 
+_TOKENS_OF_A_TICK = 1000
+"""With --durations: decode steps of a tick where versions may change between them."""
+
 _EPILOG = """\
 examples:
   llamarl simulate --durations 6,5,5 --staleness 0,1,2
+  llamarl simulate --durations 6,1,4 --staleness 1,2 --weights exact,latest
   llamarl simulate recipes/tiny.toml --staleness 0,1,2 --trace trace.json
   llamarl simulate --model Llama-3.1-70B --devices 256 --hardware h100 --response-tokens 4096:lognormal \\
       --slow-replicas 0.05:1.5 --mtbf-hours 50000 --picture simulation.png
@@ -65,6 +69,10 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     add_devices(parser)
     how = parser.add_argument_group("the schedule")
     how.add_argument("--staleness", help="max_staleness values (default: the recipe's or run's, else 0,1,2,4)")
+    how.add_argument("--weights", help="exact (default), latest, or exact,latest: which version makes a batch")
+    how.add_argument(
+        "--kv-on-update", choices=("recompute", "keep"), help="what latest does with the cache at a new version"
+    )
     how.add_argument("--max-segments", type=int, help="versions a response may span; 1: no partial rollouts")
     how.add_argument("--oversubscription", type=float, help="active groups in units of a step's, 1 to max-segments")
     how.add_argument("--precision", help="generator precisions a plan may use, e.g. bf16,fp8")
@@ -89,7 +97,12 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.simulator.report import result_to_dict, results_text, save_simulation_picture, save_trace
     from llamarl.simulator.simulate import simulate
 
-    results = [simulate(_varied(scenario, args)) for scenario in _scenarios(args)]
+    scenarios = [
+        _with_weights(_varied(scenario, args), weights, args)
+        for scenario in _scenarios(args)
+        for weights in _policies(args, scenario)
+    ]
+    results = [simulate(scenario) for scenario in scenarios]
     if args.trace:
         save_trace(results, args.trace)
     if args.picture:
@@ -115,6 +128,21 @@ def _scenarios(args: argparse.Namespace) -> list[Scenario]:
     return _from_plans(args)
 
 
+def _policies(args: argparse.Namespace, scenario: Scenario) -> list[str]:
+    policies = args.weights.split(",") if args.weights else [scenario.weights]
+    if unknown := [policy for policy in policies if policy not in ("exact", "latest")]:
+        raise PlanError(
+            f"--weights {args.weights!r}: expected exact, latest, or both joined by a comma, got {unknown[0]!r}"
+        )
+    return policies
+
+
+def _with_weights(scenario: Scenario, weights: str, args: argparse.Namespace) -> Scenario:
+    kv = args.kv_on_update or scenario.kv_on_update
+    changes: dict[str, Any] = {"weights": weights, "kv_on_update": kv if weights == "latest" else "recompute"}
+    return dataclasses.replace(scenario, **changes)
+
+
 def _levels(args: argparse.Namespace, default: str) -> list[int]:
     return staleness_levels(args.staleness or default)
 
@@ -131,9 +159,11 @@ def _from_durations(args: argparse.Namespace) -> list[Scenario]:
     if len(values) not in (3, 4):
         raise PlanError(f"--durations {args.durations!r}: expected G,R,T or G,R,T,SYNC in seconds, for example 6,1,5")
     generator, reward, trainer, sync = (*values, 0.0)[:4]
+    tokens = _TOKENS_OF_A_TICK if "latest" in (args.weights or "") else 1
     return [
         durations_scenario(
-            generator_s=generator, reward_s=reward, trainer_s=trainer, sync_s=sync, max_staleness=level
+            generator_s=generator, reward_s=reward, trainer_s=trainer, sync_s=sync, max_staleness=level,
+            tokens=tokens,
         )
         for level in _levels(args, "0,1,2,4")
     ]  # fmt: skip

@@ -14,6 +14,8 @@ Runs generator, reward and trainer at once, each in its own process, as a recipe
   llamarl train recipes/tiny.toml
   llamarl train recipes/tiny.toml --schedule.max_staleness 0 --run.dir runs/synchronous
   llamarl train recipes/tiny.toml --resume runs/tiny        go on from the last good checkpoint, bit for bit
+  llamarl train recipes/tiny.toml --schedule.weights latest in-flight weight updates; decisions go to events.jsonl
+  llamarl train --replay runs/tiny                          repeat such a run from its event log, bit for bit
   llamarl train recipes/tiny.toml --dry-run                 print the configuration, graph and placement; run nothing
 
 The run folder holds config.toml, metrics.jsonl, rollouts/, trace.json (ui.perfetto.dev), tensorboard/, checkpoints/ and
@@ -27,8 +29,15 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", help="TOML file; every key can be overridden: --section.key VALUE")
+    parser.add_argument(
+        "recipe", nargs="?", help="TOML file; every key can be overridden: --section.key VALUE. Not with --replay"
+    )
     parser.add_argument("--resume", metavar="RUN_DIR", help="go on with this run from its last good checkpoint")
+    parser.add_argument(
+        "--replay",
+        metavar="RUN_DIR",
+        help="repeat this run bit for bit from its configuration and event log, into RUN_DIR-replay or --run.dir",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
     if full:
         from llamarl.config import field_help
@@ -39,8 +48,13 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from llamarl.config import load_config
+    from llamarl.errors import ConfigError
 
     overrides = list(args.overrides)
+    if args.replay:
+        return _replay(args, overrides)
+    if args.recipe is None:
+        raise ConfigError("which recipe? llamarl train RECIPE.toml, or --replay RUN_DIR")
     if args.resume:
         overrides += ["--run.dir", json.dumps(str(args.resume))]
     config = load_config(args.recipe, overrides)
@@ -54,4 +68,27 @@ def run(args: argparse.Namespace) -> int:
         resume_run(config)
     else:
         start_run(config)
+    return 0
+
+
+def _replay(args: argparse.Namespace, overrides: list[str]) -> int:
+    from pathlib import Path
+
+    from llamarl.config import load_config
+    from llamarl.controller.replay import replay_folder
+    from llamarl.controller.training import plan_run, replay_run
+    from llamarl.errors import ConfigError
+
+    for other, name in ((args.recipe, f"the recipe {args.recipe}"), (args.resume, "--resume")):
+        if other:
+            raise ConfigError(f"--replay takes the run's own configuration and log: leave {name} out")
+    source = Path(args.replay).expanduser().resolve()
+    if not (source / "config.toml").is_file():
+        raise ConfigError(f"--replay: {source} holds no run (no config.toml)")
+    into = ["--run.dir", json.dumps(replay_folder(source))]
+    config = load_config(source / "config.toml", [*into, *overrides])
+    if args.dry_run:
+        print(plan_run(config))
+        return 0
+    replay_run(config, source)
     return 0

@@ -19,8 +19,10 @@ class ScheduleConfig:
     max_staleness: int = 1
     """Delay of the weights edge less one, in trainer ticks. 0 runs synchronously, 1 is LlamaRL's schedule."""
 
-    weights: Literal["exact"] = "exact"
-    """Which version makes batch k. "exact": always version max(0, k - max_staleness), so a run repeats bit for bit."""
+    weights: Literal["exact", "latest"] = "exact"
+    """Which version makes batch k. "exact": always version max(0, k - max_staleness), so a run repeats bit for bit.
+    "latest": the newest there is, swapped in between decode steps; no trained token is older than max_staleness. Such a run
+    depends on timing; its decisions go to events.jsonl, from which ``llamarl train --replay RUN_DIR`` repeats it."""
 
     transport: Literal["auto", "shared_memory", "cuda_ipc", "rdma"] = "auto"
     """What carries weight versions. "auto" chooses by where the ranks are and says so at the start: "cuda_ipc" between GPUs

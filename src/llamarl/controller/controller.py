@@ -7,15 +7,16 @@ No payload passes through here: an order and a report carry handles, a few hundr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from llamarl.channels.base import ChannelSpec
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
 from llamarl.errors import DeadlineExceeded, TrainingDiverged
-from llamarl.runtime.base import Order, Report, Runtime
+from llamarl.runtime.base import News, Order, Report, Runtime
 
 __all__ = ["Checkpoints", "Observer", "run_graph"]
 
@@ -54,8 +55,12 @@ def run_graph(
     deadlines: DeadlineConfig | None = None,
     checkpoints: Checkpoints | None = None,
     observers: Sequence[Observer] = (),
+    needs: Callable[[ChannelSpec, int], int] | None = None,
 ) -> None:
     """Run every executor of ``graph`` from ``first_tick`` to ``num_ticks``, then return. The caller closes the runtime.
+
+    Args:
+        needs: Where decisions are known beforehand (a replay): see ``Marking``.
 
     Raises:
         ExecutorFailed: An executor raised or its process died.
@@ -73,7 +78,7 @@ def run_graph(
         deadline_s=deadlines.setup_s,
     )
     initial = {name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()}
-    marking = Marking(graph, first_tick=first_tick, num_ticks=num_ticks, initial_tokens=initial)
+    marking = Marking(graph, first_tick=first_tick, num_ticks=num_ticks, initial_tokens=initial, needs=needs)
     fired_at: dict[str, float] = {}
     saves = _Saves(graph)
     stop = ""
@@ -82,12 +87,20 @@ def run_graph(
             save_to = checkpoints.folder_for(firing.tick) if checkpoints else None
             settle = firing.tick == marking.num_ticks - 1
             runtime.fire(
-                Order(executor=firing.executor, tick=firing.tick, inputs=firing.inputs, save_to=save_to, settle=settle)
+                Order(
+                    executor=firing.executor,
+                    tick=firing.tick,
+                    inputs=firing.inputs,
+                    later=firing.later,
+                    save_to=save_to,
+                    settle=settle,
+                )
             )
             fired_at[firing.executor] = runtime.now()
         report = _wait(runtime, marking, fired_at, deadlines.step_s)
         marking.complete(report.executor, report.tick, report.outputs)
         del fired_at[report.executor]
+        _tell_sinks(graph, runtime, marking, report)
         for observer in observers:
             observer.on_report(report)
         if checkpoints:
@@ -102,6 +115,14 @@ def run_graph(
                 checkpoints.require(marking.num_ticks - 1)
     if stop:
         raise TrainingDiverged(f"{stop}\nEvery executor went on to tick {marking.num_ticks - 1} and stopped there.")
+
+
+def _tell_sinks(graph: Graph, runtime: Runtime, marking: Marking, report: Report) -> None:
+    """Those at work hear of new tokens on ``latest`` channels; the others find them in their next order."""
+    for channel in graph.outputs[report.executor]:
+        if channel.latest and channel.sink in marking.busy:
+            handles = report.outputs[channel.name]
+            runtime.tell(News(executor=channel.sink, channel=channel.name, source_tick=report.tick, handles=handles))
 
 
 class _Saves:

@@ -64,7 +64,13 @@ def llamarl_graph(config: RunConfig) -> Graph:
         )
     channels.append(
         ChannelSpec(
-            name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room
+            name="weights",
+            kind=ChannelKind.WEIGHTS,
+            source="trainer",
+            sink="generator",
+            delay=room,
+            capacity=room,
+            latest=config.schedule.weights == "latest",
         )
     )
     if config.evaluation.every:

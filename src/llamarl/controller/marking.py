@@ -9,10 +9,10 @@ so the result of a run does not depend on timing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from llamarl.channels.base import Handle
+from llamarl.channels.base import ChannelSpec, Handle
 from llamarl.controller.graph import Graph
 
 __all__ = ["Firing", "Marking"]
@@ -25,6 +25,8 @@ class Firing:
     executor: str
     tick: int
     inputs: Mapping[str, tuple[Handle, ...]]
+    later: Mapping[str, Mapping[int, tuple[Handle, ...]]]
+    """``latest`` in-channel -> source tick -> handles of the tokens that follow the one in ``inputs``."""
 
 
 class Marking:
@@ -32,6 +34,8 @@ class Marking:
 
     Args:
         initial_tokens: Channel -> source tick -> handles, for the ``delay`` ticks before ``first_tick``.
+        needs: For a ``latest`` channel and its sink's tick, the source tick that must lie on the edge before the sink may
+            fire: that of the newest token that it will take. None: tick - delay, and whatever else is there.
     """
 
     def __init__(
@@ -41,8 +45,10 @@ class Marking:
         first_tick: int,
         num_ticks: int,
         initial_tokens: Mapping[str, Mapping[int, tuple[Handle, ...]]],
+        needs: Callable[[ChannelSpec, int], int] | None = None,
     ) -> None:
         self.graph = graph
+        self._needs = needs
         self.num_ticks = num_ticks
         self.done_ticks = {e.name: first_tick for e in graph.executors}
         """Executor -> number of ticks it has finished (its next tick)."""
@@ -76,7 +82,12 @@ class Marking:
                 continue
             tick = self.done_ticks[executor.name]
             inputs = {c.name: self._tokens[c.name][tick - c.delay] for c in self.graph.inputs[executor.name]}
-            firing = Firing(executor.name, tick, inputs)
+            later = {
+                c.name: {t: handles for t, handles in self._tokens[c.name].items() if t > tick - c.delay}
+                for c in self.graph.inputs[executor.name]
+                if c.latest
+            }
+            firing = Firing(executor.name, tick, inputs, later)
             self._busy[executor.name] = firing
             firings.append(firing)
         return firings
@@ -100,9 +111,9 @@ class Marking:
         if tick >= self.num_ticks:
             return [f"all {self.num_ticks} ticks done"]
         blockers = [
-            f"token {tick - c.delay} of channel {c.name!r} from {c.source!r}"
+            f"token {needed} of channel {c.name!r} from {c.source!r}"
             for c in self.graph.inputs[name]
-            if tick - c.delay not in self._tokens[c.name]
+            if (needed := self._needed(c, tick)) not in self._tokens[c.name]
         ]
         blockers += [
             f"room on channel {c.name!r}: {c.sink!r} has not finished tick {tick + c.delay - c.capacity}"
@@ -110,6 +121,9 @@ class Marking:
             if self.done_ticks[c.sink] <= tick + c.delay - c.capacity and tick + c.delay - c.capacity < self.num_ticks
         ]
         return blockers
+
+    def _needed(self, channel: ChannelSpec, tick: int) -> int:
+        return self._needs(channel, tick) if self._needs and channel.latest else tick - channel.delay
 
     def describe(self) -> str:
         """Who runs, and who waits for whom: one line an executor."""

@@ -17,21 +17,23 @@ from typing import Any
 
 from llamarl.checkpoint.snapshot import describe_run, run_differences
 from llamarl.checkpoint.storage import CheckpointStore
-from llamarl.config import RunConfig, save_config, to_plain
+from llamarl.config import RunConfig, load_config, save_config, to_plain
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.job import llamarl_graph
 from llamarl.controller.preflight import check_lora, check_parallel_sizes
+from llamarl.controller.replay import check_replay, needs_of, take_log
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import resolve_model_path
+from llamarl.observability.events import EventLog
 from llamarl.observability.job import describe_job
 from llamarl.observability.recorder import Recorder
 from llamarl.runtime.base import Report
 from llamarl.runtime.factory import make_runtime
 from llamarl.runtime.placement import Placement, place
 
-__all__ = ["plan_run", "resume_run", "start_run"]
+__all__ = ["plan_run", "replay_run", "resume_run", "start_run"]
 
 _CONFIG = "config.toml"
 _SECTIONS = {
@@ -84,16 +86,37 @@ def start_run(config: RunConfig) -> None:
         LlamaRLError: Whatever ended the run; the message carries its cause.
     """
     prepared = _prepare(config)
-    run_dir = _absolute(prepared.config)
-    if (run_dir / _CONFIG).exists():
-        raise ConfigError(
-            f"run.dir: {run_dir} already holds a run: go on with it by --resume {run_dir}, or choose another --run.dir"
-        )
-    _make_folder(run_dir)
+    run_dir = _new_folder(prepared.config)
     try:
         save_config(prepared.config, run_dir / _CONFIG)
     except OSError as error:
         raise ConfigError(f"run.dir: cannot write {run_dir / _CONFIG}: {error.strerror}") from error
+    _execute(prepared, run_dir, resume_after_tick=None, load_from=None)
+
+
+def replay_run(config: RunConfig, source: Path) -> None:
+    """Repeat the run in ``source`` bit for bit in a new folder, ``config.run.dir``.
+
+    Args:
+        config: What ``source`` saved, with overrides that change no bit.
+
+    Raises:
+        ConfigError: The configuration would give other bits, or the new folder holds a run.
+        EventLogError: The log of ``source`` is missing, torn or too short.
+    """
+    original = load_config(source / _CONFIG)
+    if original.schedule.weights != "latest":
+        print(
+            f"{source} made no decisions that need a log (schedule.weights = 'exact'): running it again",
+            file=sys.stderr,
+        )
+        start_run(config)
+        return
+    check_replay(source, to_plain(original), to_plain(config), config.run.num_ticks)
+    prepared = _prepare(config)
+    run_dir = _new_folder(prepared.config)
+    take_log(source, run_dir)
+    save_config(prepared.config, run_dir / _CONFIG)
     _execute(prepared, run_dir, resume_after_tick=None, load_from=None)
 
 
@@ -204,6 +227,16 @@ def _absolute(config: RunConfig) -> Path:
     return Path(config.run.dir).expanduser().resolve()
 
 
+def _new_folder(config: RunConfig) -> Path:
+    run_dir = _absolute(config)
+    if (run_dir / _CONFIG).exists():
+        raise ConfigError(
+            f"run.dir: {run_dir} already holds a run: go on with it by --resume {run_dir}, or choose another --run.dir"
+        )
+    _make_folder(run_dir)
+    return run_dir
+
+
 def _make_folder(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -222,7 +255,8 @@ class _RunCheckpoints:
     """Connects the controller's question "is this tick saved?" with the store, which proves and renames on a thread:
     reading every byte again must not hold up the job."""
 
-    def __init__(self, store: CheckpointStore, prepared: _Prepared, recorder: Recorder) -> None:
+    def __init__(self, store: CheckpointStore, prepared: _Prepared, recorder: Recorder, events: EventLog) -> None:
+        self._events = events
         self._store = store
         self._prepared = prepared
         self._recorder = recorder
@@ -245,6 +279,7 @@ class _RunCheckpoints:
     def on_saved(self, tick: int) -> None:
         self._raise_failures(wait=False)
         self._recorder.sync()
+        self._events.sync()
         self._finishing.append(self._thread.submit(self._store.finish, tick, _describe(self._prepared)))
 
     def close(self) -> None:
@@ -266,13 +301,22 @@ class _RunCheckpoints:
 
 
 class _Observe:
-    """The recorder as an observer of the controller."""
+    """Event log and recorder as an observer of the controller; the log first."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, events: EventLog) -> None:
         self._recorder = recorder
+        self._events = events
 
     def on_report(self, report: Report) -> None:
+        self._events.append(report.events)
         self._recorder.on_report(report)
+
+
+def _staleness(config: RunConfig) -> str:
+    staleness, segments = config.schedule.max_staleness, config.generator.max_segments
+    which = "the latest weights, " if config.schedule.weights == "latest" else ""
+    bound = config.token_staleness_bound
+    return f"{which}max_staleness {staleness}, max_segments {segments}: no token older than {bound} versions"
 
 
 def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | None, load_from: Path | None) -> None:
@@ -281,11 +325,12 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
         "model": config.model.path,
         "task": config.task.name,
         "algorithm": config.algorithm.name,
-        "staleness": f"max_staleness {config.schedule.max_staleness}, max_segments {config.generator.max_segments}: "
-        f"no token older than {config.token_staleness_bound} versions",
+        "staleness": _staleness(config),
         **{edge.channel: edge.summary() for edge in prepared.weight_edges},
         "run": str(run_dir),
     }
+    needs = needs_of(run_dir, config.run.num_ticks)
+    events = EventLog(run_dir, resume_after_tick)
     recorder = Recorder(
         run_dir,
         config.observability,
@@ -296,7 +341,9 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
         run_config=to_plain(config),
     )
     runtime = make_runtime(config.run.runtime)
-    checkpoints = _RunCheckpoints(CheckpointStore(run_dir / "checkpoints", config.checkpoint), prepared, recorder)
+    checkpoints = _RunCheckpoints(
+        CheckpointStore(run_dir / "checkpoints", config.checkpoint), prepared, recorder, events
+    )
     stopped = "stopped by an error"
     try:
         run_graph(
@@ -309,7 +356,8 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
             load_from=load_from,
             deadlines=config.deadlines,
             checkpoints=checkpoints,
-            observers=[_Observe(recorder)],
+            observers=[_Observe(recorder, events)],
+            needs=needs,
         )
         checkpoints.close()
         stopped = ""

@@ -45,6 +45,13 @@ class BlockManager:
         self._holders[block] = 1
         return block
 
+    def allocate_again(self, tables: Iterable[Iterable[int]]) -> None:
+        """Take, in a manager without used blocks, the blocks of ``tables``; each table is one holder of its blocks."""
+        assert self.num_used == 0, "some blocks are in use already"
+        for block in (block for table in tables for block in table):
+            self._holders[block] += 1
+        self._free = [block for block in range(self.num_blocks) if self._holders[block] == 0]  # sorted: a heap
+
     def share(self, blocks: Iterable[int]) -> None:
         """One more holder for each block."""
         for block in blocks:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.engine.config import EngineConfig
+from llamarl.engine.kv_state import export_state, import_state
 from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.engine.sampler import sample
@@ -27,7 +29,7 @@ __all__ = ["NativeEngine"]
 
 
 class NativeEngine:
-    """Implements :class:`llamarl.engine.base.Engine`.
+    """Implements :class:`llamarl.engine.base.Engine`, and :class:`llamarl.engine.base.KeepsKV`.
 
     Args:
         model_path: Hugging Face folder, or ``bundled:NAME``.
@@ -124,13 +126,38 @@ class NativeEngine:
         """Compute with these parameters in place of own copies; the engine only reads them."""
         self._runner.adopt(tensors)
 
-    def weights_updated(self, version: int) -> None:
-        """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is recomputed."""
+    def weights_updated(self, version: int, *, keep_kv: bool = False) -> None:
+        """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is recomputed, or kept."""
         if version < 0:
             raise ValueError(f"policy version must be >= 0, got {version}")
-        self._policy_version = version
+        changed, self._policy_version = version != self._policy_version, version
         self._runner.weights_updated()
-        self._scheduler.restart_all()
+        if not keep_kv:
+            self._scheduler.restart_all()
+            return
+        for member in self._members.values() if changed else ():
+            prompt = member.prompt if member.prompt is not None else self._scheduler.prompts.get(member.key)
+            if member.num_computed or (prompt is not None and prompt.num_computed):
+                member.sequence.kept_kv = True
+
+    def withdraw(self, prompt_index: int) -> None:
+        for member in [m for m in self._members.values() if m.sequence.prompt_index == prompt_index]:
+            del self._members[member.order]
+            self._deadlines.pop(member.order, None)
+            self._scheduler.withdraw(member)
+
+    def kv_state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        assert not self._ended, "take what has ended out first: call step"
+        return export_state(self._scheduler, self._runner)
+
+    def load_kv_state(
+        self,
+        state: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        sequences: Mapping[tuple[int, int], TokenSequence],
+    ) -> None:
+        members = import_state(self._scheduler, self._runner, state, tensors, sequences)
+        self._members = {member.order: member for member in members}
 
     def stats(self) -> Mapping[str, float]:
         """Counters since the last call, and the state of the KV cache now."""

@@ -21,6 +21,7 @@ one slot; the plan depends on the order and content of what was added alone.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llamarl.engine.block_manager import BlockManager
@@ -179,6 +180,40 @@ class Scheduler:
             member.prompt, member.forked, member.blocks, member.num_computed = None, False, [], 0
             self._unforked[member.key] = self._unforked.get(member.key, 0) + 1
             self.waiting.append(member)
+
+    def withdraw(self, member: Member) -> TokenSequence:
+        """Take an unfinished member out, without its cache."""
+        self.remove(member)
+        return member.sequence
+
+    @property
+    def prompts(self) -> Mapping[PromptKey, Prompt]:
+        """Prompts that members may still fork from."""
+        return self._prompts
+
+    @property
+    def unforked(self) -> Mapping[PromptKey, int]:
+        """Members of each prompt that have not forked yet."""
+        return self._unforked
+
+    @property
+    def next_order(self) -> int:
+        return self._next_order
+
+    def restore(
+        self,
+        *,
+        running: list[Member],
+        waiting: deque[Member],
+        prompts: dict[PromptKey, Prompt],
+        unforked: dict[PromptKey, int],
+        next_order: int,
+    ) -> None:
+        """Take over the queues and tables of another scheduler of the same sizes; this one must be empty."""
+        assert not self.running and not self.waiting, "only an empty engine takes over another's sequences"
+        self.running, self.waiting, self._prompts, self._unforked = running, waiting, prompts, unforked
+        self._next_order = next_order
+        self.blocks.allocate_again([m.blocks for m in running] + [p.blocks for p in prompts.values()])
 
     def schedule(self) -> StepPlan:
         """Decide the next step, and account for it as done."""

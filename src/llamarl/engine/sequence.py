@@ -51,6 +51,8 @@ class Sequence:
     policy_versions: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    kept_kv: bool = False
+    """Whether its KV cache was kept over a change of weights."""
     error: str | None = None
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Executor", "ExecutorContext", "ExecutorSpec", "StepResult"]
+__all__ = ["Executor", "ExecutorContext", "ExecutorSpec", "Feed", "StepResult"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,21 @@ class StepResult:
     """(label, start, end) on ``time.monotonic``, for the trace: what the step spent its time on."""
     stop: str = ""
     """Why the job should end soon, with a checkpoint; empty to go on. Rank 0's is kept."""
+    events: tuple[Mapping[str, Any], ...] = ()
+    """What this firing decided that its inputs alone do not determine, as small plain JSON values, for the run's event log.
+    All ranks' are kept."""
+
+
+class Feed(Protocol):
+    """The tokens that lie on a ``latest`` channel, as its sink sees them; more may arrive while it works."""
+
+    def newest(self) -> int:
+        """Source tick of the newest token that has arrived. Never waits."""
+        ...
+
+    def take(self, source_tick: int) -> Any:
+        """The payload made at ``source_tick``, from tick - delay up to ``newest()``."""
+        ...
 
 
 class Executor(Protocol):

@@ -60,13 +60,20 @@ class GeneratorConfig:
 
     max_segments: int = 1
     """Most policy versions one response may span. 1 finishes every response within its tick; more lets long ones be
-    cut and resumed under later weights (partial rollouts)."""
+    cut and resumed under later weights (partial rollouts). Under schedule.weights = "latest" it counts the generator ticks
+    that a response may take; the versions in it are then at most max_staleness + 1."""
 
     oversubscription: float = 1.0
     """Groups kept active, as a multiple of schedule.prompts_per_step, so that the slowest need not hold up a tick.
     1 .. max_segments; above 1 needs max_segments > 1."""
 
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """KV cache of unfinished responses when new weights arrive. "recompute": computed again under them, so every token is
+    sampled by one version. "keep": kept, which saves that work; later tokens are then sampled by the new weights over keys
+    and values of older ones, and their log-probabilities are recorded so. A response that this happened to says so in the
+    rollouts (``kept_kv``). With "keep" the cache also lives on from tick to tick and is part of checkpoints."""
 
     quantization: Literal["none", "int8", "fp8"] = "none"
     """Weights of the linear layers: "none", "int8" (CPU), "fp8" (CUDA). Rebuilt from every weight version."""

@@ -5,7 +5,12 @@
                                        └───────────── unfinished sequences (no KV cache) ◀──────────┘
 
 Every tick starts from an empty KV cache, whether the weights changed or not, so a resumed run repeats the same
-arithmetic. The end of a tick is counted in completed groups, never in seconds.
+arithmetic. (With ``generator.kv_on_update = "keep"`` the cache lives on, and checkpoints hold it.) The end of a tick is
+counted in completed groups, never in seconds.
+
+Under ``schedule.weights = "latest"`` newer versions are swapped in between engine steps. Which and when is decided by a
+``SwapPolicy`` and reported as an event; everything else follows from these decisions. Groups whose tokens would become
+too old before they can leave wait outside of the engine for a newer version (``partial_rollouts.py``).
 """
 
 from __future__ import annotations
@@ -20,19 +25,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.config import RunConfig
 from llamarl.data.prompts import PromptStream
-from llamarl.engine.base import Engine
+from llamarl.engine.base import Engine, KeepsKV
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.factory import make_task
-from llamarl.executors.base import ExecutorContext, StepResult
+from llamarl.errors import ConfigError
+from llamarl.executors.base import ExecutorContext, Feed, StepResult
 from llamarl.executors.config import SamplingConfig
 from llamarl.executors.hand_over import Served
-from llamarl.executors.partial_rollouts import select_deliveries
+from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
+from llamarl.executors.partial_rollouts import deadline, num_startable, select_due, urgency_order
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.seeding import derive_seed
@@ -48,6 +56,15 @@ class _ActiveGroup:
     prompt: Prompt
     admitted_tick: int
     sequences: list[TokenSequence] = field(default_factory=list)
+    _oldest_version: int | None = None
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of all its tokens; None while it has none. Versions only grow, so the first one found stays."""
+        if self._oldest_version is None:
+            versions = (v for s in self.sequences for v in s.policy_versions if v >= 0)
+            self._oldest_version = min(versions, default=None)
+        return self._oldest_version
 
     @property
     def complete(self) -> bool:
@@ -67,25 +84,37 @@ class GeneratorExecutor:
         self._active: list[_ActiveGroup] = []  # in order of admission
         self._served = Served(0, None)
         self._completed: list[int] = []  # prompt indices, in order of completion
+        self._inside: set[int] = set()  # prompt indices of groups that the engine has been given
+        self._keep_kv = config.generator.kv_on_update == "keep"
+        self._policy: SwapPolicy | None = None  # None: the weights edge alone says which version
+        self._steps = 0  # engine steps of this tick
+        self._swaps: list[tuple[int, int]] = []  # (engine step, version) of this tick
+        self._sync_spans: list[tuple[str, float, float]] = []
 
     def setup(self) -> None:
         self.tokenizer = load_tokenizer(self.config.model.path)
         task = make_task(self.config.task, seed=self.config.run.seed)
         self.prompts = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
         self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
-        self.version_loader = VersionLoader(self.engine, self.config.lora)
         self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
+        if self._keep_kv and not isinstance(self.engine, KeepsKV):
+            raise ConfigError(
+                'generator.kv_on_update is "keep", but this engine cannot keep its KV cache: set it to "recompute"'
+            )
+        self.version_loader = VersionLoader(self.engine, self.config.lora, keep_kv=self._keep_kv)
+        if self.config.schedule.weights == "latest":
+            self._policy = swap_policy(self.context.run_dir, self.context.rank, num_ticks=self.config.run.num_ticks)
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
         raise ValueError(f"channel {channel!r} leaves the generator with a delay; only the weights edge may have one")
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
-        started = time.monotonic()
-        self._load_weights(inputs["weights"])
+        self._steps, self._swaps, self._sync_spans = 0, [], []
+        self._take_weights(tick, inputs["weights"])
         loaded = time.monotonic()
         self._admit(tick)
         before = sum(len(s.tokens) for g in self._active for s in g.sequences)
-        delivered = self._decode(tick)
+        delivered = self._decode(tick, inputs["weights"])
         self._served.check()
         finished = time.monotonic()
         generated = sum(len(s.tokens) for g in [*delivered, *self._active] for s in g.sequences) - before
@@ -93,14 +122,40 @@ class GeneratorExecutor:
         metrics = _metrics(groups, delivered, tick)
         metrics["tokens/generated"] = float(generated)
         metrics["rollout/carried"] = float(sum(not s.finished for g in self._active for s in g.sequences))
-        metrics["time/weight_sync_s"] = loaded - started
+        metrics["time/weight_sync_s"] = sum(end - start for _, start, end in self._sync_spans)
         metrics["tokens_per_s/generated"] = generated / max(finished - loaded, 1e-9)
-        spans = (("weight_sync", started, loaded), ("generate", loaded, finished))
-        return StepResult(outputs={"completions": groups}, metrics=metrics, spans=spans)
+        events: tuple[Mapping[str, Any], ...] = ()
+        if self._policy is not None:
+            event = tick_event(tick, self.context.rank, self._swaps, self._steps, groups)
+            self._policy.check(event)
+            events = (event.to_plain(),)
+            metrics["rollout/swaps"] = float(len(self._swaps) - 1)
+        spans = (*self._sync_spans, ("generate", loaded, finished))
+        return StepResult(outputs={"completions": groups}, metrics=metrics, spans=spans, events=events)
 
-    def _load_weights(self, weights: Any) -> None:
-        if weights.version != self.engine.policy_version or self._served.in_place is not None:
+    def _take_weights(self, tick: int, weights: Any) -> bool:
+        """Serve the version that is due before the next engine step; returns whether it is another one.
+
+        Args:
+            weights: The tick's version, or, where a policy decides, the feed of all that have arrived.
+        """
+        started = time.monotonic()
+        if self._policy is not None:
+            feed: Feed = weights
+            newest = max(0, feed.newest() + 1)  # the trainer's tick j makes version j + 1; before it began, 0
+            serving = self.engine.policy_version
+            version = self._policy.choose(Moment(tick=tick, step=self._steps, serving=serving, newest=newest))
+            if not self._swaps or version != serving:
+                self._swaps.append((self._steps, version))
+            if version == serving:
+                return False
+            weights = feed.take(version - 1)
+            self._served.check()  # what the last steps were computed with
+        changed = bool(weights.version != self.engine.policy_version)
+        if changed or self._served.in_place is not None:
             self._served = self.version_loader.load(weights)
+        self._sync_spans.append(("weight_sync", started, time.monotonic()))
+        return changed
 
     def _admit(self, tick: int) -> None:
         while len(self._active) < self._num_active:
@@ -122,29 +177,72 @@ class GeneratorExecutor:
         ]
         return _ActiveGroup(prompt, tick, sequences)
 
-    def _decode(self, tick: int) -> list[_ActiveGroup]:
+    def _decode(self, tick: int, weights: Any) -> list[_ActiveGroup]:
         """Decode until the groups to deliver are complete; take them out of the active ones."""
         by_index = {g.prompt.index: g for g in self._active}
-        self.engine.add([s for g in self._active for s in g.sequences if not s.finished])
+        self._enter(tick)
         while (chosen := self._deliverable(tick)) is None:
+            if self._policy is not None and self._steps and self._take_weights(tick, weights):
+                self._enter(tick)
             for sequence in self.engine.step():
                 group = by_index[sequence.prompt_index]
                 if group.complete and group.prompt.index not in self._completed:
                     self._completed.append(group.prompt.index)
-        self.engine.suspend()
+            self._steps += 1
+        self._leave_engine()
         delivered = [self._active[i] for i in chosen]
         gone = {g.prompt.index for g in delivered}
         self._active = [g for g in self._active if g.prompt.index not in gone]
         self._completed = [i for i in self._completed if i not in gone]
+        self._inside -= gone
         return delivered
+
+    def _enter(self, tick: int) -> None:
+        """Give the engine, in order of admission, the unfinished groups that it may sample and has not got."""
+        groups = self._active
+        if self._policy is not None:
+            startable = num_startable(
+                self.engine.policy_version,
+                tick=tick,
+                max_staleness=self.config.schedule.max_staleness,
+                prompts_per_step=self._prompts_per_tick,
+            )
+            groups = [groups[i] for i in sorted(urgency_order(self._deadlines())[:startable])]
+        groups = [g for g in groups if g.prompt.index not in self._inside]
+        self.engine.add([s for g in groups for s in g.sequences if not s.finished])
+        self._inside.update(g.prompt.index for g in groups)
+
+    def _leave_engine(self) -> None:
+        """At the end of a tick: all leave without their cache, or all that have tokens stay with it."""
+        if not self._keep_kv:
+            self.engine.suspend()
+            self._inside.clear()
+            return
+        assert isinstance(self.engine, KeepsKV)
+        for group in self._active if self._policy is not None else ():
+            if (
+                group.oldest_version is None and group.prompt.index in self._inside
+            ):  # the next tick may not sample it yet
+                self.engine.withdraw(group.prompt.index)
+                self._inside.remove(group.prompt.index)
+
+    def _deadlines(self) -> list[int]:
+        """The last tick at which each active group may leave."""
+        segments = self.config.generator.max_segments
+        if self._policy is None:
+            return [g.admitted_tick + segments - 1 for g in self._active]
+        staleness = self.config.schedule.max_staleness
+        return [
+            deadline(g.admitted_tick, g.oldest_version, max_segments=segments, max_staleness=staleness)
+            for g in self._active
+        ]
 
     def _deliverable(self, tick: int) -> list[int] | None:
         position = {g.prompt.index: i for i, g in enumerate(self._active)}
-        return select_deliveries(
-            [g.admitted_tick for g in self._active],
+        return select_due(
+            self._deadlines(),
             [position[i] for i in self._completed],
             tick=tick,
-            max_segments=self.config.generator.max_segments,
             prompts_per_step=self._prompts_per_tick,
         )
 
@@ -165,6 +263,11 @@ class GeneratorExecutor:
                 for g in self._active
             ],
         }
+        if self._keep_kv:
+            assert isinstance(self.engine, KeepsKV)
+            state["inside"] = sorted(self._inside)
+            state["kv"], tensors = self.engine.kv_state()
+            save_file(dict(tensors), folder / "kv.safetensors")
         (folder / "generator.json").write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path, tick: int) -> None:
@@ -179,12 +282,17 @@ class GeneratorExecutor:
                 for name, value in values.items():
                     setattr(sequence, name, value)
             self._active.append(group)
+        if self._keep_kv:
+            assert isinstance(self.engine, KeepsKV)
+            self._inside = set(state["inside"])
+            sequences = {(s.prompt_index, s.sample_index): s for g in self._active for s in g.sequences}
+            self.engine.load_kv_state(state["kv"], load_file(folder / "kv.safetensors"), sequences)
 
     def close(self) -> None:
         self._active = []
 
 
-_STATE = ("tokens", "logprobs", "raw_logprobs", "policy_versions", "loss_mask", "finish_reason", "error")
+_STATE = ("tokens", "logprobs", "raw_logprobs", "policy_versions", "loss_mask", "finish_reason", "error", "kept_kv")
 
 
 def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
@@ -230,6 +338,7 @@ def to_response(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> 
         loss_mask=np.asarray(sequence.loss_mask, np.bool_),
         text=str(tokenizer.decode(sequence.tokens, skip_special_tokens=True)),
         finish_reason=sequence.finish_reason,
+        kept_kv=sequence.kept_kv,
         outcome=Failure(kind="generation", detail=sequence.error or sequence.finish_reason) if failed else None,
     )
 

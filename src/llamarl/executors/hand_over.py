@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamarl.engine.base import AdoptsWeights, Engine
+from llamarl.engine.base import AdoptsWeights, Engine, KeepsKV
 from llamarl.weight_sync.layout import Layout
 from llamarl.weight_sync.sink import WeightVersion
 
-__all__ = ["Served", "serve"]
+__all__ = ["Served", "begin_version", "serve"]
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,12 @@ class Served:
             self.in_place.check_current()
 
 
-def serve(weights: WeightVersion, engine: Engine, layout: Layout | None = None) -> Served:
+def serve(weights: WeightVersion, engine: Engine, layout: Layout | None = None, *, keep_kv: bool = False) -> Served:
     """Give ``engine`` the version ``weights``, proved byte by byte.
 
     Args:
         layout: What the sink ranks hold; None: each holds every parameter whole.
+        keep_kv: Sequences go on over the KV cache of the version before, if there was another; needs ``KeepsKV``.
 
     Raises:
         WeightSyncError, DeadlineExceeded: As ``WeightVersion.load_into``; the engine must not be used then.
@@ -56,5 +57,14 @@ def serve(weights: WeightVersion, engine: Engine, layout: Layout | None = None) 
         engine.adopt(weights.map_tensors())
     else:
         weights.load_into(engine.parameters_for_sync(), layout)
-    engine.weights_updated(weights.version)
+    begin_version(engine, weights.version, keep_kv=keep_kv)
     return Served(weights.version, weights if in_place else None)
+
+
+def begin_version(engine: Engine, version: int, *, keep_kv: bool) -> None:
+    """Tell the engine that its parameters are ``version`` from now on."""
+    if keep_kv:
+        assert isinstance(engine, KeepsKV)
+        engine.weights_updated(version, keep_kv=True)
+    else:
+        engine.weights_updated(version)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llamarl.engine.base import Engine
-from llamarl.executors.hand_over import Served, serve
+from llamarl.executors.hand_over import Served, begin_version, serve
 from llamarl.models.adapters import AdapterReceiver
 from llamarl.trainer.config import LoraConfig
 from llamarl.weight_sync.sink import WeightVersion
@@ -12,10 +12,15 @@ __all__ = ["VersionLoader"]
 
 
 class VersionLoader:
-    """Made right after the engine, while that holds version 0."""
+    """Made right after the engine, while that holds version 0.
 
-    def __init__(self, engine: Engine, lora: LoraConfig) -> None:
+    Args:
+        keep_kv: Sequences go on over the KV cache of the version before; needs an engine that ``KeepsKV``.
+    """
+
+    def __init__(self, engine: Engine, lora: LoraConfig, *, keep_kv: bool = False) -> None:
         self._engine = engine
+        self._keep_kv = keep_kv
         self._adapters: AdapterReceiver | None = None
         if lora.rank and lora.hand_over == "adapter":
             self._adapters = AdapterReceiver(
@@ -25,8 +30,8 @@ class VersionLoader:
     def load(self, weights: WeightVersion) -> Served:
         """Pull, prove and serve a version."""
         if self._adapters is None:
-            return serve(weights, self._engine)
+            return serve(weights, self._engine, keep_kv=self._keep_kv)
         weights.load_into(self._adapters.tensors)
         self._adapters.merge()
-        self._engine.weights_updated(weights.version)
+        begin_version(self._engine, weights.version, keep_kv=self._keep_kv)
         return Served(weights.version, None)

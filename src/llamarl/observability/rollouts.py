@@ -143,6 +143,7 @@ def _record(tick: int, prompt: Prompt, response: Response, advantage: float | No
         "failure": {"kind": outcome.kind, "detail": outcome.detail} if isinstance(outcome, Failure) else None,
         "advantage": advantage,
         "finish_reason": response.finish_reason,
+        "kept_kv": response.kept_kv,
         "segments": _segments(response),
         "prompt_tokens": prompt.tokens.tolist(),
         "tokens": response.tokens.tolist(),
@@ -169,6 +170,7 @@ def _parse(tick: int, record: Mapping[str, Any]) -> Rollout:
         loss_mask=np.array(record["loss_mask"], dtype=np.bool_),
         text=record["response"],
         finish_reason=record["finish_reason"],
+        kept_kv=record.get("kept_kv", False),
         outcome=outcome,
     )
     return Rollout(

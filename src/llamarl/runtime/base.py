@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from llamarl.channels.base import ChannelSpec, Handle
 from llamarl.executors.base import ExecutorSpec
 
-__all__ = ["Order", "Report", "Runtime", "SetupReport"]
+__all__ = ["News", "Order", "Report", "Runtime", "SetupReport"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,23 @@ class Order:
     tick: int
     inputs: Mapping[str, tuple[Handle, ...]] = field(default_factory=dict)
     """In-channel name -> one handle a source rank."""
+    later: Mapping[str, Mapping[int, tuple[Handle, ...]]] = field(default_factory=dict)
+    """``latest`` in-channel name -> source tick -> handles, for the tokens on the edge that follow the one in ``inputs``."""
     save_to: Path | None = None
     """If set, each rank saves its state after this tick into ``save_to / executor / rank_N``."""
     settle: bool = False
     """Report only when every state that was saved is written: no later tick will tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """A token has come onto ``channel``, a ``latest`` one, while its sink works."""
+
+    executor: str
+    """The sink."""
+    channel: str
+    source_tick: int
+    handles: tuple[Handle, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +59,8 @@ class Report:
     spans: tuple[tuple[str, float, float], ...] = ()
     stop: str = ""
     """Why the executor asks for the job to end with a checkpoint; empty to go on."""
+    events: tuple[Mapping[str, Any], ...] = ()
+    """Of all ranks, in rank order; see ``StepResult.events``."""
     saving: tuple[int, ...] = ()
     """Ticks whose saved state is still being written; that of every other tick up to this one is written."""
     controller_bytes: int = 0
@@ -85,6 +100,11 @@ class Runtime(Protocol):
 
     def fire(self, order: Order) -> None:
         """Send an order; returns at once (``inline`` may run it when ``wait`` is called)."""
+        ...
+
+    def tell(self, news: News) -> None:
+        """Let a busy executor know; returns at once. Asked only for ``latest`` channels. An executor that has just finished
+        ignores it."""
         ...
 
     def wait(self, deadline_s: float) -> Report:

@@ -22,7 +22,7 @@ from typing import TypeVar
 from llamarl.channels.base import ChannelSpec
 from llamarl.errors import ConfigError, DeadlineExceeded
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.base import Order, Report, SetupReport
+from llamarl.runtime.base import News, Order, Report, SetupReport
 from llamarl.runtime.job import combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.worker import CHANNEL_FACTORY, Worker, capture
 
@@ -96,6 +96,10 @@ class InlineRuntime:
         """Queue ``order``; ``wait`` runs it."""
         assert order.executor in self._workers, order.executor
         self._orders.append(order)
+
+    def tell(self, news: News) -> None:
+        """Reaches an order that is still queued: none is ever under way here."""
+        self._workers[news.executor].tell(news)
 
     def wait(self, deadline_s: float) -> Report:
         """Run the oldest order."""

@@ -30,7 +30,7 @@ from monarch.actor import HostMesh
 from llamarl.channels.base import ChannelSpec
 from llamarl.errors import DeadlineExceeded
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.base import Order, Report, SetupReport
+from llamarl.runtime.base import News, Order, Report, SetupReport
 from llamarl.runtime.job import combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.monarch_processes import Answer, Processes
 from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, RankSetup
@@ -132,6 +132,14 @@ class MonarchRuntime:
         assert key not in self._out, f"{key} is out already"
         num_bytes = self._processes.send(order.executor, f"tick {order.tick}", "run", order)
         self._out[key] = _Out(self.now(), num_bytes)
+
+    def tell(self, news: News) -> None:
+        """Send ``news`` to every rank of a busy executor; returns at once."""
+        assert self._processes is not None, "tell needs a started runtime"
+        num_bytes = self._processes.tell(news.executor, news)
+        for (executor, _), out in self._out.items():
+            if executor == news.executor:
+                out.num_bytes += num_bytes
 
     def wait(self, deadline_s: float) -> Report:
         """The next report."""

@@ -22,6 +22,8 @@ from llamarl.runtime.worker import Worker, capture, stack_of
 __all__ = ["Hello", "RankActor", "Witness", "command_blob"]
 
 _EXECUTOR_THREAD = "llamarl-executor"
+_workers: list[Worker] = []
+"""The worker of this process, once there is one: both actors reach it."""
 
 Hello = tuple[int, str, str, int]
 """pid, the space in which it holds, an address of the host, and a port that is free there."""
@@ -58,6 +60,7 @@ class RankActor(Actor):
             argument = cloudpickle.loads(argument)
             if method == "setup":
                 self._worker = Worker(argument)
+                _workers.append(self._worker)
                 return cloudpickle.dumps(self._worker.setup())
             if method == "close":
                 return cloudpickle.dumps(self._worker.close() if self._worker is not None else ())
@@ -68,7 +71,13 @@ class RankActor(Actor):
 
 
 class Witness(Actor):
-    """Answers on the process's event loop while the executor's thread works or hangs."""
+    """Hears and answers on the process's event loop while the executor's thread works or hangs."""
+
+    @endpoint
+    async def tell(self, blob: bytes) -> None:
+        """Hand pickled ``News`` to this process's worker."""
+        for worker in _workers:
+            worker.tell(cloudpickle.loads(blob))
 
     @endpoint
     async def where(self) -> str:

@@ -107,6 +107,14 @@ class Processes:
             self._submit(self._command(rank, doing, blob))
         return sum(map(len, blobs))
 
+    def tell(self, executor: str, news: Any) -> int:
+        """Hand ``news`` to every rank of ``executor`` while it works; returns the bytes sent. News that gets lost with its
+        process needs no report: the death is reported."""
+        blob = cloudpickle.dumps(news)
+        for rank in self.ranks[executor]:
+            self._submit(self._tell(rank, blob))
+        return len(blob) * len(self.ranks[executor])
+
     def where(self, ranks: Sequence[Rank]) -> list[str]:
         """Where the executor of each of ``ranks`` is now, in words; takes at most six seconds."""
         asking = asyncio.run_coroutine_threadsafe(self._where(ranks), self._loop)
@@ -214,6 +222,13 @@ class Processes:
             return
         failed = isinstance(result, RankFailure)
         self.events.put(result if failed else Answer(rank.executor, result, len(reply)))
+
+    async def _tell(self, rank: Rank, blob: bytes) -> None:
+        try:
+            await rank.witness.tell.call_one(blob)
+        except Exception as error:
+            if not rank.dead and not self._ending:
+                self.events.put(capture(rank.executor, rank.rank, rank.doing, error))
 
     def _watch(self, rank: Rank) -> None:
         try:

@@ -27,7 +27,7 @@ from llamarl.channels.base import ChannelSpec, Handle, Receiver, Sender
 from llamarl.checkpoint.storage import saving
 from llamarl.errors import ConfigError, DeadlineExceeded, LlamaRLError
 from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec
-from llamarl.runtime.base import Order
+from llamarl.runtime.base import News, Order
 from llamarl.runtime.determinism import pin
 from llamarl.runtime.import_path import load_module, resolve
 
@@ -36,6 +36,7 @@ __all__ = [
     "RankFailure",
     "RankReport",
     "RankSetup",
+    "TokenFeed",
     "Worker",
     "WorkerPlan",
     "capture",
@@ -91,6 +92,7 @@ class RankReport:
     started_s: float
     finished_s: float
     stop: str = ""
+    events: tuple[Mapping[str, Any], ...] = ()
     saving: tuple[int, ...] = ()
     """Ticks whose state is still being written."""
 
@@ -152,14 +154,44 @@ def _outside_the_shell(trace: TracebackType | None) -> TracebackType | None:
     return below or trace
 
 
+class TokenFeed:
+    """Implements :class:`llamarl.executors.base.Feed` for one ``latest`` channel. ``put`` may come from any thread."""
+
+    def __init__(self, receiver: Receiver, deadline_s: float) -> None:
+        self._receiver = receiver
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._tokens: dict[int, tuple[Handle, ...]] = {}
+
+    def put(self, tokens: Mapping[int, tuple[Handle, ...]]) -> None:
+        with self._lock:
+            self._tokens.update(tokens)
+
+    def forget_before(self, source_tick: int) -> None:
+        """Tokens that have left the edge."""
+        with self._lock:
+            self._tokens = {tick: handles for tick, handles in self._tokens.items() if tick >= source_tick}
+
+    def newest(self) -> int:
+        with self._lock:
+            return max(self._tokens)
+
+    def take(self, source_tick: int) -> Any:
+        with self._lock:
+            handles = self._tokens[source_tick]
+        return self._receiver.receive(handles, self._deadline_s)
+
+
 class Worker:
-    """One rank of one executor. All calls must come from one thread."""
+    """One rank of one executor. All calls but ``tell`` must come from one thread."""
 
     def __init__(self, plan: WorkerPlan) -> None:
         self._plan = plan
         self._executor: Executor | None = None
         self._senders: dict[str, Sender] = {}
         self._receivers: dict[str, Receiver] = {}
+        self._feeds: dict[str, TokenFeed] = {}
+        self._delays = {channel.name: channel.delay for channel in plan.channels}
         self._saves: dict[int, tuple[Path, Future[None]]] = {}
         """Tick -> folder and what is being written there, beside the ticks that follow."""
         self._leave_process_group: Callable[[], None] = lambda: None
@@ -218,6 +250,9 @@ class Worker:
         spans: list[tuple[str, float, float]] = []
         inputs: dict[str, Any] = {}
         for name, handles in order.inputs.items():
+            if name in self._feeds:
+                inputs[name] = self._fill_feed(name, order)
+                continue
             with _Span(f"receive {name}", spans):
                 inputs[name] = self._receivers[name].receive(handles, self._plan.pull_deadline_s)
         result = executor.step(order.tick, inputs)
@@ -250,6 +285,7 @@ class Worker:
             finished_s=time.monotonic(),
             stop=result.stop,
             saving=tuple(sorted(self._saves)),
+            events=result.events,
         )
 
     def _save(self, executor: Executor, tick: int, folder: Path) -> None:
@@ -278,6 +314,18 @@ class Worker:
             with saving(folder):
                 pending.result()
             del self._saves[tick]
+
+    def tell(self, news: News) -> None:
+        """A token has come onto a ``latest`` channel. Any thread; a worker that is not set up yet needs no news."""
+        feed = self._feeds.get(news.channel)
+        if feed is not None:
+            feed.put({news.source_tick: news.handles})
+
+    def _fill_feed(self, name: str, order: Order) -> TokenFeed:
+        feed, first = self._feeds[name], order.tick - self._delays[name]
+        feed.forget_before(first)
+        feed.put({first: order.inputs[name], **order.later.get(name, {})})
+        return feed
 
     def close(self) -> tuple[str, ...]:
         """Release everything; what goes wrong on the way is returned as text, and the rest is still closed."""
@@ -309,7 +357,9 @@ class Worker:
             if channel.source == plan.spec.name:
                 self._senders[channel.name] = factory.make_sender(channel, **ends)
             if channel.sink == plan.spec.name:
-                self._receivers[channel.name] = factory.make_receiver(channel, **ends)
+                receiver = self._receivers[channel.name] = factory.make_receiver(channel, **ends)
+                if channel.latest:
+                    self._feeds[channel.name] = TokenFeed(receiver, plan.pull_deadline_s)
 
 
 class _Span:

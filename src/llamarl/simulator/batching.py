@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from llamarl.simulator.costs import GeneratorCost
 
-__all__ = ["Schedule", "decode_s", "schedule"]
+__all__ = ["Floats", "Ints", "Schedule", "decode_s", "schedule"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -23,14 +23,22 @@ from llamarl.simulator.costs import jitter
 from llamarl.simulator.scenario import Scenario
 from llamarl.simulator.virtual_clock import TimedStep
 
-__all__ = ["Batch", "CostedGenerator", "CostedReward", "CostedTrainer", "STALENESS_METRIC"]
+__all__ = [
+    "GENERATOR_STREAM",
+    "LENGTHS_STREAM",
+    "STALENESS_METRIC",
+    "Batch",
+    "CostedGenerator",
+    "CostedReward",
+    "CostedTrainer",
+]
 
 STALENESS_METRIC = "staleness_tokens/"
 """Metric prefix: trained tokens of each staleness."""
 
 Ints = npt.NDArray[np.int64]
 
-_LENGTHS, _GENERATOR, _REWARD, _TRAINER = 1, 2, 4, 5  # streams of random numbers; 3 draws the slow replicas
+LENGTHS_STREAM, GENERATOR_STREAM, _REWARD, _TRAINER = 1, 2, 4, 5  # streams of random numbers; 3 draws the slow replicas
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class CostedGenerator:
         filled = np.where(begun, self._written, 0).sum(axis=(1, 2)) + s.prompt_tokens * begun.any(axis=2).sum(axis=1)
         mean = filled / np.maximum(1, begun.sum(axis=(1, 2)))
         seconds += s.generator.prefill_s(filled.astype(np.float64), (s.prompt_tokens + mean) / 2.0)
-        rng = np.random.default_rng([s.seed, _GENERATOR, tick])
+        rng = np.random.default_rng([s.seed, GENERATOR_STREAM, tick])
         seconds *= self._speed * jitter(s.variation.generator_jitter, s.replicas, rng)
 
         made = np.clip(stop[:, None, None] - plan.start.reshape(left.shape), 0, left)
@@ -112,7 +120,7 @@ class CostedGenerator:
         s = self.scenario
         new = self._num_active - self._admitted.shape[1]
         shape = (s.replicas, new, s.group_size)
-        rng = np.random.default_rng([s.seed, _LENGTHS, tick])
+        rng = np.random.default_rng([s.seed, LENGTHS_STREAM, tick])
         lengths = s.lengths.sample(s.replicas * new * s.group_size, rng).reshape(shape)
 
         def extend(old: Ints, values: Ints | int) -> Ints:

@@ -21,6 +21,8 @@ def policy_title(result: SimulationResult) -> str:
     """One name a policy, as tables, traces and pictures show it."""
     s = result.scenario
     name = "synchronous" if s.max_staleness == 0 else f"staleness {s.max_staleness}"
+    if s.weights == "latest":
+        name = f"latest, at most {s.max_staleness}" + (", KV kept" if s.kv_on_update == "keep" else "")
     return name + (f", partial x{s.oversubscription:g} in {s.max_segments}" if s.max_segments > 1 else "")
 
 
@@ -61,7 +63,8 @@ def results_text(results: Sequence[SimulationResult]) -> str:
         if not number:
             lines.append("  ".join("-" * width for width in widths))
     for r in results:
-        lines += ["", f"staleness of trained tokens, {policy_title(r)} (mean {r.staleness_mean:.2f} versions)"]
+        theory = "" if r.staleness_theory is None else f", theory {r.staleness_theory:.2f}"
+        lines += ["", f"staleness of trained tokens, {policy_title(r)} (mean {r.staleness_mean:.2f} versions{theory})"]
         total = sum(r.staleness.values())
         for lag, tokens in r.staleness.items():
             lines.append(f"  {lag:>3}  {tokens / total:6.1%}  {'#' * round(_BAR * tokens / total)}")
@@ -78,6 +81,8 @@ def result_to_dict(result: SimulationResult) -> dict[str, Any]:
         "group_size": s.group_size,
         "lengths": {"label": s.lengths.label, "mean": s.lengths.mean, "limit": s.lengths.limit},
         "max_staleness": s.max_staleness,
+        "weights": s.weights,
+        "kv_on_update": s.kv_on_update,
         "max_segments": s.max_segments,
         "oversubscription": s.oversubscription,
         "replicas": s.replicas,
@@ -97,6 +102,7 @@ def result_to_dict(result: SimulationResult) -> dict[str, Any]:
         "tokens_per_s": result.tokens_per_s,
         "staleness_tokens": {str(lag): tokens for lag, tokens in result.staleness.items()},
         "staleness_mean": result.staleness_mean,
+        "staleness_theory": result.staleness_theory,
         "num_failures": result.num_failures,
         "lost_share": result.lost_share,
         "total_s": result.total_s,

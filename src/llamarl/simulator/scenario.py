@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from llamarl.config import RunConfig, validate
 from llamarl.controller.graph import Graph
@@ -57,6 +58,10 @@ class Scenario:
     reward: RewardCost = field(default_factory=RewardCost)
     prompt_tokens: int = 1
     max_staleness: int = 1
+    weights: Literal["exact", "latest"] = "exact"
+    """As ``schedule.weights``."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """As ``generator.kv_on_update``; only ``latest`` simulates "keep"."""
     max_segments: int = 1
     oversubscription: float = 1.0
     replicas: int = 1
@@ -87,6 +92,8 @@ class Scenario:
         for name in ("weights_latency_s", "weights_load_s"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"{name} must be >= 0 seconds, got {getattr(self, name)}")
+        if self.weights == "exact" and self.kv_on_update == "keep":
+            raise PlanError('kv_on_update "keep" is simulated with weights "latest" only')
         _ = self.config  # a schedule that no run could have is refused by the run's own checks
 
     @property
@@ -99,9 +106,14 @@ class Scenario:
         return validate(
             {
                 "run": {"num_ticks": self.num_ticks, "seed": self.seed},
-                "schedule": {"prompts_per_step": self.prompts_per_step, "max_staleness": self.max_staleness},
+                "schedule": {
+                    "prompts_per_step": self.prompts_per_step,
+                    "max_staleness": self.max_staleness,
+                    "weights": self.weights,
+                },
                 "generator": {
                     "group_size": self.group_size,
+                    "kv_on_update": self.kv_on_update,
                     "max_segments": self.max_segments,
                     "oversubscription": float(self.oversubscription),
                     "dp": self.replicas,
@@ -119,6 +131,8 @@ class Scenario:
         real = llamarl_graph(self.config)
         factories = {name: f"llamarl.simulator.costed:Costed{name.capitalize()}" for name in _ROLES}
         factories["evaluator"] = "llamarl.simulator.costed_evaluator:CostedEvaluator"
+        if self.weights == "latest":
+            factories["generator"] = "llamarl.simulator.latest:LatestCostedGenerator"
         executors = tuple(
             dataclasses.replace(spec, factory=factories[spec.name], config=self) for spec in real.executors
         )
@@ -140,9 +154,13 @@ def durations_scenario(
     sync_s: float = 0.0,
     max_staleness: int = 1,
     num_ticks: int = 100,
+    tokens: int = 1,
     **changes: object,
 ) -> Scenario:
-    """Executors whose ticks always last the same: one sequence of one token, a decode step of ``generator_s``."""
+    """Executors whose ticks always last the same: one sequence, in ``tokens`` decode steps of together ``generator_s``.
+
+    Under ``weights = "latest"`` versions change between decode steps, so there should be many of them.
+    """
     for name, value in (("generator", generator_s), ("reward", reward_s), ("trainer", trainer_s), ("sync", sync_s)):
         if not 0.0 <= value < math.inf:
             raise PlanError(f"{name}: a duration must be >= 0 seconds, got {value}")
@@ -150,8 +168,8 @@ def durations_scenario(
         title=f"{generator_s:g} s, {reward_s:g} s, {trainer_s:g} s, hand-over {sync_s:g} s",
         prompts_per_step=1,
         group_size=1,
-        lengths=constant(1),
-        generator=LinearGeneratorCost(step_s=generator_s),
+        lengths=constant(tokens),
+        generator=LinearGeneratorCost(step_s=generator_s / tokens),
         trainer=TrainerCost(tick_s=trainer_s),
         reward=RewardCost(tick_s=reward_s),
         weights_latency_s=sync_s,

@@ -23,6 +23,7 @@ from llamarl.planner.step_time import closed_form_period
 from llamarl.runtime.base import Report
 from llamarl.simulator.contention import SharedMachineRuntime
 from llamarl.simulator.costed import STALENESS_METRIC
+from llamarl.simulator.latest import mean_staleness
 from llamarl.simulator.scenario import Failures, Scenario
 from llamarl.simulator.virtual_clock import Snapshots, VirtualClockRuntime
 
@@ -61,6 +62,8 @@ class SimulationResult:
     """Trained response tokens by time."""
     staleness: Mapping[int, int]
     """Staleness in versions -> trained response tokens, over the whole run."""
+    staleness_theory: float | None
+    """Mean staleness that theory gives from the roles' mean durations; None where it gives none (partial rollouts)."""
     num_failures: int
     lost_share: float
     """Share of the run's time that failures cost: from the last tick that was kept to the end of the restart."""
@@ -203,6 +206,14 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
         generator_s=role_s["generator"], reward_s=role_s["reward"], trainer_s=role_s["trainer"],
         sync_s=scenario.weights_latency_s, max_staleness=scenario.max_staleness,
     )  # fmt: skip
+    staleness_theory: float | None = None
+    if scenario.oversubscription == 1.0 and scenario.failures is None:
+        staleness_theory = float(scenario.max_staleness)
+        if scenario.weights == "latest":
+            staleness_theory = mean_staleness(
+                generator_s=role_s["generator"], reward_s=role_s["reward"], trainer_s=role_s["trainer"],
+                sync_s=scenario.weights_latency_s, max_staleness=scenario.max_staleness,
+            )  # fmt: skip
     return SimulationResult(
         scenario=scenario,
         reports=tuple(reports),
@@ -216,6 +227,7 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
         / scenario.devices,
         tokens_per_s=trained / (finish - start) if finish > start else 0.0,
         staleness=dict(sorted(staleness.items())),
+        staleness_theory=staleness_theory,
         num_failures=num_failures,
         lost_share=lost_s / total_s if total_s else 0.0,
         total_s=total_s,

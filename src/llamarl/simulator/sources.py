@@ -102,6 +102,7 @@ def scenario_from_recipe(
         trainer=TrainerCost(tick_s=cost.tick_s / speed, token_s=cost.token_s / speed),
         reward=RewardCost(tick_s=work.reward_s),
         max_staleness=config.schedule.max_staleness,
+        **_weights_policy(config),
         max_segments=g.max_segments,
         oversubscription=g.oversubscription,
         replicas=g.dp,
@@ -205,6 +206,7 @@ def scenario_from_run(config: RunConfig, run_dir: Path, costs: FittedCosts, **ch
         reward=costs.reward,
         weights_latency_s=costs.round_s,
         max_staleness=config.schedule.max_staleness,
+        **_weights_policy(config),
         max_segments=config.generator.max_segments,
         oversubscription=config.generator.oversubscription,
         replicas=config.generator.dp,
@@ -213,6 +215,12 @@ def scenario_from_run(config: RunConfig, run_dir: Path, costs: FittedCosts, **ch
         seed=config.run.seed,
     )
     return dataclasses.replace(scenario, **changes)
+
+
+def _weights_policy(config: RunConfig) -> dict[str, Any]:
+    latest = config.schedule.weights == "latest"
+    kv = config.generator.kv_on_update if latest else "recompute"
+    return {"weights": config.schedule.weights, "kv_on_update": kv}
 
 
 def _metrics(folder: Path) -> list[dict[str, float | int | None]]:

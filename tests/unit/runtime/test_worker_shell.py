@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ import pytest
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.errors import CheckpointError, ConfigError, DataError, DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
-from llamarl.runtime.base import Order
+from llamarl.runtime.base import News, Order
 from llamarl.runtime.job import combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.worker import (
     RankFailure,
@@ -290,3 +290,73 @@ def test_the_stack_of_a_thread_names_the_line_at_which_it_waits() -> None:
     thread.join()
     assert "in wait_here\n    go.wait(10.0)" in stack
     assert stack_of("waiting-thread") == "no call"
+
+
+def test_a_latest_channel_gives_the_executor_a_feed_that_hears_news_from_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("fake_channels")
+    module.make_sender = lambda spec, **_: End(spec.name)  # type: ignore[attr-defined]
+    module.make_receiver = module.make_sender  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fake_channels", module)
+    weights = ChannelSpec(
+        name="weights", kind=ChannelKind.WEIGHTS, source="other", sink="me", delay=2, capacity=2, latest=True
+    )
+    (plan,) = plan_workers(
+        [ExecutorSpec(name="me", factory=f"{__name__}:Listener"), ExecutorSpec(name="other", factory="x:y")],
+        [weights],
+        run_dir=None,
+        seed=0,
+        first_tick=0,
+        load_from=None,
+        pull_deadline_s=9.0,
+        collective_timeout_s=1.0,
+        channel_factory="fake_channels",
+        deterministic=False,
+    )["me"]
+    worker = Worker(plan)
+    worker.tell(News(executor="me", channel="weights", source_tick=0, handles=("too early",)))
+    worker.setup()
+    order = Order(executor="me", tick=5, inputs={"weights": ("h3",)}, later={"weights": {4: ("h4",)}})
+    CALLS.clear()
+
+    def news() -> None:
+        worker.tell(News(executor="me", channel="weights", source_tick=5, handles=("h5",)))
+
+    Listener.while_working = lambda: _in_thread(news)
+    report = worker.run(order)
+    assert CALLS == [4, 5, (("h3",), 9.0), (("h5",), 9.0)]
+    assert report.events == ({"took": 5},)
+    Listener.while_working = lambda: None
+    CALLS.clear()
+    worker.run(Order(executor="me", tick=6, inputs={"weights": ("h4",)}))
+    assert CALLS == [5, 5, (("h4",), 9.0), (("h5",), 9.0)]  # what was told in tick 5 is still known
+    with pytest.raises(KeyError):
+        worker._feeds["weights"].take(3)  # it has left the edge
+
+
+def _in_thread(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+class Listener:
+    """Looks at its feed, lets something happen, looks again, takes the oldest and the newest token."""
+
+    while_working: Callable[[], None] = lambda: None
+
+    def __init__(self, config: Any, context: ExecutorContext) -> None: ...
+
+    def setup(self) -> None: ...
+
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
+        feed = inputs["weights"]
+        CALLS.append(feed.newest())
+        type(self).while_working()
+        CALLS.append(feed.newest())
+        CALLS.append(feed.take(tick - 2))
+        CALLS.append(feed.take(feed.newest()))
+        return StepResult(events=({"took": feed.newest()},))
+
+    def close(self) -> None: ...

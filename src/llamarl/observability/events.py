@@ -1,0 +1,212 @@
+"""``events.jsonl``: every decision of a run that its recipe and seed do not determine, enough to repeat it bit for bit.
+
+    {"format": 1, "versions": {...}, "check": ...}                                    head
+    {"tick": 0, "rank": 0, "swaps": [[0, 0], [17, 1]], "steps": 40, "delivered": "0-3", "digest": ..., "check": ...}
+    ...                                                                               one line a generator rank and tick
+
+Only ``schedule.weights = "latest"`` makes such decisions. ``swaps`` are the decisions: engine step of the tick, and the policy
+version served from it on. The rest follows from them and lets a replay notice that it is no longer the same run: engine
+steps of the tick, prompt indices of the groups that left, and a digest of their tokens, log-probabilities and versions.
+
+Each line ends in a checksum of itself, so a line that was torn or changed is known. The controller writes a tick's lines
+when the report of that tick arrives, before anything is done with it: a decision that had a consequence is in the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from llamarl.checkpoint.snapshot import versions
+from llamarl.errors import EventLogError
+from llamarl.observability.metrics import cannot_write, replace_file
+
+__all__ = ["EVENTS_FILE", "REPLAY_FILE", "EventLog", "TickEvent", "event_versions", "ranges", "read_events"]
+
+EVENTS_FILE = "events.jsonl"
+"""In the run's folder: what this run decided."""
+
+REPLAY_FILE = "replay.jsonl"
+"""In the run's folder, if it repeats another run: that run's log."""
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TickEvent:
+    """What one generator rank decided in one tick."""
+
+    tick: int
+    rank: int
+    swaps: tuple[tuple[int, int], ...]
+    """(engine step of the tick, version served from it on); the first at step 0."""
+    steps: int
+    """Engine steps of the tick."""
+    delivered: str
+    """Prompt indices of the groups that left, as ranges: ``0-3,5``."""
+    digest: str
+    """Of what left: tokens, log-probabilities and versions."""
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "tick": self.tick,
+            "rank": self.rank,
+            "swaps": [list(swap) for swap in self.swaps],
+            "steps": self.steps,
+            "delivered": self.delivered,
+            "digest": self.digest,
+        }
+
+    @classmethod
+    def from_plain(cls, record: Mapping[str, Any]) -> TickEvent:
+        return cls(
+            tick=int(record["tick"]),
+            rank=int(record["rank"]),
+            swaps=tuple((int(step), int(version)) for step, version in record["swaps"]),
+            steps=int(record["steps"]),
+            delivered=str(record["delivered"]),
+            digest=str(record["digest"]),
+        )
+
+
+class EventLog:
+    """Appends to ``RUN/events.jsonl``. The file is made with the first event."""
+
+    def __init__(self, run_dir: str | os.PathLike[str], resume_after_tick: int | None = None) -> None:
+        """
+        Args:
+            resume_after_tick: Tick of the checkpoint from which the run goes on, -1 if it had none, None if it is new. Lines
+                of later ticks, and a last line that the kill tore, are cut: those ticks are decided anew.
+
+        Raises:
+            EventLogError: A line before the last is torn, or a decision of a kept tick is missing.
+            LlamaRLError: The file cannot be written.
+        """
+        self.path = Path(run_dir) / EVENTS_FILE
+        if resume_after_tick is not None and self.path.exists():
+            self._cut_after(resume_after_tick)
+
+    def append(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Write events at once; they survive the death of this process, and after ``sync`` that of the machine."""
+        lines = [_line(event) for event in events]
+        if not lines:
+            return
+        try:
+            if not self.path.exists():
+                lines.insert(0, _line({"format": _FORMAT, "versions": versions()}))
+            with open(self.path, "ab") as file:
+                file.write(b"".join(lines))
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def sync(self) -> None:
+        """Return when the disk has it."""
+        if self.path.exists():
+            with open(self.path, "rb") as file:
+                os.fsync(file.fileno())
+
+    def _cut_after(self, tick: int) -> None:
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = _parse(line)
+            except ValueError as error:
+                if number == len(lines):
+                    break
+                raise EventLogError(_torn(self.path, number, error)) from None
+            if "tick" not in record or record["tick"] <= tick:
+                kept.append(line)
+        try:
+            replace_file(self.path, b"".join(kept))
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        if tick >= 0:
+            read_events(self.path, num_ticks=tick + 1)
+
+
+def read_events(path: str | os.PathLike[str], *, num_ticks: int) -> dict[tuple[int, int], TickEvent]:
+    """(tick, rank) -> decisions of ticks 0 .. ``num_ticks`` - 1, every line proved.
+
+    Raises:
+        EventLogError: The file is missing, torn or altered, of another format, or does not reach that far.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise EventLogError(f"{path} cannot be read ({error.strerror}): a replay needs the run's event log") from None
+    found: dict[tuple[int, int], TickEvent] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = _parse(line)
+            if number == 1:
+                if record.get("format") != _FORMAT:
+                    raise ValueError(f"format {record.get('format')!r}, this llamarl reads format {_FORMAT}")
+                continue
+            event = TickEvent.from_plain(record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise EventLogError(_torn(path, number, error)) from None
+        found[event.tick, event.rank] = event
+    ranks = {rank for _, rank in found}
+    missing = next((t for t in range(num_ticks) if any((t, r) not in found for r in ranks) or not ranks), None)
+    if missing is not None:
+        raise EventLogError(
+            f"{path} holds no decisions of tick {missing}, needed are ticks 0 to {num_ticks - 1}: "
+            + (
+                f"replay what there is with --run.num_ticks {missing}, or let the run go on first (--resume)"
+                if missing
+                else "it is empty"
+            )
+        )
+    return {key: event for key, event in found.items() if key[0] < num_ticks}
+
+
+def event_versions(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Package -> version under which the log was begun."""
+    with open(path, "rb") as file:
+        return dict(_parse(file.readline()).get("versions", {}))
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``"0-2,5"``."""
+    parts: list[list[int]] = []
+    for index in sorted(indices):
+        if parts and index == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], index]
+        else:
+            parts.append([index])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps({**record, "check": _check(record)}) + "\n").encode()
+
+
+def _check(record: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    if not line.endswith(b"\n"):
+        raise ValueError("it does not end")
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("it is no JSON object")
+    check = record.pop("check", None)
+    if check != _check(record):
+        raise ValueError("it does not match its own checksum")
+    return record
+
+
+def _torn(path: Path, number: int, error: Exception) -> str:
+    return (
+        f"{path}, line {number} is torn or was altered ({error}): the run cannot be repeated from this log. If the run was "
+        f"killed, --resume cuts the log to its last checkpoint and goes on; a log that was edited is lost"
+    )

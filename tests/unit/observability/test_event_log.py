@@ -1,0 +1,95 @@
+"""The event log: what is written is read, and what is torn, altered or missing is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llamarl.errors import EventLogError
+from llamarl.observability.events import EVENTS_FILE, EventLog, TickEvent, event_versions, ranges, read_events
+
+
+def event(tick: int, rank: int = 0) -> TickEvent:
+    return TickEvent(tick=tick, rank=rank, swaps=((0, tick), (7, tick + 1)), steps=40, delivered="0-3", digest="ab")
+
+
+def written(folder: Path, ticks: int = 3, ranks: int = 2) -> Path:
+    log = EventLog(folder)
+    for tick in range(ticks):
+        log.append([event(tick, rank).to_plain() for rank in range(ranks)])
+    log.sync()
+    return folder / EVENTS_FILE
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert read_events(path, num_ticks=3) == {(t, r): event(t, r) for t in range(3) for r in range(2)}
+    assert set(read_events(path, num_ticks=2)) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert "torch" in event_versions(path)
+
+
+def test_a_run_without_decisions_leaves_no_file(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.append([])
+    log.sync()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torn_last_line_is_refused_by_name(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(EventLogError, match=r"events\.jsonl, line 7 is torn .*--resume"):
+        read_events(path, num_ticks=1)
+
+
+def test_an_altered_line_is_refused_by_name(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_text(path.read_text().replace("[7, 2]", "[8, 2]"))
+    with pytest.raises(EventLogError, match=r"line 4 is torn or was altered .*checksum"):
+        read_events(path, num_ticks=3)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    EventLog(tmp_path).append([{"format": 2}])
+    lines = (tmp_path / EVENTS_FILE).read_text().splitlines(keepends=True)
+    (tmp_path / EVENTS_FILE).write_text(lines[1])
+    with pytest.raises(EventLogError, match="reads format 1"):
+        read_events(tmp_path / EVENTS_FILE, num_ticks=1)
+
+
+@pytest.mark.parametrize(("without", "missing"), [('"tick": 2', 2), ('"tick": 1, "rank": 1', 1)])
+def test_a_log_that_is_too_short_says_how_far_it_reaches(tmp_path: Path, without: str, missing: int) -> None:
+    path = written(tmp_path)
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if without not in line))
+    with pytest.raises(EventLogError, match=rf"no decisions of tick {missing}.*--run.num_ticks {missing}"):
+        read_events(path, num_ticks=3)
+
+
+def test_a_missing_log_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EventLogError, match=r"events\.jsonl cannot be read"):
+        read_events(tmp_path / EVENTS_FILE, num_ticks=1)
+
+
+def test_resuming_cuts_the_log_to_the_checkpoint_and_drops_a_torn_end(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_bytes(path.read_bytes()[:-9])
+    log = EventLog(tmp_path, resume_after_tick=0)
+    assert set(read_events(path, num_ticks=1)) == {(0, 0), (0, 1)}
+    log.append([event(1, rank).to_plain() for rank in range(2)])
+    assert set(read_events(path, num_ticks=2)) == {(t, r) for t in range(2) for r in range(2)}
+    EventLog(tmp_path, resume_after_tick=-1)
+    assert [json.loads(line).get("tick") for line in path.read_text().splitlines()] == [None]
+
+
+def test_resuming_over_a_torn_line_in_the_middle_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_text(path.read_text().replace("[7, 1]", "[7, 3]", 1))
+    with pytest.raises(EventLogError, match="line 2 is torn"):
+        EventLog(tmp_path, resume_after_tick=1)
+
+
+@pytest.mark.parametrize(("indices", "text"), [([], ""), ([4], "4"), ([2, 0, 1, 5], "0-2,5"), ([1, 3, 4], "1,3-4")])
+def test_ranges_are_written_short(indices: list[int], text: str) -> None:
+    assert ranges(indices) == text
