@@ -25,10 +25,18 @@ def llamarl_graph(config: RunConfig) -> Graph:
     trainer = config.trainer
     executors = [
         _executor(
-            "generator", "Generator", config, config.generator.dp, config.generator.threads, config.generator.device
+            "generator",
+            "Generator",
+            config,
+            config.generator.dp * config.generator.tp,
+            config.generator.threads,
+            config.generator.device,
+            together=config.generator.tp > 1,
         ),
         _executor("reward", "Reward", config, 1, 1, "cpu"),
-        _executor("trainer", "Trainer", config, trainer.fsdp * trainer.tp, trainer.threads, trainer.device),
+        _executor(
+            "trainer", "Trainer", config, trainer.fsdp * trainer.tp, trainer.threads, trainer.device, together=True
+        ),
     ]
     channels = [
         ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward", capacity=room),
@@ -59,7 +67,10 @@ def llamarl_graph(config: RunConfig) -> Graph:
     return Graph(tuple(executors), tuple(channels))
 
 
-def _executor(name: str, kind: str, config: RunConfig, num_ranks: int, threads: int, device: str) -> ExecutorSpec:
+def _executor(
+    name: str, kind: str, config: RunConfig, num_ranks: int, threads: int, device: str, *, together: bool = False
+) -> ExecutorSpec:
+    """``together``: its ranks share one model; generator replicas and evaluators never talk to each other."""
     return ExecutorSpec(
         name=name,
         factory=f"llamarl.executors.{name}:{kind}Executor",
@@ -67,14 +78,11 @@ def _executor(name: str, kind: str, config: RunConfig, num_ranks: int, threads: 
         num_ranks=num_ranks,
         threads=threads,
         device=_device(device),
-        process_group=_process_group(name, num_ranks, _device(device)),
+        process_group=_process_group(_device(device)) if together and num_ranks > 1 else "",
     )
 
 
-def _process_group(name: str, num_ranks: int, device: str) -> str:
-    """The trainer's ranks share one model; generator replicas and evaluators never talk to each other."""
-    if name != "trainer" or num_ranks == 1:
-        return ""
+def _process_group(device: str) -> str:
     return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
 
 

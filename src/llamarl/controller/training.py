@@ -22,6 +22,7 @@ from llamarl.controller.graph import Graph
 from llamarl.controller.job import llamarl_graph
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import resolve_model_path
+from llamarl.models.sizes import check_tensor_parallel_size
 from llamarl.observability.job import describe_job
 from llamarl.observability.recorder import Recorder
 from llamarl.runtime.base import Report
@@ -115,6 +116,7 @@ def resume_run(config: RunConfig) -> None:
 def _prepare(config: RunConfig) -> _Prepared:
     """Refuse what cannot run, before any process starts; settle threads and devices."""
     folder = resolve_model_path(config.model.path)
+    _check_parallel_sizes(config, folder)
     _check_prompts(config, folder)
     graph = llamarl_graph(config)
     placement = place(graph.executors, cores=config.run.cores or None)
@@ -129,6 +131,18 @@ def _prepare(config: RunConfig) -> _Prepared:
     config = dataclasses.replace(config, **changes)
     executors = tuple(dataclasses.replace(spec, config=config) for spec in placement.executors)
     return _Prepared(config, Graph(executors, graph.channels), placement)
+
+
+def _check_parallel_sizes(config: RunConfig, folder: Path) -> None:
+    """A size that does not divide the model, or a model that cannot be divided, ends it before any process starts."""
+    for section in ("generator", "trainer"):
+        tp, key = getattr(config, section).tp, f"{section}.tp"
+        if tp > 1:
+            from llamarl.models.loading import load_model_config
+            from llamarl.models.parallel import check_tensor_parallel_plan
+
+            check_tensor_parallel_size(folder, tp, key=key)
+            check_tensor_parallel_plan(load_model_config(folder), key=key)
 
 
 def _device_kind(device: str) -> str:

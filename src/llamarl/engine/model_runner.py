@@ -15,9 +15,11 @@ from torch import Tensor
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.linears import serve_linears, supported_quantizations
+from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
-from llamarl.models.loading import load_model
 from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk
+from llamarl.models.parallel import ParallelLayout
+from llamarl.models.sharded_loading import load_tensor_parallel
 
 __all__ = ["ModelRunner"]
 
@@ -25,14 +27,28 @@ _MAX_PADDED_RATIO = 1.25  # decodes share a batch while its padded size stays wi
 
 
 class ModelRunner:
-    """The model of one engine."""
+    """The model of one engine, or this rank's part of it."""
 
     def __init__(
-        self, model_path: str | Path, config: EngineConfig, *, device: torch.device | str, quantization: str
+        self,
+        model_path: str | Path,
+        config: EngineConfig,
+        *,
+        device: torch.device | str,
+        quantization: str,
+        layout: ParallelLayout | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.model = load_model(model_path, dtype=self.dtype, device=self.device, attention="llamarl_paged")
+        self.ranks = EngineRanks(layout)
+        self.model, cuts = load_tensor_parallel(
+            model_path,
+            layout or ParallelLayout(fsdp=1, tp=1, mesh=None),
+            dtype=self.dtype,
+            device=self.device,
+            attention="llamarl_paged",
+            key="generator.tp",
+        )
         self.model.requires_grad_(False)
         self.model_config = self.model.config
         if quantization not in supported_quantizations(self.device):
@@ -47,11 +63,13 @@ class ModelRunner:
             head=self.model.get_output_embeddings(),
             quantize_head=config.quantize_head,
             device=self.device,
+            ranks=self.ranks,
+            summed=frozenset(name.removesuffix(".weight") for name, dim in cuts.items() if dim == 1),
         )
         self.block_size = config.block_size
         c = self.model_config
         self._head_dim: int = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        self._num_kv_heads: int = c.num_key_value_heads
+        self._num_kv_heads: int = c.num_key_value_heads // self.ranks.size
         self._num_layers: int = c.num_hidden_layers
         self._final_softcap: float | None = getattr(c, "final_logit_softcapping", None)
         self.num_blocks = config.kv_cache_bytes // self.block_bytes
@@ -68,7 +86,7 @@ class ModelRunner:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token over all layers."""
+        """Bytes of K and V of one token over all layers, on this rank."""
         return 2 * self._num_layers * self._num_kv_heads * self._head_dim * self.dtype.itemsize
 
     @property
@@ -87,7 +105,7 @@ class ModelRunner:
         return torch.from_numpy(np.zeros(count * self.dtype.itemsize, dtype=np.uint8)).view(self.dtype).view(shape)
 
     def parameters_for_sync(self) -> Mapping[str, Tensor]:
-        """Parameters by their Hugging Face name; a tied one once, under its first name."""
+        """Parameters, or this rank's parts, by their Hugging Face name; a tied one once, under its first name."""
         return self._parameters
 
     @torch.no_grad()
@@ -100,7 +118,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> Tensor:
         """Compute the plan's tokens and return the logits of its sampling rows, [len(plan.samples), V].
 
-        The rows of one prompt's members are equal.
+        The rows of one prompt's members are equal. Of tensor-parallel ranks only rank 0 gets whole rows.
         """
         # attention multiplies slots it must not see by zero, and zero times a NaN that another request left is NaN
         if plan.fresh:
@@ -127,7 +145,8 @@ class ModelRunner:
         return logits if rows == list(range(len(states))) else logits[torch.tensor(rows, device=self.device)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self.model.get_output_embeddings()(hidden).float()
+        logits = self.ranks.gather_logits(self.model.get_output_embeddings()(hidden), self.model_config.vocab_size)
+        logits = logits.float()
         if self._final_softcap is not None:
             logits = torch.tanh(logits / self._final_softcap) * self._final_softcap
         return logits

@@ -31,8 +31,10 @@ from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.factory import make_task
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.config import SamplingConfig
+from llamarl.executors.generator_ranks import generator_layout, generator_weights
 from llamarl.executors.partial_rollouts import select_deliveries
 from llamarl.models.loading import load_tokenizer
+from llamarl.models.parallel import ParallelLayout
 from llamarl.seeding import derive_seed
 from llamarl.types import Failure, Group, Prompt, Response
 
@@ -60,6 +62,8 @@ class GeneratorExecutor:
         self.config = config
         self.context = context
         self._prompts_per_tick = config.schedule.prompts_per_step // config.generator.dp
+        self._replica, tp_rank = divmod(context.rank, config.generator.tp)
+        self._speaks = tp_rank == 0  # its tensor-parallel peers hold the same groups and deliver none
         self._num_active = int(self._prompts_per_tick * config.generator.oversubscription)
         self._cursor = 0  # prompts this replica has admitted so far
         self._active: list[_ActiveGroup] = []  # in order of admission
@@ -69,7 +73,9 @@ class GeneratorExecutor:
         self.tokenizer = load_tokenizer(self.config.model.path)
         task = make_task(self.config.task, seed=self.config.run.seed)
         self.prompts = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
-        self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
+        layout = generator_layout(self.config, self.context.device)
+        self.engine = make_engine(self.config, self.tokenizer, device=self.context.device, layout=layout)
+        self._weights_layout = generator_weights(self.config)
         self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
@@ -91,16 +97,16 @@ class GeneratorExecutor:
         metrics["time/weight_sync_s"] = loaded - started
         metrics["tokens_per_s/generated"] = generated / max(finished - loaded, 1e-9)
         spans = (("weight_sync", started, loaded), ("generate", loaded, finished))
-        return StepResult(outputs={"completions": groups}, metrics=metrics, spans=spans)
+        return StepResult(outputs={"completions": groups if self._speaks else []}, metrics=metrics, spans=spans)
 
     def _load_weights(self, weights: Any) -> None:
         if weights.version != self.engine.policy_version:
-            weights.load_into(self.engine.parameters_for_sync())
+            weights.load_into(self.engine.parameters_for_sync(), self._weights_layout)
             self.engine.weights_updated(weights.version)
 
     def _admit(self, tick: int) -> None:
         while len(self._active) < self._num_active:
-            index = self._cursor * self.config.generator.dp + self.context.rank
+            index = self._cursor * self.config.generator.dp + self._replica
             self._cursor += 1
             self._active.append(self._new_group(index, tick))
 
@@ -188,14 +194,21 @@ def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
     return {name: getattr(sequence, name) for name in _STATE}
 
 
-def make_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: str) -> Engine:
-    """The engine that the recipe's generator section asks for."""
+def make_engine(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: str, layout: ParallelLayout | None = None
+) -> Engine:
+    """The engine that the recipe's generator section asks for.
+
+    Args:
+        layout: This rank's place among tensor-parallel ranks; None holds the whole model.
+    """
     return NativeEngine(
         config.model.path,
         config.generator.engine,
         tokenizer=tokenizer,
         device=device,
         quantization=config.generator.quantization,
+        layout=layout,
     )
 
 

@@ -23,8 +23,10 @@ from llamarl.config import RunConfig
 from llamarl.errors import TrainingDiverged
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.evaluator import evaluation_due
+from llamarl.executors.generator_ranks import generator_weights
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group
+from llamarl.weight_sync.layout import Layout
 
 __all__ = ["TrainerExecutor"]
 
@@ -57,8 +59,13 @@ class TrainerExecutor:
         """The version made at ``source_tick``: version 0 before the run began, saved ones after a resume."""
         version = max(0, source_tick + 1)
         if version == self.trainer.policy_version:
-            return self._payload(version)
-        return WeightsPayload(version=version, tensors=self._edge_versions[version], layout=self.trainer.sync_layout())
+            return self._payload(version, generator_weights(self.config))
+        return WeightsPayload(
+            version=version,
+            tensors=self._edge_versions[version],
+            layout=self.trainer.sync_layout(),
+            sink_layout=generator_weights(self.config),
+        )
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
@@ -66,7 +73,7 @@ class TrainerExecutor:
         trained = time.monotonic()
         version = self.trainer.policy_version
         self._remember(version)
-        outputs: dict[str, Any] = {"weights": self._payload(version)}
+        outputs: dict[str, Any] = {"weights": self._payload(version, generator_weights(self.config))}
         if self.config.evaluation.every:
             due = evaluation_due(version, every=self.config.evaluation.every, num_ticks=self.config.run.num_ticks)
             outputs["eval_weights"] = self._payload(version) if due else None
@@ -82,9 +89,12 @@ class TrainerExecutor:
             self._stop = self._stop or str(error)
             return {"policy_version": float(self.trainer.policy_version), "step/skipped": 1.0}
 
-    def _payload(self, version: int) -> WeightsPayload:
+    def _payload(self, version: int, sink_layout: Layout | None = None) -> WeightsPayload:
         return WeightsPayload(
-            version=version, tensors=self.trainer.parameters_for_sync(), layout=self.trainer.sync_layout()
+            version=version,
+            tensors=self.trainer.parameters_for_sync(),
+            layout=self.trainer.sync_layout(),
+            sink_layout=sink_layout,
         )
 
     def _remember(self, version: int) -> None:
