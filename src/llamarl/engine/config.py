@@ -18,7 +18,7 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of weights, activations and KV cache."""
 
-    block_size: int = 8
+    block_size: int = 2
     """Tokens in one block of the KV cache. Smaller wastes less memory at the end of a sequence, larger gathers faster."""
 
     kv_cache_bytes: int = 1 << 30

@@ -48,8 +48,8 @@ class FusedLinear(nn.Module):
         self, sources: Sequence[nn.Linear], *, summed: EngineRanks | None = None, rows: slice | None = None
     ) -> None:
         super().__init__()
-        self._weights = [source.weight for source in sources]
-        self._biases = [source.bias for source in sources]
+        self._weights: list[Tensor] = [source.weight for source in sources]
+        self._biases: list[Tensor | None] = [source.bias for source in sources]
         self.in_features = sources[0].in_features
         if rows is not None:
             self._weights = [weight[rows] for weight in self._weights]  # views: the parameters are written in place
