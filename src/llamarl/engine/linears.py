@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llamarl.engine.kernels import Kernels
 from llamarl.engine.ranks import EngineRanks
 
-__all__ = ["FusedLinear", "serve_linears", "supported_quantizations"]
+__all__ = ["FusedLinear", "fused_of", "serve_linears", "supported_quantizations"]
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _U8_ZERO = 128  # oneDNN multiplies unsigned activations by signed weights
@@ -127,6 +128,9 @@ class _OneDnnLinear(FusedLinear):
 
 
 class _Int8Linear(FusedLinear):
+    kernels: Kernels | None = None
+    """Compiled loops around the product, if the engine has them."""
+
     def _pack(self, weight: Tensor) -> None:
         self._scale = (weight.abs().amax(dim=1).float() / 127).clamp_(min=1e-12)
         quantized = (weight / self._scale[:, None]).round_().to(torch.int8)
@@ -135,15 +139,22 @@ class _Int8Linear(FusedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).float()
+        if self.kernels is not None:
+            quantized, scales = self.kernels.quantize_rows(rows.contiguous())
+            out = self.kernels.scale_rows(self._multiply(quantized), scales, self._bias)
+            return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
         scale = rows.abs().amax(dim=1, keepdim=True).div_(127).clamp_(min=1e-12)
         # adding 128.5 and cutting off rounds to nearest; a NaN row keeps a NaN scale, and with it a NaN result
         quantized = (rows / scale).add_(_U8_ZERO + 0.5).to(torch.uint8)
-        out = torch.ops.onednn.qlinear_pointwise(
-            quantized, 1.0, _U8_ZERO, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
-        ).mul_(scale)
+        out = self._multiply(quantized).mul_(scale)
         if self._bias is not None:
             out.add_(self._bias)
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def _multiply(self, quantized: Tensor) -> Tensor:
+        return torch.ops.onednn.qlinear_pointwise(
+            quantized, 1.0, _U8_ZERO, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
+        )
 
 
 class _Fp8Linear(FusedLinear):
@@ -188,6 +199,13 @@ class _Part(nn.Module):
         return self._fused.part(x, self._first, self._size)
 
 
+def fused_of(module: nn.Module) -> FusedLinear:
+    """The product behind a served layer: its own, or the one it shares."""
+    fused = module if isinstance(module, FusedLinear) else getattr(module, "_fused", None)
+    assert isinstance(fused, FusedLinear), f"{type(module).__name__} is not served"
+    return fused
+
+
 def serve_linears(
     model: nn.Module,
     *,
@@ -197,6 +215,7 @@ def serve_linears(
     device: torch.device,
     ranks: EngineRanks | None = None,
     summed: Collection[str] = (),
+    kernels: Kernels | None = None,
 ) -> list[FusedLinear]:
     """Replace the model's linear layers by served ones; returns those, for ``refresh``.
 
@@ -206,6 +225,7 @@ def serve_linears(
         head: The output embedding; it stays in full precision unless ``quantize_head``. Of tensor-parallel ranks each
             serves its slice of the vocabulary.
         ranks: Of a model whose layers are cut over tensor-parallel ranks.
+        kernels: Compiled loops, if the engine has them.
         summed: Names of the layers whose products are parts of a sum over these ranks.
     """
     ranks = ranks or EngineRanks()
@@ -226,6 +246,8 @@ def serve_linears(
                 fused = kind(linears, rows=ranks.vocabulary_slice(head.out_features))
             else:
                 fused = kind(linears)
+            if isinstance(fused, _Int8Linear):
+                fused.kernels = kernels
             fused.refresh()
             served.append(fused)
             first = 0

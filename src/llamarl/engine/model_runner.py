@@ -5,6 +5,7 @@ StepPlan ──▶ [1, T] token row + PagedBatch ──▶ transformers decoder 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from llamarl.engine.config import EngineConfig
+from llamarl.engine.kernels import Kernels, KernelsUnavailable, load_kernels
+from llamarl.engine.lean_decoder import DecodeTables, LeanDecoder, reason_against
 from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
@@ -56,6 +59,7 @@ class ModelRunner:
                 f"generator.quantization={quantization!r} is not available on {self.device.type}; "
                 f"use one of {', '.join(supported_quantizations(self.device))}"
             )
+        kernels = _kernels(self.model, config, self.dtype, self.device)
         self._parameters = dict(self.model.named_parameters())
         self.linears = serve_linears(
             self.model,
@@ -63,6 +67,7 @@ class ModelRunner:
             head=self.model.get_output_embeddings(),
             quantize_head=config.quantize_head,
             device=self.device,
+            kernels=kernels,
             ranks=self.ranks,
             summed=frozenset(name.removesuffix(".weight") for name, dim in cuts.items() if dim == 1),
         )
@@ -83,6 +88,7 @@ class ModelRunner:
         )
         self._keys = list(self._cache[0].unbind(0))
         self._values = list(self._cache[1].unbind(0))
+        self._lean = None if kernels is None else LeanDecoder(self.model, kernels, self._keys, self._values)
 
     @property
     def token_bytes(self) -> int:
@@ -179,6 +185,11 @@ class ModelRunner:
             else:
                 blocks = torch.tensor(chunk.blocks[: -(-end // size)], device=self.device)
                 prefills.append(PrefillChunk(first, n, chunk.start, blocks))
+        if self._lean is not None:
+            hidden = self._lean.forward(
+                torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots), self._tables(decoding), prefills
+            )
+            return hidden, last_row
         batch = PagedBatch(
             self._keys,
             self._values,
@@ -192,6 +203,15 @@ class ModelRunner:
         }
         hidden = self.model.base_model(**row, use_cache=False, paged_batch=batch).last_hidden_state[0]
         return hidden, last_row
+
+    def _tables(self, decoding: list[Chunk]) -> DecodeTables:
+        blocks: list[int] = []
+        offsets: list[int] = []
+        for chunk in decoding:
+            offsets.append(len(blocks))
+            blocks += chunk.blocks[: chunk.start // self.block_size + 1]
+        lengths = [chunk.start + 1 for chunk in decoding]
+        return DecodeTables(torch.tensor(blocks), torch.tensor(offsets), torch.tensor(lengths))
 
     def _decode_batches(self, decoding: list[Chunk]) -> list[DecodeBatch]:
         """Cut the decodes (sorted by context, longest first) into batches with little padding."""
@@ -212,3 +232,17 @@ class ModelRunner:
             batches.append(DecodeBatch(first, torch.tensor(blocks, device=self.device), lengths, width * size))
             first = last
         return batches
+
+
+def _kernels(model: torch.nn.Module, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """The compiled loops that the configuration asks for, or None; if they cannot be had, says why."""
+    if config.kernels != "compiled":
+        return None
+    reason = reason_against(model, dtype, device)  # type: ignore[arg-type]
+    if reason is None:
+        try:
+            return load_kernels()
+        except KernelsUnavailable as error:
+            reason = str(error)
+    print(f"llamarl: engine.kernels = 'compiled' has no effect here: {reason}", file=sys.stderr)
+    return None
