@@ -1,9 +1,11 @@
-"""Does asynchrony cost quality? The tiny task at several staleness settings and seeds, with and without correction.
+"""What staleness, the clip rho, the loss and the generator's precision do to quality: the tiny task, several seeds.
 
     python benchmarks/asynchrony_quality.py --json OUT --picture docs/images/asynchrony_quality.png
+    python benchmarks/asynchrony_quality.py --studies rho staleness losses precision --json OUT --picture PNG
 
 Each run is ``recipes/tiny.toml`` with a few keys changed; what is compared is the mean of the last three held-out
-accuracies (a single evaluation moves by a few hundredths). Finished runs in ``--runs`` are kept and not made again.
+accuracies (a single evaluation moves by a few hundredths). Runs in ``--runs`` are kept: finished ones are not made again
+and studies share them; one that was interrupted goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -18,43 +20,91 @@ from typing import Any
 
 from harness import claim, write_report
 
-ARMS: dict[str, dict[str, Any]] = {
-    "staleness 0": {"schedule.max_staleness": 0},
-    "staleness 1": {"schedule.max_staleness": 1},
-    "staleness 4": {"schedule.max_staleness": 4},
-    "staleness 4, no correction": {"schedule.max_staleness": 4, "algorithm.name": '"reinforce"'},
-}
 LAST = 3
+Settings = dict[str, Any]
+
+
+def aipo(staleness: int, **more: Any) -> Settings:
+    return {"schedule.max_staleness": staleness, **more}
+
+
+def loss(name: str, staleness: int) -> Settings:
+    return {"schedule.max_staleness": staleness, "algorithm.name": json.dumps(name)}
+
+
+STUDIES: dict[str, dict[str, Settings]] = {
+    "asynchrony": {
+        "staleness 0": aipo(0),
+        "staleness 1": aipo(1),
+        "staleness 4": aipo(4),
+        "staleness 4, no correction": loss("reinforce", 4),
+    },
+    "staleness": {f"staleness {k}": aipo(k) for k in (0, 1, 2, 4, 8)},
+    "rho": {
+        f"rho {rho}, staleness 4": aipo(4, **{"algorithm.rho": json.dumps(rho)})
+        for rho in (1.0, 2.0, 5.0, 10.0, "none")
+    },
+    "losses": {
+        f"{label}, staleness {k}": settings
+        for k in (4, 8)
+        for label, settings in {
+            "AIPO": aipo(k),
+            "PPO clip": loss("ppo", k),
+            "decoupled PPO": loss("decoupled_ppo", k),
+            "no correction": loss("reinforce", k),
+        }.items()
+    },
+    "precision": {"fp32 generator": aipo(1), "int8 generator": aipo(1, **{"generator.quantization": '"int8"'})},
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=["asynchrony"])
     parser.add_argument("--json", help="write the report here")
     parser.add_argument("--picture", help="write the curves here (PNG; needs matplotlib)")
     parser.add_argument("--runs", default="runs/asynchrony_quality", help="folder of the runs")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     curves = {
-        arm: [run(Path(args.runs), arm, settings, seed) for seed in range(args.seeds)] for arm, settings in ARMS.items()
+        study: {
+            arm: [run(Path(args.runs), arm, settings, seed) for seed in range(args.seeds)]
+            for arm, settings in STUDIES[study].items()
+        }
+        for study in args.studies
     }
-    final = {arm: [statistics.mean(list(c.values())[-LAST:]) for c in seeds] for arm, seeds in curves.items()}
-    for arm, values in final.items():
-        print(f"{arm:<28} {statistics.mean(values):.3f}  ({', '.join(f'{v:.3f}' for v in values)})")
-    corrected = [final[arm] for arm in list(ARMS)[:3]]
-    means = [statistics.mean(values) for values in corrected]
-    spread = max(max(values) - min(values) for values in corrected)
-    claims = [
-        claim("largest difference of mean accuracy between staleness 0, 1, 4 with AIPO, against the seeds' spread",
-              max(means) - min(means), spread, at_least=False)
-    ]  # fmt: skip
+    final = {study: {arm: [last(c) for c in seeds] for arm, seeds in arms.items()} for study, arms in curves.items()}
+    for study, arms in final.items():
+        print(f"\n{study}")
+        for arm, values in arms.items():
+            print(f"  {arm:<28} {statistics.mean(values):.3f}  ({', '.join(f'{v:.3f}' for v in values)})")
+    claims = []
+    if "asynchrony" in final:
+        corrected = [final["asynchrony"][f"staleness {k}"] for k in (0, 1, 4)]
+        means = [statistics.mean(values) for values in corrected]
+        spread = max(max(values) - min(values) for values in corrected)
+        claims.append(
+            claim("largest difference of mean accuracy between staleness 0, 1, 4 with AIPO, against the seeds' spread",
+                  max(means) - min(means), spread, at_least=False)
+        )  # fmt: skip
     write_report(args.json, {"final": final, "curves": curves}, claims)
     if args.picture:
         draw(curves, Path(args.picture))
 
 
+def last(curve: dict[int, float]) -> float:
+    return statistics.mean(list(curve.values())[-LAST:])
+
+
+def folder_name(settings: Settings, seed: int) -> str:
+    """One folder for equal settings, whichever study asks."""
+    words = [f"{key.split('.')[-1]}_{str(value).strip(chr(34))}" for key, value in sorted(settings.items())]
+    return "_".join([*words, f"seed_{seed}"])
+
+
 def run(folder: Path, arm: str, settings: dict[str, Any], seed: int) -> dict[int, float]:
     """Held-out accuracy by policy version."""
-    run_dir = folder / f"{arm.replace(' ', '_').replace(',', '')}_seed_{seed}"
+    run_dir = folder / folder_name(settings, seed)
     if not (run_dir / "model").exists():
         print(f"{arm}, seed {seed} ...", flush=True)
         words = {**settings, "run.seed": seed, "run.dir": json.dumps(str(run_dir)), "observability.console": '"none"'}
@@ -67,21 +117,29 @@ def run(folder: Path, arm: str, settings: dict[str, Any], seed: int) -> dict[int
     return {int(r["eval/policy_version"]): r["eval/accuracy"] for r in rows if "eval/accuracy" in r}
 
 
-def draw(curves: dict[str, list[dict[int, float]]], path: Path) -> None:
+def draw(curves: dict[str, dict[str, list[dict[int, float]]]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for color, (arm, seeds) in zip(("C0", "C2", "C1", "C3"), curves.items(), strict=True):
-        versions = sorted(seeds[0])
-        values = [[seed[v] for seed in seeds] for v in versions]
-        axis.plot(versions, [statistics.mean(v) for v in values], color=color, label=arm)
-        axis.fill_between(versions, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15, lw=0)
-    axis.set(xlabel="policy version (optimizer steps)", ylabel="held-out accuracy", ylim=(0, 1))
-    axis.legend(frameon=False, loc="lower right")
-    axis.spines[["top", "right"]].set_visible(False)
+    columns = min(2, len(curves))
+    rows = -(-len(curves) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(7 * columns, 4.2 * rows), layout="constrained", squeeze=False)
+    for axis in axes.flat[len(curves) :]:
+        axis.remove()
+    for axis, (study, arms) in zip(axes.flat, curves.items(), strict=False):
+        for index, (arm, seeds) in enumerate(arms.items()):
+            color = f"C{index}"
+            versions = sorted(seeds[0])
+            values = [[seed[v] for seed in seeds] for v in versions]
+            axis.plot(versions, [statistics.mean(v) for v in values], color=color, label=arm)
+            axis.fill_between(
+                versions, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.12, lw=0
+            )
+        axis.set(xlabel="policy version (optimizer steps)", ylabel="held-out accuracy", ylim=(0, 1), title=study)
+        axis.legend(frameon=False, loc="lower right", fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

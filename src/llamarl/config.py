@@ -24,10 +24,10 @@ from llamarl.controller.config import DeadlineConfig, ScheduleConfig
 from llamarl.data.config import DataConfig
 from llamarl.environments.config import TaskConfig
 from llamarl.errors import ConfigError
-from llamarl.executors.config import EvaluationConfig, GeneratorConfig
+from llamarl.executors.config import DynamicSamplingConfig, EvaluationConfig, GeneratorConfig
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.strict import STRICT
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 
 __all__ = ["ModelConfig", "RunConfig", "RunSection", "apply_overrides", "field_help", "load_config", "save_config"]
 
@@ -41,7 +41,7 @@ class RunSection:
     """Every random choice of the run derives from it. Same recipe, seed and thread counts: same bits."""
 
     num_ticks: int = 100
-    """Trainer ticks (optimizer steps) of the run."""
+    """Trainer ticks of the run; each makes one policy version, by ``trainer.minibatches * trainer.epochs`` optimizer steps."""
 
     runtime: Literal["monarch", "inline"] = "monarch"
     """"monarch": each executor in processes of its own, all at once. "inline": all in this process, one after the other."""
@@ -72,9 +72,12 @@ class RunConfig:
     data: DataConfig = Field(default_factory=DataConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
+    dynamic_sampling: DynamicSamplingConfig = Field(default_factory=DynamicSamplingConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
@@ -84,6 +87,27 @@ class RunConfig:
         problems = list(_cross_checks(self))
         if problems:
             raise ValueError("; ".join(problems))
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the job has a reference executor."""
+        return self.reference.enabled or self.algorithm.kl_coef > 0
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the job has a critic executor."""
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def groups_per_tick(self) -> int:
+        """Groups that all generator replicas together deliver a tick."""
+        return self.dynamic_sampling.groups_per_tick(self.schedule.prompts_per_step, self.generator.dp)
+
+    @property
+    def token_staleness_bound(self) -> int:
+        """No token is older than so many policy versions when it is trained."""
+        carried = self.dynamic_sampling.carry_ticks if self.dynamic_sampling.enabled else 0
+        return self.schedule.max_staleness + self.generator.max_segments - 1 + carried
 
 
 def _cross_checks(config: RunConfig) -> Iterator[str]:
@@ -98,10 +122,45 @@ def _cross_checks(config: RunConfig) -> Iterator[str]:
             f"schedule.prompts_per_step ({config.schedule.prompts_per_step}) must be a multiple of generator.dp "
             f"({config.generator.dp}): each replica delivers the same number of groups a tick"
         )
-    if config.schedule.prompts_per_step < config.trainer.fsdp:
+    ranks = {"trainer.fsdp": config.trainer.fsdp}
+    if config.has_reference:
+        ranks["reference.fsdp"] = config.reference.fsdp
+    if config.has_critic:
+        ranks["critic.fsdp"] = config.critic.fsdp
+    for key, fsdp in ranks.items():
+        if config.schedule.prompts_per_step < fsdp:
+            yield (
+                f"schedule.prompts_per_step ({config.schedule.prompts_per_step}) must be >= {key} "
+                f"({fsdp}): each data-parallel rank needs at least one group a tick"
+            )
+    if config.dynamic_sampling.enabled and advantage not in GROUP_BASELINES:
         yield (
-            f"schedule.prompts_per_step ({config.schedule.prompts_per_step}) must be >= trainer.fsdp "
-            f"({config.trainer.fsdp}): each data-parallel rank needs at least one group a tick"
+            f"dynamic_sampling.enabled drops groups whose rewards agree, but with algorithm.advantage {advantage!r} such "
+            f"groups have a gradient: choose one of {', '.join(sorted(GROUP_BASELINES))}, or set it to false"
+        )
+    yield from _batch_checks(config)
+
+
+def _batch_checks(config: RunConfig) -> Iterator[str]:
+    """What concerns the optimizer steps of a tick and what they train on."""
+    trainer, group_size = config.trainer, config.generator.group_size
+    selection, prompts = trainer.selection, config.schedule.prompts_per_step
+    if 2 * selection.pairs > group_size:
+        yield (
+            f"trainer.selection.pairs is {selection.pairs}, but a group of generator.group_size = {group_size} responses "
+            f"makes at most {group_size // 2} pairs"
+        )
+    units = prompts * selection.pairs if selection.pairs else prompts * (group_size if selection.tokens_per_step else 1)
+    if trainer.minibatches > units:
+        yield (
+            f"trainer.minibatches ({trainer.minibatches}) is more than the {units} parts that a tick's batch can be cut "
+            f"into: lower it or raise schedule.prompts_per_step"
+        )
+    longest = config.generator.sampling.max_new_tokens * (2 if selection.pairs else 1)
+    if 0 < selection.tokens_per_step < longest:
+        yield (
+            f"trainer.selection.tokens_per_step ({selection.tokens_per_step}) must hold the longest "
+            f"{'pair' if selection.pairs else 'response'} ({longest} tokens), or it would never train"
         )
 
 

@@ -77,9 +77,16 @@ class Response:
     finish_reason: FinishReason
     outcome: Score | Failure | None = None
     """None until a reward executor has judged it."""
+    reference_logprobs: npt.NDArray[np.float32] | None = None
+    """[R] log-prob of each token under the reference model, nats, at the sampling temperature; NaN on tokens that do not
+    train. None where no reference executor has seen it."""
+    values: npt.NDArray[np.float32] | None = None
+    """[R] the critic's estimate, before each token, of the return from there on; NaN on tokens that do not train. None
+    where no critic has seen it."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.behavior_logprobs), len(self.policy_versions), len(self.loss_mask)}
+        lengths |= {len(noted) for noted in (self.reference_logprobs, self.values) if noted is not None}
         if len(lengths) != 1:
             raise ValueError(f"response {self.prompt_index}/{self.sample_index}: arrays differ in length: {lengths}")
 

@@ -24,8 +24,6 @@ sys.path.insert(0, str(HERE))
 import trainer_ranks  # noqa: E402
 from training_fixtures import write_model  # noqa: E402
 
-from llamarl.errors import CheckpointError  # noqa: E402
-
 _SERVER = multiprocessing.get_context("forkserver")
 
 FAMILIES = ("llama", "qwen3", "gemma2")
@@ -121,9 +119,8 @@ def test_export_from_all_ranks_is_what_they_hold(runs: Path, sizes: str) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_a_state_saved_by_many_ranks_loads_into_one(runs: Path, family: str, sizes: str) -> None:
-    folders = sorted((runs / "final" / f"{family}-{sizes}").iterdir(), reverse=True)
     trainer = trainer_ranks.make_trainer(runs, family, 1, 1)
-    trainer.load_resharded(folders)
+    trainer.load(runs / "final" / f"{family}-{sizes}")
     assert trainer.policy_version == trainer_ranks.NUM_TICKS
     reports, parts = _read(runs, family, sizes)
     for name, whole in trainer.parameters_for_sync().items():
@@ -131,12 +128,10 @@ def test_a_state_saved_by_many_ranks_loads_into_one(runs: Path, family: str, siz
             where = tuple(slice(start, stop) for start, stop in report["boxes"][name])
             assert torch.equal(whole[where], tensors[name]), name
     alone = trainer_ranks.make_trainer(runs, family, 1, 1)
-    alone.load(runs / "final" / f"{family}-1x1" / "0")
-    groups = trainer_ranks.make_groups(seed=9)
+    alone.load(runs / "final" / f"{family}-1x1")
+    groups = trainer_ranks.make_reference(runs, family, 1, 1).score(trainer_ranks.make_groups(seed=9))
     expected, got = alone.train(groups, trainer_ranks.NUM_TICKS), trainer.train(groups, trainer_ranks.NUM_TICKS)
     assert got == pytest.approx(expected, rel=2e-4, abs=1e-6)
-    with pytest.raises(CheckpointError, match="do not hold all of"):
-        trainer_ranks.make_trainer(runs, family, 1, 1).load_resharded(folders[1:])
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS)
@@ -150,3 +145,23 @@ def test_bfloat16_compute_on_a_mesh_is_that_of_one_process_to_its_rounding(runs:
         assert got["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
         assert got["loss/policy"] == pytest.approx(exact["loss/policy"], rel=0.05, abs=1e-3)
         assert got["entropy"] == pytest.approx(alone["entropy"], rel=0.01)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_a_critic_on_a_mesh_values_and_learns_as_one_process_does(runs: Path, sizes: str) -> None:
+    alone = json.loads((runs / "llama-1x1" / "critic-0.json").read_text())
+    fsdp, tp = (int(n) for n in sizes.split("x"))
+    reports = [json.loads((runs / f"llama-{sizes}" / f"critic-{rank}.json").read_text()) for rank in range(fsdp * tp)]
+    for report in reports:
+        for got, expected in zip(report["metrics"], alone["metrics"], strict=True):
+            assert got == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    values = [value for report in reports[::tp] for value in report["values"]]  # tensor-parallel peers say the same
+    assert len(values) == len(alone["values"])
+    for prompt, sample, value in values:
+        known = [v for p, s, v in alone["values"] if (p, s, len(v)) == (prompt, sample, len(value))]
+        assert any(value == pytest.approx(v, rel=1e-3, abs=1e-4) for v in known), (prompt, sample)
+    expected_weights = load_file(runs / "llama-1x1" / "critic" / "model.safetensors")
+    weights = load_file(runs / f"llama-{sizes}" / "critic" / "model.safetensors")
+    assert set(weights) == set(expected_weights) and "score.weight" in weights
+    for name, tensor in expected_weights.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")

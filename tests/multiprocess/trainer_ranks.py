@@ -18,12 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "traine
 from training_fixtures import make_groups
 
 from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.trainer import scoring
 from llamarl.trainer import step as trainer_step
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.critic import Critic
+from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group
 
 NUM_TICKS = 3
+ALGORITHM = AlgorithmConfig(entropy_coef=0.01, kl_coef=0.01)
+GAE = AlgorithmConfig(advantage="gae")
 LENGTHS_DIFFER = {"num_groups": 5, "group_size": 3, "max_response": 20}
 
 
@@ -42,9 +47,40 @@ def make_trainer(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "fl
             activation_checkpointing="selective",
         ),
         OptimizerConfig(lr=1e-3, weight_decay=0.01),
-        AlgorithmConfig(entropy_coef=0.01, kl_coef=0.01),
+        ALGORITHM,
         temperature=0.9,
     )  # fmt: skip
+
+
+def make_reference(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32") -> FrozenScorer:
+    config = ReferenceConfig(fsdp=fsdp, tp=tp, dtype=dtype, max_tokens_per_microbatch=40, logprob_chunk_tokens=9)
+    return FrozenScorer(folder / family, config, ALGORITHM, temperature=0.9)
+
+
+def run_critic(folder: Path, fsdp: int, tp: int, out: Path, rank: int) -> None:
+    """Three ticks of the critic of one family; the last in a fresh one that loaded the state of the one before."""
+    config = CriticConfig(
+        fsdp=fsdp, tp=tp, max_tokens_per_microbatch=40, updates_per_tick=2, value_clip=0.1,
+        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.01),
+    )  # fmt: skip
+    critic = Critic(folder / "llama", config, GAE)
+    metrics, values = [], []
+    for tick in range(NUM_TICKS):
+        if tick == NUM_TICKS - 1:
+            state = folder / "critic_state" / f"{fsdp}x{tp}-{rank}"
+            state.mkdir(parents=True)
+            critic.save(state)
+            critic = Critic(folder / "llama", config, GAE)
+            critic.load(state)
+        groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), fsdp, critic.layout.fsdp_rank)
+        valued, row = critic.step(groups, tick)
+        metrics.append(row)
+        values += [
+            [r.prompt_index, r.sample_index, r.values[r.loss_mask].tolist()]
+            for g in valued for r in g.responses if r.values is not None
+        ]  # fmt: skip
+    (out / f"critic-{rank}.json").write_text(json.dumps({"metrics": metrics, "values": values}))
+    critic.export(out / "critic")
 
 
 def _refuse_whole_model(*args: object, **kwargs: object) -> None:
@@ -59,13 +95,17 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
             timeout=timedelta(seconds=120),
         )  # fmt: skip
         trainer_step.load_model = _refuse_whole_model  # type: ignore[assignment]
+        scoring.load_model = _refuse_whole_model  # type: ignore[assignment]
     for case in cases:
         family, sizes, dtype = case.split(":")
         fsdp, tp = (int(n) for n in sizes.split("x"))
+        reference = make_reference(folder, family, fsdp, tp, dtype)
         if dtype != "float32":  # gradients and one step are enough
             trainer = make_trainer(folder, family, fsdp, tp, dtype)
             groups = share(make_groups(seed=0, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
-            (folder / f"{dtype}-{fsdp}x{tp}-{rank}.json").write_text(json.dumps(trainer.train(groups, 0)))
+            (folder / f"{dtype}-{fsdp}x{tp}-{rank}.json").write_text(
+                json.dumps(trainer.train(reference.score(groups), 0))
+            )
             continue
         out = folder / f"{family}-{fsdp}x{tp}"
         trainer = make_trainer(folder, family, fsdp, tp, dtype)
@@ -73,19 +113,18 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         for tick in range(NUM_TICKS):
             groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
             if tick == NUM_TICKS - 1:  # go on from a snapshot: the last tick runs in a fresh trainer
-                state = folder / "state" / f"{family}-{fsdp}x{tp}-{rank}"
-                state.mkdir(parents=True)
+                state = folder / "state" / f"{family}-{fsdp}x{tp}"
                 trainer.save(state)
                 trainer = make_trainer(folder, family, fsdp, tp, dtype)
                 trainer.load(state)
-            metrics.append(trainer.train(groups, tick))
+            metrics.append(trainer.train(reference.score(groups), tick))
         out.mkdir(exist_ok=True)
         boxes = {name: shard.box for name, shard in trainer.sync_layout().items()}
         save_file({n: t.contiguous() for n, t in trainer.parameters_for_sync().items()}, out / f"{rank}.safetensors")
         (out / f"{rank}.json").write_text(json.dumps({"metrics": metrics, "boxes": boxes}))
         trainer.export(out / "model")
-        final = folder / "final" / f"{family}-{fsdp}x{tp}" / str(rank)
-        final.mkdir(parents=True)
-        trainer.save(final)
+        if family == "llama":
+            run_critic(folder, fsdp, tp, out, rank)
+        trainer.save(folder / "final" / f"{family}-{fsdp}x{tp}")
     if world > 1:
         dist.destroy_process_group()

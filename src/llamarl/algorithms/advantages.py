@@ -90,7 +90,7 @@ def compute_advantages(
     groups = [np.asarray(group, dtype=np.float64) for group in rewards]
     if config.advantage in ESTIMATORS:
         return [ESTIMATORS[config.advantage](group) for group in groups]
-    if config.advantage == "reward":
+    if config.advantage in ("reward", "gae"):  # gae: the trainer replaces it by an advantage a token
         return [np.nan_to_num(group, nan=0.0) for group in groups]
     if config.advantage == "group_mean_batch_std":  # REINFORCE++-baseline (arXiv:2501.03262)
         groups = [np.where(np.isnan(group), np.nan, group_mean(group)) for group in groups]

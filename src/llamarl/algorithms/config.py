@@ -44,13 +44,23 @@ class AlgorithmConfig:
     ratio_mask_high: float = 5.0
     """Largest ratio that still trains, > ``ratio_mask_low``. Used with ``ratio_mask``."""
 
-    advantage: Literal["group_mean", "leave_one_out", "group_std", "batch_std", "group_mean_batch_std", "reward"] = (
-        "group_mean"
-    )
+    advantage: Literal[
+        "group_mean", "leave_one_out", "group_std", "batch_std", "group_mean_batch_std", "reward", "gae"
+    ] = "group_mean"
     """Advantage of a response. ``group_mean`` subtracts its group's mean reward, ``leave_one_out`` the mean of the other
     members, ``group_std`` subtracts the mean and divides by the group's standard deviation (GRPO). ``batch_std`` uses
     mean and deviation of the whole step (REINFORCE++), ``group_mean_batch_std`` the group's mean and the step's
-    deviation. ``reward`` is the reward itself, without a baseline."""
+    deviation. ``reward`` is the reward itself, without a baseline. ``gae`` is an advantage a token from a critic's values
+    (section ``critic``); it needs no group."""
+
+    gae_gamma: float = 1.0
+    """Discount of rewards a token, in [0, 1], for ``gae``. Below 1, late rewards count less for early tokens."""
+
+    gae_lambda: float = 0.95
+    """In [0, 1], for ``gae``: 1 trusts the rewards alone (unbiased), 0 the critic's next value (least variance)."""
+
+    gae_normalize: bool = True
+    """Whether ``gae`` advantages get mean 0 and deviation 1 over the trained tokens of the step."""
 
     overlong_buffer: int = 0
     """Tokens before ``overlong_limit`` over which the reward falls linearly by ``overlong_penalty`` (DAPO); 0 is off."""
@@ -73,8 +83,13 @@ class AlgorithmConfig:
     """Tokens, > 0. Used when ``normalization`` is ``constant``; the longest response allowed is the usual choice."""
 
     kl_coef: float = 0.0
-    """Weight of KL(policy || initial model) in the loss, >= 0. Above 0 the trainer keeps a frozen copy of the initial
-    weights."""
+    """Weight of KL(policy || reference model), >= 0. Above 0 the job has a reference executor (section ``reference``)."""
+
+    kl_place: Literal["loss", "reward", "token_reward"] = "loss"
+    """Where that KL counts. ``loss``: a term of each token's loss. ``reward``: its sum over a response, from the recorded
+    log-probs, is taken off the response's reward before any baseline. ``token_reward``: each token loses its own part
+    when it is written, so that only tokens at or before it are held to account (needs no critic; with one it is PPO's
+    form)."""
 
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per-token estimate of that KL. Only the gradient of ``k2`` is that of the KL itself, on policy; ``k3`` is the usual
@@ -82,6 +97,11 @@ class AlgorithmConfig:
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, per token in nats. 0 is none; negative values sharpen the policy."""
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the loss has a term for the KL to the reference model."""
+        return self.kl_coef > 0 and self.kl_place == "loss"
 
     def __post_init__(self) -> None:
         if self.rho != "none" and not float(self.rho) > 0:
@@ -95,6 +115,9 @@ class AlgorithmConfig:
             raise ValueError(
                 f"ratio_mask_low ({self.ratio_mask_low}) must be below ratio_mask_high ({self.ratio_mask_high})"
             )
+        for name in ("gae_gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
         if self.overlong_buffer and self.overlong_limit < self.overlong_buffer:
             raise ValueError(
                 f"overlong_limit must be >= overlong_buffer ({self.overlong_buffer}) tokens, got {self.overlong_limit};"

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["ESTIMATORS", "k1", "k2", "k3"]
+__all__ = ["ESTIMATORS", "k1", "k2", "k3", "sampled_kl"]
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -34,3 +36,15 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 """``algorithm.kl_estimator`` -> function of log q - log p."""
+
+
+def sampled_kl(
+    behavior_logprobs: npt.NDArray[np.floating], reference_logprobs: npt.NDArray[np.floating], *, estimator: str
+) -> npt.NDArray[np.float64]:
+    """KL(mu || reference) per token from recorded log-probs, nats, [T]: what a reward can be charged with.
+
+    A constant to the loss, so its gradient is that of REINFORCE with this as a cost. Only that of ``k1`` is then the
+    gradient of the KL; ``k3`` as a cost is also pulled by the reverse KL.
+    """
+    log_ratio = reference_logprobs.astype(np.float64) - behavior_logprobs.astype(np.float64)
+    return ESTIMATORS[estimator](torch.from_numpy(log_ratio)).numpy()

@@ -41,6 +41,8 @@ class ChannelSpec:
     """The sink's tick k takes the token the source made at tick k - delay."""
     capacity: int = 1
     """Most tokens on the edge at once, >= max(1, delay). The source waits when the edge is full."""
+    transport: str = "shared_memory"
+    """What carries a WEIGHTS channel: ``shared_memory``, ``cuda_ipc`` or ``rdma``; see ``weight_sync.transports``."""
     sink_replicas: int = 1
     """Consecutive sink ranks that receive the same part of a SCATTER: the tensor-parallel peers of one data-parallel rank."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from llamarl.channels.base import ChannelKind, ChannelSpec, Receiver, Sender
 from llamarl.channels.data import DataReceiver, DataSender
 from llamarl.channels.weights import WeightsReceiver, WeightsSender
+from llamarl.weight_sync.transports.named import sink_transport, source_transport
 
 __all__ = ["make_receiver", "make_sender"]
 
@@ -12,7 +13,13 @@ __all__ = ["make_receiver", "make_sender"]
 def make_sender(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> Sender:
     """The end of source rank ``rank``."""
     if spec.kind is ChannelKind.WEIGHTS:
-        return WeightsSender(spec, rank=rank, num_source_ranks=num_source_ranks, num_sink_ranks=num_sink_ranks)
+        return WeightsSender(
+            spec,
+            rank=rank,
+            num_source_ranks=num_source_ranks,
+            num_sink_ranks=num_sink_ranks,
+            transport=source_transport(spec.transport, num_sink_ranks=num_sink_ranks),
+        )
     num_parts = _num_parts(spec, num_sink_ranks)
     return DataSender(spec, rank=rank, num_source_ranks=num_source_ranks, num_sink_ranks=num_parts)
 
@@ -20,7 +27,13 @@ def make_sender(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink
 def make_receiver(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> Receiver:
     """The end of sink rank ``rank``."""
     if spec.kind is ChannelKind.WEIGHTS:
-        return WeightsReceiver(spec, rank=rank, num_source_ranks=num_source_ranks, num_sink_ranks=num_sink_ranks)
+        return WeightsReceiver(
+            spec,
+            rank=rank,
+            num_source_ranks=num_source_ranks,
+            num_sink_ranks=num_sink_ranks,
+            transport=sink_transport(spec.transport, rank=rank),
+        )
     num_parts = _num_parts(spec, num_sink_ranks)
     part = rank // (num_sink_ranks // num_parts)
     return DataReceiver(spec, rank=part, num_source_ranks=num_source_ranks, num_sink_ranks=num_parts)

@@ -47,7 +47,11 @@ class WeightsPayload:
 
 
 class WeightsSender:
-    """A source rank's end. Holds ``capacity + 1`` slots, made at the first send and reused from then on."""
+    """A source rank's end. Holds at most ``capacity`` slots, made when first needed and reused from then on.
+
+    That many are enough: the source fires for token k only when the sink has finished with token k - capacity, so no more
+    than ``capacity`` tokens are wanted at once. Ticks that send nothing count as tokens and take no slot.
+    """
 
     def __init__(
         self,
@@ -60,10 +64,11 @@ class WeightsSender:
     ) -> None:
         _check(spec, rank, num_source_ranks)
         self._spec = spec
+        self._num_sent = 0
         self._publisher = Publisher(
             rank=rank,
             num_source_ranks=num_source_ranks,
-            num_slots=spec.capacity + 1,
+            num_slots=spec.capacity,
             transport=transport if transport is not None else SharedMemorySource(),
         )
 
@@ -74,6 +79,8 @@ class WeightsSender:
             ValueError: The payload is no ``WeightsPayload``, or its tensors do not fit its layout.
             WeightSyncError: There is no memory for the slots, or the copy of the version before failed in the background.
         """
+        token = self._num_sent
+        self._num_sent += 1
         if payload is None:
             return None
         if not isinstance(payload, WeightsPayload):
@@ -86,6 +93,7 @@ class WeightsSender:
             layout=payload.layout,
             wire_dtype=payload.wire_dtype,
             sink_layout=payload.sink_layout,
+            token=token,
             background=payload.released is not None,
             done=payload.released.set if payload.released is not None else None,
         )

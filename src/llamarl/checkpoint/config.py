@@ -14,13 +14,22 @@ class CheckpointConfig:
     """Checkpoints of the whole job, in ``RUN/checkpoints``."""
 
     every: int = 0
-    """Trainer ticks from one checkpoint to the next. 0 takes none before the end. A killed run repeats at most this many."""
+    """Trainer ticks from one checkpoint to the next. 0 takes none before the end. A killed run repeats at most this many, and
+    those that passed while the last one was still being written."""
 
     keep: int = 3
     """Newest checkpoints kept; older ones are removed once a newer one is proved. 0 keeps all."""
 
     at_end: bool = True
     """Also take one after the last tick, so that the run can be prolonged."""
+
+    background: bool = True
+    """Write the trainer's state beside the training: its tick waits only for a copy in host memory (12 bytes a parameter,
+    and 4 for each version on the weights edge), and a checkpoint counts once all of it is written and proved. False waits."""
+
+    reshard: bool = False
+    """Let a run go on with another ``trainer.fsdp``, ``tp`` or ``threads`` than its checkpoint: to rounding, no longer bit
+    for bit."""
 
     def __post_init__(self) -> None:
         if self.every < 0:

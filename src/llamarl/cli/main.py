@@ -15,7 +15,7 @@ from llamarl.errors import LlamaRLError, RunInterrupted
 
 __all__ = ["main"]
 
-_VERBS = ("train", "eval", "generate", "plan", "simulate", "doctor")
+_VERBS = ("train", "eval", "generate", "plan", "plan-sync", "simulate", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = next((a for a in arguments if not a.startswith("-")), None)
     for verb in _VERBS:
         # Only the verb asked for is imported in full: the others cost a second of imports each.
-        importlib.import_module(f"llamarl.cli.{verb}").add_parser(verbs, full=verb == named)
+        importlib.import_module(f"llamarl.cli.{verb.replace('-', '_')}").add_parser(verbs, full=verb == named)
     args, extra = parser.parse_known_args(arguments)
     if extra and not getattr(args, "takes_overrides", False):
         parser.error(f"unrecognized arguments: {' '.join(extra)}")

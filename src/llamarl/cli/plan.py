@@ -10,10 +10,20 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llamarl.cli.questions import (
+    add_devices,
+    add_job,
+    device_count,
+    hardware_of,
+    options_of,
+    staleness_levels,
+    workload_of,
+)
 from llamarl.errors import PlanError
 
 if TYPE_CHECKING:
-    from llamarl.planner.choices import Options, Workload
+    from llamarl.cli.measured_splits import MeasuredSplits
+    from llamarl.planner.choices import Options
     from llamarl.planner.hardware import Hardware
     from llamarl.planner.recipe import RecipeQuestion
     from llamarl.planner.search import Plan
@@ -37,7 +47,8 @@ examples:
   llamarl plan --model path/to/hf-folder --devices 8 --hardware a100 --picture plan.png --recipe plan.toml
   llamarl plan recipes/tiny.toml                 what this machine will make of a recipe
   llamarl plan runs/tiny                         the same with the lengths that the run measured
-  llamarl plan recipes/tiny.toml --calibrate     measure this machine first, and keep the result
+  llamarl plan recipes/tiny.toml --calibrate     measure this machine and the recipe's executors first; keep both
+  llamarl plan recipes/tiny.toml --calibrate --splits    other thread counts and int8 too: which split is fastest
 
 response lengths:
   512                            every response has 512 tokens
@@ -62,22 +73,18 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     if not full:
         return
     parser.add_argument("source", nargs="?", help="recipe (TOML), run folder, or Hugging Face config.json / folder")
-    what = parser.add_argument_group("the job (overrides what a recipe or run says)")
-    what.add_argument("--model", help="bundled shape (Llama-3.1-8B, Qwen3-30B-A3B, ...), HF folder, or config.json")
-    what.add_argument("--prompts", type=int, help="prompt groups a step (default 128)")
-    what.add_argument("--group-size", type=int, help="responses a prompt (default 16)")
-    what.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default 256)")
-    what.add_argument("--response-tokens", metavar="MEAN[:KIND[:k=v,...]]", help="see below (default 1024:lognormal)")
-    what.add_argument("--reward-s", type=float, default=0.0, help="seconds the rewards of a step take (default 0)")
+    what = add_job(parser, "a recipe or run")
     what.add_argument("--reference-model", action="store_true", help="the trainer also scores with a frozen reference")
-    where = parser.add_argument_group("the devices")
-    where.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x, this-machine (default)")
-    where.add_argument("--devices", type=int, help="how many (default for this-machine: its cores or GPUs)")
+    where = add_devices(parser)
     where.add_argument("--price-per-device-hour", type=float, help="adds the cost of a step, in the price's currency")
     where.add_argument(
-        "--calibrate", action="store_true", help="measure this machine with the model, and keep the result"
+        "--calibrate",
+        action="store_true",
+        help="measure this machine with the model, and a recipe's executors at work; keep the result",
     )
-    where.add_argument("--calibration", type=Path, help="calibration file (default ~/.cache/llamarl/calibration.json)")
+    where.add_argument(
+        "--splits", action="store_true", help="with --calibrate RECIPE: measure other threads and precisions too"
+    )
     how = parser.add_argument_group("the search")
     how.add_argument("--staleness", default="0,1,2,4", help="max_staleness values to plan for (default 0,1,2,4)")
     how.add_argument("--precision", help="generator precisions to try, e.g. bf16,fp8 (default: all the device has)")
@@ -103,25 +110,31 @@ def run(args: argparse.Namespace) -> int:
     if model_path is None:
         raise PlanError("no model: give --model NAME_OR_FOLDER, a recipe, a run folder or a config.json")
     hardware = _hardware(args, model_path)
-    work, options = _work(args, model_path, question), _options(args, question)
-    devices = args.devices
-    if devices is None:
-        if hardware.device.name != "this-machine":
-            raise PlanError(f"how many {hardware.device.name}? give --devices N, for example --devices 8")
-        devices = hardware.device.devices_per_node
+    measured = _measured(args, hardware)
+    if measured and question:
+        question = measured.question(question)
+    work = workload_of(args, model_path, question, reference_model=args.reference_model)
+    segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
+    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline)
+    devices = device_count(args.devices, hardware)
     price = args.price_per_device_hour
     if price is not None and not 0 <= price < math.inf:
         raise PlanError(f"--price-per-device-hour must be >= 0, got {price}")
-    plans = search_all(hardware, work, options, devices, _staleness(args.staleness))
+    plans = search_all(hardware, work, options, devices, staleness_levels(args.staleness))
     chosen = recommend(plans)
     if args.picture:
         save_picture(plans, args.picture, f"{work.model.name} on {devices} x {hardware.device.title}")
-    if args.recipe:
+    if args.recipe and measured:
+        _write(args.recipe, config or {}, *measured.recipe())
+    elif args.recipe:
         _write_recipe(args.recipe, plans, config, model_path, hardware, options)
     if args.json:
-        print(json.dumps(report_json(plans, chosen, work, hardware, price), indent=1))
+        report = report_json(plans, chosen, work, hardware, price)
+        print(json.dumps({**report, "splits": measured.as_json() if measured else None}, indent=1))
     else:
         print(report_text(plans, chosen, work, hardware, price))
+        if measured:
+            print(measured.text())
         if question and not args.response_tokens:
             print(f"  lengths    {question.note}")
         for path in filter(None, (args.picture, args.recipe)):
@@ -153,84 +166,43 @@ def _read_source(args: argparse.Namespace) -> tuple[dict[str, Any] | None, Recip
 
 
 def _hardware(args: argparse.Namespace, model_path: str) -> Hardware:
-    from llamarl.planner.calibrate import calibrate, calibration_path, load_calibration, save_calibration
+    from llamarl.planner.calibrate import calibrate, calibration_path, save_calibration
     from llamarl.planner.hardware import find_hardware
 
+    if not args.calibrate:
+        return hardware_of(args.hardware, args.calibration)
     path = args.calibration or calibration_path()
-    if args.calibrate:
-        if args.hardware and find_hardware(args.hardware).device.name != "this-machine":
-            raise PlanError(f"--calibrate measures this machine, not {args.hardware}: leave --hardware out")
-        hardware, samples = calibrate(model_path, log=lambda line: print(line, file=sys.stderr))
-        save_calibration(path, hardware, samples, model_path)
-        print(f"kept in {path}", file=sys.stderr)
-        return hardware
     if args.hardware and find_hardware(args.hardware).device.name != "this-machine":
-        return find_hardware(args.hardware)
-    if args.calibration or path.is_file():
-        return load_calibration(path)
-    return find_hardware("this-machine")
+        raise PlanError(f"--calibrate measures this machine, not {args.hardware}: leave --hardware out")
+    hardware, samples = calibrate(model_path, log=_to_stderr)
+    save_calibration(path, hardware, samples, model_path)
+    _to_stderr(f"kept in {path}")
+    return hardware
 
 
-def _work(args: argparse.Namespace, model_path: str, question: RecipeQuestion | None) -> Workload:
-    from llamarl.planner.choices import Workload
-    from llamarl.planner.lengths import parse_lengths
-    from llamarl.planner.model_spec import find_model
+def _measured(args: argparse.Namespace, hardware: Hardware) -> MeasuredSplits | None:
+    """What a recipe's own executors were measured to need on this machine's cores; None where that is not asked."""
+    recipe = Path(args.source).expanduser() if args.source and args.source.endswith(".toml") else None
+    changed = [args.model, args.prompts, args.group_size, args.prompt_tokens, args.response_tokens, args.devices]
+    if args.splits and (recipe is None or not args.calibrate):
+        raise PlanError("--splits measures a recipe's executors: llamarl plan RECIPE.toml --calibrate --splits")
+    if recipe is None or any(value is not None for value in changed):
+        return None
+    if hardware.device.name != "this-machine" or hardware.device.train_precision != "fp32":
+        return None
+    from llamarl.cli.measured_splits import measure_splits
 
-    if args.response_tokens:
-        response = parse_lengths(args.response_tokens)
-    else:
-        response = question.response if question else parse_lengths("1024:lognormal")
-
-    def pick(given: int | None, recipe: int | None, default: int) -> int:
-        return given if given is not None else recipe if recipe is not None else default
-
-    return Workload(
-        model=find_model(model_path),
-        response=response,
-        prompts_per_step=pick(args.prompts, question.prompts_per_step if question else None, 128),
-        group_size=pick(args.group_size, question.group_size if question else None, 16),
-        prompt_tokens=pick(args.prompt_tokens, question.prompt_tokens if question else None, 64 if question else 256),
-        reward_s=args.reward_s,
-        reference_model=args.reference_model,
-    )
+    return measure_splits(recipe, args.calibration, measure=args.calibrate, variants=args.splits, log=_to_stderr)
 
 
-def _options(args: argparse.Namespace, question: RecipeQuestion | None) -> Options:
-    from llamarl.planner.choices import Options
-    from llamarl.planner.hardware import BYTES_PER_WEIGHT
-
-    precisions = tuple(p.strip().lower() for p in args.precision.split(",")) if args.precision else ()
-    if unknown := [p for p in precisions if p not in BYTES_PER_WEIGHT]:
-        raise PlanError(f"--precision: unknown {', '.join(unknown)}; known are {', '.join(BYTES_PER_WEIGHT)}")
-    segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
-    if segments < 1:
-        raise PlanError(f"--max-segments must be at least 1 (no partial rollouts), got {segments}")
-    if args.max_pipeline < 1:
-        raise PlanError(f"--max-pipeline must be at least 1, got {args.max_pipeline}")
-    return Options(
-        precisions=precisions,
-        max_segments=segments,
-        oversubscription=float(min(2, segments)),
-        max_pipeline=args.max_pipeline,
-        common_max_pipeline=args.max_pipeline,
-    )
-
-
-def _staleness(text: str) -> list[int]:
-    try:
-        levels = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise PlanError(f"--staleness {text!r}: expected whole numbers joined by commas, for example 0,1,2,4") from None
-    if levels[0] < 0:
-        raise PlanError(f"--staleness must be >= 0 trainer ticks, got {levels[0]}; 0 is synchronous")
-    return levels
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _write_recipe(
     path: Path, plans: list[Plan], config: dict[str, Any] | None, model_path: str, hardware: Hardware, options: Options
 ) -> None:
-    from llamarl.config import known_keys
-    from llamarl.planner.recipe import plan_settings, recipe_text
+    from llamarl.planner.recipe import plan_settings
     from llamarl.planner.report import system_title
     from llamarl.planner.search import recommend
 
@@ -240,15 +212,21 @@ def _write_recipe(
         raise PlanError("a recipe needs a plan with separate generator and trainer: give at least 2 devices")
     plan = recommend(runnable)
     settings = plan_settings(plan, model_path, hardware, options.oversubscription)
-    merged = _merge(config or {}, settings)
     header = (
         f"Written by llamarl plan: {system_title(plan)}, {plan.devices} x {hardware.device.title}.\n"
         f"Forecast: {plan.step_s:.4g} s a step (generator {plan.generator.time_s:.4g} s, trainer "
         f"{plan.trainer.time.total_s:.4g} s)."
     )
+    _write(path, config or {}, settings, header)
+
+
+def _write(path: Path, config: dict[str, Any], settings: dict[str, Any], header: str) -> None:
+    from llamarl.config import known_keys
+    from llamarl.planner.recipe import recipe_text
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(recipe_text(merged, set(known_keys()), header), encoding="utf-8")
+        path.write_text(recipe_text(_merge(config, settings), set(known_keys()), header), encoding="utf-8")
     except OSError as error:
         raise PlanError(f"--recipe {path}: cannot write it: {error}") from error
 

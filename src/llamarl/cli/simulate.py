@@ -8,7 +8,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llamarl.cli import plan as plan_verb
+from llamarl.cli.questions import (
+    add_devices,
+    add_job,
+    device_count,
+    hardware_of,
+    options_of,
+    staleness_levels,
+    workload_of,
+)
 from llamarl.errors import PlanError
 
 if TYPE_CHECKING:
@@ -22,7 +30,8 @@ Runs the real controller and the real dataflow graph on a virtual clock, with ex
 each staleness: time a step (beside the theory's), idle shares, tokens/s, staleness of the trained tokens.
 
 What is simulated:
-  recipe.toml            the recipe's own layout, on this machine or on --hardware
+  recipe.toml            the recipe's own layout, on --hardware or on this machine: there with measured costs, where
+                         llamarl plan RECIPE --calibrate has been run, else with rooflines
   a run's folder         the same schedule with the times and lengths that the run measured
   plan.json              what llamarl plan --json printed: its plans, with lengths drawn for each response
   --model, --devices     the best separate plans, as llamarl plan finds them
@@ -51,18 +60,9 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         return
     parser.add_argument("source", nargs="?", help="recipe (TOML), run folder, or the JSON of llamarl plan --json")
     parser.add_argument("--durations", metavar="G,R,T[,SYNC]", help="seconds a tick of each role, always the same")
-    what = parser.add_argument_group("the job (overrides what a recipe, run or plan says)")
-    what.add_argument("--model", help="bundled shape (Llama-3.1-8B, ...), HF folder, or config.json")
-    what.add_argument("--prompts", type=int, help="prompt groups a step (default 128)")
-    what.add_argument("--group-size", type=int, help="responses a prompt (default 16)")
-    what.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default 256)")
-    what.add_argument("--response-tokens", metavar="MEAN[:KIND[:k=v,...]]", help="as in llamarl plan")
-    what.add_argument("--reward-s", type=float, default=0.0, help="seconds the rewards of a step take (default 0)")
+    what = add_job(parser, "a recipe, run or plan")
     what.add_argument("--reward-sample", metavar="MEAN[:SIGMA[:WORKERS]]", help="more: seconds a sample, log-normal")
-    where = parser.add_argument_group("the devices")
-    where.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x, this-machine (default)")
-    where.add_argument("--devices", type=int, help="how many (default for this-machine: its cores or GPUs)")
-    where.add_argument("--calibration", type=Path, help="calibration file (default ~/.cache/llamarl/calibration.json)")
+    add_devices(parser)
     how = parser.add_argument_group("the schedule")
     how.add_argument("--staleness", help="max_staleness values (default: the recipe's or run's, else 0,1,2,4)")
     how.add_argument("--max-segments", type=int, help="versions a response may span; 1: no partial rollouts")
@@ -116,7 +116,7 @@ def _scenarios(args: argparse.Namespace) -> list[Scenario]:
 
 
 def _levels(args: argparse.Namespace, default: str) -> list[int]:
-    return plan_verb._staleness(args.staleness or default)
+    return staleness_levels(args.staleness or default)
 
 
 def _from_durations(args: argparse.Namespace) -> list[Scenario]:
@@ -146,18 +146,12 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
     model = args.model or args.source
     if not model:
         raise PlanError("nothing to simulate: give a recipe, a run folder, a plan's JSON, --durations or --model")
-    args.reference_model, args.calibrate, args.max_pipeline = False, False, 1
-    if args.max_segments is None:
-        args.max_segments = 1
-    hardware = plan_verb._hardware(args, model)
-    work, options = plan_verb._work(args, model, None), plan_verb._options(args, None)
+    hardware = hardware_of(args.hardware, args.calibration)
+    work = workload_of(args, model, None)
+    options = options_of(args.precision, args.max_segments if args.max_segments is not None else 1)
     if args.oversubscription is not None:
         options = dataclasses.replace(options, oversubscription=args.oversubscription)
-    devices = args.devices
-    if devices is None:
-        if hardware.device.name != "this-machine":
-            raise PlanError(f"how many {hardware.device.name}? give --devices N, for example --devices 8")
-        devices = hardware.device.devices_per_node
+    devices = device_count(args.devices, hardware)
     candidates = best_split(hardware, work, options, devices)
     plans = [best_separate(hardware, work, options, devices, level, candidates) for level in _levels(args, "0,1,2,4")]
     return [scenario_from_plan(plan, work, hardware, options) for plan in plans]
@@ -208,21 +202,24 @@ def _lengths_of_label(label: str, path: Path) -> str:
 def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
     from llamarl.config import load_config, to_plain
     from llamarl.planner.recipe import question_from_config
+    from llamarl.simulator.calibration import settled_threads
     from llamarl.simulator.sources import fit_runs, scenario_from_recipe, scenario_from_run
 
     run_dir = path if path.is_dir() else None
     config = _changed(load_config(path / "config.toml" if run_dir else path), args)
+    scenario: Scenario | None
     if run_dir is not None and (run_dir / "metrics.jsonl").is_file() and not args.hardware:
         measured = load_config(run_dir / "config.toml")
         scenario = scenario_from_run(config, run_dir, fit_runs([(measured, run_dir)]))
     else:
-        question = question_from_config(to_plain(config), run_dir)
-        args.reference_model, args.calibrate = False, False
-        model = args.model or question.model
-        hardware = plan_verb._hardware(args, model)
-        cpu = hardware.device.train_precision == "fp32"
-        threads = _threads(config) if cpu else {"generator": 1, "trainer": 1}
-        scenario = scenario_from_recipe(config, plan_verb._work(args, model, question), hardware, threads)
+        hardware = hardware_of(args.hardware, args.calibration)
+        scenario = None if args.hardware or run_dir else _calibrated(config, args)
+        if scenario is None:
+            question = question_from_config(to_plain(config), run_dir)
+            cpu = hardware.device.train_precision == "fp32"
+            threads = settled_threads(config) if cpu else {"generator": 1, "trainer": 1}
+            work = workload_of(args, args.model or question.model, question)
+            scenario = scenario_from_recipe(config, work, hardware, threads)
     levels = _levels(args, str(config.schedule.max_staleness))
     return [dataclasses.replace(scenario, max_staleness=level) for level in levels]
 
@@ -245,19 +242,14 @@ def _changed(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     return validate(raw)
 
 
-def _threads(config: RunConfig) -> dict[str, int]:
-    """CPU threads of each role as a run on this machine would pin them."""
-    from llamarl.controller.job import llamarl_graph
-    from llamarl.runtime.placement import place
+def _calibrated(config: RunConfig, args: argparse.Namespace) -> Scenario | None:
+    """The recipe with the costs, lengths and contention that ``llamarl plan RECIPE --calibrate`` measured, if it did."""
+    from llamarl.simulator.calibration import calibrated_scenario, kept_calibration, recipe_calibration_path
 
-    on_cpu = dataclasses.replace(
-        config,
-        generator=dataclasses.replace(config.generator, device="cpu"),
-        trainer=dataclasses.replace(config.trainer, device="cpu"),
-        evaluation=dataclasses.replace(config.evaluation, device="cpu"),
-    )
-    settled = place(llamarl_graph(on_cpu).executors, cores=config.run.cores or None, cuda_devices=0)
-    return {spec.name: spec.threads for spec in settled.executors}
+    path = recipe_calibration_path(config, args.calibration)
+    if not path.is_file() or args.model or args.response_tokens:
+        return None
+    return calibrated_scenario(config, kept_calibration(path))
 
 
 def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:

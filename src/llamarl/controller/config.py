@@ -22,6 +22,10 @@ class ScheduleConfig:
     weights: Literal["exact"] = "exact"
     """Which version makes batch k. "exact": always version max(0, k - max_staleness), so a run repeats bit for bit."""
 
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "rdma"] = "auto"
+    """What carries weight versions. "auto" chooses by where the ranks are and says so at the start: "cuda_ipc" between GPUs
+    of one host, "rdma" between hosts, else "shared_memory"."""
+
     def __post_init__(self) -> None:
         if self.prompts_per_step < 1:
             raise ValueError(f"prompts_per_step must be >= 1 prompt groups, got {self.prompts_per_step}")

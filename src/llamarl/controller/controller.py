@@ -38,7 +38,7 @@ class Checkpoints(Protocol):
         ...
 
     def on_saved(self, tick: int) -> None:
-        """Every executor has saved its state after ``tick``."""
+        """Every executor's state after ``tick`` is written."""
         ...
 
 
@@ -75,22 +75,26 @@ def run_graph(
     initial = {name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()}
     marking = Marking(graph, first_tick=first_tick, num_ticks=num_ticks, initial_tokens=initial)
     fired_at: dict[str, float] = {}
-    saved: dict[int, int] = {}
+    saves = _Saves(graph)
     stop = ""
     while not marking.finished:
         for firing in marking.ready():
             save_to = checkpoints.folder_for(firing.tick) if checkpoints else None
-            runtime.fire(Order(executor=firing.executor, tick=firing.tick, inputs=firing.inputs, save_to=save_to))
+            settle = firing.tick == marking.num_ticks - 1
+            runtime.fire(
+                Order(executor=firing.executor, tick=firing.tick, inputs=firing.inputs, save_to=save_to, settle=settle)
+            )
             fired_at[firing.executor] = runtime.now()
         report = _wait(runtime, marking, fired_at, deadlines.step_s)
         marking.complete(report.executor, report.tick, report.outputs)
         del fired_at[report.executor]
         for observer in observers:
             observer.on_report(report)
-        if checkpoints and checkpoints.folder_for(report.tick):
-            saved[report.tick] = saved.get(report.tick, 0) + 1
-            if saved[report.tick] == len(graph.executors):
-                checkpoints.on_saved(report.tick)
+        if checkpoints:
+            if checkpoints.folder_for(report.tick):
+                saves.begin(report)
+            for tick in saves.complete(report):
+                checkpoints.on_saved(tick)
         if report.stop and not stop:
             stop = report.stop
             marking.num_ticks = _last_tick(graph, marking, report) + 1
@@ -98,6 +102,30 @@ def run_graph(
                 checkpoints.require(marking.num_ticks - 1)
     if stop:
         raise TrainingDiverged(f"{stop}\nEvery executor went on to tick {marking.num_ticks - 1} and stopped there.")
+
+
+class _Saves:
+    """Which executors have yet to pass a saved tick, or are still writing their state of it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._names = {executor.name for executor in graph.executors}
+        self._missing: dict[int, set[str]] = {}
+        self._writing: dict[int, set[str]] = {}
+
+    def begin(self, report: Report) -> None:
+        """An executor has passed a tick that is saved."""
+        self._missing.setdefault(report.tick, set(self._names)).discard(report.executor)
+        self._writing.setdefault(report.tick, set()).add(report.executor)
+
+    def complete(self, report: Report) -> list[int]:
+        """Ticks of which, with this report, every executor's state is written; each is named once, oldest first."""
+        for tick, names in self._writing.items():
+            if tick not in report.saving:
+                names.discard(report.executor)
+        done = [tick for tick in sorted(self._missing) if not self._missing[tick] and not self._writing[tick]]
+        for tick in done:
+            del self._missing[tick], self._writing[tick]
+        return done
 
 
 def _last_tick(graph: Graph, marking: Marking, report: Report) -> int:

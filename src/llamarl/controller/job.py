@@ -3,14 +3,21 @@
     ┌────────────── weights, delay max_staleness + 1 ◀─────────────┐
     ▼                                                              │
 generator ── completions ──▶ reward ── scored ──▶ trainer ─────────┴── eval_weights ──▶ evaluator
+
+Where the algorithm asks for a reference model or a critic, they stand between reward and trainer, one after the other:
+
+reward ── scored ──▶ reference ── referenced ──▶ critic ── valued ──▶ trainer
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import RunConfig
 from llamarl.controller.graph import Graph
 from llamarl.executors.base import ExecutorSpec
+from llamarl.executors.sample_path import sample_channel_into, sample_path
 from llamarl.runtime.placement import available_cuda_devices
 
 __all__ = ["llamarl_graph"]
@@ -20,9 +27,10 @@ _EVALUATION_ROOM = 2
 
 
 def llamarl_graph(config: RunConfig) -> Graph:
-    """The standard job of a recipe: generator, reward, trainer and, where it evaluates, evaluator."""
+    """The standard job of a recipe: generator, reward, trainer and, where it asks for them, reference, critic, evaluator."""
     room = config.schedule.max_staleness + 1
     trainer = config.trainer
+    reference, critic = config.reference, config.critic
     executors = [
         _executor(
             "generator",
@@ -34,24 +42,41 @@ def llamarl_graph(config: RunConfig) -> Graph:
             together=config.generator.tp > 1,
         ),
         _executor("reward", "Reward", config, 1, 1, "cpu"),
+    ]
+    if config.has_reference:
+        ranks = reference.fsdp * reference.tp
+        executors.append(
+            _executor("reference", "Reference", config, ranks, reference.threads, reference.device, together=True)
+        )
+    if config.has_critic:
+        ranks = critic.fsdp * critic.tp
+        executors.append(_executor("critic", "Critic", config, ranks, critic.threads, critic.device, together=True))
+    executors.append(
         _executor(
             "trainer", "Trainer", config, trainer.fsdp * trainer.tp, trainer.threads, trainer.device, together=True
-        ),
-    ]
+        )
+    )
     channels = [
         ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward", capacity=room),
-        ChannelSpec(
-            name="scored",
-            kind=ChannelKind.SCATTER,
-            source="reward",
-            sink="trainer",
-            capacity=room,
-            sink_replicas=trainer.tp,
-        ),
+    ]
+    replicas = {"reference": config.reference.tp, "critic": config.critic.tp, "trainer": trainer.tp}
+    path = sample_path(config)
+    for source, sink in pairwise(path):
+        channels.append(
+            ChannelSpec(
+                name=sample_channel_into(config, sink),
+                kind=ChannelKind.SCATTER,
+                source=source,
+                sink=sink,
+                capacity=room,
+                sink_replicas=replicas[sink],
+            )
+        )
+    channels.append(
         ChannelSpec(
             name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room
-        ),
-    ]
+        )
+    )
     if config.evaluation.every:
         evaluation = config.evaluation
         executors.append(_executor("evaluator", "Evaluator", config, 1, evaluation.threads, evaluation.device))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from llamarl.config import RunConfig, save_config, to_plain
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.job import llamarl_graph
+from llamarl.controller.preflight import check_parallel_sizes
+from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import resolve_model_path
-from llamarl.models.sizes import check_tensor_parallel_size
 from llamarl.observability.job import describe_job
 from llamarl.observability.recorder import Recorder
 from llamarl.runtime.base import Report
@@ -32,9 +34,21 @@ from llamarl.runtime.placement import Placement, place
 __all__ = ["plan_run", "resume_run", "start_run"]
 
 _CONFIG = "config.toml"
+_SECTIONS = {
+    "generator": "generator",
+    "reference": "reference",
+    "critic": "critic",
+    "trainer": "trainer",
+    "evaluation": "evaluator",
+}
+"""Section of a recipe -> the executor whose threads and device it settles."""
+_TRAINER_LAYOUT = frozenset({"trainer.fsdp", "trainer.tp", "trainer.threads", "threads of trainer"})
+"""What ``checkpoint.reshard`` lets differ."""
 _DETAILS = {
     "generator": "samples groups of responses",
     "reward": "judges them in worker processes",
+    "reference": "a frozen model's log-probs of every token",
+    "critic": "estimates returns, and learns to",
     "trainer": "updates the policy, hands over weights",
     "evaluator": "scores versions on held-out prompts",
 }
@@ -47,6 +61,7 @@ class _Prepared:
     config: RunConfig
     graph: Graph
     placement: Placement
+    weight_edges: tuple[WeightEdge, ...]
 
 
 def plan_run(config: RunConfig) -> str:
@@ -56,7 +71,9 @@ def plan_run(config: RunConfig) -> str:
     prepared = _prepare(config)
     return (
         f"# configuration\n{tomli_w.dumps(to_plain(prepared.config))}\n"
-        f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}"
+        f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}\n\n"
+        f"# weight hand-over\n"
+        + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)
     )
 
 
@@ -99,11 +116,18 @@ def resume_run(config: RunConfig) -> None:
         return
     checkpoint = store.load()
     differences = run_differences(checkpoint.run, _describe(prepared))
+    if prepared.config.checkpoint.reshard:
+        differences = [line for line in differences if line.partition(":")[0] not in _TRAINER_LAYOUT]
     if differences:
         raise ConfigError(
             f"--resume: {checkpoint.path} was made under another configuration, so the run would not go on bit for bit:\n"
             + "\n".join(f"  - {line}" for line in differences)
             + f"\nResume with {run_dir / _CONFIG} as the recipe, or start a new run."
+            + (
+                "\nWith --checkpoint.reshard true the trainer goes on in the new layout, to rounding."
+                if all(line.partition(":")[0] in _TRAINER_LAYOUT for line in differences)
+                else ""
+            )
         )
     if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
         print(f"{run_dir} is complete at {checkpoint.tick + 1} ticks; raise --run.num_ticks to prolong it")
@@ -116,8 +140,8 @@ def resume_run(config: RunConfig) -> None:
 def _prepare(config: RunConfig) -> _Prepared:
     """Refuse what cannot run, before any process starts; settle threads and devices."""
     folder = resolve_model_path(config.model.path)
-    _check_parallel_sizes(config, folder)
     _check_prompts(config, folder)
+    _check_vocabularies(config, folder)
     graph = llamarl_graph(config)
     placement = place(graph.executors, cores=config.run.cores or None)
     settled = {spec.name: spec for spec in placement.executors}
@@ -125,24 +149,30 @@ def _prepare(config: RunConfig) -> _Prepared:
         section: dataclasses.replace(
             getattr(config, section), threads=settled[name].threads, device=_device_kind(settled[name].device)
         )
-        for section, name in (("generator", "generator"), ("trainer", "trainer"), ("evaluation", "evaluator"))
+        for section, name in _SECTIONS.items()
         if name in settled
     }
     config = dataclasses.replace(config, **changes)
+    check_parallel_sizes(config, folder, cores=placement.cores)
     executors = tuple(dataclasses.replace(spec, config=config) for spec in placement.executors)
-    return _Prepared(config, Graph(executors, graph.channels), placement)
+    graph, weight_edges = settle_weight_edges(config, Graph(executors, graph.channels))
+    return _Prepared(config, graph, placement, weight_edges)
 
 
-def _check_parallel_sizes(config: RunConfig, folder: Path) -> None:
-    """A size that does not divide the model, or a model that cannot be divided, ends it before any process starts."""
-    for section in ("generator", "trainer"):
-        tp, key = getattr(config, section).tp, f"{section}.tp"
-        if tp > 1:
-            from llamarl.models.loading import load_model_config
-            from llamarl.models.parallel import check_tensor_parallel_plan
+def _check_vocabularies(config: RunConfig, folder: Path) -> None:
+    """The models beside the policy read its tokens, so they must know them."""
+    from llamarl.models.loading import load_model_config
 
-            check_tensor_parallel_size(folder, tp, key=key)
-            check_tensor_parallel_plan(load_model_config(folder), key=key)
+    beside = {"reference.path": config.has_reference and config.reference.path}
+    beside["critic.path"] = config.has_critic and config.critic.path
+    for key, path in beside.items():
+        if path:
+            ours, theirs = (load_model_config(f).get_text_config().vocab_size for f in (folder, path))
+            if ours != theirs:
+                raise ConfigError(
+                    f"{key}: {path} has a vocabulary of {theirs} tokens, {config.model.path} one of {ours}: "
+                    "both must read the same tokens"
+                )
 
 
 def _device_kind(device: str) -> str:
@@ -188,7 +218,8 @@ def _describe(prepared: _Prepared) -> dict[str, Any]:
 
 
 class _RunCheckpoints:
-    """Connects the controller's question "is this tick saved?" with the store."""
+    """Connects the controller's question "is this tick saved?" with the store, which proves and renames on a thread:
+    reading every byte again must not hold up the job."""
 
     def __init__(self, store: CheckpointStore, prepared: _Prepared, recorder: Recorder) -> None:
         self._store = store
@@ -196,6 +227,8 @@ class _RunCheckpoints:
         self._recorder = recorder
         self._folders: dict[int, Path] = {}
         self._required: set[int] = set()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._finishing: list[Future[object]] = []
 
     def require(self, tick: int) -> None:
         self._required.add(tick)
@@ -209,8 +242,26 @@ class _RunCheckpoints:
         return self._folders[tick]
 
     def on_saved(self, tick: int) -> None:
+        self._raise_failures(wait=False)
         self._recorder.sync()
-        self._store.finish(tick, _describe(self._prepared))
+        self._finishing.append(self._thread.submit(self._store.finish, tick, _describe(self._prepared)))
+
+    def close(self) -> None:
+        """Return when the last checkpoint is proved.
+
+        Raises:
+            CheckpointError: One could not be finished.
+        """
+        self.settle()
+        self._raise_failures(wait=True)
+
+    def settle(self) -> None:
+        """Return when nothing is being proved any more, well or ill."""
+        self._thread.shutdown(wait=True)
+
+    def _raise_failures(self, *, wait: bool) -> None:
+        while self._finishing and (wait or self._finishing[0].done()):
+            self._finishing.pop(0).result()
 
 
 class _Observe:
@@ -230,7 +281,8 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
         "task": config.task.name,
         "algorithm": config.algorithm.name,
         "staleness": f"max_staleness {config.schedule.max_staleness}, max_segments {config.generator.max_segments}: "
-        f"no token older than {config.schedule.max_staleness + config.generator.max_segments - 1} versions",
+        f"no token older than {config.token_staleness_bound} versions",
+        **{edge.channel: edge.summary() for edge in prepared.weight_edges},
         "run": str(run_dir),
     }
     recorder = Recorder(
@@ -243,6 +295,7 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
         run_config=to_plain(config),
     )
     runtime = make_runtime(config.run.runtime)
+    checkpoints = _RunCheckpoints(CheckpointStore(run_dir / "checkpoints", config.checkpoint), prepared, recorder)
     stopped = "stopped by an error"
     try:
         run_graph(
@@ -254,11 +307,10 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
             first_tick=0 if resume_after_tick is None else resume_after_tick + 1,
             load_from=load_from,
             deadlines=config.deadlines,
-            checkpoints=_RunCheckpoints(
-                CheckpointStore(run_dir / "checkpoints", config.checkpoint), prepared, recorder
-            ),
+            checkpoints=checkpoints,
             observers=[_Observe(recorder)],
         )
+        checkpoints.close()
         stopped = ""
     except KeyboardInterrupt:
         stopped = "stopped by the user"
@@ -268,4 +320,5 @@ def _execute(prepared: _Prepared, run_dir: Path, *, resume_after_tick: int | Non
         raise
     finally:
         runtime.close()
+        checkpoints.settle()
         recorder.close(stopped)

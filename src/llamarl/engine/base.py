@@ -8,14 +8,14 @@ add ─▶ [waiting] ─▶ step ... step ─▶ finished sequences
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from llamarl.engine.sequence import Sequence as TokenSequence
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Engine"]
+__all__ = ["AdoptsWeights", "Engine"]
 
 
 class Engine(Protocol):
@@ -64,4 +64,23 @@ class Engine(Protocol):
 
     def stats(self) -> Mapping[str, float]:
         """Counters since the last call: tokens sampled, prompt tokens computed, prompt tokens shared, KV bytes, ..."""
+        ...
+
+
+@runtime_checkable
+class AdoptsWeights(Protocol):
+    """An engine that can compute with parameters that lie in another's memory, so that a hand-over copies nothing."""
+
+    def can_adopt(self, dtypes: Mapping[str, str]) -> bool:
+        """Whether ``adopt`` takes whole parameters of these names and types (``float32``, ``bfloat16``, ...)."""
+        ...
+
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take these in place of own copies, until the next ``adopt``; they are only read. ``weights_updated`` follows.
+
+        ``parameters_for_sync`` gives own, writable copies of them again.
+
+        Raises:
+            ValueError: One is missing or of another shape.
+        """
         ...

@@ -122,6 +122,14 @@ class NativeEngine:
     def parameters_for_sync(self) -> Mapping[str, torch.Tensor]:
         return self._runner.parameters_for_sync()
 
+    def can_adopt(self, dtypes: Mapping[str, str]) -> bool:
+        """Whether ``adopt`` takes whole parameters of these names and types."""
+        return self._runner.can_adopt(dtypes)
+
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Compute with these parameters in place of own copies; the engine only reads them."""
+        self._runner.adopt(tensors)
+
     def weights_updated(self, version: int) -> None:
         """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is recomputed."""
         if version < 0:

@@ -45,6 +45,9 @@ class FusedLinear(nn.Module):
         rows: Serve these rows of the (single) source alone.
     """
 
+    packs = False
+    """Whether ``refresh`` makes a copy of its own, so that the parameters are only read while it runs."""
+
     def __init__(
         self, sources: Sequence[nn.Linear], *, summed: EngineRanks | None = None, rows: slice | None = None
     ) -> None:
@@ -78,6 +81,11 @@ class FusedLinear(nn.Module):
 
     def _weight(self) -> Tensor:
         return self._weights[0] if len(self._weights) == 1 else torch.cat(self._weights)
+
+    @property
+    def follows_parameters(self) -> bool:
+        """Whether ``refresh`` sees parameters whose storage was exchanged: it reads the parameters, not views of them."""
+        return self.packs and all(isinstance(weight, nn.Parameter) for weight in self._weights)
 
     def part(self, x: Tensor, first: int, size: int) -> Tensor:
         """Output features ``first .. first + size`` for ``x``; the product is computed once per input tensor."""
@@ -120,6 +128,8 @@ class _PlainLinear(FusedLinear):
 
 
 class _OneDnnLinear(FusedLinear):
+    packs = True
+
     def _pack(self, weight: Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
@@ -128,6 +138,8 @@ class _OneDnnLinear(FusedLinear):
 
 
 class _Int8Linear(FusedLinear):
+    packs = True
+
     kernels: Kernels | None = None
     """Compiled loops around the product, if the engine has them."""
 
@@ -158,6 +170,7 @@ class _Int8Linear(FusedLinear):
 
 
 class _Fp8Linear(FusedLinear):
+    packs = True
     _packed: Tensor | None = None
     _scale: Tensor | None = None
 

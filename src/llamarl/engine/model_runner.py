@@ -61,6 +61,7 @@ class ModelRunner:
             )
         kernels = _kernels(self.model, config, self.dtype, self.device)
         self._parameters = dict(self.model.named_parameters())
+        self._adopted = False
         self.linears = serve_linears(
             self.model,
             quantization=quantization,
@@ -111,8 +112,35 @@ class ModelRunner:
         return torch.from_numpy(np.zeros(count * self.dtype.itemsize, dtype=np.uint8)).view(self.dtype).view(shape)
 
     def parameters_for_sync(self) -> Mapping[str, Tensor]:
-        """Parameters, or this rank's parts, by their Hugging Face name; a tied one once, under its first name."""
+        """Parameters, or this rank's parts, by their Hugging Face name; a tied one once, under its first name. They may be written."""
+        if self._adopted:
+            for parameter in self._parameters.values():
+                parameter.data = parameter.data.clone()
+            self._adopted = False
         return self._parameters
+
+    def can_adopt(self, dtypes: Mapping[str, str]) -> bool:
+        """Whether ``adopt`` takes whole parameters of these names and types (``float32``, ``bfloat16``, ...)."""
+        return (
+            self.device.type == "cpu"
+            and all(linear.follows_parameters for linear in self.linears)
+            and dict(dtypes) == {name: str(p.dtype).removeprefix("torch.") for name, p in self._parameters.items()}
+        )
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compute with ``tensors`` from the next ``weights_updated`` on, in place of own copies; they are only read.
+
+        Raises:
+            ValueError: One is missing or of another shape.
+        """
+        for name, parameter in self._parameters.items():
+            tensor = tensors.get(name)
+            if tensor is None or tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:
+                got = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+                raise ValueError(f"{name}: the engine holds {tuple(parameter.shape)} {parameter.dtype}, got {got}")
+        for name, parameter in self._parameters.items():
+            parameter.data = tensors[name]
+        self._adopted = True
 
     @torch.no_grad()
     def weights_updated(self) -> None:

@@ -10,6 +10,7 @@ so a test can drive one executor alone, with plain values and no channel, proces
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,8 +90,12 @@ class Executor(Protocol):
         """Fire once. Consumes one payload of every in-channel, makes one for every out-channel."""
         ...
 
-    def save(self, folder: Path, tick: int) -> None:
-        """Write the state after ``tick`` into an existing, empty folder of this rank's own."""
+    def save(self, folder: Path, tick: int) -> Future[None] | None:
+        """Write the state after ``tick`` into an existing, empty folder of this rank's own.
+
+        Returns:
+            None when it is written, or a future if it is being written beside the ticks that follow.
+        """
         ...
 
     def load(self, folder: Path, tick: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from llamarl.engine.config import EngineConfig
 from llamarl.strict import STRICT
 
-__all__ = ["EvaluationConfig", "GeneratorConfig", "SamplingConfig"]
+__all__ = ["DynamicSamplingConfig", "EvaluationConfig", "GeneratorConfig", "SamplingConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -106,6 +107,35 @@ class GeneratorConfig:
             raise ValueError(f"tp must be >= 1 rank, got {self.tp}")
         if self.threads < 0:
             raise ValueError(f"threads must be >= 0 (0 divides the cores), got {self.threads}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DynamicSamplingConfig:
+    """Train only on groups with a signal, and refill the batch from groups generated in excess (DAPO)."""
+
+    enabled: bool = False
+    """Drop groups whose rewards are all equal before they reach the trainer. Needs a group baseline
+    (``algorithm.advantage``). A batch that cannot be filled is trained short and counted (``groups/short``)."""
+
+    oversample: float = 1.5
+    """Groups generated a tick, as a multiple of schedule.prompts_per_step, >= 1; rounded up to a whole number a generator
+    replica. 1 drops without refilling from the same tick. Not ``generator.oversubscription``, which are groups in flight."""
+
+    carry_ticks: int = 0
+    """Ticks by which waiting for a later batch may raise the bound on staleness, >= 0. 0 keeps the bound: a spare group
+    waits only as long as its own tokens allow (those of partial rollouts that were quick, and the first ticks')."""
+
+    def __post_init__(self) -> None:
+        if not self.oversample >= 1:
+            raise ValueError(f"oversample must be >= 1, got {self.oversample}; 1.5 generates half a batch in excess")
+        if self.carry_ticks < 0:
+            raise ValueError(f"carry_ticks must be >= 0 trainer ticks, got {self.carry_ticks}")
+
+    def groups_per_tick(self, prompts_per_step: int, replicas: int) -> int:
+        """Groups that all ``replicas`` together deliver a tick, a multiple of their number."""
+        if not self.enabled:
+            return prompts_per_step
+        return replicas * math.ceil(round(prompts_per_step * self.oversample, 6) / replicas)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

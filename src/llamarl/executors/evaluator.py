@@ -21,6 +21,7 @@ from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.generator import make_engine, sampling_params, to_response
+from llamarl.executors.hand_over import serve
 from llamarl.models.loading import load_tokenizer
 from llamarl.seeding import derive_seed
 from llamarl.types import Failure, Group, Prompt, Score
@@ -63,9 +64,9 @@ class EvaluatorExecutor:
         if tick == 0:
             metrics = self._evaluate(version=0)
         elif weights is not None:
-            weights.load_into(self.engine.parameters_for_sync())
-            self.engine.weights_updated(weights.version)
+            served = serve(weights, self.engine)
             metrics = self._evaluate(version=weights.version)
+            served.check()
         return StepResult(metrics=metrics)
 
     def _evaluate(self, version: int) -> dict[str, float]:

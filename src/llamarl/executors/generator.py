@@ -1,4 +1,4 @@
-"""The generator: takes a weight version, delivers ``prompts_per_step`` complete groups, carries the rest.
+"""The generator: takes a weight version, delivers ``groups_per_tick`` complete groups, carries the rest.
 
     tick k:  weights v ─▶ engine ;  admit new prompts ─▶ decode until enough groups are complete ─▶ suspend ─▶ groups
                                        ▲                                                            │
@@ -32,6 +32,7 @@ from llamarl.environments.factory import make_task
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.config import SamplingConfig
 from llamarl.executors.generator_ranks import generator_layout, generator_weights
+from llamarl.executors.hand_over import Served, serve
 from llamarl.executors.partial_rollouts import select_deliveries
 from llamarl.models.loading import load_tokenizer
 from llamarl.models.parallel import ParallelLayout
@@ -61,12 +62,13 @@ class GeneratorExecutor:
         self.name = context.name
         self.config = config
         self.context = context
-        self._prompts_per_tick = config.schedule.prompts_per_step // config.generator.dp
+        self._prompts_per_tick = config.groups_per_tick // config.generator.dp
         self._replica, tp_rank = divmod(context.rank, config.generator.tp)
         self._speaks = tp_rank == 0  # its tensor-parallel peers hold the same groups and deliver none
         self._num_active = int(self._prompts_per_tick * config.generator.oversubscription)
         self._cursor = 0  # prompts this replica has admitted so far
         self._active: list[_ActiveGroup] = []  # in order of admission
+        self._served = Served(0, None)
         self._completed: list[int] = []  # prompt indices, in order of completion
 
     def setup(self) -> None:
@@ -88,6 +90,7 @@ class GeneratorExecutor:
         self._admit(tick)
         before = sum(len(s.tokens) for g in self._active for s in g.sequences)
         delivered = self._decode(tick)
+        self._served.check()
         finished = time.monotonic()
         generated = sum(len(s.tokens) for g in [*delivered, *self._active] for s in g.sequences) - before
         groups = [self._to_group(g) for g in delivered]
@@ -100,9 +103,8 @@ class GeneratorExecutor:
         return StepResult(outputs={"completions": groups if self._speaks else []}, metrics=metrics, spans=spans)
 
     def _load_weights(self, weights: Any) -> None:
-        if weights.version != self.engine.policy_version:
-            weights.load_into(self.engine.parameters_for_sync(), self._weights_layout)
-            self.engine.weights_updated(weights.version)
+        if weights.version != self.engine.policy_version or self._served.in_place is not None:
+            self._served = serve(weights, self.engine, self._weights_layout)
 
     def _admit(self, tick: int) -> None:
         while len(self._active) < self._num_active:

@@ -1,6 +1,7 @@
 """The reward executor: judges every response in a pool of worker processes, and keeps the run's rollouts.
 
-In: ``completions``; out: ``scored``. A response without a verdict is *failed*, never scored zero.
+In: ``completions``; out: ``scored``. A response without a verdict is *failed*, never scored zero. With dynamic sampling,
+``scored`` holds the groups chosen for the tick; rollouts and ``reward/*`` still cover every judged one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from llamarl.config import RunConfig
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import ExecutorContext, StepResult
+from llamarl.executors.dynamic_sampling import DynamicSampler
 from llamarl.observability.rollouts import RolloutWriter
 from llamarl.types import Failure, Group, Score
 
@@ -22,13 +24,20 @@ __all__ = ["RewardExecutor", "reward_metrics"]
 
 
 class RewardExecutor:
-    """Scores groups; stateless between ticks, so a checkpoint of it is an empty folder."""
+    """Scores groups. Its only state between ticks are the spare groups of dynamic sampling, if that is on."""
 
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
         self.name = context.name
         self.config = config
         self.context = context
         self._writer: RolloutWriter | None = None
+        self._sampler: DynamicSampler | None = None
+        if config.dynamic_sampling.enabled:
+            self._sampler = DynamicSampler(
+                config.algorithm,
+                num_wanted=config.schedule.prompts_per_step,
+                max_staleness=config.token_staleness_bound,
+            )
 
     def setup(self) -> None:
         self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
@@ -47,13 +56,19 @@ class RewardExecutor:
         if self._writer is not None and self.config.observability.rollouts_due(tick):
             self._writer.write(tick, groups)
         spans = (("score", started, scored), ("write_rollouts", scored, time.monotonic()))
-        return StepResult(outputs={"scored": groups}, metrics=reward_metrics(groups), spans=spans)
+        metrics = reward_metrics(groups)
+        if self._sampler is not None:
+            groups, counts = self._sampler.select(groups, tick)
+            metrics |= counts
+        return StepResult(outputs={"scored": groups}, metrics=metrics, spans=spans)
 
     def save(self, folder: Path, tick: int) -> None:
-        pass  # every verdict is a function of its response
+        if self._sampler is not None:  # every verdict is a function of its response: there is no other state
+            self._sampler.save(folder)
 
     def load(self, folder: Path, tick: int) -> None:
-        pass
+        if self._sampler is not None:
+            self._sampler.load(folder)
 
     def close(self) -> None:
         if hasattr(self, "pool"):

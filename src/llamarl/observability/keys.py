@@ -51,7 +51,20 @@ KEYS: tuple[MetricKey, ...] = (
     _key(
         "staleness/max",
         "updates",
-        "The largest of these; at most `max_staleness + max_segments - 1`.",
+        "The largest of these; at most `max_staleness + max_segments - 1`, plus `dynamic_sampling.carry_ticks` where "
+        "that is on.",
+        integer=True,
+    ),
+    _key(
+        "staleness/steps_mean",
+        "optimizer steps",
+        "With several steps a tick: `K (k - v) + j` for a token of version `v` in step `j` of tick `k`, `K` steps a tick; "
+        "mean over trained tokens.",
+    ),
+    _key(
+        "staleness/steps_max",
+        "optimizer steps",
+        "The largest of these; at most `K` times the bound on `staleness/max`, plus `K - 1`.",
         integer=True,
     ),
     _key("response/length_mean", "tokens", "Mean response length in the batch."),
@@ -59,7 +72,27 @@ KEYS: tuple[MetricKey, ...] = (
     _key("response/length_min", "tokens", "Shortest response in the batch.", integer=True),
     _key("response/truncated_fraction", "share", "Responses cut by the length limit, of all in the batch."),
     _key("tokens/generated", "tokens", "Response tokens that the generator sampled in its tick.", integer=True),
-    _key("tokens/trained", "tokens", "Response tokens in the loss of this tick.", integer=True),
+    _key(
+        "tokens/trained",
+        "tokens",
+        "Response tokens in the loss of this tick, over all its optimizer steps: a second pass counts again.",
+        integer=True,
+    ),
+    _key("tokens/budget_share", "share", "`tokens/trained` by what the steps' token budgets hold, where there is one."),
+    _key("samples/trained", "responses", "Responses with a trained token, counted as tokens are.", integer=True),
+    _key(
+        "samples/unused",
+        "responses",
+        "Responses that could train and that no optimizer step of the tick took; with a selection or several steps.",
+        integer=True,
+    ),
+    _key(
+        "tokens/computed",
+        "tokens",
+        "Tokens that the trainer's forward computed, prompts included: a prompt that its group shares counts once, and "
+        "responses without advantage may be left out (`trainer.skip_zero_advantage`).",
+        integer=True,
+    ),
     _key("tokens_per_s/generated", "tokens/s", "`tokens/generated` by `time/step_s`: the rate of the whole job."),
     _key("time/step_s", "s", "From the end of the trainer's tick before to the end of this one."),
     _key(
@@ -67,7 +100,14 @@ KEYS: tuple[MetricKey, ...] = (
     ),
     _key("time/reward_s", "s", "Duration of the reward executor's tick."),
     _key("time/trainer_s", "s", "Duration of the trainer's tick."),
+    _key(
+        "time/trainer_save_s",
+        "s",
+        "In ticks that save: how long the trainer's tick waited for its checkpoint, that is for a copy in host memory and, "
+        "if it was still being written, for the one before.",
+    ),
     _key("time/reference_s", "s", "Duration of the reference executor's tick, where there is one."),
+    _key("time/critic_s", "s", "Duration of the critic's tick, where there is one: values, then its own updates."),
     _key("time/evaluator_s", "s", "Duration of the evaluator's tick (near 0 where no evaluation is due)."),
     _key(
         "time/weight_sync_s",
@@ -84,10 +124,16 @@ KEYS: tuple[MetricKey, ...] = (
     _key("idle/reward", "share", "The same for the reward executor."),
     _key("idle/trainer", "share", "The same for the trainer."),
     _key("idle/reference", "share", "The same for the reference executor."),
+    _key("idle/critic", "share", "The same for the critic."),
     _key("idle/evaluator", "share", "The same for the evaluator."),
     _key("ratio/mean", "ratio", "Policy probability by behaviour probability, mean over trained tokens."),
     _key("ratio/max", "ratio", "The largest of these ratios."),
     _key("ratio/clipped_fraction", "share", "Trained tokens whose ratio exceeds `rho` and is clipped."),
+    _key(
+        "ratio/masked_fraction",
+        "share",
+        "Trained tokens left out by `algorithm.ratio_mask`; only where one is set.",
+    ),
     _key(
         "mismatch/kl",
         "nats",
@@ -95,19 +141,56 @@ KEYS: tuple[MetricKey, ...] = (
         "precision and kernel differences together.",
     ),
     _key("loss/policy", "loss", "Policy loss over the whole optimizer step."),
-    _key("loss/kl", "nats", "KL to the reference policy, where there is one."),
+    _key(
+        "kl/reference",
+        "nats",
+        "KL(policy, reference model) by `kl_estimator`, mean over trained tokens; only where there is a reference.",
+    ),
+    _key("critic/loss", "reward^2", "Value loss of the tick's first update, mean over trained tokens."),
+    _key(
+        "critic/explained_variance",
+        "share",
+        "1 less the variance of (return - value) by that of the return, over trained tokens, with the values that the "
+        "trainer used: 1 is perfect, 0 no better than a constant, negative worse.",
+    ),
+    _key("critic/value_mean", "reward", "Mean of those values."),
+    _key("critic/return_mean", "reward", "Mean of the returns that the critic learns."),
+    _key("critic/clipped_fraction", "share", "Tokens on which value clipping acted in the tick's last update."),
+    _key("critic/grad_norm", "norm", "Gradient norm of the tick's first update, before clipping."),
+    _key("critic/lr", "1/update", "The critic's learning rate in this tick."),
+    _key("critic/skipped", "updates", "Updates of this tick skipped because a gradient was not finite.", integer=True),
     _key("entropy", "nats", "Entropy of the policy, mean over trained tokens."),
-    _key("grad_norm", "norm", "Gradient norm before clipping."),
+    _key("grad_norm", "norm", "Gradient norm before clipping; with several steps, their mean."),
     _key("lr", "1/update", "Learning rate of this tick."),
     _key(
-        "step/skipped", "ticks", "1 if the update was skipped because a gradient was not finite, else 0.", integer=True
+        "step/skipped",
+        "optimizer steps",
+        "Updates skipped because a gradient was not finite; 0 is usual.",
+        integer=True,
     ),
+    _key("step/empty", "optimizer steps", "Updates not made because no token could train; 0 is usual.", integer=True),
     _key(
         "groups/no_signal",
         "groups",
         "Groups whose rewards are all equal (or of which fewer than two have one): they move nothing.",
         integer=True,
     ),
+    _key(
+        "groups/generated",
+        "groups",
+        "Groups judged in this tick; this and the next only with dynamic sampling.",
+        integer=True,
+    ),
+    _key("groups/trained", "groups", "Groups handed to the trainer.", integer=True),
+    _key("groups/refilled", "groups", "Of these, groups judged in an earlier tick.", integer=True),
+    _key("groups/spare", "groups", "Groups with a signal kept for a later tick.", integer=True),
+    _key(
+        "groups/expired",
+        "groups",
+        "Groups with a signal dropped because waiting longer would pass the bound on staleness.",
+        integer=True,
+    ),
+    _key("groups/short", "groups", "Groups by which the batch stayed below `prompts_per_step`.", integer=True),
     _key(
         "rollout/segments_max",
         "versions",
@@ -118,6 +201,12 @@ KEYS: tuple[MetricKey, ...] = (
         "rollout/carried",
         "responses",
         "Unfinished responses that the generator carries into its next tick.",
+        integer=True,
+    ),
+    _key(
+        "rollout/age_max",
+        "ticks",
+        "Oldest group of the batch: generator ticks between its admission and its delivery.",
         integer=True,
     ),
     _key("eval/accuracy", "share", "Mean score on held-out prompts; only in rows in which an evaluation ended."),

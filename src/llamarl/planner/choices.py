@@ -86,7 +86,7 @@ class Options:
     """Separate system, staleness >= 1: also try partial rollouts."""
     max_segments: int = 4
     oversubscription: float = 2.0
-    """With partial rollouts, slots a generator may keep busy, in units of its share of a tick."""
+    """With partial rollouts, groups that a generator keeps in flight, in units of those that a tick delivers."""
     max_pipeline: int = 1
     """Largest pipeline size; llamarl's trainer and engine run 1."""
     whole_groups: bool = True
@@ -180,6 +180,7 @@ def generator_choices(
             for precision in precisions:
                 layout = GeneratorLayout(tp, pp, precision, options.captured)
                 best: GeneratorChoice | None = None
+                worse = 0
                 top = math.ceil(share * options.oversubscription) if partial else share
                 for slots in slot_counts(top, min(options.max_slots, top)):
                     demand = GeneratorDemand(
@@ -191,10 +192,15 @@ def generator_choices(
                         slots=slots,
                         partial=partial,
                         max_segments=options.max_segments if partial else 1,
+                        oversubscription=options.oversubscription if partial else 1.0,
                     )
                     choice = generator_choice(hardware, work.model, layout, demand, replicas)
-                    if fits(choice.memory, memory_limit) and (best is None or choice.time_s < best.time_s):
-                        best = choice
+                    if not fits(choice.memory, memory_limit):
+                        continue
+                    if best is None or choice.time_s < best.time_s:
+                        best, worse = choice, 0
+                    elif partial and (worse := worse + 1) == 2:
+                        break  # fewer at once only queue longer, and the profile of a long queue is slow to make
                 if best:
                     yield best
 

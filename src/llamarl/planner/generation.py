@@ -5,8 +5,8 @@ the schedule is worked out once in steps (``batch_profile``), and any hardware, 
 sum over it.
 
     whole batch      : n sequences, c slots; the tick ends when the last one ends (the drain leaves slots empty)
-    partial rollouts : all c slots stay busy; the tick ends when n sequences' worth of tokens is made, and what is
-                       unfinished is carried over (its cache is filled again under the next weights)
+    partial rollouts : the tick ends with the n-th complete group, and what is unfinished is carried over, its cache filled
+                       again under the next weights (``partial.py``); the step waits for the slowest replica
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from llamarl.planner.costs import GeneratorLayout, decode_step_s, prefill_s
 from llamarl.planner.hardware import BYTES_PER_WEIGHT, Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
+from llamarl.planner.partial import PartialProfile, partial_profile
 
 __all__ = ["BatchProfile", "GeneratorDemand", "batch_profile", "generator_memory", "generator_tick_s", "padded_profile"]
 
@@ -119,6 +120,8 @@ class GeneratorDemand:
     """Partial rollouts: carry unfinished sequences over."""
     max_segments: int = 1
     """Versions a carried sequence may span."""
+    oversubscription: float = 1.0
+    """Partial rollouts: groups in flight, in units of those that a tick delivers; 1 to ``max_segments``."""
     padded: bool = False
     """Static, padded batches instead of continuous ones."""
     shared_prefix: bool = True
@@ -130,35 +133,42 @@ def _profile(demand: GeneratorDemand) -> BatchProfile:
     d = demand
     if d.padded:
         return padded_profile(d.lengths, d.sequences, d.slots)
-    if not d.partial:
-        return batch_profile(d.lengths, d.sequences, d.slots, d.total_sequences)
-    # Steady state: full slots, lengths met at a random moment. A sequence that spans its last version must end in the tick.
-    steps = d.sequences * d.lengths.mean / d.slots
-    steps = max(steps, d.lengths.expected_max(d.total_sequences) / d.max_segments)
-    active = d.sequences * d.lengths.mean / steps
-    one = np.ones(1)
-    held = d.slots * d.lengths.mean_in_flight * 1.1  # the sum over many slots swings little around its mean
-    return BatchProfile(one * steps, one * active, one * d.lengths.mean_in_flight, held, d.slots)
+    return batch_profile(d.lengths, d.sequences, d.slots, d.total_sequences)
+
+
+def _partial_profile(demand: GeneratorDemand) -> PartialProfile:
+    d = demand
+    deliver = max(1, round(d.sequences / d.group_size))
+    active = max(deliver, int(deliver * d.oversubscription))
+    return partial_profile(d.lengths, d.group_size, deliver, active, d.slots, d.max_segments)
 
 
 def generator_tick_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, demand: GeneratorDemand) -> float:
-    """Seconds a replica needs for its share of a tick: prefill of the prompts, then every decode step."""
+    """Seconds the slowest replica needs for its share of a tick: prefill of the prompts, then every decode step."""
+    if demand.partial:
+        return _partial_tick_s(hardware, model, layout, demand)
     profile = _profile(demand)
     step = np.asarray(decode_step_s(hardware, model, layout, profile.active, demand.prompt_tokens + profile.written))
     copies = demand.group_size if demand.shared_prefix else 1
     prompts = demand.sequences * demand.prompt_tokens / copies
-    total = float((profile.steps * step).sum()) + prefill_s(hardware, model, layout, prompts, demand.prompt_tokens / 2)
-    if demand.partial:
-        carried = demand.slots * (demand.prompt_tokens + demand.lengths.mean_in_flight)
-        total += prefill_s(hardware, model, layout, carried, demand.lengths.mean_in_flight / 2)
-    return total
+    return float((profile.steps * step).sum()) + prefill_s(hardware, model, layout, prompts, demand.prompt_tokens / 2)
+
+
+def _partial_tick_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, demand: GeneratorDemand) -> float:
+    profile = _partial_profile(demand)
+    step = np.asarray(decode_step_s(hardware, model, layout, profile.active, demand.prompt_tokens + profile.written))
+    replicas = max(1, round(demand.total_sequences / demand.sequences))
+    filled = profile.refilled + profile.groups * demand.prompt_tokens
+    carried = profile.refilled / max(1.0, profile.groups * demand.group_size)
+    context = (demand.prompt_tokens + carried) / 2.0
+    return profile.slowest(profile.steps * step, replicas) + prefill_s(hardware, model, layout, filled, context)
 
 
 def generator_memory(
     hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, demand: GeneratorDemand
 ) -> dict[str, float]:
     """Bytes of the fullest generator rank, by part."""
-    profile = _profile(demand)
+    profile = _partial_profile(demand) if demand.partial else _profile(demand)
     shards = layout.pp * min(layout.tp, model.kv_shards)
     prompts = float(profile.peak_active * demand.prompt_tokens)
     if demand.shared_prefix:

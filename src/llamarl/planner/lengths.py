@@ -17,7 +17,17 @@ import numpy.typing as npt
 
 from llamarl.errors import PlanError
 
-__all__ = ["Lengths", "constant", "empirical", "lognormal", "parse_lengths", "pareto", "read_lengths"]
+__all__ = [
+    "GroupedLengths",
+    "Lengths",
+    "constant",
+    "empirical",
+    "grouped",
+    "lognormal",
+    "parse_lengths",
+    "pareto",
+    "read_lengths",
+]
 
 _MAX_LIMIT = 1_048_576
 _KINDS = ("constant", "lognormal", "pareto")
@@ -72,6 +82,19 @@ class Lengths:
     def sample(self, count: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
         """``count`` independent lengths."""
         return self.quantile(rng.random(count))
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedLengths(Lengths):
+    """Measured lengths that are drawn a whole group at a time: responses to one prompt are alike in length."""
+
+    groups: npt.NDArray[np.int64]
+    """[groups, g] measured lengths."""
+
+    def sample(self, count: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+        """``count`` lengths, measured groups end to end; the last one cut where g does not divide ``count``."""
+        rows = -(-count // self.groups.shape[1])
+        return self.groups[rng.integers(len(self.groups), size=rows)].ravel()[:count]
 
 
 def _from_survival(label: str, values: npt.NDArray[np.float64]) -> Lengths:
@@ -137,6 +160,15 @@ def empirical(lengths: Iterable[int], label: str = "measured") -> Lengths:
     counts = np.bincount(values)
     survival = 1.0 - np.cumsum(counts)[:-1] / values.size
     return _from_survival(f"{label}, {values.size} responses, mean {values.mean():.1f}", survival)
+
+
+def grouped(groups: npt.ArrayLike, label: str = "measured") -> GroupedLengths:
+    """The distribution of measured groups, [groups, responses of each]."""
+    values = np.asarray(groups, dtype=np.int64)
+    if values.ndim != 2:
+        raise PlanError(f"{label}: groups of one size are needed, got an array of shape {values.shape}")
+    alone = empirical(values.ravel().tolist(), label)
+    return GroupedLengths(label=alone.label, survival=alone.survival, groups=values)
 
 
 def read_lengths(path: Path) -> Lengths:

@@ -16,7 +16,7 @@ from typing import Any
 
 from llamarl.errors import PlanError
 
-__all__ = ["ModelSpec", "find_model", "model_names", "spec_from_config"]
+__all__ = ["ModelSpec", "find_config", "find_model", "model_names", "spec_from_config"]
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _UNGATED = {"gpt2", "gpt_neox", "opt", "phi", "falcon", "starcoder2", "bloom", "gptj", "gpt_bigcode"}
@@ -239,6 +239,16 @@ def find_model(model: str | Path) -> ModelSpec:
     Raises:
         PlanError: Neither; the message gives the nearest name. Or the file is not a usable config.
     """
+    name, config = find_config(model)
+    return spec_from_config(config, name)
+
+
+def find_config(model: str | Path) -> tuple[str, dict[str, Any]]:
+    """Name and ``config.json`` object of a bundled shape, a Hugging Face folder, a ``config.json`` or ``bundled:NAME``.
+
+    Raises:
+        PlanError: As ``find_model``.
+    """
     text = str(model)
     if text.startswith("bundled:"):
         path = _ASSETS / text.removeprefix("bundled:")
@@ -253,12 +263,12 @@ def find_model(model: str | Path) -> ModelSpec:
             raise PlanError(f"model: {path} is not a readable JSON file: {error}") from error
         if not isinstance(config, dict):
             raise PlanError(f"model: {path} holds a {type(config).__name__}, expected the object of a config.json")
-        return spec_from_config(config, path.parent.name if path.name == "config.json" else path.stem)
+        return path.parent.name if path.name == "config.json" else path.stem, config
     by_key = {name.lower(): name for name in _bundled()}
     key = text.rsplit("/", 1)[-1].lower()
     key = key.removeprefix("meta-").removesuffix("-instruct").removesuffix("-base")
     if key in by_key:
-        return spec_from_config(_bundled()[by_key[key]], by_key[key])
+        return by_key[key], dict(_bundled()[by_key[key]])
     near = difflib.get_close_matches(key, by_key, n=1, cutoff=0.5)
     hint = f"the nearest bundled shape is {by_key[near[0]]!r}; " if near else ""
     raise PlanError(

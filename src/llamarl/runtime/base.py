@@ -27,6 +27,8 @@ class Order:
     """In-channel name -> one handle a source rank."""
     save_to: Path | None = None
     """If set, each rank saves its state after this tick into ``save_to / executor / rank_N``."""
+    settle: bool = False
+    """Report only when every state that was saved is written: no later tick will tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class Report:
     spans: tuple[tuple[str, float, float], ...] = ()
     stop: str = ""
     """Why the executor asks for the job to end with a checkpoint; empty to go on."""
+    saving: tuple[int, ...] = ()
+    """Ticks whose saved state is still being written; that of every other tick up to this one is written."""
     controller_bytes: int = 0
     """Bytes of order and report as they passed through the controller (0 where nothing is serialized)."""
 

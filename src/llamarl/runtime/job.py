@@ -85,6 +85,7 @@ def combine_reports(executor: str, ranks: Sequence[RankReport], *, controller_by
         finished_s=max(report.finished_s for report in ranks),
         spans=ranks[0].spans,
         stop=ranks[0].stop,
+        saving=tuple(sorted({tick for report in ranks for tick in report.saving})),
         controller_bytes=controller_bytes,
     )
 

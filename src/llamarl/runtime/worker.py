@@ -15,6 +15,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -22,7 +25,7 @@ from typing import Any
 
 from llamarl.channels.base import ChannelSpec, Handle, Receiver, Sender
 from llamarl.checkpoint.storage import saving
-from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.errors import ConfigError, DeadlineExceeded, LlamaRLError
 from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec
 from llamarl.runtime.base import Order
 from llamarl.runtime.determinism import pin
@@ -88,6 +91,8 @@ class RankReport:
     started_s: float
     finished_s: float
     stop: str = ""
+    saving: tuple[int, ...] = ()
+    """Ticks whose state is still being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +160,8 @@ class Worker:
         self._executor: Executor | None = None
         self._senders: dict[str, Sender] = {}
         self._receivers: dict[str, Receiver] = {}
+        self._saves: dict[int, tuple[Path, Future[None]]] = {}
+        """Tick -> folder and what is being written there, beside the ticks that follow."""
         self._leave_process_group: Callable[[], None] = lambda: None
         self._closed = False
 
@@ -186,6 +193,7 @@ class Worker:
             run_dir=plan.run_dir,
             seed=plan.seed,
         )
+        _take_device(context.device)
         self._executor = executor = factory(spec.config, context)
         self.pin()
         executor.setup()
@@ -223,22 +231,53 @@ class Worker:
         for name, sender in self._senders.items():
             with _Span(f"send {name}", spans):
                 outputs[name] = sender.send(order.tick, result.outputs[name])
+        metrics = {key: float(value) for key, value in result.metrics.items()}
         if order.save_to is not None:
-            folder = _rank_folder(order.save_to, order.executor, self._plan.rank)
             with _Span("save", spans):
-                with saving(folder):
-                    folder.mkdir(parents=True)
-                    executor.save(folder, order.tick)
+                self._finish_saves(wait=True)  # two at once would hold two copies of the state
+                self._save(executor, order.tick, _rank_folder(order.save_to, order.executor, self._plan.rank))
+            if order.tick in self._saves:
+                metrics[f"time/{order.executor}_save_s"] = spans[-1][2] - spans[-1][1]
+        with _Span("settle", spans) if order.settle and self._saves else nullcontext():
+            self._finish_saves(wait=order.settle)
         return RankReport(
             rank=self._plan.rank,
             tick=order.tick,
             outputs=outputs,
-            metrics={key: float(value) for key, value in result.metrics.items()},
+            metrics=metrics,
             spans=tuple(spans),
             started_s=started_s,
             finished_s=time.monotonic(),
             stop=result.stop,
+            saving=tuple(sorted(self._saves)),
         )
+
+    def _save(self, executor: Executor, tick: int, folder: Path) -> None:
+        with saving(folder):
+            folder.mkdir(parents=True)
+            pending = executor.save(folder, tick)
+        if pending is not None:
+            self._saves[tick] = folder, pending
+
+    def _finish_saves(self, *, wait: bool) -> None:
+        """Forget the states that are written; a failed write is raised here, in the tick that finds it.
+
+        Raises:
+            CheckpointError: The disk is full or not writable.
+            DeadlineExceeded: ``wait``, and it takes too long.
+        """
+        for tick, (folder, pending) in list(self._saves.items()):
+            if not wait and not pending.done():
+                continue
+            limit = self._plan.collective_timeout_s
+            if not wait_for_futures([pending], timeout=limit).done:
+                raise DeadlineExceeded(
+                    f"executor {self._plan.spec.name!r}, rank {self._plan.rank}: the state after tick {tick} is not yet "
+                    f"written to {folder.parent} after {limit:g} s: is the disk slow or gone?"
+                )
+            with saving(folder):
+                pending.result()
+            del self._saves[tick]
 
     def close(self) -> tuple[str, ...]:
         """Release everything; what goes wrong on the way is returned as text, and the rest is still closed."""
@@ -295,6 +334,13 @@ def rank_device(spec: ExecutorSpec, rank: int) -> str:
             "expected one for all or one for each"
         )
     return devices[rank] if len(devices) > 1 else devices[0]
+
+
+def _take_device(device: str) -> None:
+    """Make a rank's GPU the current one of this process: channels and libraries then allocate there."""
+    torch = sys.modules.get("torch")
+    if torch is not None and device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device))
 
 
 def _rank_folder(root: Path, executor: str, rank: int) -> Path:

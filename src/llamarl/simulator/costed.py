@@ -232,9 +232,12 @@ class CostedTrainer:
         self._version += 1
         metrics = {f"{STALENESS_METRIC}{lag}": float(tokens) for lag, tokens in sorted(staleness.items())}
         metrics["tokens/trained"] = float(sum(staleness.values()))
+        outputs = {"weights": self._version}
+        if s.evaluation is not None:
+            outputs["eval_weights"] = self._version
         return TimedStep(
             duration_s=duration,
-            outputs={"weights": self._version},
+            outputs=outputs,
             metrics=metrics,
             spans=(("train", 0.0, duration),),
         )

@@ -20,6 +20,7 @@ from llamarl.planner.hardware import Hardware
 from llamarl.planner.model_spec import ModelSpec
 
 __all__ = [
+    "EvaluationCost",
     "GeneratorCost",
     "LinearGeneratorCost",
     "RewardCost",
@@ -137,6 +138,27 @@ class RewardCost:
         mu = math.log(self.sample_s) - self.sample_sigma**2 / 2.0
         each = rng.lognormal(mu, self.sample_sigma, samples)
         return self.tick_s + max(float(each.sum()) / self.workers, float(each.max()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationCost:
+    """Scoring a version on held-out prompts: one whole batch, decoded beside the training."""
+
+    every: int
+    """Versions between evaluations, >= 1; version 0 and the last are scored too."""
+    prompts: int
+    generator: GeneratorCost
+    samples_per_prompt: int = 1
+    slots: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("every", "prompts", "samples_per_prompt", "slots"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"evaluation: {name} must be at least 1, got {getattr(self, name)}")
+
+    def due(self, tick: int, num_ticks: int) -> bool:
+        """Whether the evaluator works at ``tick``: it scores version 0 at tick 0, version k + 1 at tick k."""
+        return tick == 0 or (tick + 1) % self.every == 0 or tick + 1 == num_ticks
 
 
 @dataclass(frozen=True, kw_only=True)

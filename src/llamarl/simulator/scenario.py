@@ -11,7 +11,15 @@ from llamarl.controller.graph import Graph
 from llamarl.controller.job import llamarl_graph
 from llamarl.errors import PlanError
 from llamarl.planner.lengths import Lengths, constant
-from llamarl.simulator.costs import GeneratorCost, LinearGeneratorCost, RewardCost, TrainerCost, Variation
+from llamarl.simulator.contention import Contention
+from llamarl.simulator.costs import (
+    EvaluationCost,
+    GeneratorCost,
+    LinearGeneratorCost,
+    RewardCost,
+    TrainerCost,
+    Variation,
+)
 
 __all__ = ["Failures", "Scenario", "durations_scenario"]
 
@@ -62,6 +70,10 @@ class Scenario:
     """The generator cannot decode that long at the start of a tick, while it takes a version."""
     variation: Variation = field(default_factory=Variation)
     failures: Failures | None = None
+    evaluation: EvaluationCost | None = None
+    """None: the job has no evaluator."""
+    contention: Contention | None = None
+    """How roles slow one another; None: each has devices of its own and none does."""
     num_ticks: int = 100
     seed: int = 0
     planned_step_s: float | None = None
@@ -97,7 +109,7 @@ class Scenario:
                 },
                 "trainer": {"device": "cpu"},
                 "algorithm": {"advantage": "reward"} if self.group_size == 1 else {},
-                "evaluation": {"every": 0},
+                "evaluation": {"every": self.evaluation.every if self.evaluation else 0, "device": "cpu"},
             }
         )
 
@@ -106,6 +118,7 @@ class Scenario:
         """The graph of a real run of this schedule, its executors replaced by ones that only take time."""
         real = llamarl_graph(self.config)
         factories = {name: f"llamarl.simulator.costed:Costed{name.capitalize()}" for name in _ROLES}
+        factories["evaluator"] = "llamarl.simulator.costed_evaluator:CostedEvaluator"
         executors = tuple(
             dataclasses.replace(spec, factory=factories[spec.name], config=self) for spec in real.executors
         )

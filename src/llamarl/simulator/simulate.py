@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from llamarl.errors import ExecutorFailed, PlanError
 from llamarl.observability.trace import idle_share
 from llamarl.planner.step_time import closed_form_period
 from llamarl.runtime.base import Report
+from llamarl.simulator.contention import SharedMachineRuntime
 from llamarl.simulator.costed import STALENESS_METRIC
 from llamarl.simulator.scenario import Failures, Scenario
 from llamarl.simulator.virtual_clock import Snapshots, VirtualClockRuntime
@@ -104,7 +106,7 @@ def simulate(scenario: Scenario) -> SimulationResult:
     failures = scenario.failures
     num_failures, lost_s = 0, 0.0
     if failures is None:
-        runtime = VirtualClockRuntime(latency_s={"weights": scenario.weights_latency_s})
+        runtime = _clock(scenario)
         run_graph(
             scenario.graph, runtime, num_ticks=scenario.num_ticks, seed=scenario.seed, deadlines=_FOREVER,
             observers=[collect],
@@ -113,6 +115,13 @@ def simulate(scenario: Scenario) -> SimulationResult:
     else:
         num_failures, lost_s = _run_with_failures(scenario, failures, collect)
     return _measure(scenario, collect.reports, num_failures, lost_s)
+
+
+def _clock(scenario: Scenario, **changes: Any) -> VirtualClockRuntime:
+    latency_s = {"weights": scenario.weights_latency_s}
+    if scenario.contention is None:
+        return VirtualClockRuntime(latency_s=latency_s, **changes)
+    return SharedMachineRuntime(scenario.contention, latency_s=latency_s, **changes)
 
 
 def _run_with_failures(scenario: Scenario, failures: Failures, collect: _Collect) -> tuple[int, float]:
@@ -125,12 +134,7 @@ def _run_with_failures(scenario: Scenario, failures: Failures, collect: _Collect
     while True:
         began, num_reports = clock, len(collect.reports)
         before = checkpoints.last
-        runtime = VirtualClockRuntime(
-            latency_s={"weights": scenario.weights_latency_s},
-            start_s=clock,
-            fail_at_s=clock + float(rng.exponential(mean_s)),
-            snapshots=snapshots,
-        )
+        runtime = _clock(scenario, start_s=clock, fail_at_s=clock + float(rng.exponential(mean_s)), snapshots=snapshots)
         try:
             run_graph(
                 scenario.graph, runtime, num_ticks=scenario.num_ticks, seed=scenario.seed, deadlines=_FOREVER,

@@ -20,7 +20,7 @@ from llamarl.executors.base import ExecutorContext, ExecutorSpec
 from llamarl.runtime.base import Order, Report, SetupReport
 from llamarl.runtime.import_path import resolve
 
-__all__ = ["TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
+__all__ = ["Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
 
 Snapshots = dict[tuple[Path, str], Any]
 """(folder, executor) -> state. A virtual checkpoint lies in memory; its folder is only a name."""
@@ -127,6 +127,9 @@ class VirtualClockRuntime:
         assert step.duration_s >= 0, f"{order.executor} tick {order.tick}: duration {step.duration_s}"
         if order.save_to is not None:
             self._snapshots[order.save_to, order.executor] = executor.save()
+        self._begin(order, step, start)
+
+    def _begin(self, order: Order, step: TimedStep, start: float) -> None:
         heapq.heappush(self._out, (start + step.duration_s, self._fired, start, order, step))
         self._fired += 1
 
@@ -147,15 +150,18 @@ class VirtualClockRuntime:
         return Report(
             executor=order.executor,
             tick=order.tick,
-            outputs={
-                name: (_Token(payload, finish + self._latency_s.get(name, 0.0)),)
-                for name, payload in step.outputs.items()
-            },
+            outputs=self._tokens(step, finish),
             metrics=step.metrics,
             started_s=start,
             finished_s=finish,
             spans=tuple((label, start + a, start + b) for label, a, b in step.spans),
         )
+
+    def _tokens(self, step: TimedStep, finish: float) -> dict[str, tuple[_Token, ...]]:
+        """The outputs of a tick that ended at ``finish``, each with its time on the way."""
+        return {
+            name: (_Token(payload, finish + self._latency_s.get(name, 0.0)),) for name, payload in step.outputs.items()
+        }
 
     def now(self) -> float:
         """Virtual seconds."""

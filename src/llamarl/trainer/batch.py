@@ -8,6 +8,7 @@ P + j) is predicted at position P + j - 1. What follows a response's last traine
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.advantages import compute_advantages, overlong_penalty
+from llamarl.algorithms.advantages import compute_advantages
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.attention import PackedSequences
+from llamarl.trainer.credit import response_reward, standardize, token_advantages
 from llamarl.trainer.shared_prompts import SharedPrompts
-from llamarl.types import Failure, Group, Response, Score
+from llamarl.types import Group, Response, Score
 
-__all__ = ["Microbatch", "TrainingSequence", "make_microbatch", "make_sequences", "token_weight"]
+__all__ = [
+    "Microbatch",
+    "TrainingSequence",
+    "make_microbatch",
+    "make_sequences",
+    "token_weight",
+    "trainable",
+    "training_sequence",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +46,8 @@ class TrainingSequence:
     """[T] indices into ``tokens`` whose next token is trained, ascending."""
     targets: npt.NDArray[np.int64]
     """[T] the trained tokens."""
+    proximal_logprobs: npt.NDArray[np.float32] | None = None
+    """[T] under the weights before the tick's first update; None where nobody asks."""
     behavior_logprobs: npt.NDArray[np.float32]
     """[T]"""
     policy_versions: npt.NDArray[np.int64]
@@ -45,6 +57,15 @@ class TrainingSequence:
     """Index of its group among this rank's."""
     num_prompt: int
     """Prompt tokens at the start of ``tokens``."""
+    token_advantages: npt.NDArray[np.float64] | None = None
+    """[T] where tokens differ; None where each has ``advantage``."""
+    reference_logprobs: npt.NDArray[np.float32] | None = None
+    """[T] where a reference executor has seen the response."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any of its tokens has an advantage other than 0."""
+        return self.advantage != 0.0 if self.token_advantages is None else bool(self.token_advantages.any())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +82,8 @@ class Microbatch:
     """[T] indices into N."""
     targets: Tensor
     """[T] int64."""
+    proximal_logprobs: Tensor | None = None
+    """[T] float32; None where nobody asks."""
     behavior_logprobs: Tensor
     """[T] float32."""
     advantages: Tensor
@@ -70,6 +93,8 @@ class Microbatch:
     sequence_ids: Tensor
     """[T] int64, 0 .. S - 1."""
     num_sequences: int
+    reference_logprobs: Tensor | None = None
+    """[T] float32; None where there is no reference."""
 
     @property
     def num_tokens(self) -> int:
@@ -88,17 +113,30 @@ def make_sequences(
         sum_over_ranks: For advantages that look at the whole step: adds up over the ranks that hold its other groups.
 
     Raises:
-        ValueError: A response was never judged, or a trained token has no finite behaviour log-prob.
+        ValueError: A response was never judged, a trained token has no finite behaviour log-prob, or the algorithm needs
+            values or reference log-probs that nobody has put there.
     """
-    rewards = [np.array([_reward(r, config) for r in group.responses], dtype=np.float64) for group in groups]
+    rewards = [np.array([response_reward(r, config) for r in group.responses], dtype=np.float64) for group in groups]
     sequences = []
     for index, advantages in enumerate(compute_advantages(rewards, config, sum_over_ranks)):
         group = groups[index]
         for response, advantage in zip(group.responses, advantages, strict=True):
-            truncated = response.finish_reason == "length" and not config.train_truncated
-            if isinstance(response.outcome, Score) and response.loss_mask.any() and not truncated:
-                sequences.append(_sequence(group, response, float(advantage), index))
+            if trainable(response, config):
+                of_tokens = token_advantages(response, float(advantage), config)
+                sequences.append(training_sequence(group, response, float(advantage), index, of_tokens))
+    if config.advantage == "gae" and config.gae_normalize:
+        normal = standardize([s.token_advantages for s in sequences if s.token_advantages is not None], sum_over_ranks)
+        sequences = [
+            dataclasses.replace(s, token_advantages=a, advantage=float(a.mean()))
+            for s, a in zip(sequences, normal, strict=True)
+        ]
     return sequences
+
+
+def trainable(response: Response, config: AlgorithmConfig) -> bool:
+    """Whether a judged response has tokens in the loss."""
+    truncated = response.finish_reason == "length" and not config.train_truncated
+    return isinstance(response.outcome, Score) and bool(response.loss_mask.any()) and not truncated
 
 
 def token_weight(config: AlgorithmConfig, *, num_own_tokens: int, num_tokens: int, num_sequences: int) -> float:
@@ -167,27 +205,51 @@ def make_microbatch(
         position_ids=packed.position_ids(device),
         packed=packed,
         positions=tensor(positions, torch.int64),
+        proximal_logprobs=_proximal_logprobs(sequences, device),
         targets=tensor([s.targets for s in sequences], torch.int64),
         behavior_logprobs=tensor([s.behavior_logprobs for s in sequences], torch.float32),
-        advantages=tensor(per_token([s.advantage for s in sequences]), torch.float32),
+        advantages=tensor(
+            [
+                np.full(len(s.targets), s.advantage) if s.token_advantages is None else s.token_advantages
+                for s in sequences
+            ],
+            torch.float32,
+        ),
         weights=tensor(per_token(weights), torch.float32),
         sequence_ids=tensor(per_token(range(len(sequences))), torch.int64),
         num_sequences=len(sequences),
+        reference_logprobs=_reference_logprobs(sequences, device),
     )
 
 
-def _reward(response: Response, config: AlgorithmConfig) -> float:
-    if response.outcome is None:
-        raise ValueError(
-            f"response {response.prompt_index}/{response.sample_index} reached the trainer without a verdict:"
-            " wire a reward executor between generator and trainer"
-        )
-    if isinstance(response.outcome, Failure):
-        return float("nan")
-    return response.outcome.value - overlong_penalty(len(response.tokens), config)
+def _reference_logprobs(sequences: Sequence[TrainingSequence], device: torch.device) -> Tensor | None:
+    rows = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
+    if len(rows) < len(sequences):
+        return None
+    return torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.float32)])).to(device)
 
 
-def _sequence(group: Group, response: Response, advantage: float, index: int) -> TrainingSequence:
+def _proximal_logprobs(sequences: Sequence[TrainingSequence], device: torch.device) -> Tensor | None:
+    """All of them, or None: a tick computes them for every response or for none."""
+    known = [s.proximal_logprobs for s in sequences if s.proximal_logprobs is not None]
+    return torch.from_numpy(np.concatenate(known)).to(device) if known and len(known) == len(sequences) else None
+
+
+def training_sequence(
+    group: Group,
+    response: Response,
+    advantage: float,
+    index: int,
+    of_tokens: npt.NDArray[np.float64] | None = None,
+) -> TrainingSequence:
+    """One trainable response of the ``index``-th group.
+
+    Args:
+        of_tokens: [T] advantages of its trained tokens; None where each has ``advantage``.
+
+    Raises:
+        ValueError: The prompt is empty, or a trained token has no finite behaviour log-prob.
+    """
     trained = np.flatnonzero(response.loss_mask)
     num_prompt = len(group.prompt.tokens)
     where = f"response {response.prompt_index}/{response.sample_index}"
@@ -204,7 +266,9 @@ def _sequence(group: Group, response: Response, advantage: float, index: int) ->
         targets=tokens[positions + 1],
         behavior_logprobs=behavior.astype(np.float32),
         policy_versions=response.policy_versions[trained].astype(np.int64),
-        advantage=advantage,
+        advantage=advantage if of_tokens is None else float(of_tokens.mean()),
         group=index,
         num_prompt=num_prompt,
+        token_advantages=of_tokens,
+        reference_logprobs=None if response.reference_logprobs is None else response.reference_logprobs[trained],
     )

@@ -4,16 +4,41 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llamarl.strict import STRICT
 
-__all__ = ["OptimizerConfig", "TrainerConfig"]
+__all__ = ["CriticConfig", "OptimizerConfig", "ReferenceConfig", "SelectionConfig", "TrainerConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SelectionConfig:
+    """Which of a tick's responses its optimizer steps train on. Each option has a bias: docs/algorithms/batches.md."""
+
+    tokens_per_step: int = 0
+    """Trained tokens of each optimizer step (Ring-lite's C3PO): whole responses in a seeded order until the next would pass
+    this number; the others are dropped. 0 trains on all. At least the longest response."""
+
+    pairs: int = 0
+    """Of each group, train on so many pairs of highest and lowest advantage (Shuffle-R1), the greatest contrasts first;
+    0 trains on every response. At most half of generator.group_size."""
+
+    shuffle: Literal["uniform", "advantage"] = "uniform"
+    """How responses come to the steps of a tick. ``uniform``: each once a pass, in a seeded random order. ``advantage``:
+    each step draws its share anew, with probability proportional to the absolute advantage, so that some train several
+    times and others never (Shuffle-R1); needs trainer.minibatches >= 2 or tokens_per_step."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_step", "pairs"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0 (0 is off), got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainerConfig:
-    """Devices, precision and memory of the trainer. None of it changes the result beyond rounding."""
+    """Devices, precision and memory of the trainer, which change nothing beyond rounding; and how a tick's batch is cut
+    into optimizer steps, which does."""
 
     fsdp: int = 1
     """Ranks over which parameters, gradients and moments are sharded and the batch is split (FSDP2), >= 1."""
@@ -27,6 +52,15 @@ class TrainerConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
+
+    minibatches: int = 1
+    """Optimizer steps of one pass over a tick's batch, >= 1: whole groups are cut at random, by seed, into so many parts.
+    A policy version is made once a tick, after the last."""
+
+    epochs: int = 1
+    """Passes over a tick's batch, >= 1, each cut anew."""
+
+    selection: SelectionConfig = Field(default_factory=SelectionConfig)
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward. Master weights, gradients between micro-batches, and moments are float32."""
@@ -64,17 +98,33 @@ class TrainerConfig:
     """Precision of the exported Hugging Face folder; ``source`` is the one that the initial model was stored in."""
 
     def __post_init__(self) -> None:
-        for name in ("fsdp", "tp", "max_tokens_per_microbatch", "logprob_chunk_tokens"):
+        for name in ("fsdp", "tp", "max_tokens_per_microbatch", "logprob_chunk_tokens", "minibatches", "epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.selection.shuffle == "advantage" and self.minibatches == 1 and not self.selection.tokens_per_step:
+            raise ValueError(
+                "selection.shuffle 'advantage' draws a part of the batch for each step, but with minibatches = 1 a step is"
+                " the whole batch: set minibatches >= 2 or selection.tokens_per_step"
+            )
         for name in ("threads", "max_grad_norm", "max_skipped_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
+    @property
+    def steps_per_tick(self) -> int:
+        """Optimizer steps between two policy versions."""
+        return self.minibatches * self.epochs
+
+    @property
+    def plans_steps(self) -> bool:
+        """Whether a tick is anything but one step on every response."""
+        return self.steps_per_tick > 1 or self.selection.pairs > 0 or self.selection.tokens_per_step > 0
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW and its learning rate. The rate is a function of the tick alone, so skips and resumes keep it exact."""
+    """AdamW and its learning rate. The rate is a function of the tick alone, so skips and resumes keep it exact; all
+    optimizer steps of a tick have the same."""
 
     lr: float = 1e-6
     """Peak learning rate, > 0."""
@@ -112,3 +162,102 @@ class OptimizerConfig:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ReferenceConfig:
+    """The executor that puts a frozen model's log-probs beside every trained token. ``algorithm.kl_coef`` above 0 asks for
+    it."""
+
+    enabled: bool = False
+    """Run it although ``algorithm.kl_coef`` is 0, only to see how far the policy has moved (``kl/reference``)."""
+
+    path: str = ""
+    """Hugging Face folder of the reference model, with the policy's vocabulary; empty is the policy's version 0."""
+
+    fsdp: int = 1
+    """Ranks over which its parameters are sharded and the batch is split, >= 1."""
+
+    tp: int = 1
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
+
+    threads: int = 0
+    """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"cpu", "cuda", or "auto" for CUDA where there is one."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of its weights and of the forward pass."""
+
+    max_tokens_per_microbatch: int = 8192
+    """Tokens (prompt and response) that one forward pass packs, >= 1."""
+
+    share_prompts: bool = True
+    """Compute a group's prompt once for all of its responses; exact to rounding."""
+
+    logprob_chunk_tokens: int = 512
+    """Tokens whose logits exist at once, >= 1."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "fsdp", "tp", "max_tokens_per_microbatch", "logprob_chunk_tokens")
+        if self.threads < 0:
+            raise ValueError(f"threads must be >= 0 (0 divides the cores), got {self.threads}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CriticConfig:
+    """The executor that estimates returns and learns to; ``algorithm.advantage = "gae"`` asks for it."""
+
+    path: str = ""
+    """Hugging Face folder to start from: a language model, whose value head then starts at 0, or an exported critic. Empty
+    is the policy's version 0."""
+
+    fsdp: int = 1
+    """Ranks over which parameters, gradients and moments are sharded and the batch is split, >= 1."""
+
+    tp: int = 1
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
+
+    threads: int = 0
+    """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"cpu", "cuda", or "auto" for CUDA where there is one."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of forward and backward. Master weights and moments are float32."""
+
+    max_tokens_per_microbatch: int = 4096
+    """Tokens (prompt and response) that one forward pass packs, >= 1."""
+
+    share_prompts: bool = True
+    """Compute a group's prompt once for all of its responses; exact to rounding."""
+
+    updates_per_tick: int = 1
+    """Optimizer steps on each tick's whole batch, >= 1. The values that the trainer uses were estimated before the first."""
+
+    value_clip: float = 0.0
+    """In updates after a tick's first, an estimate that moved further than this from the one it had is clipped, and the
+    larger of both errors counts (PPO's value clipping); 0 is off."""
+
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 does not clip."""
+
+    max_skipped_steps: int = 3
+    """Non-finite gradients in a row that are skipped, >= 0; one more stops the run."""
+
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """The critic's own AdamW; its schedule counts ticks, as the policy's does."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "fsdp", "tp", "max_tokens_per_microbatch", "updates_per_tick")
+        for name in ("threads", "value_clip", "max_grad_norm", "max_skipped_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+
+def _at_least_one(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be >= 1, got {getattr(config, name)}")

@@ -48,6 +48,9 @@ def learning_rate(config: OptimizerConfig, tick: int, num_ticks: int | None) -> 
 class MasterWeights:
     """This rank's float32 weights and AdamW moments, and the way from gradients to the next version."""
 
+    KINDS = frozenset({"weight", "step", *_MOMENTS})
+    """What ``state`` holds of each parameter."""
+
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -63,6 +64,12 @@ class Policy(nn.Module):
             chunk_tokens=self.chunk_tokens,
             entropy_needs_grad=self.entropy_needs_grad,
         )
+
+    def forget_gathered_weights(self) -> None:
+        """Call after a forward pass without a backward pass, before weights change: FSDP2 keeps what it gathered for this
+        module's own parameters until a backward pass, and would compute with it again."""
+        if isinstance(self, FSDPModule):
+            self.reshard()
 
     def checkpoint_activations(self, every: int) -> None:
         """Recompute every ``every``-th layer in the backward pass instead of keeping its activations."""

@@ -15,12 +15,14 @@ from llamarl.algorithms.diagnostics import MAXIMA
 from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.batch import TrainingSequence
 
-__all__ = ["StepStatistics"]
+__all__ = ["StepStatistics", "tick_metrics"]
 
 _NOT_AVERAGED = ("loss/policy", "tokens/computed")
 """Sums that already carry the step's weights, and counts."""
 _OBSERVED = "observed"
 """Trained tokens that went through the forward pass: what the other sums are averaged over."""
+_COUNTS = ("tokens/trained", "tokens/computed", "samples/trained")
+"""Metrics that add up over the steps of a tick."""
 
 
 class StepStatistics:
@@ -51,6 +53,8 @@ class StepStatistics:
         self._sum_staleness: int = totals[2]
         self._num_computed = 0
         self._num_observed = 0
+        self.num_observed = 0.0
+        """Tokens over which the means of ``metrics`` were taken, over all ranks; known once it was called."""
         oldest = torch.tensor(int(staleness.max(initial=0)), device=device)
         self._max_staleness = int(layout.max_over_data(oldest).item())
 
@@ -83,10 +87,42 @@ class StepStatistics:
         largest = sorted(key for key in self._sums if key in MAXIMA)
         if adding:
             added = self._layout.sum_over_data(torch.stack([self._sums[key].double() for key in adding])).tolist()
-            observed = max(1.0, added.pop(adding.index(_OBSERVED)))
+            self.num_observed = added.pop(adding.index(_OBSERVED))
+            observed = max(1.0, self.num_observed)
             adding.remove(_OBSERVED)
             for key, value in zip(adding, added, strict=True):
                 sums[key] = value if key in _NOT_AVERAGED else value / observed
             maxima = self._layout.max_over_data(torch.stack([self._sums[key].double() for key in largest])).tolist()
             sums.update(zip(largest, maxima, strict=True))
         return {**result, **sums}
+
+
+def tick_metrics(steps: Sequence[StepStatistics]) -> dict[str, float]:
+    """Metrics of a tick from those of its optimizer steps; one step's are the tick's own.
+
+    Counts add up, so a token that trains in two passes counts twice. Of maxima the largest counts. Means are over all
+    tokens of all steps; ``loss/policy`` is the mean over steps with tokens. With several steps come ``staleness/steps_*``:
+    version v holds v * len(steps) optimizer steps, so a token of version v in step j of tick k is
+    ``(k - v) * len(steps) + j`` steps old.
+    """
+    found = [step.metrics() for step in steps]
+    if len(steps) == 1:
+        return found[0]
+    filled = [i for i, step in enumerate(steps) if step.num_tokens]
+    result: dict[str, float] = {}
+    for key in {key: None for metrics in found for key in metrics}:
+        values = [metrics.get(key, 0.0) for metrics in found]
+        if key in _COUNTS:
+            result[key] = sum(values)
+        elif key in MAXIMA or key.endswith("/max"):
+            result[key] = max(values)
+        elif key == "loss/policy":
+            result[key] = sum(values[i] for i in filled) / max(1, len(filled))
+        else:
+            trained = key == "staleness/mean"
+            weights = [float(step.num_tokens) if trained else step.num_observed for step in steps]
+            result[key] = sum(w * v for w, v in zip(weights, values, strict=True)) / max(1.0, sum(weights))
+    ages = [(len(steps) * found[i]["staleness/mean"] + i, steps[i].num_tokens) for i in filled]
+    result["staleness/steps_mean"] = sum(age * n for age, n in ages) / max(1, sum(n for _, n in ages))
+    result["staleness/steps_max"] = max((len(steps) * found[i]["staleness/max"] + i for i in filled), default=0.0)
+    return result

@@ -1,24 +1,25 @@
-"""The trainer: one optimizer step a tick, the same for every algorithm.
+"""The trainer: one optimizer step a tick, or as many as asked, the same for every algorithm.
 
-    scored groups ─▶ sequences ─▶ micro-batches ─▶ log-probs ─▶ loss(tokens) · weights ─▶ backward
-                                                                            └─ all micro-batches, all ranks ─▶ AdamW
+    scored groups ─▶ sequences ─▶ steps ─▶ micro-batches ─▶ log-probs ─▶ loss(tokens) · weights ─▶ backward
+                                                                                      └─ all micro-batches, all ranks ─▶ AdamW
 
-Every token's weight in the step's mean is fixed before the first forward pass, from counts over the whole step and all
-ranks. So parts simply add up: any split over micro-batches and ranks gives the same gradient, to rounding.
+Every token's weight in its step's mean is fixed before the step's first forward pass, from counts over the whole step and
+all ranks. So parts simply add up: any split over micro-batches and ranks gives the same gradient, to rounding.
 
-Version v is the weights after v ticks, whatever happened in them. A tick with a non-finite gradient or without a trained
-token leaves weights and moments as they were, and still makes a version, so schedules and staleness stay exact.
+Version v is the weights after v ticks, whatever happened in them. A step with a non-finite gradient or without a trained
+token leaves weights and moments as they were; its tick still makes a version, so schedules and staleness stay exact.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.algorithms.base import TokenBatch
@@ -26,7 +27,7 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.diagnostics import token_statistics
 from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from llamarl.algorithms.masking import ratio_keep_mask
-from llamarl.algorithms.registry import LOSSES
+from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY
 from llamarl.errors import CheckpointError, TrainingDiverged
 from llamarl.models.loading import load_model, load_model_config
 from llamarl.models.onednn import use_onednn_linears
@@ -45,9 +46,11 @@ from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.optimizer import MasterWeights, learning_rate
 from llamarl.trainer.packing import pack, shared_units
 from llamarl.trainer.policy import Policy, check_output_layer
+from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
 from llamarl.trainer.shared_prompts import can_share_prompts
-from llamarl.trainer.statistics import StepStatistics
-from llamarl.trainer.storage import export_folder, load_resharded, load_snapshot, save_snapshot, source_dtype
+from llamarl.trainer.statistics import StepStatistics, tick_metrics
+from llamarl.trainer.step_plan import Row, gather_rows, plan_steps
+from llamarl.trainer.storage import export_folder, source_dtype
 from llamarl.types import Group
 
 __all__ = ["Trainer"]
@@ -67,14 +70,16 @@ class Trainer:
         seed: int = 0,
         device: str = "cpu",
         num_ticks: int | None = None,
+        has_reference: bool = False,
     ) -> None:
         """
         Args:
             model_path: Hugging Face folder of version 0.
             temperature: The generator's: log-probs are of the distribution sampled from.
-            seed: Of what the trainer draws at random; today nothing is drawn.
+            seed: Of what the trainer draws at random: how a tick's batch is cut into several optimizer steps.
             device: ``cpu`` or ``cuda``.
             num_ticks: Length of the run, for schedules that fall.
+            has_reference: Whether samples carry reference log-probs although ``algorithm.kl_coef`` is 0.
 
         Raises:
             ModelError: The model cannot be trained, or not with this ``tp``.
@@ -85,8 +90,13 @@ class Trainer:
         self.seed = seed
         self.policy_version = 0
         self.num_skipped_in_a_row = 0
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before the weights change: who reads them on another thread is waited for here."""
+        self.has_reference = has_reference or algorithm.kl_coef > 0
         self.loss = LOSSES[algorithm.name]
         self.layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
+        # Checkpoints are written beside the training, so their collectives need a group of their own.
+        self._save_group = dist.new_group(backend="gloo") if self.layout.num_ranks > 1 else None
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         self.policy, cuts, initial = self._build(temperature)
@@ -99,16 +109,15 @@ class Trainer:
             offload=config.offload_optimizer,
         )
         self._shards = parameter_shards(self.policy.parameters_by_name(), cuts, self.layout, "float32")
-        self.reference = self._build(temperature)[0].requires_grad_(False) if algorithm.kl_coef > 0 else None
 
     def train(self, groups: Sequence[Group], tick: int) -> dict[str, float]:
-        """One optimizer step: version ``tick`` -> version ``tick + 1``.
+        """All optimizer steps of a tick: version ``tick`` -> version ``tick + 1``.
 
         Args:
             groups: This data-parallel rank's scored groups; tensor-parallel peers get the same ones.
 
         Returns:
-            Metrics of the step over all ranks; docs/trainer.md explains each.
+            Metrics of the tick over all ranks; docs/trainer.md explains each.
 
         Raises:
             ValueError: The tick is not the next one, or a response was never judged.
@@ -117,30 +126,84 @@ class Trainer:
         if tick != self.policy_version:
             raise ValueError(f"the trainer holds version {self.policy_version}, so its next tick is that, got {tick}")
         sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
-        statistics = StepStatistics(sequences, self.policy_version, self.layout, self.device)
+        steps, planned = self._plan_steps(groups, sequences, tick)
+        statistics = [StepStatistics(step, self.policy_version, self.layout, self.device) for step in steps]
         lr = learning_rate(self.optimizer_config, tick, self.num_ticks)
-        grad_norm, stepped = 0.0, False
-        if statistics.num_tokens:
-            for microbatch in self._microbatches(self._worth_computing(sequences), statistics):
-                self._forward_backward(microbatch, statistics)
-            self.weights.collect_gradients()
-            norm = self.weights.gradient_norm()
-            grad_norm = norm.item()  # the step's host sync: everything was queued before it
-            if stepped := math.isfinite(grad_norm):
-                if 0 < self.config.max_grad_norm < grad_norm:
-                    self.weights.scale_gradients(self.config.max_grad_norm / grad_norm)
-                self.weights.step(lr)
-            self.weights.drop_gradients()
+        norms: list[float] = []  # of the steps with a trained token
+        for step, counts in zip(steps, statistics, strict=True):
+            if not counts.num_tokens:
+                continue
+            norms.append(self._update(step, counts, lr))
+            self.num_skipped_in_a_row = 0 if math.isfinite(norms[-1]) else self.num_skipped_in_a_row + 1
+            if self.num_skipped_in_a_row > self.config.max_skipped_steps:
+                break
         self.policy_version += 1
-        self._count_skips(skipped=bool(statistics.num_tokens) and not stepped, tick=tick)
+        self._check_divergence(tick)
+        num_skipped = sum(not math.isfinite(norm) for norm in norms)
         return {
-            **statistics.metrics(),
+            **tick_metrics(statistics),
+            **planned,
             "policy_version": float(self.policy_version),
-            "grad_norm": grad_norm,
+            "grad_norm": sum(norms) / max(1, len(norms)),
             "lr": lr,
-            "step/skipped": float(bool(statistics.num_tokens) and not stepped),
-            "step/empty": float(not statistics.num_tokens),
+            "step/skipped": float(num_skipped),
+            "step/empty": float(len(steps) - len(norms)),
         }
+
+    def _update(self, sequences: list[TrainingSequence], statistics: StepStatistics, lr: float) -> float:
+        """One optimizer step; returns the gradient's norm before clipping. One that is not finite changes nothing."""
+        for microbatch in self._microbatches(self._worth_computing(sequences), statistics):
+            self._forward_backward(microbatch, statistics)
+        self.weights.collect_gradients()
+        norm = self.weights.gradient_norm()
+        grad_norm = norm.item()  # the step's host sync: everything was queued before it
+        if math.isfinite(grad_norm):
+            if 0 < self.config.max_grad_norm < grad_norm:
+                self.weights.scale_gradients(self.config.max_grad_norm / grad_norm)
+            self.before_update()
+            self.weights.step(lr)
+        self.weights.drop_gradients()
+        return grad_norm
+
+    def _plan_steps(
+        self, groups: Sequence[Group], sequences: list[TrainingSequence], tick: int
+    ) -> tuple[list[list[TrainingSequence]], dict[str, float]]:
+        """This rank's sequences of each optimizer step, in order; and what the plan has to say for the metrics."""
+        if not self.config.plans_steps:
+            return [sequences], {}
+        own: dict[tuple[int, int], int] = {}
+        rows: list[Row] = []
+        for i, s in enumerate(sequences):
+            prompt = groups[s.group].prompt.index
+            place = rows[-1].response + 1 if rows and rows[-1].prompt == prompt else 0
+            rows.append(Row(prompt=prompt, response=place, num_tokens=len(s.targets), advantage=s.advantage))
+            own[prompt, place] = i
+        everyone = gather_rows(
+            rows, rank=self.layout.fsdp_rank, num_ranks=self.layout.fsdp, sum_over_ranks=self._sum_over_data
+        )
+        plan = plan_steps(everyone, self.config, seed=self.seed, tick=tick)
+        if len(plan.steps) > 1 and self.algorithm.name in WITH_PROXIMAL_POLICY:
+            sequences = self._with_proximal_logprobs(sequences)
+        # ascending, so that the responses of a group stay neighbours
+        steps = [[sequences[i] for i in sorted(own[key] for key in step if key in own)] for step in plan.steps]
+        metrics = {"samples/unused": float(plan.num_unused)}
+        if plan.budget_share is not None:
+            metrics["tokens/budget_share"] = plan.budget_share
+        return steps, metrics
+
+    @torch.no_grad()
+    def _with_proximal_logprobs(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
+        """The same sequences with log-probs under the present weights, which the tick's updates are about to leave."""
+        found = list(sequences)
+        for items in self._pack(sequences):
+            part = [sequences[i] for i in items]
+            microbatch = make_microbatch(part, [1.0] * len(part), self.device, share_prompts=self.share_prompts)
+            logprobs = self.policy(microbatch)[0].float().cpu().numpy()
+            ends = np.cumsum([len(s.targets) for s in part])
+            for i, values in zip(items, np.split(logprobs, ends[:-1]), strict=False):
+                found[i] = dataclasses.replace(sequences[i], proximal_logprobs=values)
+        self.policy.forget_gathered_weights()
+        return found
 
     def _forward_backward(self, microbatch: Microbatch, statistics: StepStatistics) -> None:
         """Add one micro-batch's share to the gradients and to the statistics."""
@@ -153,6 +216,7 @@ class Trainer:
             loss_mask=mask,
             sequence_ids=microbatch.sequence_ids,
             num_sequences=microbatch.num_sequences,
+            proximal_logprobs=microbatch.proximal_logprobs,
         )
         terms = self.loss(batch, self.algorithm)
         losses, sums = terms.losses, {}
@@ -163,28 +227,34 @@ class Trainer:
         sums["loss/policy"] = (losses.detach() * microbatch.weights).sum()
         if self.algorithm.entropy_coef:
             losses = losses - self.algorithm.entropy_coef * entropy
-        if self.reference is not None:
-            kl = self._reference_kl(policy_logprobs, microbatch)
-            losses = losses + self.algorithm.kl_coef * kl
+        kl = self._reference_kl(policy_logprobs, microbatch)
+        if kl is not None:
+            if self.algorithm.kl_in_loss:
+                losses = losses + self.algorithm.kl_coef * kl
             sums["kl/reference"] = kl.detach().sum()
         (losses * microbatch.weights).sum().backward()
         sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, mask, terms.clipped)
         statistics.add(sums, num_computed=microbatch.num_tokens, num_trained=len(microbatch.targets))
 
-    def _reference_kl(self, policy_logprobs: Tensor, microbatch: Microbatch) -> Tensor:
-        assert self.reference is not None
-        with torch.no_grad():
-            reference_logprobs, _ = self.reference(microbatch)
-        return KL_ESTIMATORS[self.algorithm.kl_estimator](reference_logprobs - policy_logprobs)
+    def _reference_kl(self, policy_logprobs: Tensor, microbatch: Microbatch) -> Tensor | None:
+        """KL(policy || reference) a trained token, [T]; None in a job without a reference."""
+        if not self.has_reference:
+            return None
+        if microbatch.reference_logprobs is None:
+            raise ValueError(
+                "the samples carry no reference log-probs, which algorithm.kl_coef > 0 needs:"
+                " wire a reference executor before the trainer"
+            )
+        return KL_ESTIMATORS[self.algorithm.kl_estimator](microbatch.reference_logprobs - policy_logprobs)
 
     def _worth_computing(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        terms_beside_the_policy = self.algorithm.kl_coef or self.algorithm.entropy_coef
+        terms_beside_the_policy = self.algorithm.kl_in_loss or self.algorithm.entropy_coef
         if not self.config.skip_zero_advantage or terms_beside_the_policy:
             return sequences
-        return [s for s in sequences if s.advantage != 0.0]
+        return [s for s in sequences if s.has_signal]
 
-    def _microbatches(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> list[Microbatch]:
-        """Packed and weighted; the same number on every rank, because gathering weights takes all of them."""
+    def _pack(self, sequences: list[TrainingSequence]) -> list[list[int]]:
+        """Sequences of each micro-batch; as many micro-batches on every rank, because gathering weights takes all."""
         budget = self.config.max_tokens_per_microbatch
         units = [[i] for i in range(len(sequences))]
         if self.share_prompts:
@@ -196,6 +266,10 @@ class Trainer:
         count = self.layout.max_over_data(torch.tensor(len(packing), device=self.device)).item()
         if len(packing) < count:
             packing = pack(costs, budget, min_microbatches=int(count))
+        return [[i for unit in bins for i in units[unit]] for bins in packing]
+
+    def _microbatches(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> list[Microbatch]:
+        """Packed and weighted."""
         weights = [
             token_weight(
                 self.algorithm,
@@ -212,7 +286,7 @@ class Trainer:
                 self.device,
                 share_prompts=self.share_prompts,
             )
-            for items in ([i for unit in bins for i in units[unit]] for bins in packing)
+            for items in self._pack(sequences)
         ]
 
     def _sum_over_data(self, values: np.ndarray) -> np.ndarray:
@@ -220,8 +294,7 @@ class Trainer:
             return values
         return self.layout.sum_over_data(torch.from_numpy(values).to(self.device)).cpu().numpy()
 
-    def _count_skips(self, *, skipped: bool, tick: int) -> None:
-        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
+    def _check_divergence(self, tick: int) -> None:
         if self.num_skipped_in_a_row > self.config.max_skipped_steps:
             raise TrainingDiverged(
                 f"trainer: tick {tick}: {self.num_skipped_in_a_row} non-finite gradients in a row"
@@ -237,52 +310,60 @@ class Trainer:
         """Global shape, dtype and this rank's slice of every parameter of ``parameters_for_sync``."""
         return dict(self._shards)
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's state into an existing folder; ``load`` continues from it with the same bits."""
+    def stage(self, extra: Mapping[str, Mapping[str, Tensor]] | None = None, *, copy: bool = True) -> StagedState:
+        """This rank's state as it is now, copied to host memory: training may go on while ``write`` works.
+
+        Args:
+            extra: Kind -> more tensors to keep, by the names of ``parameters_for_sync``; nobody changes them any more.
+            copy: False if nothing changes before ``write`` has ended.
+        """
         values = {
             "policy_version": self.policy_version,
             "num_skipped_in_a_row": self.num_skipped_in_a_row,
             "fsdp": self.layout.fsdp,
             "tp": self.layout.tp,
-            "rank": self.layout.rank,
-            "boxes": {name: shard.box for name, shard in self._shards.items()},
+            "kinds": sorted(extra or {}),
         }
-        save_snapshot(Path(folder), self.weights.state(), values)
+        state = stage(self.weights.state(), self._shards, values, copy=copy)
+        more = {f"{kind}/{name}": tensor for kind, tensors in (extra or {}).items() for name, tensor in tensors.items()}
+        shards = stage(more, self.sync_layout(), {}, copy=False).shards
+        return StagedState({**state.shards, **shards}, values)
 
-    def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote on this rank of the same layout.
+    def write(self, state: StagedState, folder: Path) -> None:
+        """Write what all ranks staged into one folder; every rank calls it, on any thread.
 
         Raises:
-            CheckpointError: Unreadable, of another layout, or of another model.
+            CheckpointError: A rank could not write.
         """
-        tensors, values = load_snapshot(Path(folder))
-        here = {"fsdp": self.layout.fsdp, "tp": self.layout.tp, "rank": self.layout.rank}
-        saved = {key: values.get(key) for key in here}
-        if saved != here:
-            raise CheckpointError(
-                f"trainer state in {folder} was saved by {saved}, this rank is {here}; load_resharded takes another layout"
-            )
-        self._restore(tensors, values, folder)
+        write_state(Path(folder), state, rank=self.layout.rank, group=self._save_group)
 
-    def load_resharded(self, folders: Sequence[Path]) -> None:
-        """Restore what ``save`` wrote on all ranks of any layout; goes on to rounding, not bit for bit.
+    def save(self, folder: Path) -> None:
+        """``stage`` and ``write`` at once. All ranks give the same folder; ``load`` continues from it."""
+        self.write(self.stage(copy=False), folder)
 
-        Args:
-            folders: One a saved rank, in any order; every rank of this layout reads its slices of them.
+    def load(self, folder: Path) -> dict[str, dict[str, Tensor]]:
+        """Restore what ``write`` wrote: the same layout goes on with the same bits, another one to rounding.
+
+        Returns:
+            The ``extra`` that was staged, this rank's part.
 
         Raises:
             CheckpointError: Unreadable, incomplete, or of another model.
         """
-        tensors, values = load_resharded([Path(folder) for folder in folders], self._shards)
-        self._restore(tensors, values, Path(folders[0]))
-
-    def _restore(self, tensors: dict[str, Tensor], values: dict[str, Any], folder: Path) -> None:
+        kinds = MasterWeights.KINDS
+        tensors, values = read_state(Path(folder), lambda k: self._shards if k in kinds else self.sync_layout())
         try:
             self.weights.load_state(tensors)
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"trainer state in {folder} is of another model: {error}") from error
         self.policy_version = values["policy_version"]
         self.num_skipped_in_a_row = values["num_skipped_in_a_row"]
+        extra: dict[str, dict[str, Tensor]] = {kind: {} for kind in values["kinds"]}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            if kind not in kinds:
+                extra[kind][name] = tensor
+        return extra
 
     def export(self, folder: Path) -> None:
         """Write the current version as a Hugging Face folder. All ranks call it; rank 0 writes, file by file."""

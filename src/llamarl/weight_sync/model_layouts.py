@@ -9,9 +9,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llamarl.errors import ModelError
 from llamarl.weight_sync.layout import ParameterSpec, Shard
@@ -43,8 +44,10 @@ class ModelParameters(dict[str, ParameterSpec]):
         return ModelParameters({name: replace(spec, dtype=dtype) for name, spec in self.items()}, self.tp_dims)
 
 
-def model_parameters(config: str | Path, *, dtype: str = "bfloat16", cut_vocabulary: bool = False) -> ModelParameters:
-    """Parameters of the model that a Hugging Face ``config.json`` (or its folder) describes.
+def model_parameters(
+    config: str | Path | Mapping[str, Any], *, dtype: str = "bfloat16", cut_vocabulary: bool = False
+) -> ModelParameters:
+    """Parameters of the model that a Hugging Face ``config.json`` (its path, its folder, or its object) describes.
 
     Args:
         cut_vocabulary: Let tensor parallelism cut embedding and output layer along the vocabulary, which the models'
@@ -53,16 +56,13 @@ def model_parameters(config: str | Path, *, dtype: str = "bfloat16", cut_vocabul
     Raises:
         ModelError: The file is missing, or of an architecture that transformers does not know.
     """
-    path = Path(config)
-    folder = path.parent if path.is_file() else path
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{path}: no config.json there; give a Hugging Face config.json or the folder that holds it")
     try:
-        described = AutoConfig.from_pretrained(folder, local_files_only=True)
+        described = _described(config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(described)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"{folder}/config.json is not usable: {error}") from error
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        where = "this object" if isinstance(config, Mapping) else f"{config}: config.json"
+        raise ModelError(f"{where} is not usable as a model's config: {error}") from error
     base = model.base_model
     plan = getattr(base.config, "base_model_tp_plan", None) or {}
     prefix = f"{model.base_model_prefix}."
@@ -78,6 +78,17 @@ def model_parameters(config: str | Path, *, dtype: str = "bfloat16", cut_vocabul
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             tp_dims |= {name: 0 for name, p in model.named_parameters() if layer is not None and p is layer.weight}
     return ModelParameters(specs, tp_dims)
+
+
+def _described(config: str | Path | Mapping[str, Any]) -> PretrainedConfig:
+    if isinstance(config, Mapping):
+        values = dict(config)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    path = Path(config)
+    folder = path.parent if path.is_file() else path
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{path}: no config.json there; give a Hugging Face config.json or the folder that holds it")
+    return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def tp_placements(parameters: ModelParameters, axis: str = "tp") -> dict[str, list[Shard]]:

@@ -18,9 +18,9 @@ from typing import Literal
 
 import torch
 
+from llamarl.weight_sync.dtypes import dtype_name
 from llamarl.weight_sync.layout import Box, HeldShard, Layout, ParameterSpec, Piece, layout_of_rank, replicated_layout
 from llamarl.weight_sync.sink import WeightVersion
-from llamarl.weight_sync.source import dtype_name
 
 __all__ = [
     "SCALE_SUFFIX",

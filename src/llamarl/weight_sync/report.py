@@ -20,7 +20,9 @@ import numpy.typing as npt
 from llamarl.errors import PlanError
 from llamarl.weight_sync.layout import ParameterSpec, Shard, dtype_bytes, shard_box
 
-__all__ = ["MeshSide", "SyncReport", "format_report", "report_transfer"]
+__all__ = ["LinkReport", "MeshSide", "SyncReport", "format_bytes", "format_report", "report_links", "report_transfer"]
+
+_CHUNK_PAIRS = 1 << 22  # pairs of ranks looked at together: 32 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +64,12 @@ def report_transfer(parameters: Mapping[str, ParameterSpec], source: MeshSide, s
     Raises:
         PlanError: A placement names an axis or dimension that does not exist.
     """
-    groups: dict[tuple[ParameterSpec, tuple[Shard, ...], tuple[Shard, ...]], int] = {}
-    for name, spec in parameters.items():
-        key = (spec, tuple(source.placements.get(name, ())), tuple(sink.placements.get(name, ())))
-        groups[key] = groups.get(key, 0) + 1
     sent = np.zeros(source.num_ranks)
     received = np.zeros(sink.num_ranks)
     slots = np.zeros(source.num_ranks)
     num_copies, num_links, model_bytes = 0, 0, 0
-    for (spec, source_cuts, sink_cuts), count in groups.items():
-        left, right = _Grid(spec, source, source_cuts), _Grid(spec, sink, sink_cuts)
+    for (left, right), count in _group(parameters, source, sink):
+        spec = left.spec
         nbytes = count * dtype_bytes(spec.dtype)
         sent += nbytes * left.elements() * (right.replicas / left.replicas)
         received += nbytes * right.elements()
@@ -83,6 +81,46 @@ def report_transfer(parameters: Mapping[str, ParameterSpec], source: MeshSide, s
     return SyncReport(model_bytes, sent, received, slots, num_copies, num_links)
 
 
+@dataclass(frozen=True)
+class LinkReport:
+    """Bytes of one version over each link: a pair of source rank and sink rank that exchange something."""
+
+    num_links: int
+    mean_bytes: float
+    max_bytes: float
+
+
+def report_links(parameters: Mapping[str, ParameterSpec], source: MeshSide, sink: MeshSide) -> LinkReport:
+    """Count the bytes between each source rank and each sink rank, by classes of ranks that hold the same boxes.
+
+    A box that several source ranks hold travels from one of them; its bytes are counted evenly over its holders.
+
+    Raises:
+        PlanError: A placement names an axis or dimension that does not exist.
+    """
+    pairs = [(count, *grids) for grids, count in _group(parameters, source, sink)]
+    lefts = np.stack([held for _, left, _ in pairs for held in left.held] or [np.zeros(source.num_ranks, np.int64)])
+    rights = np.stack([held for _, _, right in pairs for held in right.held] or [np.zeros(sink.num_ranks, np.int64)])
+    left_ranks, left_counts = _classes(lefts)
+    right_ranks, right_counts = _classes(rights)
+    num_links, total, most = 0, 0.0, 0.0
+    step = max(1, _CHUNK_PAIRS // len(right_ranks))
+    for start in range(0, len(left_ranks), step):
+        chunk = left_ranks[start : start + step]
+        nbytes = np.zeros((len(chunk), len(right_ranks)))
+        for count, left, right in pairs:
+            share = np.full(nbytes.shape, count * dtype_bytes(left.spec.dtype) / left.replicas)
+            for dim in range(len(left.spec.shape)):
+                overlap = _overlaps(left.intervals[dim], right.intervals[dim])
+                share *= overlap[np.ix_(left.held[dim][chunk], right.held[dim][right_ranks])]
+            nbytes += share
+        weight = left_counts[start : start + step, None] * right_counts[None, :]
+        num_links += int(weight[nbytes > 0].sum())
+        total += float((nbytes * weight).sum())
+        most = max(most, float(nbytes.max()))
+    return LinkReport(num_links, total / max(1, num_links), most)
+
+
 def format_report(report: SyncReport, *, versions: int = 2, link_bytes_per_s: float | None = None) -> str:
     """A few lines for people.
 
@@ -91,19 +129,33 @@ def format_report(report: SyncReport, *, versions: int = 2, link_bytes_per_s: fl
         link_bytes_per_s: Of one rank, each way; if given, the least time a version takes is printed.
     """
     lines = [
-        f"model, one copy             {_size(report.model_bytes)}",
+        f"model, one copy             {format_bytes(report.model_bytes)}",
         f"source ranks                {len(report.sent_bytes):,}",
-        f"  sent by a rank            mean {_size(report.sent_bytes.mean())}, most {_size(report.sent_bytes.max())}",
-        f"  held for {versions} versions       most {_size(versions * report.source_slot_bytes.max())}",
+        f"  sent by a rank            mean {format_bytes(report.sent_bytes.mean())}, most {format_bytes(report.sent_bytes.max())}",
+        f"  held for {versions} versions       most {format_bytes(versions * report.source_slot_bytes.max())}",
         f"sink ranks                  {len(report.received_bytes):,}",
-        f"  received by a rank        mean {_size(report.received_bytes.mean())}, most {_size(report.received_bytes.max())}",
+        f"  received by a rank        mean {format_bytes(report.received_bytes.mean())}, most {format_bytes(report.received_bytes.max())}",
         f"slice copies                {report.num_copies:,}",
         f"links (rank pairs), most    {report.num_links:,}",
     ]
     if link_bytes_per_s is not None:
         busiest = max(report.sent_bytes.max(), report.received_bytes.max())
-        lines.append(f"least time at {_size(link_bytes_per_s)}/s    {busiest / link_bytes_per_s:.3g} s")
+        lines.append(f"least time at {format_bytes(link_bytes_per_s)}/s    {busiest / link_bytes_per_s:.3g} s")
     return "\n".join(lines)
+
+
+def _group(
+    parameters: Mapping[str, ParameterSpec], source: MeshSide, sink: MeshSide
+) -> list[tuple[tuple[_Grid, _Grid], int]]:
+    """Both sides' grids of each kind of parameter, and how many parameters are of that kind: layers repeat."""
+    groups: dict[tuple[ParameterSpec, tuple[Shard, ...], tuple[Shard, ...]], int] = {}
+    for name, spec in parameters.items():
+        key = (spec, tuple(source.placements.get(name, ())), tuple(sink.placements.get(name, ())))
+        groups[key] = groups.get(key, 0) + 1
+    return [
+        ((_Grid(spec, source, source_cuts), _Grid(spec, sink, sink_cuts)), count)
+        for (spec, source_cuts, sink_cuts), count in groups.items()
+    ]
 
 
 class _Grid:
@@ -117,12 +169,14 @@ class _Grid:
         coordinates = dict(
             zip(side.mesh, np.indices(tuple(side.mesh.values())).reshape(len(side.mesh), -1), strict=True)
         )
+        self.spec = spec
         self._num_ranks = side.num_ranks
         self.replicas = side.num_ranks // math.prod(side.mesh[axis] for axis in axes)
         """Ranks that hold the same box."""
         self.intervals: list[npt.NDArray[np.int64]] = []
         """By dimension: [num intervals, 2]."""
-        self._held: list[npt.NDArray[np.int64]] = []
+        self.held: list[npt.NDArray[np.int64]] = []
+        """By dimension: [num ranks] index of the interval each rank holds."""
         for dim, size in enumerate(spec.shape):
             intervals = [(0, size)]
             held = np.zeros(self._num_ranks, np.int64)
@@ -132,14 +186,26 @@ class _Grid:
                     intervals = [shard_box((i,), 0, parts, part)[0] for i in intervals for part in range(parts)]
                     held = held * parts + coordinates[cut.axis]
             self.intervals.append(np.array(intervals, np.int64))
-            self._held.append(held)
+            self.held.append(held)
 
     def elements(self) -> npt.NDArray[np.float64]:
         """[num ranks] Size of each rank's box."""
         total = np.ones(self._num_ranks)
-        for intervals, held in zip(self.intervals, self._held, strict=True):
+        for intervals, held in zip(self.intervals, self.held, strict=True):
             total *= (intervals[:, 1] - intervals[:, 0])[held]
         return total
+
+
+def _classes(held: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """One rank of each class of ranks that hold the same boxes, and how many it stands for."""
+    _, first, counts = np.unique(held, axis=1, return_index=True, return_counts=True)
+    return first, counts
+
+
+def _overlaps(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[left intervals, right intervals] Length of what two intervals have in common."""
+    stop = np.minimum(left[:, None, 1], right[None, :, 1])
+    return np.maximum(0, stop - np.maximum(left[:, None, 0], right[None, :, 0]))
 
 
 def _meetings(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
@@ -151,7 +217,8 @@ def _meetings(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
     return int((last - first + 1).sum())
 
 
-def _size(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
+    """``1.30 GB``; decimal units."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.2f} {unit}"

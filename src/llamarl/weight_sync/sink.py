@@ -18,13 +18,13 @@ import torch
 
 from llamarl.errors import PlanError, WeightSyncError
 from llamarl.weight_sync.checksum import block_digest
+from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
 from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, intersect, replicated_layout, shift
 from llamarl.weight_sync.manifest import Block, Catalog
 from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping
 from llamarl.weight_sync.plan import SliceCopy, TransferPlan, plan_transfer
 from llamarl.weight_sync.remote_slot import Clock, RemoteSlot, deadline_clock, read_catalog
 from llamarl.weight_sync.slot import SlotHandle
-from llamarl.weight_sync.source import dtype_name, torch_dtype
 from llamarl.weight_sync.transports.base import RemoteBuffer, SinkTransport
 
 __all__ = ["MAX_ATTEMPTS", "Puller", "WeightVersion"]
@@ -299,14 +299,28 @@ class WeightVersion:
     def map_tensors(self, layout: Layout | None = None, deadline_s: float = 600.0) -> dict[str, torch.Tensor]:
         """This rank's tensors without a copy: read-only views of the slots, each byte checked against the manifest.
 
-        Only on one host, in the dtype in which they travel; a tensor that is put together from several pieces is
-        copied. The views change when the slot is written again, that is when ``capacity + 1`` later versions were
-        sent (``WeightsSender``'s ring): take the next version before that, and give the channel one more slot of
-        capacity if this version serves while later ones already lie on the edge.
+        Only on one host (``can_map``), in the dtype in which they travel; a tensor that is put together from several
+        pieces is copied. The views are whole while this version's token lies on the edge, that is until the sink's
+        tick ends; then the source may write another version over them. ``check_current`` proves that it has not.
 
         Raises: As ``load_into``.
         """
         return self._puller.map(self._slots, layout, deadline_s)
+
+    @property
+    def can_map(self) -> bool:
+        """Whether ``map_tensors`` works here: every source's memory is mapped in this process."""
+        return all(slot.view() is not None for slot in self._slots)
+
+    def check_current(self, deadline_s: float = 60.0) -> None:
+        """Prove that no slot was written again since this version was opened; asked after serving from its views.
+
+        Raises:
+            WeightSyncError: One was: what was computed from the views since then is of no version.
+        """
+        clock = deadline_clock(deadline_s, f"sink rank {self._puller.rank} is checking version {self.version}")
+        for slot in self._slots:
+            slot.check_current(clock)
 
     def read_all(self, deadline_s: float = 600.0) -> dict[str, torch.Tensor]:
         """Every parameter whole, proved, in the dtype it travels in: for checkpoints of what lies on the edge."""

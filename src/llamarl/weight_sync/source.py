@@ -10,90 +10,34 @@ backward pass. It calls ``wait`` before it changes the tensors.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from llamarl.errors import DeadlineExceeded, WeightSyncError
 from llamarl.weight_sync.checksum import block_digest, digest, mix64
-from llamarl.weight_sync.layout import (
-    HeldShard,
-    Layout,
-    ParameterSpec,
-    Piece,
-    layout_of_rank,
-    replicated_layout,
-    shift,
-    span,
-    whole_box,
-)
+from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
+from llamarl.weight_sync.layout import HeldShard, Layout, ParameterSpec, layout_of_rank, replicated_layout
 from llamarl.weight_sync.manifest import Catalog, build_catalog, manifest_checksum
-from llamarl.weight_sync.slot import PAGE, SlotHandle, SlotState, Word, header_words
-from llamarl.weight_sync.transports.base import SourceBuffer, SourceTransport
+from llamarl.weight_sync.slot import SlotHandle, SlotState, Word
+from llamarl.weight_sync.source_slot import SourceSlot, make_slot, slot_offsets
+from llamarl.weight_sync.transports.base import SourceTransport
 
-__all__ = ["Publisher", "dtype_name", "torch_dtype"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """One region of a slot, and where its values come from."""
-
-    view: torch.Tensor
-    """The region, shaped, in the wire dtype."""
-    tensor: str
-    where: tuple[slice, ...]
-    start: int | None
-    """Elements from the tensor's first to the region's first, if the region is one run of the (contiguous) tensor."""
-
-    def run(self, tensor: torch.Tensor) -> None:
-        view = self.view
-        plain = (
-            self.start is not None
-            and tensor.dtype == view.dtype
-            and tensor.is_cpu
-            and view.is_cpu
-            and tensor.is_contiguous()
-        )
-        if plain and self.start is not None:  # a bare memory copy: half the overhead of a tensor copy at block size
-            address = tensor.data_ptr() + self.start * view.element_size()
-            ctypes.memmove(view.data_ptr(), address, view.numel() * view.element_size())
-        else:
-            view.copy_(tensor[self.where])
-
-
-@dataclass
-class _Slot:
-    buffer: SourceBuffer
-    catalog: Catalog
-    copies: list[list[_Copy]]
-    """By block."""
-    blocks: list[torch.Tensor]
-    """By block: its bytes, uint8."""
-    words: npt.NDArray[np.uint64]
-    """The header."""
-    checksums: npt.NDArray[np.uint64]
-    """[num_blocks], in the slot."""
-    generation: int
-
-    def close(self) -> None:
-        self.copies.clear()
-        self.blocks.clear()
-        self.words = self.checksums = np.empty(0, np.uint64)
-        self.buffer.close()
+__all__ = ["Publisher"]
 
 
 class Publisher:
-    """Publishes versions of this rank's shards into a ring of ``num_slots`` registered buffers.
+    """Publishes versions of this rank's shards into at most ``num_slots`` registered buffers.
+
+    Tokens are numbered in the order in which the source fires, those without a version included. The slot of token t is
+    written again for token t + num_slots at the earliest, so a source that seldom publishes needs a single one.
 
     Args:
         rank: This source rank.
-        num_slots: A version stays readable until ``num_slots`` later ones begin to be written.
+        num_slots: A version stays readable until the token that follows it by ``num_slots`` begins to be written.
         transport: Where buffers come from.
     """
 
@@ -102,12 +46,12 @@ class Publisher:
         self._num_source_ranks = num_source_ranks
         self._num_slots = num_slots
         self._transport = transport
-        self._slots: list[_Slot | None] = [None] * num_slots
+        self._slots: list[SourceSlot | None] = [None] * num_slots
         self._catalog: Catalog | None = None
         self._catalog_bytes = b""
         self._catalog_checksum = 0
         self._made_for: tuple[object, ...] | None = None
-        self._count = 0
+        self._token = -1
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -124,6 +68,7 @@ class Publisher:
         layout: Layout | Mapping[str, HeldShard] | None = None,
         wire_dtype: torch.dtype | None = None,
         sink_layout: Layout | None = None,
+        token: int | None = None,
         background: bool = False,
         done: Callable[[], None] | None = None,
     ) -> SlotHandle:
@@ -135,6 +80,7 @@ class Publisher:
                 whole.
             wire_dtype: Floating-point parameters travel in it; None: in their own dtype.
             sink_layout: What the sinks will ask for, if known; the slot is then cut to fit.
+            token: Its number, above that of every earlier call; None: the last one's plus 1.
             background: Return at once. The tensors must not change before ``wait`` has returned or ``done`` was called.
             done: Called when the tensors are free, also after a failure; from the copying thread if ``background``.
 
@@ -145,9 +91,13 @@ class Publisher:
         self.wait()
         local = {name: _plain(tensor) for name, tensor in tensors.items()}
         self._prepare(local, layout, wire_dtype, sink_layout)
-        index = self._count % self._num_slots
-        self._count += 1
+        token = self._token + 1 if token is None else token
+        if token <= self._token:
+            raise ValueError(f"tokens are numbered upwards: {token} follows {self._token}")
+        self._token = token
+        index = self._free_slot(token)
         slot = self._slot(index, local)
+        slot.token = token
         slot.generation += 1
         slot.words[Word.STATE] = SlotState.WRITING
         slot.words[Word.GENERATION] = slot.generation
@@ -167,7 +117,7 @@ class Publisher:
             checksum = self._fill(slot, local, version, ready)
             if done is not None:
                 done()
-        checksums_offset, data_offset = self._offsets()
+        checksums_offset, data_offset = slot_offsets(slot.catalog, len(self._catalog_bytes))
         return SlotHandle(
             source_rank=self._rank,
             version=version,
@@ -203,7 +153,7 @@ class Publisher:
             raise WeightSyncError(f"source rank {self._rank}: a version could not be published: {failure}") from failure
 
     def _fill(
-        self, slot: _Slot, local: Mapping[str, torch.Tensor], version: int, ready: torch.cuda.Event | None
+        self, slot: SourceSlot, local: Mapping[str, torch.Tensor], version: int, ready: torch.cuda.Event | None
     ) -> int:
         if slot.buffer.data.is_cuda:
             self._fill_on_device(slot, local, ready)
@@ -218,7 +168,9 @@ class Publisher:
         slot.words[Word.STATE] = SlotState.READY
         return checksum
 
-    def _fill_on_device(self, slot: _Slot, local: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None) -> None:
+    def _fill_on_device(
+        self, slot: SourceSlot, local: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None
+    ) -> None:
         """All copies and checksums on a stream of their own, one wait at the end."""
         device = slot.buffer.data.device
         stream = torch.cuda.Stream(device)
@@ -234,7 +186,7 @@ class Publisher:
 
     def _fill_in_background(
         self,
-        slot: _Slot,
+        slot: SourceSlot,
         local: Mapping[str, torch.Tensor],
         version: int,
         ready: torch.cuda.Event | None,
@@ -261,7 +213,14 @@ class Publisher:
                 slot.close()
         self._transport.close()
 
-    def _slot(self, index: int, local: Mapping[str, torch.Tensor]) -> _Slot:
+    def _free_slot(self, token: int) -> int:
+        """A slot whose version nobody may read any more, or one that was never used; the fewest slots are touched."""
+        for index, slot in enumerate(self._slots):
+            if slot is None or slot.token is None or slot.token <= token - self._num_slots:
+                return index
+        raise AssertionError("num_slots consecutive tokens cannot hold more than num_slots slots")
+
+    def _slot(self, index: int, local: Mapping[str, torch.Tensor]) -> SourceSlot:
         """The slot at ``index``, made anew if it was laid out for another catalog."""
         slot = self._slots[index]
         if slot is None or slot.catalog is not self._catalog:
@@ -269,7 +228,11 @@ class Publisher:
             if slot is not None:
                 generation = slot.generation
                 slot.close()
-            self._slots[index] = slot = self._new_slot(generation, {name: t.shape for name, t in local.items()})
+            assert self._catalog is not None
+            shapes = {name: tensor.shape for name, tensor in local.items()}
+            self._slots[index] = slot = make_slot(
+                self._catalog, self._catalog_bytes, self._transport, shapes, generation=generation
+            )
         return slot
 
     def _prepare(
@@ -306,62 +269,6 @@ class Publisher:
             self._catalog_bytes = catalog.to_bytes()
             self._catalog_checksum = digest(self._catalog_bytes)
         self._made_for = made_for
-
-    def _offsets(self) -> tuple[int, int]:
-        assert self._catalog is not None
-        checksums = -(-(PAGE + len(self._catalog_bytes)) // 64) * 64
-        data = -(-(checksums + 8 * len(self._catalog.blocks)) // PAGE) * PAGE
-        return checksums, data
-
-    def _new_slot(self, generation: int, shapes: Mapping[str, torch.Size]) -> _Slot:
-        catalog = self._catalog
-        assert catalog is not None
-        checksums_offset, data_offset = self._offsets()
-        buffer = self._transport.register(data_offset, max(64, catalog.nbytes))
-        buffer.control[PAGE : PAGE + len(self._catalog_bytes)] = torch.frombuffer(
-            bytearray(self._catalog_bytes), dtype=torch.uint8
-        )
-        pieces: dict[str, list[Piece]] = {}
-        for piece in catalog.pieces:
-            pieces.setdefault(piece.parameter, []).append(piece)
-        data = buffer.data
-        copies = []
-        for block in catalog.blocks:
-            of_block = []
-            for region in block.regions:
-                spec = catalog.parameters[region.parameter]
-                piece = next(
-                    p for p in pieces[region.parameter]
-                    if all(a <= c and d <= b for (a, b), (c, d) in zip(p.box, region.box, strict=True))
-                )  # fmt: skip
-                view = data[region.offset : region.offset + region.nbytes].view(torch_dtype(spec.dtype))
-                where = shift(region.box, [a for a, _ in piece.box], piece.origin)
-                start, stop = span(where, whole_box(shapes[piece.tensor]))
-                of_block.append(
-                    _Copy(
-                        view=view.view([b - a for a, b in region.box]),
-                        tensor=piece.tensor,
-                        where=tuple(slice(a, b) for a, b in where),
-                        start=start if stop - start == view.numel() else None,
-                    )
-                )
-            copies.append(of_block)
-        blocks = [data[b.offset : b.offset + b.nbytes] for b in catalog.blocks]
-        control = buffer.control.numpy()
-        checksums = control[checksums_offset : checksums_offset + 8 * len(blocks)].view(np.uint64)
-        return _Slot(buffer, catalog, copies, blocks, header_words(control), checksums, generation)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` -> ``"float32"``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """``"float32"`` -> ``torch.float32``."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

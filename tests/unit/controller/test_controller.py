@@ -26,6 +26,8 @@ class FakeRuntime:
         self.out: list[tuple[float, Order]] = []
         self.log: list[tuple[str, int, float]] = []
         self.saved: list[tuple[str, int]] = []
+        self.write_for = 0
+        """Ticks that the trainer's state takes to be written, beside the ticks that follow."""
 
     def start(
         self, executors: Sequence[ExecutorSpec], channels: Sequence[ChannelSpec], *, first_tick: int, **_: Any
@@ -58,7 +60,14 @@ class FakeRuntime:
         if order.save_to is not None:
             self.saved.append((order.executor, order.tick))
         outputs = {c.name: (order.tick,) for c in self.channels if c.source == order.executor}
-        return Report(executor=order.executor, tick=order.tick, outputs=outputs, stop=self.stop_at(order))
+        saving = tuple(
+            tick
+            for name, tick in self.saved
+            if order.executor == name == "trainer" and order.tick < tick + self.write_for and not order.settle
+        )
+        return Report(
+            executor=order.executor, tick=order.tick, outputs=outputs, stop=self.stop_at(order), saving=saving
+        )
 
     def now(self) -> float:
         return self.clock
@@ -111,6 +120,16 @@ def test_a_checkpoint_is_finished_when_the_last_executor_has_saved_its_tick() ->
     run_graph(job(2), runtime, num_ticks=6, seed=0, checkpoints=checkpoints)
     assert checkpoints.finished == [1, 3, 5]
     assert sorted(runtime.saved) == sorted((n, t) for n in ("generator", "reward", "trainer") for t in (1, 3, 5))
+
+
+def test_a_checkpoint_is_not_finished_while_a_state_is_being_written() -> None:
+    runtime = FakeRuntime({"generator": 1.0, "reward": 1.0, "trainer": 3.0})
+    runtime.write_for = 2
+    checkpoints = FakeCheckpoints(every=3)
+    finished_at = {}
+    checkpoints.on_saved = lambda tick: finished_at.update({tick: runtime.log[-1][:2]})  # type: ignore[method-assign]
+    run_graph(job(1), runtime, num_ticks=9, seed=0, checkpoints=checkpoints)
+    assert finished_at == {2: ("trainer", 4), 5: ("trainer", 7), 8: ("trainer", 8)}  # the last tick waits for its own
 
 
 def test_a_tick_beyond_its_deadline_is_named_with_who_waits_for_whom() -> None:

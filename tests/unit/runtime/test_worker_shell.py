@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import sys
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.errors import ConfigError, DataError, TrainingDiverged
+from llamarl.errors import CheckpointError, ConfigError, DataError, DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
 from llamarl.runtime.base import Order
 from llamarl.runtime.job import combine_reports, combine_setups, executor_failed, plan_workers
@@ -114,6 +117,36 @@ def test_a_tick_pulls_steps_publishes_and_then_saves(worker: Worker, tmp_path: P
     assert report.outputs == {"out": "out:5:payload", "late": "late:5:1"}
     assert report.metrics == {"count": 3.0}
     assert [label for label, _, _ in report.spans] == ["receive in", "work", "send out", "send late", "save"]
+
+
+def test_a_save_in_the_background_is_reported_until_it_is_written(worker: Worker, tmp_path: Path) -> None:
+    worker.setup()
+    writing: list[Future[None]] = []
+    worker._executor.save = lambda folder, tick: writing.append(Future()) or writing[-1]  # type: ignore[union-attr,method-assign]
+
+    def run(tick: int, save: bool = False, settle: bool = False) -> RankReport:
+        folder = tmp_path / str(tick) if save else None
+        return worker.run(Order(executor="me", tick=tick, inputs={"in": ("h",)}, save_to=folder, settle=settle))
+
+    report = run(5, save=True)
+    assert report.saving == (5,) and report.metrics["time/me_save_s"] >= 0
+    assert run(6).saving == (5,)
+    writing[0].set_result(None)
+    assert run(7).saving == ()
+    assert run(8, save=True).saving == (8,)
+    threading.Timer(0.05, writing[1].set_result, [None]).start()
+    assert run(9, save=True).saving == (9,)  # waited for the one before: only one copy of the state at a time
+    writing[2].set_exception(OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(CheckpointError, match="No space left on device.*resume the run"):
+        run(10, settle=True)
+
+
+def test_settling_waits_no_longer_than_its_limit(worker: Worker, tmp_path: Path) -> None:
+    worker._plan = dataclasses.replace(worker._plan, collective_timeout_s=0.05)
+    worker.setup()
+    worker._executor.save = lambda folder, tick: Future()  # type: ignore[union-attr,method-assign]
+    with pytest.raises(DeadlineExceeded, match="'me', rank 1: the state after tick 5 is not yet written"):
+        worker.run(Order(executor="me", tick=5, inputs={"in": ("h",)}, save_to=tmp_path, settle=True))
 
 
 def test_an_output_for_the_wrong_channels_is_refused(worker: Worker) -> None:

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES
 from llamarl.errors import CheckpointError, ModelError, TrainingDiverged
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.config import OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.scoring import FrozenScorer
+from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
 from llamarl.types import Failure, Group, Prompt, Score
 
@@ -228,7 +230,8 @@ def test_gradients_are_clipped_to_the_given_norm(model_folder: Path) -> None:
 def test_entropy_bonus_raises_entropy_and_kl_starts_at_zero(model_folder: Path) -> None:
     algorithm = AlgorithmConfig(entropy_coef=1.0, kl_coef=0.01)
     trainer = _trainer(model_folder, algorithm=algorithm, lr=3e-3)
-    history = [trainer.train(make_groups(), k) for k in range(4)]
+    reference = FrozenScorer(model_folder, ReferenceConfig(), algorithm, temperature=1.0)
+    history = [trainer.train(reference.score(make_groups()), k) for k in range(4)]
     assert history[0]["kl/reference"] == pytest.approx(0.0, abs=1e-6)
     assert history[3]["kl/reference"] > 1e-4
     assert history[3]["entropy"] > history[0]["entropy"]
@@ -271,10 +274,26 @@ def test_a_torn_or_foreign_snapshot_is_refused(model_folder: Path, tmp_path: Pat
     other = _trainer(write_model(tmp_path / "other", "qwen3"))
     with pytest.raises(CheckpointError, match="another model"):
         other.load(tmp_path)
-    state = tmp_path / "state.safetensors"
-    state.write_bytes(state.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="torn"):
+    (state,) = tmp_path.glob("*.distcp")
+    state.write_bytes(state.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="cannot be read"):
         trainer.load(tmp_path)
+
+
+def test_a_staged_state_is_the_one_of_its_moment_though_training_goes_on(model_folder: Path, tmp_path: Path) -> None:
+    trainer = _trainer(model_folder)
+    trainer.train(make_groups(), 0)
+    version_0 = {name: tensor.clone() for name, tensor in _trainer(model_folder).parameters_for_sync().items()}
+    state = trainer.stage({"version_0": version_0})
+    second = trainer.train(make_groups(seed=1), 1)
+    in_background(lambda: trainer.write(state, tmp_path)).result(timeout=60)
+    resumed = _trainer(model_folder)
+    extra = resumed.load(tmp_path)
+    assert resumed.policy_version == 1
+    assert resumed.train(make_groups(seed=1), 1) == second
+    for name, tensor in trainer.parameters_for_sync().items():
+        assert torch.equal(tensor, resumed.parameters_for_sync()[name]), name
+        assert torch.equal(extra["version_0"][name], version_0[name]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -393,16 +412,3 @@ def test_an_offloaded_optimizer_makes_the_same_bits(model_folder: Path, dtype: s
         parameter = offloaded.policy.parameters_by_name()[name]
         assert parameter.data_ptr() != offloaded.parameters_for_sync()[name].data_ptr()
         assert torch.equal(parameter, kept.policy.parameters_by_name()[name])
-
-
-def test_a_resharded_load_of_one_rank_is_the_plain_load(model_folder: Path, tmp_path: Path) -> None:
-    trainer = _trainer(model_folder)
-    for k in range(2):
-        trainer.train(make_groups(seed=k), k)
-    trainer.save(tmp_path)
-    resumed = _trainer(model_folder)
-    resumed.load_resharded([tmp_path])
-    assert resumed.train(make_groups(), 2) == trainer.train(make_groups(), 2)
-    other = _trainer(write_model(tmp_path / "other", "qwen3"))
-    with pytest.raises(CheckpointError, match="do not hold all of"):
-        other.load_resharded([tmp_path])

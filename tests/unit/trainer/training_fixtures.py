@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -101,3 +102,17 @@ def make_groups(
             )
         groups.append(Group(prompt=prompt, responses=tuple(responses)))
     return groups
+
+
+def with_reference(groups: list[Group], shift: float = 0.0) -> list[Group]:
+    """Reference log-probs on every response: the behaviour's plus ``shift``."""
+    return [
+        dataclasses.replace(
+            g,
+            responses=tuple(
+                dataclasses.replace(r, reference_logprobs=(r.behavior_logprobs + np.float32(shift)))
+                for r in g.responses
+            ),
+        )
+        for g in groups
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,7 +98,8 @@ def test_failure_in_the_background_is_refused_by_sinks_and_raised_at_the_source(
 
 
 def test_next_send_waits_for_the_copy_before_it() -> None:
-    sender, receiver = WeightsSender(SPEC, **ENDS), WeightsReceiver(SPEC, **ENDS)
+    two = replace(SPEC, capacity=2)
+    sender, receiver = WeightsSender(two, **ENDS), WeightsReceiver(two, **ENDS)
     handles = []
     for version in range(5):
         tensors = {name: t + version for name, t in model().items()}

@@ -103,7 +103,21 @@ def test_slots_are_allocated_once_and_reused() -> None:
         handle = sender.send(version, WeightsPayload(version=version, tensors=model(version)))
         addresses.append(handle.address)
         assert_bits_equal(receiver.receive((handle,), 5.0).read_all(), model(version))
-    assert len(set(addresses)) == 3
+    assert len(set(addresses)) == 2
+
+
+@pytest.mark.parametrize(("capacity", "every", "slots"), [(2, 3, 1), (2, 2, 1), (3, 2, 2), (4, 1, 4)])
+def test_ticks_without_a_version_take_no_slot(capacity: int, every: int, slots: int) -> None:
+    """A version is wanted for ``capacity`` ticks, so of those that come every n-th tick ceil(capacity / n) lie at once."""
+    (sender,), (receiver,) = ends(capacity=capacity)
+    handles: dict[int, Any] = {}
+    for tick in range(12):
+        due = tick % every == 0
+        handle = sender.send(tick, WeightsPayload(version=tick, tensors=model(tick)) if due else None)
+        handles |= {tick: handle} if due else {}
+        for old in (t for t in handles if t > tick - capacity):
+            assert_bits_equal(receiver.receive((handles[old],), 5.0).read_all(), model(old))
+    assert len({handle.address for handle in handles.values()}) == slots
 
 
 @pytest.mark.parametrize("capacity", [1, 3])
@@ -112,10 +126,10 @@ def test_versions_on_the_edge_stay_readable_and_older_ones_are_refused(capacity:
     handles = []
     for version in range(3 * capacity):
         handles.append(sender.send(version, WeightsPayload(version=version, tensors=model(version))))
-        for old in range(max(0, version - capacity), version + 1):
+        for old in range(max(0, version - capacity + 1), version + 1):
             assert_bits_equal(receiver.receive((handles[old],), 5.0).read_all(), model(old))
-        if version > capacity:
-            stale = version - capacity - 1
+        if version >= capacity:
+            stale = version - capacity
             with pytest.raises(WeightSyncError, match=rf"version {stale} from source rank 0 .*raise the capacity"):
                 receiver.receive((handles[stale],), 5.0)
 
@@ -123,10 +137,11 @@ def test_versions_on_the_edge_stay_readable_and_older_ones_are_refused(capacity:
 def test_slot_overwritten_between_receive_and_load_is_refused() -> None:
     (sender,), (receiver,) = ends()
     version = receiver.receive((sender.send(0, WeightsPayload(version=0, tensors=model(0))),), 5.0)
-    for later in (1, 2):
-        sender.send(later, WeightsPayload(version=later, tensors=model(later)))
-    with pytest.raises(WeightSyncError, match="expected ready, version 0, generation 1"):
-        version.read_all()
+    version.check_current()
+    sender.send(1, WeightsPayload(version=1, tensors=model(1)))
+    for use in (version.read_all, version.map_tensors, version.check_current):
+        with pytest.raises(WeightSyncError, match="expected ready, version 0, generation 1"):
+            use()
 
 
 def test_half_written_slot_is_refused() -> None:

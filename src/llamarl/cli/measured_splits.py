@@ -1,0 +1,102 @@
+"""What ``llamarl plan RECIPE`` says of this machine's cores: splits of them, forecast from the recipe's own executors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llamarl.config import RunConfig, load_config
+from llamarl.planner.lengths import grouped
+from llamarl.planner.recipe import RecipeQuestion
+from llamarl.simulator.calibration import (
+    RecipeCalibration,
+    calibrate_recipe,
+    keep_calibration,
+    kept_calibration,
+    recipe_calibration_path,
+)
+from llamarl.simulator.report import result_to_dict
+from llamarl.simulator.splits import Split, forecast_splits, recommend_split, split_table, variants_of
+
+__all__ = ["MeasuredSplits", "measure_splits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSplits:
+    """A recipe's calibration and what follows from it."""
+
+    config: RunConfig
+    calibration: RecipeCalibration
+    splits: list[Split]
+
+    @property
+    def chosen(self) -> Split:
+        return recommend_split(self.splits)
+
+    def question(self, asked: RecipeQuestion) -> RecipeQuestion:
+        """The recipe's question with the lengths that were measured."""
+        return dataclasses.replace(
+            asked,
+            response=grouped(self.calibration.groups),
+            prompt_tokens=self.calibration.prompt_tokens,
+            note="measured while calibrating, under the initial policy",
+        )
+
+    def text(self) -> str:
+        cores = self.calibration.cores
+        head = f"\nThe {cores} cores of this machine, forecast from this recipe's own executors at work:\n"
+        return "\n".join([head, split_table(self.splits, self.chosen), "", *self.calibration.describe()])
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "recommended": self.chosen.name,
+            "calibration": dataclasses.asdict(dataclasses.replace(self.calibration, groups=())),
+            "splits": [
+                {"name": split.name, "settings": dict(split.settings), **result_to_dict(split.result)}
+                for split in self.splits
+            ],
+        }
+
+    def recipe(self) -> tuple[dict[str, Any], str]:
+        """(settings of the recommended split by section, the recipe's first lines)."""
+        nested: dict[str, Any] = {}
+        for key, value in self.chosen.settings.items():
+            *sections, name = key.split(".")
+            place = nested
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[name] = value
+        header = (
+            f"Written by llamarl plan: {self.chosen.name}, {self.calibration.cores} cores.\n"
+            f"Forecast: {self.chosen.result.step_s:.4g} s a step, from measured costs."
+        )
+        return nested, header
+
+
+def measure_splits(
+    recipe: Path, kept: Path | None, *, measure: bool, variants: bool, log: Callable[[str], None]
+) -> MeasuredSplits | None:
+    """Calibrate with the recipe, or take what an earlier calibration kept; None if there is none.
+
+    Args:
+        kept: The machine's calibration file, beside which the recipe's lies; None: the default one.
+        measure: Calibrate now.
+        variants: Also with other threads and precisions than the recipe's.
+    """
+    config = load_config(recipe)
+    path = recipe_calibration_path(config, kept)
+    if measure:
+        from llamarl.runtime.placement import available_cores
+
+        more = variants_of(config, config.run.cores or available_cores()) if variants else []
+        found = calibrate_recipe(config, variants=more, log=log)
+        keep_calibration(path, found)
+        log(f"kept in {path}")
+    elif path.is_file():
+        found = kept_calibration(path)
+    else:
+        return None
+    return MeasuredSplits(config=config, calibration=found, splits=forecast_splits(config, found))

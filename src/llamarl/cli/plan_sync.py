@@ -1,0 +1,192 @@
+"""``llamarl plan-sync``: what a hand-over of the weights will move, hold and take, from a model's config alone."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llamarl.errors import PlanError
+
+if TYPE_CHECKING:
+    from llamarl.config import RunConfig
+    from llamarl.weight_sync.forecast import Link
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Tells, for a model and the layouts of trainer and generator, what one hand-over of the weights moves: bytes of each rank
+and of each link, number of slice copies, memory that the trainer holds for it, and the least time it takes. No weight is
+loaded or downloaded: shapes come from the model's config, cuts from its own tensor-parallel plan.
+
+  trainer    fsdp F x tp T        each parameter cut over T ranks, and what is left over F ranks, row by row
+  generator  tp T x R replicas    each of R replicas holds the whole model, cut over T ranks; each pulls its own slices
+
+Nothing is gathered: a trainer rank sends each generator rank exactly the part that both hold."""
+
+_EPILOG = """\
+examples:
+  llamarl plan-sync Llama-3.1-405B --trainer fsdp=64,tp=8 --generator tp=16,replicas=32 --hardware h100-sxm
+  llamarl plan-sync path/to/config.json --trainer fsdp=4 --generator tp=2,replicas=2 --link-gb-per-s 25
+  llamarl plan-sync Qwen3-8B --trainer fsdp=8 --generator replicas=8 --quantization fp8 --json
+  llamarl plan-sync recipes/tiny.toml                  layouts, type and staleness as the recipe says
+
+The time is a bound: the bytes of the busiest rank over its own link, with the link at the share of its peak that transfers
+reach. On one node the link between devices counts, else each device's part of the network. docs/weight_sync.md shows the
+plan on an example and how the hand-over works."""
+
+_DTYPES = {
+    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "fp32": "float32",
+    "float32": "float32",
+}  # fmt: skip
+_QUANTIZATIONS = ("none", "int8", "fp8")
+_SIDES = {
+    "trainer": {"fsdp": "fsdp", "dp": "fsdp", "tp": "tp"},
+    "generator": {"tp": "tp", "replicas": "replicas", "replica": "replicas", "dp": "replicas"},
+}
+
+
+def add_parser(subparsers: Any, full: bool = True) -> None:
+    parser = subparsers.add_parser(
+        "plan-sync",
+        help="bytes, memory and least time of a weight hand-over between two layouts",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    if not full:
+        return
+    parser.add_argument("model", help="bundled shape (Llama-3.1-8B, ...), HF folder, config.json, or a recipe (TOML)")
+    parser.add_argument("--trainer", metavar="fsdp=F,tp=T", help="layout of the trainer (default: fsdp=1,tp=1)")
+    parser.add_argument("--generator", metavar="tp=T,replicas=R", help="of the generator (default: tp=1,replicas=1)")
+    parser.add_argument("--dtype", help="type in which weights travel: bf16 (default), fp16, fp32")
+    parser.add_argument(
+        "--quantization",
+        help="none (default); int8 or fp8: the layers' matrices travel as 1-byte codes with scales, the rest in --dtype",
+    )
+    parser.add_argument("--group", type=int, default=128, help="columns that share a scale (default 128)")
+    parser.add_argument("--max-staleness", type=int, help="the trainer holds this + 1 versions (default 1)")
+    parser.add_argument(
+        "--cut-vocabulary",
+        action="store_true",
+        help="tp also cuts embedding and output layer (the models' plans do not)",
+    )
+    parser.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x: adds the time")
+    parser.add_argument("--link-gb-per-s", type=float, help="GB/s of one rank, each way, in place of --hardware")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print. Raises PlanError (exit code 2) for a question that makes no sense."""
+    from llamarl.planner.model_spec import find_config
+    from llamarl.weight_sync.forecast import SyncQuestion, forecast_sync
+    from llamarl.weight_sync.model_layouts import model_parameters
+
+    recipe = _recipe(args.model)
+    name, config = find_config(recipe.model.path if recipe is not None else args.model)
+    trainer = parse_layout("trainer", args.trainer) if args.trainer else {}
+    generator = parse_layout("generator", args.generator) if args.generator else {}
+    staleness = 1
+    dtype = "bfloat16"
+    if recipe is not None:
+        trainer = {"fsdp": recipe.trainer.fsdp, "tp": recipe.trainer.tp} | trainer
+        generator = {"tp": getattr(recipe.generator, "tp", 1), "replicas": recipe.generator.dp} | generator
+        staleness = recipe.schedule.max_staleness
+        dtype = recipe.generator.engine.dtype
+    if args.max_staleness is not None:
+        staleness = args.max_staleness
+    if staleness < 0:
+        raise PlanError(f"--max-staleness must be >= 0 trainer ticks, got {staleness}")
+    question = SyncQuestion(
+        model=name,
+        trainer_fsdp=trainer.get("fsdp", 1),
+        trainer_tp=trainer.get("tp", 1),
+        generator_tp=generator.get("tp", 1),
+        generator_replicas=generator.get("replicas", 1),
+        versions=staleness + 1,
+        dtype=_one_of("--dtype", args.dtype, _DTYPES) if args.dtype else dtype,
+        quantization=_one_of("--quantization", args.quantization or "none", {q: q for q in _QUANTIZATIONS}),
+        group=args.group,
+    )
+    parameters = model_parameters(config, dtype=question.dtype, cut_vocabulary=args.cut_vocabulary)
+    answer = forecast_sync(parameters, question, _link(args, question))
+    print(json.dumps(answer.values(), indent=1) if args.json else answer.text())
+    return 0
+
+
+def parse_layout(side: str, text: str) -> dict[str, int]:
+    """``"fsdp=64,tp=8"`` (or ``"fsdp 64 x tp 8"``) as {"fsdp": 64, "tp": 8}.
+
+    Raises:
+        PlanError: An axis that the side does not have (the nearest is named), one given twice, or no size.
+    """
+    known, result = _SIDES[side], dict[str, int]()
+    example = "fsdp=64,tp=8" if side == "trainer" else "tp=16,replicas=32"
+    for part in re.split(r",|\bx\b", text):
+        match = re.fullmatch(r"\s*([A-Za-z_]+)\s*[= ]\s*(\d+)\s*", part)
+        if match is None:
+            raise PlanError(f"--{side} {text!r}: {part.strip()!r} is no axis with a size; write for example {example}")
+        axis, size = match.group(1).lower(), int(match.group(2))
+        if axis not in known:
+            near = difflib.get_close_matches(axis, known, n=1, cutoff=0.3)
+            hint = f"did you mean {known[near[0]]!r}? " if near else ""
+            raise PlanError(
+                f"--{side} {text!r}: the {side} has no axis {axis!r}; {hint}it has "
+                f"{' and '.join(dict.fromkeys(known.values()))}, for example {example}"
+            )
+        if known[axis] in result:
+            raise PlanError(f"--{side} {text!r}: {known[axis]} is given twice")
+        if size < 1:
+            raise PlanError(f"--{side} {text!r}: {axis} must be >= 1, got {size}")
+        result[known[axis]] = size
+    return result
+
+
+def _recipe(model: str) -> RunConfig | None:
+    path = Path(model).expanduser()
+    if (path / "config.toml").is_file():  # a run's folder
+        path = path / "config.toml"
+    if path.suffix != ".toml":
+        return None
+    from llamarl.config import load_config
+
+    return load_config(path)
+
+
+def _one_of(flag: str, value: str, known: dict[str, str]) -> str:
+    if value.lower() in known:
+        return known[value.lower()]
+    near = difflib.get_close_matches(value.lower(), known, n=1, cutoff=0.3)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise PlanError(f"{flag} {value!r} is unknown; {hint}known are {', '.join(known)}")
+
+
+def _link(args: argparse.Namespace, question: Any) -> Link | None:
+    from llamarl.weight_sync.forecast import Link
+
+    if args.link_gb_per_s is not None:
+        if args.hardware:
+            raise PlanError("give --hardware or --link-gb-per-s, not both")
+        if not 0 < args.link_gb_per_s < math.inf:
+            raise PlanError(f"--link-gb-per-s must be above 0, got {args.link_gb_per_s}")
+        return Link(bytes_per_s=args.link_gb_per_s * 1e9, latency_s=0.0, origin="--link-gb-per-s")
+    if not args.hardware:
+        return None
+    from llamarl.planner.hardware import find_hardware
+
+    hardware = find_hardware(args.hardware)
+    ranks = question.trainer_fsdp * question.trainer_tp + question.generator_tp * question.generator_replicas
+    device, efficiency = hardware.device, hardware.efficiency
+    one_node = ranks <= device.devices_per_node
+    peak = device.intra_node_bytes_per_s if one_node else device.inter_node_bytes_per_s
+    where = "the link between devices of one node" if one_node else "a device's part of the network"
+    return Link(
+        bytes_per_s=peak * efficiency.link,
+        latency_s=efficiency.intra_node_latency_s if one_node else efficiency.inter_node_latency_s,
+        origin=f"{where}, {device.title}: {peak / 1e9:g} GB/s x {efficiency.link:g}",
+    )

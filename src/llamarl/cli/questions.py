@@ -1,0 +1,144 @@
+"""What ``llamarl plan`` and ``llamarl simulate`` ask alike: the flags of the job and of the devices, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llamarl.errors import PlanError
+
+if TYPE_CHECKING:
+    from llamarl.planner.choices import Options, Workload
+    from llamarl.planner.hardware import Hardware
+    from llamarl.planner.recipe import RecipeQuestion
+
+__all__ = [
+    "add_devices",
+    "add_job",
+    "device_count",
+    "hardware_of",
+    "options_of",
+    "staleness_levels",
+    "workload_of",
+]
+
+
+def add_job(parser: argparse.ArgumentParser, of: str) -> Any:
+    """Flags of the work of a step; returns the group, for a verb's own ones.
+
+    Args:
+        of: What the flags override, in words.
+    """
+    job = parser.add_argument_group(f"the job (overrides what {of} says)")
+    job.add_argument("--model", help="bundled shape (Llama-3.1-8B, Qwen3-30B-A3B, ...), HF folder, or config.json")
+    job.add_argument("--prompts", type=int, help="prompt groups a step (default 128)")
+    job.add_argument("--group-size", type=int, help="responses a prompt (default 16)")
+    job.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default 256)")
+    job.add_argument("--response-tokens", metavar="MEAN[:KIND[:k=v,...]]", help="see below (default 1024:lognormal)")
+    job.add_argument("--reward-s", type=float, default=0.0, help="seconds the rewards of a step take (default 0)")
+    return job
+
+
+def add_devices(parser: argparse.ArgumentParser) -> Any:
+    """Flags of the devices; returns the group."""
+    devices = parser.add_argument_group("the devices")
+    devices.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x, this-machine (default)")
+    devices.add_argument("--devices", type=int, help="how many (default for this-machine: its cores or GPUs)")
+    devices.add_argument(
+        "--calibration", type=Path, help="calibration file (default ~/.cache/llamarl/calibration.json)"
+    )
+    return devices
+
+
+def hardware_of(name: str | None, calibration: Path | None) -> Hardware:
+    """Named hardware; for this machine a kept calibration where there is one.
+
+    Raises:
+        PlanError: The name is unknown, or the calibration asked for is not there.
+    """
+    from llamarl.planner.calibrate import calibration_path, load_calibration
+    from llamarl.planner.hardware import find_hardware
+
+    if name and find_hardware(name).device.name != "this-machine":
+        return find_hardware(name)
+    path = calibration or calibration_path()
+    if calibration or path.is_file():
+        return load_calibration(path)
+    return find_hardware("this-machine")
+
+
+def device_count(given: int | None, hardware: Hardware) -> int:
+    """``--devices``, or all of this machine's.
+
+    Raises:
+        PlanError: Named hardware without a number.
+    """
+    if given is not None:
+        return given
+    if hardware.device.name != "this-machine":
+        raise PlanError(f"how many {hardware.device.name}? give --devices N, for example --devices 8")
+    return hardware.device.devices_per_node
+
+
+def workload_of(
+    args: argparse.Namespace, model: str, question: RecipeQuestion | None, *, reference_model: bool = False
+) -> Workload:
+    """The work of a step: what the flags of ``add_job`` say, else the recipe, else the defaults."""
+    from llamarl.planner.choices import Workload
+    from llamarl.planner.lengths import parse_lengths
+    from llamarl.planner.model_spec import find_model
+
+    if args.response_tokens:
+        response = parse_lengths(args.response_tokens)
+    else:
+        response = question.response if question else parse_lengths("1024:lognormal")
+
+    def pick(given: int | None, recipe: int | None, default: int) -> int:
+        return given if given is not None else recipe if recipe is not None else default
+
+    return Workload(
+        model=find_model(model),
+        response=response,
+        prompts_per_step=pick(args.prompts, question.prompts_per_step if question else None, 128),
+        group_size=pick(args.group_size, question.group_size if question else None, 16),
+        prompt_tokens=pick(args.prompt_tokens, question.prompt_tokens if question else None, 64 if question else 256),
+        reward_s=args.reward_s,
+        reference_model=reference_model,
+    )
+
+
+def options_of(precision: str | None, max_segments: int, *, max_pipeline: int = 1) -> Options:
+    """What a search may use.
+
+    Args:
+        precision: ``--precision``: generator precisions joined by commas; None: all the device has.
+    """
+    from llamarl.planner.choices import Options
+    from llamarl.planner.hardware import BYTES_PER_WEIGHT
+
+    precisions = tuple(p.strip().lower() for p in precision.split(",")) if precision else ()
+    if unknown := [p for p in precisions if p not in BYTES_PER_WEIGHT]:
+        raise PlanError(f"--precision: unknown {', '.join(unknown)}; known are {', '.join(BYTES_PER_WEIGHT)}")
+    if max_segments < 1:
+        raise PlanError(f"--max-segments must be at least 1 (no partial rollouts), got {max_segments}")
+    if max_pipeline < 1:
+        raise PlanError(f"--max-pipeline must be at least 1, got {max_pipeline}")
+    return Options(
+        precisions=precisions,
+        max_segments=max_segments,
+        oversubscription=float(min(2, max_segments)),
+        max_pipeline=max_pipeline,
+        common_max_pipeline=max_pipeline,
+    )
+
+
+def staleness_levels(text: str) -> list[int]:
+    """``--staleness 0,1,2``, ascending."""
+    try:
+        levels = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise PlanError(f"--staleness {text!r}: expected whole numbers joined by commas, for example 0,1,2,4") from None
+    if levels[0] < 0:
+        raise PlanError(f"--staleness must be >= 0 trainer ticks, got {levels[0]}; 0 is synchronous")
+    return levels

@@ -1,0 +1,67 @@
+"""A decoder with a value head: one number a position instead of a vocabulary.
+
+It is transformers' own token-classification model with a single label, so a critic's folder is an ordinary Hugging Face
+folder that ``AutoModelForTokenClassification`` loads, head included. From a language model's folder, the body is taken
+and the head starts at 0: a fresh critic says 0 everywhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from llamarl.errors import ModelError
+from llamarl.models.attention import check_attention_supported
+from llamarl.models.folders import resolve_model_path
+from llamarl.models.loading import load_model_config
+
+__all__ = ["load_value_model", "value_head"]
+
+_HEAD = "score."
+
+
+def load_value_model(path: str | Path, *, device: torch.device | str = "cpu", attention: str) -> PreTrainedModel:
+    """The value model of a folder in float32 and eval mode: a language model's, or an exported critic's.
+
+    Raises:
+        ModelError: Weights are missing, or transformers has no such model of this architecture.
+    """
+    folder = resolve_model_path(path)
+    check_attention_supported(load_model_config(folder))
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it would warn of the unused output layer and of the new head
+    try:
+        model, report = AutoModelForTokenClassification.from_pretrained(
+            folder,
+            num_labels=1,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
+        raise ModelError(f"critic.path: cannot load {folder} with a value head: {error}") from error
+    finally:
+        transformers_logging.set_verbosity(level)
+    if missing := sorted(name for name in report["missing_keys"] if not name.startswith(_HEAD)):
+        raise ModelError(f"critic.path: {folder} lacks {', '.join(missing)}")
+    if report["missing_keys"]:
+        for parameter in value_head(model).parameters():
+            nn.init.zeros_(parameter)
+    return model.to(torch.device(device)).eval()
+
+
+def value_head(model: PreTrainedModel) -> nn.Linear:
+    """The layer that turns a hidden state into a value.
+
+    Raises:
+        ModelError: The architecture has none under the name that decoders use.
+    """
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"critic.path: {type(model).__name__} has no linear head named 'score': take another model")
+    return head

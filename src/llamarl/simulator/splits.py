@@ -1,0 +1,134 @@
+"""Which split of a machine's cores is fastest for a recipe: every schedule and thread count that was calibrated, simulated.
+
+    RecipeCalibration ─▶ candidates (staleness, partial rollouts, threads, precision, concurrency) ─▶ simulate ─▶ ranking
+
+What is not measured is not proposed: a thread count or precision comes from a variant of the calibration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llamarl.config import RunConfig, to_plain, validate
+from llamarl.simulator.calibration import RecipeCalibration, calibrated_scenario, settled_threads
+from llamarl.simulator.simulate import SimulationResult, simulate
+
+__all__ = ["Split", "apply", "candidates", "forecast_splits", "recommend_split", "split_table", "variants_of"]
+
+Settings = Mapping[str, Any]
+"""Dotted recipe key -> value."""
+
+_WHOLE = {"generator.max_segments": 1, "generator.oversubscription": 1.0}
+_PARTIAL = {"generator.max_segments": 2, "generator.oversubscription": 1.5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A way to use the cores, and what it is forecast to give."""
+
+    name: str
+    settings: Settings
+    result: SimulationResult
+
+    @property
+    def token_staleness(self) -> int:
+        """Most versions that a token may lag."""
+        return int(self.settings["schedule.max_staleness"]) + int(self.settings["generator.max_segments"]) - 1
+
+
+def variants_of(config: RunConfig, cores: int) -> list[tuple[int, str, int]]:
+    """What a calibration measures beside the recipe's own threads and precision, to compare splits of ``cores``."""
+    threads = settled_threads(config)
+    quantization = config.generator.quantization
+    other = "int8" if quantization == "none" else "none"
+    found = [(1, quantization, 1), (cores, quantization, cores), (threads["generator"], other, threads["trainer"])]
+    return list(dict.fromkeys(found))
+
+
+def candidates(config: RunConfig, found: RecipeCalibration) -> dict[str, Settings]:
+    """Name -> settings of every split that the calibration can forecast."""
+    named: dict[str, Settings] = {}
+    precision = config.generator.quantization
+    for generator in found.generators:
+        generator_threads, quantization = generator.split(":")
+        for trainer_threads in found.trainers:
+            threads = f"threads {generator_threads}+{trainer_threads}"
+            label = threads if quantization == precision else f"{threads}, {quantization}"
+            base = {
+                "generator.threads": int(generator_threads),
+                "generator.quantization": quantization,
+                "trainer.threads": int(trainer_threads),
+            }
+            named[f"synchronous, {label}"] = {**base, "schedule.max_staleness": 0, **_WHOLE}
+            for staleness in (1, 2):
+                at = {**base, "schedule.max_staleness": staleness}
+                named[f"staleness {staleness}, {label}"] = {**at, **_WHOLE}
+                named[f"staleness {staleness}, partial, {label}"] = {**at, **_PARTIAL}
+    return named
+
+
+def apply(config: RunConfig, settings: Settings) -> RunConfig:
+    """The recipe with these settings.
+
+    Raises:
+        ConfigError: No run could have them.
+    """
+    raw = to_plain(config)
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        place = raw
+        for section in sections:
+            place = place[section]
+        place[name] = value
+    return validate(raw)
+
+
+def forecast_splits(config: RunConfig, found: RecipeCalibration, *, num_ticks: int = 60) -> list[Split]:
+    """Every candidate simulated, fastest first; the fastest also with half its concurrency."""
+    splits = [
+        _forecast(name, config, found, settings, num_ticks) for name, settings in candidates(config, found).items()
+    ]
+    best = min(splits, key=lambda split: split.result.step_s)
+    half = config.schedule.prompts_per_step * config.generator.group_size // 2
+    if half >= 1:
+        settings = {**best.settings, "generator.engine.max_sequences": half}
+        splits.append(_forecast(f"{best.name}, {half} at once", config, found, settings, num_ticks))
+    return sorted(splits, key=lambda split: split.result.step_s)
+
+
+def _forecast(name: str, config: RunConfig, found: RecipeCalibration, settings: Settings, num_ticks: int) -> Split:
+    scenario = calibrated_scenario(apply(config, settings), found)
+    return Split(name=name, settings=settings, result=simulate(dataclasses.replace(scenario, num_ticks=num_ticks)))
+
+
+def recommend_split(splits: Sequence[Split], tolerance: float = 0.02) -> Split:
+    """The least staleness among those within ``tolerance`` of the fastest."""
+    fastest = min(split.result.step_s for split in splits)
+    near = [split for split in splits if split.result.step_s <= fastest * (1.0 + tolerance)]
+    return min(near, key=lambda split: (split.token_staleness, split.result.step_s))
+
+
+def split_table(splits: Sequence[Split], chosen: Split, most: int = 12) -> str:
+    """The fastest ``most`` splits as text, and the chosen one in any case."""
+    shown = [split for i, split in enumerate(splits) if i < most or split is chosen]
+    rows = [("split of the cores", "step", "idle gen", "idle train", "tokens/s")]
+    rows += [
+        (
+            split.name + ("*" if split is chosen else ""),
+            f"{split.result.step_s:.3g} s",
+            f"{split.result.idle['generator']:.0%}",
+            f"{split.result.idle['trainer']:.0%}",
+            f"{split.result.tokens_per_s:,.0f}",
+        )
+        for split in shown
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    if len(shown) < len(splits):
+        lines.append(f"... and {len(splits) - len(shown)} slower ones")
+    lines.append(f"* least staleness within 2% of the fastest: no token older than {chosen.token_staleness} versions")
+    return "\n".join(lines)

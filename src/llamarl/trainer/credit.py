@@ -1,0 +1,107 @@
+"""What each response and each of its tokens earns: rewards, penalties, and advantages that differ from token to token.
+
+    reward of the response − over-long penalty − KL of the response ("reward")  ─▶ group baseline ─▶ one advantage
+    reward at the last token, KL of each token ("token_reward")  ─▶ GAE with the critic's values ─▶ an advantage a token
+
+Pure, NumPy float64. T is the number of a response's trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.algorithms.advantages import overlong_penalty
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.algorithms.gae import gae, suffix_sums
+from llamarl.algorithms.kl import sampled_kl
+from llamarl.types import Failure, Response
+
+__all__ = ["response_reward", "standardize", "token_advantages", "value_targets"]
+
+Array = npt.NDArray[np.float64]
+
+_EPSILON = 1e-8
+
+
+def response_reward(response: Response, config: AlgorithmConfig) -> float:
+    """The reward that a baseline sees; NaN for a failed response.
+
+    Raises:
+        ValueError: The response was never judged, or KL is to be taken off and there are no reference log-probs.
+    """
+    if response.outcome is None:
+        raise ValueError(
+            f"response {response.prompt_index}/{response.sample_index} reached the trainer without a verdict:"
+            " wire a reward executor between generator and trainer"
+        )
+    if isinstance(response.outcome, Failure):
+        return float("nan")
+    reward = response.outcome.value - overlong_penalty(len(response.tokens), config)
+    if config.kl_coef and config.kl_place == "reward" and response.loss_mask.any():
+        reward -= config.kl_coef * float(_token_kl(response, config).sum())
+    return reward
+
+
+def token_advantages(response: Response, advantage: float, config: AlgorithmConfig) -> Array | None:
+    """An advantage a trained token, [T]; None where all of them have the response's.
+
+    Args:
+        advantage: The response's, by ``algorithm.advantage``; not used by ``gae``.
+    """
+    if config.advantage == "gae":
+        if response.values is None:
+            raise ValueError(
+                f"response {response.prompt_index}/{response.sample_index} has no values, which algorithm.advantage ="
+                " 'gae' needs: wire a critic executor before the trainer"
+            )
+        return _gae(response, response.values[response.loss_mask], config)[0]
+    if config.kl_coef and config.kl_place == "token_reward":
+        return advantage - config.kl_coef * suffix_sums(_token_kl(response, config))
+    return None
+
+
+def value_targets(response: Response, values: npt.NDArray[np.floating], config: AlgorithmConfig) -> Array:
+    """What the critic should have said before each trained token, [T]: its own estimate plus the advantage.
+
+    Args:
+        values: The critic's estimates, [T].
+    """
+    return _gae(response, values, config)[1]
+
+
+def standardize(arrays: Sequence[Array], sum_over_ranks: Callable[[Array], Array]) -> list[Array]:
+    """(x - mean) / (std + 1e-8) over all elements of the step; with a single one, x - mean.
+
+    Args:
+        sum_over_ranks: Adds an array up over the ranks that hold the step's other responses.
+    """
+    joined = np.concatenate([*arrays, np.zeros(0)])
+    count, total = sum_over_ranks(np.array([len(joined), joined.sum()], np.float64))
+    mean = total / max(1.0, count)
+    squares = sum_over_ranks(np.array([np.square(joined - mean).sum()], np.float64))[0]
+    deviation = np.sqrt(squares / max(1.0, count - 1.0))
+    return [(array - mean) / (deviation + _EPSILON) if count > 1 else array - mean for array in arrays]
+
+
+def _gae(response: Response, values: npt.NDArray[np.floating], config: AlgorithmConfig) -> tuple[Array, Array]:
+    rewards = np.zeros(len(values))
+    if config.kl_coef and config.kl_place == "token_reward":
+        rewards -= config.kl_coef * _token_kl(response, config)
+    rewards[-1] += response_reward(response, config)
+    return gae(rewards, values.astype(np.float64), gamma=config.gae_gamma, lam=config.gae_lambda)
+
+
+def _token_kl(response: Response, config: AlgorithmConfig) -> Array:
+    """Estimate of KL(mu || reference) at each trained token, from what was recorded, [T]."""
+    if response.reference_logprobs is None:
+        raise ValueError(
+            f"response {response.prompt_index}/{response.sample_index} has no reference log-probs, which"
+            " algorithm.kl_coef > 0 needs: wire a reference executor before the trainer"
+        )
+    trained = np.flatnonzero(response.loss_mask)
+    return sampled_kl(
+        response.behavior_logprobs[trained], response.reference_logprobs[trained], estimator=config.kl_estimator
+    )

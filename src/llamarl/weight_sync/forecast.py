@@ -1,0 +1,200 @@
+"""What the hand-over of a named model will move, hold and take, before any device is there. Pure: no tensors.
+
+    config.json ─▶ parameters ─▶ cuts of both sides ─▶ bytes a rank, bytes a link, copies, memory, least time
+
+The time is a bound: the busiest rank's bytes over its own link. Latency, and switches that many ranks share, come on top.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from llamarl.errors import PlanError
+from llamarl.weight_sync.layout import ParameterSpec
+from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
+from llamarl.weight_sync.report import (
+    LinkReport,
+    MeshSide,
+    SyncReport,
+    format_bytes,
+    report_links,
+    report_transfer,
+)
+
+__all__ = ["Link", "SyncForecast", "SyncQuestion", "forecast_sync", "quantized_parameters"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What one rank sends or receives in a second, each way."""
+
+    bytes_per_s: float
+    latency_s: float
+    origin: str
+    """In words, for the reader: which hardware, which share of its peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncQuestion:
+    """One hand-over: a model, two layouts, what travels."""
+
+    model: str
+    trainer_fsdp: int
+    trainer_tp: int
+    generator_tp: int
+    generator_replicas: int
+    versions: int = 2
+    """Held at once by the trainer: the capacity of the weights edge, max_staleness + 1 in the standard job."""
+    dtype: str = "bfloat16"
+    quantization: str = "none"
+    group: int = 128
+    """Columns that share one scale, if quantized."""
+
+    def __post_init__(self) -> None:
+        for name in ("trainer_fsdp", "trainer_tp", "generator_tp", "generator_replicas", "versions", "group"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncForecast:
+    """The answer."""
+
+    question: SyncQuestion
+    num_parameters: int
+    uncut_bytes: int
+    """Of parameters that the generator's tensor parallelism does not cut: each of its ranks receives them whole."""
+    report: SyncReport
+    links: LinkReport
+    link: Link | None
+    least_s: float | None
+    """Busiest rank's bytes over its link, and one latency; None without a link."""
+
+    def text(self) -> str:
+        """A page for people."""
+        q, r = self.question, self.report
+        trainer = f"fsdp {q.trainer_fsdp} x tp {q.trainer_tp}"
+        generator = f"tp {q.generator_tp} x {_count(q.generator_replicas, 'replica')}"
+        width = max(len(trainer), len(generator))
+        wire = q.dtype if q.quantization == "none" else f"{q.quantization} codes and {q.dtype}"
+        lines = [
+            f"{q.model}: {self.num_parameters:,} parameters, one version is {format_bytes(r.model_bytes)} in {wire}",
+            f"  trainer    {trainer:<{width}}  {_count(len(r.sent_bytes), 'rank')}",
+            f"  generator  {generator:<{width}}  {_count(len(r.received_bytes), 'rank')}",
+            "",
+            f"  {'bytes of one version':<30}{'mean':>12}{'most':>12}",
+            _row("sent by a trainer rank", r.sent_bytes.mean(), r.sent_bytes.max()),
+            _row("received by a generator rank", r.received_bytes.mean(), r.received_bytes.max()),
+            _row("over one link (rank to rank)", self.links.mean_bytes, self.links.max_bytes),
+            "",
+            f"  links in use    {self.links.num_links:,}",
+            f"  slice copies    {r.num_copies:,}, {r.num_copies / len(r.received_bytes):,.0f} for each generator rank",
+            f"  trainer memory  {format_bytes(q.versions * r.source_slot_bytes.max())} a rank: "
+            f"{_count(q.versions, 'version')} of its own shards",
+        ]
+        if q.generator_tp > 1 and self.uncut_bytes:
+            share = self.uncut_bytes / r.model_bytes
+            lines.append(
+                f"  not cut by tp   {format_bytes(self.uncut_bytes)} ({share:.1%} of the model): every generator rank "
+                "receives it whole"
+            )
+        if self.link is not None and self.least_s is not None:
+            busiest = max(r.sent_bytes.max(), r.received_bytes.max())
+            lines.append(
+                f"  time            {self.least_s:.3g} s at least: {format_bytes(busiest)} of the busiest rank at "
+                f"{format_bytes(self.link.bytes_per_s)}/s ({self.link.origin})"
+            )
+        if r.sent_bytes.max() > 1.5 * r.received_bytes.max():
+            lines.append(
+                "  The trainer's side binds: it sends every replica its own copy. More trainer ranks, fewer replicas "
+                "or fewer bytes a number shorten it."
+            )
+        return "\n".join(lines)
+
+    def values(self) -> dict[str, Any]:
+        """Plain values for JSON; bytes and seconds."""
+        r = self.report
+        return {
+            "question": asdict(self.question),
+            "num_parameters": self.num_parameters,
+            "model_bytes": r.model_bytes,
+            "uncut_bytes": self.uncut_bytes,
+            "trainer_ranks": len(r.sent_bytes),
+            "generator_ranks": len(r.received_bytes),
+            "sent_bytes_per_rank": {"mean": float(r.sent_bytes.mean()), "max": float(r.sent_bytes.max())},
+            "received_bytes_per_rank": {"mean": float(r.received_bytes.mean()), "max": float(r.received_bytes.max())},
+            "bytes_per_link": {"mean": self.links.mean_bytes, "max": self.links.max_bytes},
+            "num_links": self.links.num_links,
+            "num_copies": r.num_copies,
+            "trainer_slot_bytes_per_rank": float(self.question.versions * r.source_slot_bytes.max()),
+            "link": asdict(self.link) if self.link is not None else None,
+            "least_s": self.least_s,
+        }
+
+
+def forecast_sync(parameters: ModelParameters, question: SyncQuestion, link: Link | None = None) -> SyncForecast:
+    """Answer ``question`` for a model's parameters.
+
+    Raises:
+        PlanError: A size is below 1, or a group of quantized columns would straddle two ranks.
+    """
+    count = parameters.num_elements
+    if question.quantization != "none":
+        parameters = quantized_parameters(parameters, question)
+    source = MeshSide(
+        mesh={"fsdp": question.trainer_fsdp, "tp": question.trainer_tp}, placements=fsdp_tp_placements(parameters)
+    )
+    sink = MeshSide(
+        mesh={"replica": question.generator_replicas, "tp": question.generator_tp},
+        placements=tp_placements(parameters),
+    )
+    report = report_transfer(parameters, source, sink)
+    least = None
+    if link is not None:
+        least = max(report.sent_bytes.max(), report.received_bytes.max()) / link.bytes_per_s + link.latency_s
+    return SyncForecast(
+        question=question,
+        num_parameters=count,
+        uncut_bytes=sum(spec.nbytes for name, spec in parameters.items() if name not in parameters.tp_dims),
+        report=report,
+        links=report_links(parameters, source, sink),
+        link=link,
+        least_s=None if least is None else float(least),
+    )
+
+
+def quantized_parameters(parameters: ModelParameters, question: SyncQuestion) -> ModelParameters:
+    """Matrices of the layers as 1-byte codes with float32 scales; embeddings and output layer stay as they are.
+
+    Raises:
+        PlanError: Tensor parallelism of either side cuts a group of columns in two.
+    """
+    codes = {"int8": "int8", "fp8": "float8_e4m3fn"}[question.quantization]
+    specs: dict[str, ParameterSpec] = {}
+    tp_dims: dict[str, int] = dict(parameters.tp_dims)
+    for name, spec in parameters.items():
+        specs[name] = spec
+        if len(spec.shape) != 2 or ".layers." not in name:
+            continue
+        rows, columns = spec.shape
+        tp = max(question.trainer_tp, question.generator_tp) if parameters.tp_dims.get(name) == 1 else 1
+        if tp > 1 and columns % (tp * question.group):
+            raise PlanError(
+                f"{name}: {columns} columns over tp {tp} leave {columns / tp:g} a rank, which cuts a group of "
+                f"{question.group} columns that share a scale: choose a group that divides {columns // tp}"
+            )
+        specs[name] = replace(spec, dtype=codes)
+        specs[f"{name}.scale"] = ParameterSpec((rows, math.ceil(columns / question.group)), "float32")
+        if name in tp_dims:
+            tp_dims[f"{name}.scale"] = tp_dims[name]
+    return ModelParameters(specs, tp_dims)
+
+
+def _row(label: str, mean: float, most: float) -> str:
+    return f"  {label:<30}{format_bytes(mean):>12}{format_bytes(most):>12}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

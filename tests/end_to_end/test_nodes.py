@@ -1,0 +1,78 @@
+"""A job with a reference model and a critic: PPO with KL as token rewards, run, cut and gone on with in this process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY, rows
+from transformers import AutoModelForTokenClassification
+
+from llamarl.config import RunConfig, load_config
+from llamarl.controller.training import plan_run, resume_run, start_run
+from llamarl.errors import ConfigError
+from llamarl.observability.keys import is_timing_key
+
+SETTINGS = {
+    "run.runtime": "inline",
+    "schedule.prompts_per_step": 4,
+    "generator.group_size": 2,
+    "generator.sampling.max_new_tokens": 60,
+    "algorithm.kl_coef": 0.02,
+    "algorithm.kl_place": "token_reward",
+    "algorithm.kl_estimator": "k1",
+    "reference.threads": 1,
+    "evaluation.every": 0,
+    "checkpoint.every": 2,
+    "observability.console": "none",
+    "observability.tensorboard": "false",
+    "observability.trace": "false",
+}
+
+
+def _config(run_dir: Path, **more: Any) -> RunConfig:
+    settings = {**SETTINGS, "run.dir": json.dumps(str(run_dir)), **more}
+    words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    return load_config(REPOSITORY / "recipes" / "ppo_critic.toml", words)
+
+
+def _untimed(run_dir: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in rows(run_dir)]
+
+
+def test_a_run_with_reference_and_critic_resumes_bit_for_bit(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    start_run(_config(whole, **{"run.num_ticks": 4}))
+    shutil.copytree(whole, cut)  # what a kill after tick 3's row, before its checkpoint, leaves
+    for left in ("checkpoints/tick_000003", "model", "critic"):
+        shutil.rmtree(cut / left)
+    resume_run(_config(cut, **{"run.num_ticks": 4}))
+    assert _untimed(cut) == _untimed(whole)
+    for folder in ("model", "critic"):
+        files = [run / folder / "model.safetensors" for run in (cut, whole)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    table = rows(whole)
+    assert table[0]["kl/reference"] == pytest.approx(0.0, abs=1e-6)  # the reference is version 0
+    assert table[3]["kl/reference"] != 0.0
+    assert table[0]["critic/value_mean"] == 0.0 != table[1]["critic/value_mean"]  # version 0 of the critic, then 1
+    assert all(row["staleness/max"] <= 2 for row in table)  # nodes between reward and trainer add none
+    assert {"time/reference_s", "idle/reference", "time/critic_s", "idle/critic"} <= table[0].keys()
+    assert AutoModelForTokenClassification.from_pretrained(whole / "critic").config.num_labels == 1
+
+
+def test_a_dry_run_shows_both_nodes(tmp_path: Path) -> None:
+    text = plan_run(_config(tmp_path / "run"))
+    for line in ("reward -> reference", "reference -> critic", "critic -> trainer"):
+        assert line in text
+    assert "[critic.optimizer]" in text
+
+
+def test_a_reference_of_another_vocabulary_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 7}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"reference\.path: .* has a vocabulary of 7 tokens"):
+        plan_run(_config(tmp_path / "run", **{"reference.path": json.dumps(str(other))}))

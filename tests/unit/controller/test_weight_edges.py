@@ -1,0 +1,78 @@
+"""Transport and memory of the weights edges, settled before a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.factory import make_receiver, make_sender
+from llamarl.config import RunConfig, load_config
+from llamarl.controller.graph import Graph
+from llamarl.controller.job import llamarl_graph
+from llamarl.controller.training import plan_run
+from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges, versions_held
+
+TINY_BYTES = 4 * 559_360  # fp32 parameters of the bundled model
+
+
+def settled(config: RunConfig, devices: dict[str, str]) -> tuple[Graph, dict[str, WeightEdge]]:
+    graph = llamarl_graph(config)
+    executors = tuple(dataclasses.replace(e, device=devices.get(e.name, "cpu")) for e in graph.executors)
+    graph, edges = settle_weight_edges(config, Graph(executors, graph.channels))
+    return graph, {edge.channel: edge for edge in edges}
+
+
+def test_transport_follows_the_devices_and_reaches_the_channel() -> None:
+    graph, edges = settled(load_config(None), {"trainer": "cuda:0", "generator": "cuda:1"})
+    assert (edges["weights"].transport, edges["eval_weights"].transport) == ("cuda_ipc", "shared_memory")
+    assert {c.name: c.transport for c in graph.channels if c.kind is ChannelKind.WEIGHTS} == {
+        "weights": "cuda_ipc",
+        "eval_weights": "shared_memory",
+    }
+    _, edges = settled(load_config(None), {})
+    assert edges["weights"].transport == "shared_memory"
+
+
+def test_recipe_may_name_the_transport() -> None:
+    config = load_config(None, ["--schedule.transport", "shared_memory"])
+    _, edges = settled(config, {"trainer": "cuda:0", "generator": "cuda:1"})
+    assert edges["weights"].transport == "shared_memory" and edges["weights"].reason == "schedule.transport says so"
+
+
+@pytest.mark.parametrize(("staleness", "versions"), [(0, 1), (1, 2), (4, 5)])
+def test_memory_is_the_versions_on_the_edge_times_a_ranks_shards(staleness: int, versions: int) -> None:
+    _, edges = settled(load_config(None, ["--schedule.max_staleness", str(staleness)]), {})
+    assert (edges["weights"].versions, edges["weights"].bytes_per_rank) == (versions, versions * TINY_BYTES)
+    assert edges["eval_weights"].versions == 1  # one evaluation in ten ticks
+
+
+def test_half_precision_and_sharding_take_less() -> None:
+    config = load_config(None, ["--generator.engine.dtype", "bfloat16", "--trainer.fsdp", "2"])
+    _, edges = settled(config, {})
+    assert edges["weights"].bytes_per_rank == pytest.approx(2 * TINY_BYTES / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "due", "versions"), [(2, {0, 1, 2}, 2), (2, {0, 4, 9}, 1), (3, {0, 2, 9}, 2), (2, {8, 9}, 2)]
+)
+def test_versions_held_are_the_most_in_a_window(capacity: int, due: set[int], versions: int) -> None:
+    assert versions_held(capacity, 10, lambda tick: tick in due) == versions
+
+
+def test_dry_run_says_transport_reason_and_memory(tmp_path: Path) -> None:
+    text = plan_run(load_config(None, ["--run.dir", f"{tmp_path}/r", "--trainer.device", "cpu"]))
+    section = text.split("# weight hand-over\n")[1]
+    for part in ("weights (trainer to generator): shared_memory (all ranks lie on host", "holds 2 versions, 4.47 MB"):
+        assert part in section
+
+
+def test_unknown_transport_is_named_with_the_nearest() -> None:
+    spec = ChannelSpec(
+        name="w", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", transport="shared-memory"
+    )
+    for make in (make_sender, make_receiver):
+        with pytest.raises(ValueError, match="'shared-memory' is unknown.*did you mean 'shared_memory'"):
+            make(spec, rank=0, num_source_ranks=1, num_sink_ranks=1)

@@ -1,0 +1,139 @@
+"""The state that dynamic sampling keeps between ticks, and the numbers that a recipe gives it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.config import load_config, validate
+from llamarl.errors import ConfigError
+from llamarl.executors.dynamic_sampling import DynamicSampler
+from llamarl.types import Failure, Group, Prompt, Response, Score
+
+
+def _group(index: int, rewards: tuple[float | None, ...]) -> Group:
+    rng = np.random.default_rng(index)
+    prompt = Prompt(
+        index=index,
+        tokens=rng.integers(0, 9, 3).astype(np.int32),
+        text="3 + é",
+        answer=None if index % 2 else "8",
+        task="t",
+        metadata={"difficulty": 0.1, "parts": [1, 2]},
+    )
+    responses = []
+    for sample, reward in enumerate(rewards):
+        outcome = (
+            Failure(kind="timeout", detail="too slow")
+            if reward is None
+            else Score(value=reward, parts={"format": reward / 3})
+        )
+        logprobs = -rng.random(4).astype(np.float32)
+        logprobs[1] = np.nan
+        responses.append(
+            Response(
+                prompt_index=index,
+                sample_index=sample,
+                tokens=rng.integers(0, 9, 4).astype(np.int32),
+                behavior_logprobs=logprobs,
+                policy_versions=np.array([4, -1, 4, 5], np.int32),
+                loss_mask=np.array([True, False, True, True]),
+                text="😀 done" if sample else "",
+                finish_reason="stop",
+                outcome=outcome,
+            )
+        )
+    return Group(prompt=prompt, responses=tuple(responses))
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(_equal(a, b) for a, b in zip(one, other, strict=True))
+    if dataclasses.is_dataclass(one) and type(one) is type(other):
+        return all(_equal(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
+    return one == other
+
+
+def _sampler() -> DynamicSampler:
+    return DynamicSampler(AlgorithmConfig(), num_wanted=2, max_staleness=2)
+
+
+def test_counts_of_a_tick_and_of_the_next_that_it_refills() -> None:
+    sampler = _sampler()
+    chosen, counts = sampler.select([_group(i, (0.0, 1.0, None)) for i in range(3)] + [_group(3, (1.0, 1.0))], 5)
+    assert [g.prompt.index for g in chosen] == [0, 1]
+    assert counts == {
+        "groups/generated": 4, "groups/no_signal": 1, "groups/trained": 2, "groups/refilled": 0, "groups/spare": 1,
+        "groups/expired": 0, "groups/short": 0,
+    }  # fmt: skip
+    chosen, counts = sampler.select([_group(4, (1.0, 1.0))], 6)
+    assert [g.prompt.index for g in chosen] == [2]
+    assert (counts["groups/refilled"], counts["groups/short"], counts["groups/spare"]) == (1, 1, 0)
+
+
+def test_a_restored_sampler_holds_the_same_bits(tmp_path: Path) -> None:
+    sampler, restored = _sampler(), _sampler()
+    sampler.select([_group(i, (0.1, 1 / 3, None)) for i in range(5)], 5)
+    sampler.save(tmp_path)
+    restored.load(tmp_path)
+    ours, theirs = sampler.select([], 6), restored.select([], 6)
+    assert len(ours[0]) == 2 and ours[1] == theirs[1]
+    assert _equal(tuple(ours[0]), tuple(theirs[0]))
+
+
+def test_groups_generated_a_tick_are_a_whole_number_a_replica() -> None:
+    def groups(prompts: int, oversample: float, dp: int) -> int:
+        return load_config(
+            None,
+            ["--schedule.prompts_per_step", f"{prompts}", "--generator.dp", f"{dp}", "--dynamic_sampling.enabled", "true",
+             "--dynamic_sampling.oversample", f"{oversample}"],
+        ).groups_per_tick  # fmt: skip
+
+    assert groups(16, 1.5, 1) == 24
+    assert groups(10, 1.1, 1) == 11  # 10 * 1.1 is a little more than 11 in float64
+    assert groups(4, 1.1, 1) == 5
+    assert groups(4, 1.1, 2) == 6
+    assert groups(4, 1.0, 4) == 4
+    assert load_config(None, ["--dynamic_sampling.oversample", "3"]).groups_per_tick == 16  # not enabled
+
+
+def test_the_bound_on_staleness_counts_ticks_of_waiting_only_where_they_are_allowed() -> None:
+    base = ["--schedule.max_staleness", "2", "--generator.max_segments", "3", "--dynamic_sampling.carry_ticks", "2"]
+    assert load_config(None, base).token_staleness_bound == 4
+    assert load_config(None, [*base, "--dynamic_sampling.enabled", "true"]).token_staleness_bound == 6
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"dynamic_sampling": {"oversample": 0.5}}, "dynamic_sampling.oversample must be >= 1"),
+        ({"dynamic_sampling": {"carry_ticks": -1}}, "dynamic_sampling.carry_ticks must be >= 0"),
+        (
+            {"dynamic_sampling": {"enabled": True}, "algorithm": {"advantage": "batch_std"}},
+            "such groups have a gradient",
+        ),
+        ({"trainer": {"minibatches": 0}}, "trainer.minibatches must be >= 1"),
+        ({"trainer": {"epochs": 0}}, "trainer.epochs must be >= 1"),
+        ({"trainer": {"minibatches": 17}}, "more than the 16 parts"),
+        ({"trainer": {"selection": {"pairs": 5}}}, "at most 4 pairs"),
+        ({"trainer": {"selection": {"tokens_per_step": 127}}}, r"longest response \(128 tokens\)"),
+        ({"trainer": {"selection": {"tokens_per_step": 255, "pairs": 1}}}, r"longest pair \(256 tokens\)"),
+        ({"trainer": {"selection": {"tokens_per_step": -1}}}, "trainer.selection.tokens_per_step must be >= 0"),
+        ({"trainer": {"selection": {"shuffle": "advantage"}}}, "set minibatches >= 2"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(raw: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(raw)
+
+
+def test_a_budget_or_pairs_allow_more_steps_than_groups() -> None:
+    assert validate({"trainer": {"minibatches": 32, "selection": {"pairs": 2}}}).trainer.steps_per_tick == 32
+    assert validate({"trainer": {"minibatches": 32, "selection": {"tokens_per_step": 256}}}).trainer.plans_steps
+    assert not validate({}).trainer.plans_steps

@@ -1,0 +1,125 @@
+"""A version that an engine computes with where it lies: the same bits, nothing copied, and never a torn one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.errors import WeightSyncError
+from llamarl.executors.hand_over import serve
+
+SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
+ENDS = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
+
+
+def engine(quantization: str = "none") -> NativeEngine:
+    return NativeEngine("bundled:tiny", EngineConfig(), quantization=quantization)
+
+
+def weights(of: NativeEngine, version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {name: t + 0.01 * torch.randn(t.shape, generator=generator) for name, t in of.parameters_for_sync().items()}
+
+
+def sampled(by: NativeEngine) -> tuple[list[int], list[float]]:
+    params = SamplingParams(max_new_tokens=12, temperature=1.0)
+    sequence = Sequence(prompt_index=0, sample_index=0, prompt_tokens=[3, 5, 7], params=params, seed=11)
+    by.add([sequence])
+    while by.has_work:
+        by.step()
+    return sequence.tokens, sequence.logprobs
+
+
+class Edge:
+    def __init__(self) -> None:
+        self.sender, self.receiver = WeightsSender(SPEC, **ENDS), WeightsReceiver(SPEC, **ENDS)
+
+    def hand_over(self, version: int, tensors: dict[str, torch.Tensor], **changes: Any) -> Any:
+        handle = self.sender.send(version, WeightsPayload(version=version, tensors=tensors, **changes))
+        return self.receiver.receive((handle,), 60.0)
+
+    @property
+    def slot(self) -> torch.Tensor:
+        slot = self.sender._publisher._slots[0]
+        assert slot is not None
+        return slot.buffer.data
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_serving_in_place_gives_the_bits_of_serving_a_copy(quantization: str) -> None:
+    edge, in_place, copying = Edge(), engine(quantization), engine(quantization)
+    initial = sampled(copying)
+    for version in (1, 2):
+        tensors = weights(copying, version)
+        served = serve(edge.hand_over(version, tensors), in_place)
+        assert served.in_place is not None and in_place.policy_version == version
+        for name, tensor in copying.parameters_for_sync().items():
+            tensor.copy_(tensors[name])
+        copying.weights_updated(version)
+        expected = sampled(copying)
+        assert sampled(in_place) == expected and expected != initial
+        served.check()
+
+
+def test_engine_reads_the_slot_itself() -> None:
+    edge, of = Edge(), engine()
+    serve(edge.hand_over(1, weights(of, 1)), of)
+    name, parameter = next(iter(of._runner._parameters.items()))
+    before = parameter.clone()
+    edge.slot.zero_()
+    assert before.abs().sum() > 0 and not parameter.abs().sum(), name
+
+
+def test_slot_that_is_written_while_it_is_served_is_found() -> None:
+    edge, of = Edge(), engine()
+    served = serve(edge.hand_over(1, weights(of, 1)), of)
+    served.check()
+    edge.hand_over(2, weights(of, 2))
+    with pytest.raises(WeightSyncError, match="version 2, generation 2; expected .*version 1, generation 1"):
+        served.check()
+
+
+def test_flipped_byte_is_refused_and_the_engine_keeps_what_it_had() -> None:
+    edge, of = Edge(), engine()
+    expected = sampled(of)
+    version = edge.hand_over(1, weights(of, 1))
+    edge.slot[1000] ^= 1
+    with pytest.raises(WeightSyncError, match="do not match the manifest's checksum"):
+        serve(version, of)
+    assert of.policy_version == 0 and sampled(of) == expected
+
+
+def test_parameters_asked_for_writing_are_own_copies_again() -> None:
+    edge, of = Edge(), engine()
+    sent = weights(of, 1)
+    serve(edge.hand_over(1, sent), of)
+    for tensor in of.parameters_for_sync().values():
+        tensor.zero_()
+    again = edge.receiver.receive((edge.sender._publisher.publish(2, sent),), 60.0)
+    assert again is not None and serve(again, of).in_place is not None
+
+
+def test_other_precision_is_copied_and_cast() -> None:
+    edge, of = Edge(), engine()
+    sent = weights(of, 1)
+    served = serve(edge.hand_over(1, sent, wire_dtype=torch.bfloat16), of)
+    assert served.in_place is None
+    for name, tensor in of.parameters_for_sync().items():
+        assert torch.equal(tensor, sent[name].to(torch.bfloat16).float()), name
+
+
+def test_parameters_that_do_not_fit_are_named() -> None:
+    of = engine()
+    tensors = dict(of.parameters_for_sync())
+    name = next(iter(tensors))
+    with pytest.raises(ValueError, match=f"{name}: the engine holds .*got nothing"):
+        of.adopt({k: v for k, v in tensors.items() if k != name})
+    assert not of.can_adopt({k: "float32" for k in tensors if k != name})
+    assert not of.can_adopt(dict.fromkeys(tensors, "bfloat16"))

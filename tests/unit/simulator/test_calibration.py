@@ -1,0 +1,169 @@
+"""A recipe calibrated by its own executors: what the fit finds, what a forecast makes of it, which split it proposes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamarl.cli import plan as plan_verb
+from llamarl.cli import simulate as simulate_verb
+from llamarl.config import RunConfig, load_config, validate
+from llamarl.errors import PlanError
+from llamarl.simulator.calibration import (
+    RecipeCalibration,
+    RoleCosts,
+    calibrate_recipe,
+    calibrated_scenario,
+    keep_calibration,
+    kept_calibration,
+    non_negative_line,
+    recipe_calibration_path,
+)
+from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
+from llamarl.simulator.simulate import simulate
+from llamarl.simulator.splits import apply, forecast_splits, recommend_split, variants_of
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
+
+
+def made(**changes: object) -> RecipeCalibration:
+    """As if measured: 10 ms a decode step, 1 ms a batch token; two threads are 1.2 times as fast, int8 a quarter slower."""
+    steps = {"1:none": 0.010, "2:none": 0.010 / 1.2, "1:int8": 0.0125}
+    found = RecipeCalibration(
+        cores=2,
+        generators={
+            key: RoleCosts(cost=LinearGeneratorCost(step_s=step), jitter=0.0, ticks=4) for key, step in steps.items()
+        },
+        trainers={
+            key: RoleCosts(cost=TrainerCost(token_s=token), jitter=0.0, ticks=4)
+            for key, token in {"1": 1e-4, "2": 1e-4 / 1.2}.items()
+        },
+        reward_s=0.0,
+        round_s=0.0,
+        slowdowns={"1+1": {"generator": 1.1, "trainer": 1.1}},
+        groups=((20, 30), (40, 50)),
+        prompt_tokens=10,
+    )
+    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
+
+
+def recipe(**generator: object) -> RunConfig:
+    return validate(
+        {
+            "run": {"num_ticks": 40},
+            "schedule": {"prompts_per_step": 40, "max_staleness": 0},
+            "generator": {"group_size": 2, "threads": 1, **generator},
+            "trainer": {"threads": 1},
+            "evaluation": {"every": 0},
+        }
+    )
+
+
+def test_a_line_is_found_with_no_coefficient_below_zero_and_the_sum_kept() -> None:
+    rng = np.random.default_rng(0)
+    features = np.column_stack([np.ones(50), rng.uniform(1, 100, 50), rng.uniform(1, 9000, 50)])
+    assert non_negative_line(features, features @ np.array([2.0, 0.3, 1e-4])) == pytest.approx([2.0, 0.3, 1e-4])
+    noisy = features @ np.array([2.0, 0.3, -1e-5]) * rng.lognormal(0, 0.05, 50)
+    found = non_negative_line(features, noisy)
+    assert found[2] == 0.0 and (features @ np.array(found)).sum() == pytest.approx(noisy.sum())
+
+
+def test_a_forecast_is_the_sum_of_its_parts_in_turn_and_the_slowed_maximum_together() -> None:
+    found = made(groups=((40, 40),))  # 80 responses of 40 tokens: 40 steps of 10 ms; 80 x 50 tokens of 0.1 ms
+    scenario = calibrated_scenario(recipe(), found)
+    assert simulate(scenario).step_s == pytest.approx(0.4 + 0.4)
+    together = simulate(dataclasses.replace(scenario, max_staleness=1))
+    assert together.step_s == pytest.approx(0.4 * 1.1, rel=0.01)
+    with pytest.raises(PlanError, match="3:none"):
+        calibrated_scenario(recipe(threads=3), found)
+
+
+def test_the_split_proposed_is_the_fastest_of_all_that_were_measured() -> None:
+    splits = forecast_splits(recipe(), made(), num_ticks=30)
+    names = {split.name for split in splits}
+    assert {"synchronous, threads 2+2", "staleness 1, threads 1+1", "staleness 1, threads 1+1, int8"} <= names
+    chosen = recommend_split(splits)
+    assert chosen.settings["schedule.max_staleness"] >= 1
+    assert (chosen.settings["generator.threads"], chosen.settings["trainer.threads"]) == (1, 1)
+    assert chosen.result.step_s <= 1.02 * min(split.result.step_s for split in splits)
+    assert apply(recipe(), chosen.settings).generator.quantization == "none"
+    assert variants_of(recipe(), 2) == [(1, "none", 1), (2, "none", 2), (1, "int8", 1)]
+
+
+def test_where_cores_hardly_share_work_in_turn_with_all_threads_wins() -> None:
+    """Two threads twice as fast, and roles that slow each other three times: nothing is gained by overlap."""
+    base = made()
+    found = made(
+        generators={**base.generators, "2:none": RoleCosts(cost=LinearGeneratorCost(step_s=0.005), jitter=0.0, ticks=4)},
+        trainers={"1": base.trainers["1"], "2": RoleCosts(cost=TrainerCost(token_s=5e-5), jitter=0.0, ticks=4)},
+        slowdowns={"1+1": {"generator": 3.0, "trainer": 3.0}},
+    )  # fmt: skip
+    assert recommend_split(forecast_splits(recipe(), found, num_ticks=20)).name == "synchronous, threads 2+2"
+
+
+def test_a_kept_calibration_reads_back_equal_and_belongs_to_its_recipe(tmp_path: Path) -> None:
+    path = recipe_calibration_path(recipe(), tmp_path / "calibration.json")
+    keep_calibration(path, made())
+    assert kept_calibration(path) == made()
+    assert recipe_calibration_path(recipe(max_segments=3), tmp_path / "calibration.json") == path
+    assert recipe_calibration_path(recipe(threads=2), tmp_path / "calibration.json") != path
+    path.write_text("{")
+    with pytest.raises(PlanError, match="calibrate again"):
+        kept_calibration(path)
+    with pytest.raises(PlanError, match="does not exist"):
+        kept_calibration(tmp_path / "none.json")
+
+
+def test_plan_and_simulate_use_what_a_recipe_was_measured_to_need(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    parser = argparse.ArgumentParser()
+    verbs = parser.add_subparsers()
+    plan_verb.add_parser(verbs)
+    simulate_verb.add_parser(verbs)
+
+    def run(line: str) -> str:
+        args = parser.parse_args(line.split())
+        assert args.run(args) == 0
+        return capsys.readouterr().out
+
+    assert "forecast from this recipe's own executors" not in run(f"plan {RECIPE}")
+    keep_calibration(recipe_calibration_path(load_config(RECIPE)), made())
+    text = run(f"plan {RECIPE} --recipe {tmp_path}/out.toml")
+    assert "forecast from this recipe's own executors" in text and "mean 35" in text
+    answer = json.loads(run(f"plan {RECIPE} --json"))
+    best = answer["splits"]["splits"][0]
+    assert load_config(tmp_path / "out.toml").schedule.max_staleness == best["settings"]["schedule.max_staleness"]
+    (found,) = json.loads(run(f"simulate {RECIPE} --ticks 30 --json"))["simulations"]
+    assert "calibrated" in found["title"]
+    with pytest.raises(PlanError, match="--calibrate --splits"):
+        run("plan --model Llama-3.1-8B --splits")
+
+
+def test_the_recipes_own_executors_are_measured(tmp_path: Path) -> None:
+    config = validate(
+        {
+            "run": {"dir": str(tmp_path / "run"), "runtime": "inline", "cores": 2},
+            "model": {"path": "bundled:tiny"},
+            "task": {"name": "steps"},
+            "schedule": {"prompts_per_step": 2},
+            "generator": {"group_size": 2, "threads": 1, "sampling": {"max_new_tokens": 12}},
+            "trainer": {"threads": 1},
+        }
+    )
+    lines: list[str] = []
+    found = calibrate_recipe(config, ticks=4, log=lines.append)
+    assert len(lines) == 2 and len(found.groups) == 8 and max(map(max, found.groups)) <= 12
+    generator = found.generators["1:none"].cost
+    assert isinstance(generator, LinearGeneratorCost) and generator.decode_step_s(np.ones(1), np.ones(1)) > 0
+    assert set(found.slowdowns["1+1"]) == {"generator", "trainer"}
+    result = simulate(calibrated_scenario(dataclasses.replace(config, run=config.run), found))
+    assert result.step_s > 0
+    with pytest.raises(PlanError, match="at least 4 ticks"):
+        calibrate_recipe(config, ticks=3)

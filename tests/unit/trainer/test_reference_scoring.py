@@ -1,0 +1,84 @@
+"""Log-probs of a frozen model: equal to the library's own forward, whatever the packing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_fixtures import make_groups, with_reference, write_model
+from transformers import AutoModelForCausalLM
+
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.trainer.config import OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.scoring import FrozenScorer
+from llamarl.trainer.step import Trainer
+from llamarl.types import Group, Score
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def _score(folder: Path, groups: list[Group], **config: object) -> list[Group]:
+    scorer = FrozenScorer(folder, ReferenceConfig(**config), AlgorithmConfig(), temperature=0.7)  # type: ignore[arg-type]
+    return scorer.score(groups)
+
+
+def _rows(groups: list[Group]) -> np.ndarray:
+    rows = [r.reference_logprobs for g in groups for r in g.responses if r.reference_logprobs is not None]
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_scores_are_the_models_own_log_softmax_at_the_sampling_temperature(family: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / family, family)
+    groups = make_groups(num_groups=2)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for group, scored in zip(groups, _score(folder, groups, logprob_chunk_tokens=5), strict=True):
+        assert scored.prompt is group.prompt
+        for before, after in zip(group.responses, scored.responses, strict=True):
+            if not isinstance(before.outcome, Score):
+                assert after is before  # a failed response trains nothing, so nothing is computed for it
+                continue
+            ids = torch.tensor(np.concatenate([group.prompt.tokens, before.tokens]), dtype=torch.int64)[None]
+            with torch.no_grad():
+                table = torch.log_softmax(model(ids).logits[0] / 0.7, dim=-1)
+            start = len(group.prompt.tokens) - 1
+            expected = [table[start + j, token].item() for j, token in enumerate(before.tokens)]
+            assert after.reference_logprobs is not None
+            np.testing.assert_allclose(
+                after.reference_logprobs, np.where(before.loss_mask, expected, np.nan), rtol=1e-4, atol=1e-4
+            )
+
+
+def test_packing_and_shared_prompts_change_rounding_only(model_folder: Path) -> None:
+    groups = make_groups()
+    whole = _rows(_score(model_folder, groups))
+    np.testing.assert_allclose(_rows(_score(model_folder, groups, max_tokens_per_microbatch=20)), whole, atol=2e-5)
+    np.testing.assert_allclose(_rows(_score(model_folder, groups, share_prompts=False)), whole, atol=2e-5)
+
+
+def test_a_rank_without_samples_returns_its_groups_as_they_are(model_folder: Path) -> None:
+    assert _score(model_folder, []) == []
+
+
+def _trainer(folder: Path, **algorithm: object) -> Trainer:
+    return Trainer(folder, TrainerConfig(), OptimizerConfig(lr=1e-3), AlgorithmConfig(**algorithm), temperature=1.0)  # type: ignore[arg-type]
+
+
+def test_kl_in_the_loss_without_reference_log_probs_is_refused(model_folder: Path) -> None:
+    with pytest.raises(ValueError, match="wire a reference executor"):
+        _trainer(model_folder, kl_coef=0.1).train(make_groups(), 0)
+
+
+def test_kl_in_the_reward_changes_advantages_and_not_the_loss(model_folder: Path) -> None:
+    """A reference that gives every token the behaviour's own log-prob charges nothing: the step is that without KL."""
+    plain = _trainer(model_folder).train(make_groups(), 0)
+    free = _trainer(model_folder, kl_coef=3.0, kl_place="reward").train(with_reference(make_groups()), 0)
+    assert free["grad_norm"] == plain["grad_norm"] and free["loss/policy"] == plain["loss/policy"]
+    charged = with_reference(make_groups(), shift=-0.5)  # k1 = 0.5 a token: longer responses lose more
+    moved = _trainer(model_folder, kl_coef=3.0, kl_place="reward", kl_estimator="k1").train(charged, 0)
+    assert abs(moved["grad_norm"] - plain["grad_norm"]) > 1e-3

@@ -1,0 +1,283 @@
+"""Several optimizer steps a tick, against trainers that make one and are fed the parts by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training_fixtures import make_groups, make_response, write_model
+
+from llamarl.algorithms.base import TokenBatch, TokenLosses
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.errors import TrainingDiverged
+from llamarl.trainer.batch import make_sequences
+from llamarl.trainer.config import OptimizerConfig, SelectionConfig, TrainerConfig
+from llamarl.trainer.step import Trainer
+from llamarl.trainer.step_plan import Row, plan_steps
+from llamarl.types import Group, Prompt, Response, Score
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def _trainer(folder: Path, *, algorithm: AlgorithmConfig | None = None, seed: int = 0, **kwargs: Any) -> Trainer:
+    if "selection" in kwargs:
+        kwargs["selection"] = SelectionConfig(**kwargs["selection"])
+    config, optimizer = TrainerConfig(**kwargs), OptimizerConfig(lr=1e-2, warmup_ticks=1)
+    return Trainer(folder, config, optimizer, algorithm or AlgorithmConfig(), temperature=1.0, seed=seed)
+
+
+def _assert_same_state(one: Trainer, other: Trainer) -> None:
+    ours, theirs = one.weights.state(), other.weights.state()
+    assert set(ours) == set(theirs)
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def _parts(groups: Sequence[Group], config: TrainerConfig, tick: int) -> list[list[Group]]:
+    """The plan of a tick as groups, in the order of its steps; for plans that keep groups whole."""
+    rows = []
+    for index, group in enumerate(groups):
+        own = [s for s in make_sequences(groups, AlgorithmConfig()) if s.group == index]
+        for i, s in enumerate(own):
+            rows.append(Row(prompt=group.prompt.index, response=i, num_tokens=len(s.targets), advantage=s.advantage))
+    plan = plan_steps(rows, config, seed=0, tick=tick)
+    return [[g for g in groups if any(p == g.prompt.index for p, _ in step)] for step in plan.steps]
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+def test_each_step_is_the_one_that_its_part_alone_would_make(model_folder: Path, normalization: str) -> None:
+    """Bit for bit; so each step averages over its own tokens or responses. The rate is the tick's in all of them."""
+    algorithm = AlgorithmConfig(normalization=normalization)  # type: ignore[arg-type]
+    groups = make_groups(num_groups=5)
+    several = _trainer(model_folder, algorithm=algorithm, minibatches=2, epochs=2)
+    metrics = several.train(groups, 0)
+    parts = _parts(groups, several.config, 0)
+    assert sorted(map(len, parts)) == [2, 2, 3, 3]
+    single = _trainer(model_folder, algorithm=algorithm)
+    single.optimizer_config = OptimizerConfig(lr=metrics["lr"])  # the first tick's, half of the peak
+    alone = [single.train(part, k) for k, part in enumerate(parts)]
+    _assert_same_state(several, single)
+    assert several.policy_version == 1 and metrics["policy_version"] == 1.0
+    assert metrics["lr"] == 5e-3
+    assert metrics["grad_norm"] == pytest.approx(np.mean([m["grad_norm"] for m in alone]), rel=1e-12)
+    assert metrics["loss/policy"] == pytest.approx(np.mean([m["loss/policy"] for m in alone]), rel=1e-12)
+    tokens = [m["tokens/trained"] for m in alone]
+    assert metrics["tokens/trained"] == sum(tokens)
+    assert metrics["samples/trained"] == sum(m["samples/trained"] for m in alone)
+    for key in ("ratio/mean", "mismatch/kl", "entropy", "ratio/clipped_fraction"):
+        assert metrics[key] == pytest.approx(np.average([m[key] for m in alone], weights=tokens), rel=1e-9), key
+    assert metrics["ratio/max"] == max(m["ratio/max"] for m in alone)
+    assert metrics["step/skipped"] == metrics["step/empty"] == metrics["samples/unused"] == 0.0
+
+
+def test_two_passes_without_cuts_are_two_steps_on_the_whole_batch(model_folder: Path) -> None:
+    groups = make_groups()
+    twice, single = _trainer(model_folder, epochs=2), _trainer(model_folder)
+    metrics = twice.train(groups, 0)
+    single.optimizer_config = OptimizerConfig(lr=metrics["lr"])
+    first = single.train(groups, 0)
+    single.train(groups, 1)
+    _assert_same_state(twice, single)
+    assert metrics["tokens/trained"] == 2 * first["tokens/trained"]
+
+
+def test_one_step_reports_what_it_always_did(model_folder: Path) -> None:
+    metrics = _trainer(model_folder).train(make_groups(), 0)
+    assert not {"staleness/steps_mean", "staleness/steps_max", "samples/unused", "tokens/budget_share"} & set(metrics)
+
+
+def _two_groups(versions: tuple[int, int]) -> list[Group]:
+    """Group p has two responses of p + 1 tokens, sampled by ``versions[p]``."""
+    return [
+        Group(
+            prompt=Prompt(index=p, tokens=np.array([5, 6], np.int32), text=""),
+            responses=tuple(
+                make_response(p, s, [7 + s] * (p + 1), Score(value=float(s)), versions=[versions[p]] * (p + 1))
+                for s in range(2)
+            ),
+        )
+        for p in range(2)
+    ]
+
+
+def test_staleness_in_ticks_and_in_optimizer_steps_by_hand(model_folder: Path) -> None:
+    """Three steps a tick; at tick 2, tokens of version 0 are 6 steps old in the first step, 7 and 8 in the others."""
+    trainer = _trainer(model_folder, epochs=3)
+    for k in range(2):
+        trainer.train(make_groups(seed=k), k)
+    metrics = trainer.train(_two_groups((0, 1)), 2)  # 2 tokens of version 0, 4 of version 1, in each step
+    assert metrics["staleness/mean"] == pytest.approx((2 * 2 + 4 * 1) / 6)
+    assert metrics["staleness/max"] == 2.0
+    assert metrics["staleness/steps_mean"] == pytest.approx(3 * (2 * 2 + 4 * 1) / 6 + (0 + 1 + 2) / 3)
+    assert metrics["staleness/steps_max"] == 3 * 2 + 2
+
+
+def test_steps_of_uneven_size_weigh_by_their_tokens(model_folder: Path) -> None:
+    trainer = _trainer(model_folder, minibatches=2)
+    trainer.train(make_groups(), 0)
+    metrics = trainer.train(_two_groups((0, 1)), 1)
+    (first,), (second,) = _parts(_two_groups((0, 1)), trainer.config, 1)
+    tokens = {0: 2, 1: 4}
+    ages = {0: 2 * (1 - 0), 1: 2 * (1 - 1)}
+    a, b = first.prompt.index, second.prompt.index
+    assert metrics["staleness/steps_mean"] == pytest.approx((tokens[a] * ages[a] + tokens[b] * (ages[b] + 1)) / 6)
+    assert metrics["staleness/mean"] == pytest.approx(2 / 6)
+
+
+def _recorded(trainer: Trainer) -> list[TokenBatch]:
+    """What the loss is given from now on, in order."""
+    seen: list[TokenBatch] = []
+    loss = trainer.loss
+
+    def record(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+        seen.append(dataclasses.replace(batch, policy_logprobs=batch.policy_logprobs.detach().clone()))
+        return loss(batch, config)
+
+    trainer.loss = record
+    return seen
+
+
+@pytest.mark.parametrize("name", ["decoupled_ppo", "truncated_is"])
+def test_proximal_logprobs_are_those_before_the_first_update_of_the_tick(model_folder: Path, name: str) -> None:
+    algorithm = AlgorithmConfig(name=name)  # type: ignore[arg-type]
+    trainer = _trainer(model_folder, algorithm=algorithm, epochs=3, max_tokens_per_microbatch=4096)
+    trainer.train(make_groups(seed=1), 0)
+    seen = _recorded(trainer)
+    trainer.train(make_groups(), 1)
+    assert len(seen) == 3  # one micro-batch a step
+    before = seen[0].policy_logprobs
+    for batch in seen:
+        assert batch.proximal_logprobs is not None
+        torch.testing.assert_close(batch.proximal_logprobs, before, rtol=1e-5, atol=1e-5)
+    assert (seen[2].policy_logprobs - before).abs().max() > 1e-2
+
+
+def test_proximal_logprobs_follow_their_responses_through_shuffled_steps(model_folder: Path) -> None:
+    algorithm = AlgorithmConfig(name="decoupled_ppo")
+    groups = make_groups(num_groups=5)
+    trainer = _trainer(model_folder, algorithm=algorithm, minibatches=3, max_tokens_per_microbatch=40)
+    trainer.optimizer_config = OptimizerConfig(lr=1e-30)  # weights stay, so the proximal policy is the policy
+    seen = _recorded(trainer)
+    trainer.train(groups, 0)
+    assert len(seen) > 3
+    for batch in seen:
+        assert batch.proximal_logprobs is not None and len(batch.proximal_logprobs) > 0
+        torch.testing.assert_close(batch.proximal_logprobs, batch.policy_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_nobody_computes_a_proximal_policy_that_no_one_asks_for(model_folder: Path) -> None:
+    for algorithm, epochs in ((AlgorithmConfig(name="decoupled_ppo"), 1), (AlgorithmConfig(name="ppo"), 2)):
+        trainer = _trainer(model_folder, algorithm=algorithm, epochs=epochs)
+        seen = _recorded(trainer)
+        trainer.train(make_groups(), 0)
+        assert [batch.proximal_logprobs for batch in seen] == [None] * epochs
+
+
+def _poisoned(index: int) -> Group:
+    """Rewards so large that the gradient overflows."""
+    prompt = Prompt(index=index, tokens=np.array([5, 6], np.int32), text="")
+    responses = tuple(make_response(index, s, [7, 8], Score(value=v)) for s, v in enumerate((3e38, -3e38)))
+    return Group(prompt=prompt, responses=responses)
+
+
+def test_a_step_with_a_non_finite_gradient_is_skipped_and_the_others_are_made(model_folder: Path) -> None:
+    sound = make_groups(num_groups=1, failed=False)
+    several, single = _trainer(model_folder, minibatches=2), _trainer(model_folder)
+    metrics = several.train([*sound, _poisoned(1)], 0)
+    single.train(sound, 0)
+    _assert_same_state(several, single)
+    assert metrics["step/skipped"] == 1.0 and not math.isfinite(metrics["grad_norm"])
+    assert several.policy_version == 1
+
+
+def test_too_many_skipped_steps_stop_the_tick_midway_with_a_version_made(model_folder: Path) -> None:
+    trainer, fresh = _trainer(model_folder, epochs=5, max_skipped_steps=2), _trainer(model_folder)
+    seen = _recorded(trainer)
+    with pytest.raises(TrainingDiverged, match="tick 0: 3 non-finite gradients in a row"):
+        trainer.train([_poisoned(0)], 0)
+    assert len(seen) == 3 and trainer.policy_version == 1
+    _assert_same_state(trainer, fresh)
+
+
+def test_steps_without_a_token_are_counted_and_change_nothing(model_folder: Path) -> None:
+    groups = make_groups(num_groups=1)
+    several, single = _trainer(model_folder, minibatches=3), _trainer(model_folder)
+    metrics = several.train(groups, 0)
+    single.train(groups, 0)
+    _assert_same_state(several, single)
+    assert metrics["step/empty"] == 2.0 and metrics["step/skipped"] == 0.0
+    nothing = several.train([], 1)
+    assert nothing["step/empty"] == 3.0 and nothing["tokens/trained"] == nothing["grad_norm"] == 0.0
+
+
+def test_zero_advantages_may_be_skipped_in_every_step(model_folder: Path) -> None:
+    groups = make_groups(num_groups=4)
+    equal = tuple(dataclasses.replace(r, outcome=Score(value=0.5)) for r in groups[1].responses)
+    groups[1] = dataclasses.replace(groups[1], responses=equal)
+    whole = _trainer(model_folder, minibatches=2).train(groups, 0)
+    skipping = _trainer(model_folder, minibatches=2, skip_zero_advantage=True).train(groups, 0)
+    assert skipping["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+    assert skipping["loss/policy"] == pytest.approx(whole["loss/policy"], rel=1e-4)
+    assert skipping["tokens/trained"] == whole["tokens/trained"]
+    assert skipping["tokens/computed"] < whole["tokens/computed"]
+
+
+SELECTIONS: dict[str, dict[str, Any]] = {
+    "pairs": {"minibatches": 2, "selection": {"pairs": 1}},
+    "shuffle": {"minibatches": 2, "epochs": 2, "selection": {"pairs": 2, "shuffle": "advantage"}},
+    "budget": {"minibatches": 2, "selection": {"tokens_per_step": 40}},
+}
+
+
+@pytest.mark.parametrize("name", sorted(SELECTIONS))
+def test_a_resumed_trainer_makes_the_same_bits_with_a_selection(model_folder: Path, tmp_path: Path, name: str) -> None:
+    whole, half, resumed = (_trainer(model_folder, seed=3, **SELECTIONS[name]) for _ in range(3))
+    for k in range(2):
+        whole.train(make_groups(seed=k, num_groups=4), k)
+        half.train(make_groups(seed=k, num_groups=4), k)
+    half.save(tmp_path)
+    resumed.load(tmp_path)
+    groups = make_groups(seed=2, num_groups=4)
+    assert whole.train(groups, 2) == resumed.train(groups, 2)
+    _assert_same_state(whole, resumed)
+
+
+def test_a_token_budget_bounds_every_step(model_folder: Path) -> None:
+    trainer = _trainer(model_folder, minibatches=2, selection={"tokens_per_step": 30})
+    seen = _recorded(trainer)
+    metrics = trainer.train(make_groups(num_groups=5), 0)
+    assert [len(batch.advantages) <= 30 for batch in seen] == [True, True]
+    assert metrics["tokens/trained"] == sum(len(batch.advantages) for batch in seen)
+    assert metrics["tokens/budget_share"] == metrics["tokens/trained"] / 60
+    assert metrics["samples/unused"] == 5 * 4 - 1 - metrics["samples/trained"]  # one of them failed
+
+
+def test_pairs_train_the_extremes_with_the_advantages_of_the_whole_group(model_folder: Path) -> None:
+    prompt = Prompt(index=0, tokens=np.array([5, 6], np.int32), text="")
+    rewards = (0.0, 1.0, 0.25, 0.75)
+    responses: list[Response] = [make_response(0, s, [7 + s], Score(value=r)) for s, r in enumerate(rewards)]
+    trainer = _trainer(model_folder, selection={"pairs": 1})
+    seen = _recorded(trainer)
+    metrics = trainer.train([Group(prompt=prompt, responses=tuple(responses))], 0)
+    assert seen[0].advantages.tolist() == [-0.5, 0.5]
+    assert metrics["samples/trained"] == metrics["samples/unused"] == 2.0
+
+
+def test_responses_that_are_cut_take_no_part_in_a_selection(model_folder: Path) -> None:
+    """A truncated response stays in the baseline and out of the pairs."""
+    prompt = Prompt(index=0, tokens=np.array([5, 6], np.int32), text="")
+    made = [make_response(0, s, [7 + s], Score(value=v)) for s, v in enumerate((0.0, 1.0, 0.5, 0.5))]
+    made[1] = dataclasses.replace(made[1], finish_reason="length")
+    trainer = _trainer(model_folder, algorithm=AlgorithmConfig(train_truncated=False), selection={"pairs": 1})
+    seen = _recorded(trainer)
+    trainer.train([Group(prompt=prompt, responses=tuple(made))], 0)
+    assert seen[0].advantages.tolist() == [-0.5, 0.0]

@@ -1,0 +1,151 @@
+"""``llamarl plan-sync`` as a user meets it, and its bytes a link against the full plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from llamarl.cli import main
+from llamarl.cli import plan_sync as verb
+from llamarl.errors import PlanError
+from llamarl.weight_sync.forecast import SyncQuestion, forecast_sync
+from llamarl.weight_sync.layout import ParameterSpec, Shard, mesh_layout
+from llamarl.weight_sync.model_layouts import ModelParameters
+from llamarl.weight_sync.plan import plan_transfer
+from llamarl.weight_sync.report import MeshSide, report_links
+
+
+def plan_sync(line: str) -> int:
+    parser = argparse.ArgumentParser()
+    verb.add_parser(parser.add_subparsers())
+    return int(verb.run(parser.parse_args(["plan-sync", *line.split()])))
+
+
+def test_llama_405b_from_its_name_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "Llama-3.1-405B --trainer fsdp=64,tp=8 --generator tp=16,replicas=32"
+    assert plan_sync(f"{line} --hardware h100-sxm --json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["num_parameters"] == 405_853_388_800 and answer["model_bytes"] == 2 * 405_853_388_800
+    embeddings = 2 * 2 * 128_256 * 16_384 + 2 * 16_384 * (2 * 126 + 1)  # bytes of what tp does not cut, norms included
+    assert answer["uncut_bytes"] == embeddings
+    received = (2 * 405_853_388_800 - embeddings) / 16 + embeddings
+    assert answer["received_bytes_per_rank"] == {"mean": received, "max": received}
+    assert answer["sent_bytes_per_rank"]["mean"] == pytest.approx(received)  # as many ranks on both sides
+    assert answer["least_s"] == pytest.approx(received / (50e9 * 0.8) + 10e-6)
+    assert answer["trainer_ranks"] == answer["generator_ranks"] == 512
+    assert answer["bytes_per_link"]["mean"] * answer["num_links"] == pytest.approx(512 * received)
+
+
+def test_text_names_ranks_links_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_sync("SmolLM2-135M --trainer fsdp=2 --generator replicas=3 --dtype fp32 --link-gb-per-s 2") == 0
+    text = capsys.readouterr().out
+    size = 4 * 134_515_008 / 1e6
+    assert f"134,515,008 parameters, one version is {size:.2f} MB in float32" in text
+    for part in (
+        "fsdp 2 x tp 1", "tp 1 x 3 replicas", "links in use    6", "2 versions of its own shards",
+        f"trainer memory  {size:.2f} MB a rank",  # two versions of half the model
+        f"time            {3 * size / 2 / 2000:.3g} s at least",  # half the model to each of three replicas
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_recipe_gives_layouts_type_and_staleness(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        "[schedule]\nmax_staleness = 3\nprompts_per_step = 8\n[generator]\ndp = 4\n[trainer]\nfsdp = 2\ntp = 2\n"
+    )
+    assert plan_sync(f"{recipe} --generator tp=2 --json") == 0
+    question = json.loads(capsys.readouterr().out)["question"]
+    assert question == {
+        "model": "tiny", "trainer_fsdp": 2, "trainer_tp": 2, "generator_tp": 2, "generator_replicas": 4,
+        "versions": 4, "dtype": "float32", "quantization": "none", "group": 128,
+    }  # fmt: skip
+
+
+def test_quantized_matrices_travel_as_codes_and_scales() -> None:
+    parameters = ModelParameters(
+        {
+            "model.layers.0.mlp.down_proj.weight": ParameterSpec((6, 8), "bfloat16"),
+            "model.layers.0.norm.weight": ParameterSpec((6,), "bfloat16"),
+            "model.embed_tokens.weight": ParameterSpec((10, 6), "bfloat16"),
+        },
+        {"model.layers.0.mlp.down_proj.weight": 1},
+    )
+    shape = {"trainer_fsdp": 1, "trainer_tp": 1, "generator_replicas": 1, "quantization": "int8", "group": 4}
+    answer = forecast_sync(parameters, SyncQuestion(model="m", generator_tp=2, **shape))
+    assert answer.report.model_bytes == 6 * 8 + 6 * 2 * 4 + 2 * 6 + 2 * 60
+    assert answer.report.received_bytes.tolist() == [24 + 24 + 12 + 120] * 2
+    with pytest.raises(PlanError, match=r"8 columns over tp 4 leave 2 a rank, which cuts a group of 4 .*divides 2"):
+        forecast_sync(parameters, SyncQuestion(model="m", generator_tp=4, **shape))
+
+
+@pytest.mark.parametrize("sink_mesh", [{"tp": 2}, {"replica": 3}, {"replica": 2, "tp": 3}])
+def test_bytes_a_link_equal_the_full_plan(sink_mesh: dict[str, int]) -> None:
+    specs = {"q": ParameterSpec((26, 8), "float32"), "o": ParameterSpec((8, 24), "float32")}
+    tp = {"q": Shard("tp", 0), "o": Shard("tp", 1)}
+    source = MeshSide(mesh={"fsdp": 3, "tp": 2}, placements={n: [tp[n], Shard("fsdp", 0)] for n in specs})
+    sink = MeshSide(mesh=sink_mesh, placements={n: [cut] for n, cut in tp.items()} if "tp" in sink_mesh else {})
+    plan = plan_transfer(
+        mesh_layout(specs, source.mesh, source.placements), mesh_layout(specs, sink.mesh, sink.placements)
+    )
+    links = plan.link_bytes()
+    report = report_links(specs, source, sink)
+    assert (report.num_links, report.max_bytes) == (len(links), max(links.values()))
+    assert report.mean_bytes == pytest.approx(sum(links.values()) / len(links))
+
+
+def test_replicated_sources_share_a_link_evenly() -> None:
+    specs = {"w": ParameterSpec((4,), "float32")}
+    report = report_links(specs, MeshSide(mesh={"r": 2}, placements={}), MeshSide(mesh={"r": 3}, placements={}))
+    assert (report.num_links, report.mean_bytes, report.max_bytes) == (6, 8.0, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("Llama-3.1-8", "nearest bundled shape is 'Llama-3.1-8B'"),
+        ("tiny.toml --json", "tiny.toml does not exist"),
+        ("Llama-3.1-8B --trainer fdsp=2", "no axis 'fdsp'; did you mean 'fsdp'"),
+        ("Llama-3.1-8B --generator fsdp=2", "no axis 'fsdp'.*it has tp and replicas"),
+        ("Llama-3.1-8B --trainer 8", "'8' is no axis with a size; write for example fsdp=64,tp=8"),
+        ("Llama-3.1-8B --trainer tp=2,tp=4", "tp is given twice"),
+        ("Llama-3.1-8B --generator tp=0", "tp must be >= 1, got 0"),
+        ("Llama-3.1-8B --dtype bf17", "did you mean 'bf16'"),
+        ("Llama-3.1-8B --quantization fp9", "did you mean 'fp8'"),
+        ("Llama-3.1-8B --quantization int8 --group 0", "group must be >= 1, got 0"),
+        ("Llama-3.1-8B --hardware h10", "unknown hardware 'h10': the nearest is"),
+        ("Llama-3.1-8B --link-gb-per-s -1", "--link-gb-per-s must be above 0"),
+        ("Llama-3.1-8B --link-gb-per-s 5 --hardware h100", "not both"),
+        ("Llama-3.1-8B --max-staleness -1", "--max-staleness must be >= 0"),
+    ],
+)
+def test_nonsense_is_refused_by_name(line: str, message: str) -> None:
+    from llamarl.errors import LlamaRLError
+
+    with pytest.raises(LlamaRLError, match=message) as caught:
+        plan_sync(line)
+    assert caught.value.exit_code == 2
+
+
+def test_layouts_may_be_written_as_the_docs_write_them() -> None:
+    assert verb.parse_layout("trainer", "fsdp 64 x tp 8") == {"fsdp": 64, "tp": 8}
+    assert verb.parse_layout("generator", "tp=16, dp=32") == {"tp": 16, "replicas": 32}
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan_sync("--help")
+    text = capsys.readouterr().out
+    for part in ("examples:", "Llama-3.1-405B --trainer fsdp=64,tp=8", "--link-gb-per-s", "each way"):
+        assert part in text
+
+
+def test_verb_is_found_from_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
+    assert main.main(["plan-sync", "Llama-3.1-8B", "--trainer", "fdsp=2"]) == 2
+    assert "llamarl plan-sync: --trainer 'fdsp=2'" in capsys.readouterr().err
