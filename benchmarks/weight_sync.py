@@ -4,8 +4,9 @@
     python benchmarks/weight_sync.py --sections one_to_one --models 135m --repeats 5
 
 Sections: ``one_to_one`` (one trainer process, one generator process), ``reshard`` (fsdp 2 x tp 2 to tp 2, and to two
-replicas), ``scaling`` (from the plan, to 16,384 ranks), ``two_hosts`` (Monarch process job, TCP). Every process computes on
-one thread. Alternatives run in turn in the same processes (A B A B); medians and quartiles are reported.
+replicas), ``scaling`` (from the plan, to 16,384 ranks), ``two_hosts`` (Monarch process job, TCP). With ``--run RUN_DIR``
+also ``end_to_end``: what the hand-over cost in a run that was made before, by its trace. Every process computes on one
+thread. Alternatives run in turn in the same processes (A B A B); medians and quartiles are reported.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llamarl.weight_sync.layout import Layout, ParameterSpec, Shard, mesh_layout, replicated_layout
+from llamarl.weight_sync.layout import Layout, ParameterSpec, Piece, Shard, mesh_layout, replicated_layout
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
 from llamarl.weight_sync.report import MeshSide, report_transfer
 from llamarl.weight_sync.sink import Puller
@@ -129,20 +130,20 @@ def _status(key: str) -> int:
 
 def local_tensors(layout: Layout, rank: int, fill: bool) -> dict[str, torch.Tensor]:
     """This rank's local tensors; values depend on the global position, so that every rank agrees on them."""
-    tensors = {}
-    for p in layout.pieces[rank]:
-        tensor = torch.zeros([b - a for a, b in p.box])
-        if fill:
-            tensor += torch.arange(p.box[0][0], p.box[0][1]).view(-1, *[1] * (len(p.box) - 1)) % 1009
-            if len(p.box) > 1:
-                tensor += torch.arange(p.box[1][0], p.box[1][1]) % 1013 * 0.001
-        tensors[p.tensor] = tensor
-    return tensors
+    return {p.tensor: local_tensor(p, fill) for p in layout.pieces[rank]}
 
 
-def check_values(layout: Layout, rank: int, live: dict[str, torch.Tensor], add: float) -> bool:
-    expected = local_tensors(layout, rank, fill=True)
-    return all(torch.equal(live[name], tensor + add) for name, tensor in expected.items())
+def local_tensor(piece: Piece, fill: bool) -> torch.Tensor:
+    tensor = torch.zeros([b - a for a, b in piece.box])
+    if fill:
+        tensor += torch.arange(piece.box[0][0], piece.box[0][1]).view(-1, *[1] * (len(piece.box) - 1)) % 1009
+        if len(piece.box) > 1:
+            tensor += torch.arange(piece.box[1][0], piece.box[1][1]) % 1013 * 0.001
+    return tensor
+
+
+def check_values(layout: Layout, rank: int, live: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(live[piece.tensor], local_tensor(piece, fill=True)) for piece in layout.pieces[rank])
 
 
 # ---- one trainer rank to one generator rank
@@ -159,19 +160,20 @@ def one_source(pipe: Connection, to_sink: Connection, model: str) -> None:
     pipe.send("ready")
     while (what := pipe.recv()) is not None:
         if what == "memcpy":
-            started, at = time.monotonic(), 0
+            started, cpu, at = time.monotonic(), time.process_time(), 0
             for tensor in tensors.values():
                 at = 0 if at + tensor.numel() > pool.numel() else at
                 pool[at : at + tensor.numel()].view(tensor.shape).copy_(tensor)
                 at += tensor.numel()
-            pipe.send(time.monotonic() - started)
+            pipe.send({"s": time.monotonic() - started, "cpu_s": time.process_time() - cpu})
         else:
             version += 1
-            started = time.monotonic()
+            before, started, cpu = reset_peak(), time.monotonic(), time.process_time()
             handle = publisher.publish(version, tensors, layout=layout, background=what in ("streamed", "mapped"))
             to_sink.send((started, handle))
             publisher.wait()
-            pipe.send(time.monotonic() - started)
+            spent = {"s": time.monotonic() - started, "cpu_s": time.process_time() - cpu}
+            pipe.send(spent | {"grew": peak() - before})
     publisher.close()
 
 
@@ -186,16 +188,18 @@ def one_sink(pipe: Connection, from_source: Connection, model: str) -> None:
         if what == "memcpy":
             pipe.send(None)
         elif what == "check":
-            pipe.send(check_values(layout, 0, served, 0.0))
+            pipe.send(check_values(layout, 0, served))
         else:
             assert from_source.poll(WAIT_S)
             started, handle = from_source.recv()
+            before, cpu = reset_peak(), time.process_time()
             if what == "mapped":
                 served = puller.open([handle], WAIT_S).map_tensors(layout, WAIT_S)
             else:
                 puller.open([handle], WAIT_S).load_into(live, layout, WAIT_S)
                 served = live
-            pipe.send(time.monotonic() - started)
+            spent = {"s": time.monotonic() - started, "cpu_s": time.process_time() - cpu}
+            pipe.send(spent | {"grew": peak() - before})
     puller.close()
 
 
@@ -207,24 +211,33 @@ def one_to_one(model: str, repeats: int) -> dict[str, Any]:
         processes.start(one_source, a, model)
         processes.start(one_sink, b, model)
         processes.answers()
-        first = processes.ask("blocking")[1]
+        firsts = [report for what in ("mapped", "blocking") for report in processes.ask(what)]
         times: dict[str, list[float]] = {"memcpy": [], "mapped": [], "streamed": [], "blocking": [], "publish": []}
+        cpu: dict[str, list[float]] = {"memcpy": [], "publish": [], "pull": [], "prove_in_place": []}
+        grew = [report["grew"] for report in firsts]
         correct = True
         for _ in range(repeats):
-            times["memcpy"].append(processes.ask("memcpy")[0])
-            times["streamed"].append(processes.ask("streamed")[1])
-            times["memcpy"].append(processes.ask("memcpy")[0])
-            times["mapped"].append(processes.ask("mapped")[1])
-            correct = correct and check_one(processes)
-            published, loaded = processes.ask("blocking")
-            times["blocking"].append(loaded)
-            times["publish"].append(published)
-            correct = correct and check_one(processes)
+            for what in ("streamed", "mapped", "blocking"):
+                copied = processes.ask("memcpy")[0]
+                source, sink = processes.ask(what)
+                times["memcpy"].append(copied["s"])
+                cpu["memcpy"].append(copied["cpu_s"])
+                times[what].append(sink["s"])
+                grew += [source["grew"], sink["grew"]]
+                if what == "blocking":  # each side alone, so that its processor time is its own
+                    times["publish"].append(source["s"])
+                    cpu["publish"].append(source["cpu_s"])
+                    cpu["pull"].append(sink["cpu_s"])
+                if what == "mapped":
+                    cpu["prove_in_place"].append(sink["cpu_s"])
+                correct = correct and check_one(processes)
     finally:
         processes.close()
     assert correct, "the generator does not hold the trainer's values"
-    result: dict[str, Any] = {"bytes": nbytes, "first_s": first} | {name: spread(t) for name, t in times.items()}
+    result: dict[str, Any] = {"bytes": nbytes, "first_s": firsts[1]["s"]} | {n: spread(t) for n, t in times.items()}
     copy = result["memcpy"]["median"]
+    result["cpu_over_copy"] = {n: statistics.median(t) / statistics.median(cpu["memcpy"]) for n, t in cpu.items()}
+    result["peak_growth_over_own_shards"] = max(grew) / nbytes
     result["ratio_mapped"] = result["mapped"]["median"] / copy
     result["ratio_mapped_best"] = min(times["mapped"]) / min(times["memcpy"])
     result["ratio_streamed"] = result["streamed"]["median"] / copy
@@ -268,7 +281,7 @@ def reshard_rank(pipe: Connection, rank: int, model: str, sink_kind: str, store:
     pipe.send("ready")
     while (what := pipe.recv()) is not None:
         if what == "check":
-            pipe.send(is_source or check_values(sink, rank - 4, tensors, 0.0))
+            pipe.send(is_source or check_values(sink, rank - 4, tensors))
             continue
         if not is_source:
             for tensor in tensors.values():
@@ -392,6 +405,36 @@ def scaling() -> dict[str, Any]:
     return {"rows": rows, "seconds": time.monotonic() - started}
 
 
+# ---- from a run's trace
+
+
+def end_to_end(run_dir: Path) -> dict[str, Any]:
+    """Time that a run's executors spent on weights, as its trace shows it, over the time of its steps.
+
+    Counted are the spans of all executors that pull, prove, load, repack or publish weights. What the trainer copies on a
+    thread of its own beside its next step holds nobody up and is reported apart (``time/weight_copy_s`` of the metrics).
+    """
+    trace = json.loads((run_dir / "trace.json").read_text())
+    events = trace["traceEvents"] if isinstance(trace, dict) else trace
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e.get("ph") == "M" and e["name"] == "thread_name"}
+    spans = [e for e in events if e.get("ph") == "X"]
+    steps = [e for e in spans if lanes.get(e["tid"]) == "trainer" and e["name"].startswith("tick")]
+    spent: dict[str, float] = {}
+    for event in spans:
+        if "weight" in event["name"]:
+            key = f"{lanes.get(event['tid'], event['tid'])}: {event['name']}"
+            spent[key] = spent.get(key, 0.0) + event["dur"] / 1e6
+    wall = (max(e["ts"] + e["dur"] for e in steps) - min(e["ts"] for e in steps)) / 1e6
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "steps": len(steps),
+        "step_s": wall / len(steps),
+        "spent_s": spent,
+        "share_of_step": sum(spent.values()) / wall,
+        "background_copy_s_per_step": sum(row.get("time/weight_copy_s") or 0.0 for row in rows) / len(steps),
+    }
+
+
 def spread(times: list[float]) -> dict[str, float]:
     ordered = sorted(times)
     quarter = len(ordered) // 4
@@ -423,13 +466,14 @@ def main() -> int:
     parser.add_argument("--reshard-model", default="135m", choices=sorted(SHAPES))
     parser.add_argument("--host-bytes", type=int, default=256 << 20, help="for two_hosts")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--run", type=Path, metavar="RUN_DIR", help="a finished run, for end_to_end")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     claims: list[dict[str, Any]] = []
     if "one_to_one" in arguments.sections:
         for model in arguments.models:
-            need = 4.5 * sum(s.nbytes for s in llama_parameters(model).values())
+            need = 3.8 * sum(s.nbytes for s in llama_parameters(model).values())
             if free_bytes() < need:
                 results[f"one_to_one_{model}"] = (
                     f"left out: needs {need / 1e9:.0f} GB, {free_bytes() / 1e9:.0f} GB are free"
@@ -448,6 +492,16 @@ def main() -> int:
                     f"{model} fp32, one rank to one rank, into own tensors, over a memory copy",
                     result["ratio_streamed"],
                     1.3,
+                )
+            )
+            for side, what in (("publish", "source"), ("pull", "sink")):
+                cost = result["cpu_over_copy"][side] - 1.0
+                claims.append(claim(f"{model}: checksums at the {what}, processor time over a copy's", cost, 0.2))
+            claims.append(
+                claim(
+                    f"{model}: peak memory growth of either process over the weights",
+                    result["peak_growth_over_own_shards"],
+                    1.1,
                 )
             )
             print(f"one_to_one {model}: {json.dumps(result)}")
@@ -474,6 +528,11 @@ def main() -> int:
         per_rank = [row["sent_bytes_per_rank"] for row in result["rows"]]
         claims.append(claim("bytes per rank to 16,384 ranks, most over least", max(per_rank) / min(per_rank), 1.0))
         print(f"scaling: {json.dumps(result)}")
+    if arguments.run is not None:
+        result = results["end_to_end"] = end_to_end(arguments.run)
+        name = f"{arguments.run.name}: hand-over's share of a step, by the trace"
+        claims.append(claim(name, result["share_of_step"], 0.02))
+        print(f"end_to_end: {json.dumps(result)}")
     if "two_hosts" in arguments.sections:
         try:
             from weight_sync_hosts import two_hosts

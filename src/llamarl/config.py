@@ -27,7 +27,7 @@ from llamarl.errors import ConfigError
 from llamarl.executors.config import DynamicSamplingConfig, EvaluationConfig, GeneratorConfig
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.strict import STRICT
-from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 
 __all__ = ["ModelConfig", "RunConfig", "RunSection", "apply_overrides", "field_help", "load_config", "save_config"]
 
@@ -75,6 +75,7 @@ class RunConfig:
     dynamic_sampling: DynamicSamplingConfig = Field(default_factory=DynamicSamplingConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
@@ -137,6 +138,16 @@ def _cross_checks(config: RunConfig) -> Iterator[str]:
         yield (
             f"dynamic_sampling.enabled drops groups whose rewards agree, but with algorithm.advantage {advantage!r} such "
             f"groups have a gradient: choose one of {', '.join(sorted(GROUP_BASELINES))}, or set it to false"
+        )
+    if config.lora.rank and config.lora.hand_over == "adapter" and config.generator.tp > 1:
+        yield (
+            f"lora.hand_over is 'adapter', which a generator merges into whole matrices, but generator.tp is "
+            f"{config.generator.tp}: set lora.hand_over to 'merged', or generator.tp to 1"
+        )
+    if config.lora.rank and config.trainer.fsdp * config.trainer.tp > 1:
+        yield (
+            f"lora.rank {config.lora.rank} trains on one rank, but trainer.fsdp is {config.trainer.fsdp} and trainer.tp "
+            f"{config.trainer.tp}: set both to 1, or lora.rank to 0"
         )
     yield from _batch_checks(config)
 

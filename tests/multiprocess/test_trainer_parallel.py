@@ -51,10 +51,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FAMILIES:
         write_model(folder / family, family)
     rounded = "qwen3:{}:bfloat16"
-    _launch(folder, 1, [f"{family}:1x1:float32" for family in FAMILIES] + [rounded.format("1x1")])
+    _launch(folder, 1, [f"{family}:1x1:float32" for family in FAMILIES] + [rounded.format("1x1"), "llama:1x1:plans"])
     cases = [f"{family}:{sizes}:float32" for family in FAMILIES for sizes in ("2x1", "1x2")]
-    _launch(folder, 2, cases + [rounded.format("2x1"), rounded.format("1x2")])
-    _launch(folder, 4, [f"{family}:2x2:float32" for family in FAMILIES] + [rounded.format("2x2")])
+    cases += [kind.format(sizes) for kind in (rounded, "llama:{}:plans") for sizes in ("2x1", "1x2")]
+    _launch(folder, 2, cases)
+    _launch(folder, 4, [f"{family}:2x2:float32" for family in FAMILIES] + [rounded.format("2x2"), "llama:2x2:plans"])
     return folder
 
 
@@ -165,3 +166,18 @@ def test_a_critic_on_a_mesh_values_and_learns_as_one_process_does(runs: Path, si
     assert set(weights) == set(expected_weights) and "score.weight" in weights
     for name, tensor in expected_weights.items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_every_layout_cuts_a_tick_into_the_same_optimizer_steps(runs: Path, sizes: str) -> None:
+    """Also where one rank holds one group: what a step trains on, and the proximal policy, do not depend on the mesh."""
+    alone = json.loads((runs / "plans-1x1-0.json").read_text())
+    for rank in range(math.prod(int(n) for n in sizes.split("x"))):
+        found = json.loads((runs / f"plans-{sizes}-{rank}.json").read_text())
+        for name, expected in alone.items():
+            for got, wanted in zip(found[name], expected, strict=True):
+                exact = ("tokens/trained", "samples/trained", "samples/unused", "staleness/steps_mean", "step/empty")
+                assert [got[key] for key in exact] == [wanted[key] for key in exact]
+                wanted = {key: value for key, value in wanted.items() if key != "tokens/computed"}
+                assert {key: got[key] for key in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert alone["selection"][0]["samples/unused"] > 0

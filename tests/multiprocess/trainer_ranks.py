@@ -9,6 +9,7 @@ import json
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from training_fixtures import make_groups
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.trainer import scoring
 from llamarl.trainer import step as trainer_step
-from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, SelectionConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
@@ -67,8 +68,7 @@ def run_critic(folder: Path, fsdp: int, tp: int, out: Path, rank: int) -> None:
     metrics, values = [], []
     for tick in range(NUM_TICKS):
         if tick == NUM_TICKS - 1:
-            state = folder / "critic_state" / f"{fsdp}x{tp}-{rank}"
-            state.mkdir(parents=True)
+            state = folder / "critic_state" / f"{fsdp}x{tp}"  # one folder of all ranks
             critic.save(state)
             critic = Critic(folder / "llama", config, GAE)
             critic.load(state)
@@ -81,6 +81,30 @@ def run_critic(folder: Path, fsdp: int, tp: int, out: Path, rank: int) -> None:
         ]  # fmt: skip
     (out / f"critic-{rank}.json").write_text(json.dumps({"metrics": metrics, "values": values}))
     critic.export(out / "critic")
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "passes": {"minibatches": 2, "epochs": 2},
+    "selection": {"minibatches": 2, "selection": SelectionConfig(pairs=1, shuffle="advantage", tokens_per_step=60)},
+}
+"""How a tick's batch may be cut into optimizer steps; each is trained in every layout."""
+
+
+def train_plans(folder: Path, family: str, fsdp: int, tp: int) -> dict[str, list[dict[str, float]]]:
+    """Metrics of two ticks under each plan, with a loss that needs the proximal policy."""
+    metrics = {}
+    for name, plan in PLANS.items():
+        trainer = Trainer(
+            folder / family,
+            TrainerConfig(fsdp=fsdp, tp=tp, max_tokens_per_microbatch=48, **plan),
+            OptimizerConfig(lr=1e-3),
+            AlgorithmConfig(name="decoupled_ppo"),
+            temperature=0.9,
+            seed=1,
+        )
+        ticks = [share(make_groups(seed=k, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank) for k in range(2)]
+        metrics[name] = [trainer.train(groups, k) for k, groups in enumerate(ticks)]
+    return metrics
 
 
 def _refuse_whole_model(*args: object, **kwargs: object) -> None:
@@ -99,6 +123,9 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     for case in cases:
         family, sizes, dtype = case.split(":")
         fsdp, tp = (int(n) for n in sizes.split("x"))
+        if dtype == "plans":
+            (folder / f"plans-{sizes}-{rank}.json").write_text(json.dumps(train_plans(folder, family, fsdp, tp)))
+            continue
         reference = make_reference(folder, family, fsdp, tp, dtype)
         if dtype != "float32":  # gradients and one step are enough
             trainer = make_trainer(folder, family, fsdp, tp, dtype)

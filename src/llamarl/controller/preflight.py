@@ -1,14 +1,15 @@
-"""Parallel sizes against model, runtime and processors, before any process starts."""
+"""What a recipe asks for against model, runtime, processors and packages, before any process starts."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from llamarl.config import RunConfig
 from llamarl.errors import ConfigError
 from llamarl.models.sizes import check_tensor_parallel_size
 
-__all__ = ["check_parallel_sizes"]
+__all__ = ["check_lora", "check_parallel_sizes"]
 
 _RANKS_PER_CORE = 4
 """Ranks on the CPU that share one core at most; more is a mistake in the recipe, not a slow run."""
@@ -63,3 +64,9 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
             f"{mesh} on {cores} cores: more than {_RANKS_PER_CORE} ranks a core would only wait for each other; sizes "
             f"that fit with this trainer.tp: {', '.join(fitting) or 'none, lower trainer.tp'}"
         )
+
+
+def check_lora(config: RunConfig) -> None:
+    """Raises ConfigError where adapters are asked for and ``peft`` is not installed."""
+    if config.lora.rank and importlib.util.find_spec("peft") is None:
+        raise ConfigError("lora.rank > 0 needs the package peft: pip install 'llamarl[lora]', or set lora.rank to 0")

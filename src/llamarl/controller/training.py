@@ -21,7 +21,7 @@ from llamarl.config import RunConfig, save_config, to_plain
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.job import llamarl_graph
-from llamarl.controller.preflight import check_parallel_sizes
+from llamarl.controller.preflight import check_lora, check_parallel_sizes
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import resolve_model_path
@@ -154,6 +154,7 @@ def _prepare(config: RunConfig) -> _Prepared:
     }
     config = dataclasses.replace(config, **changes)
     check_parallel_sizes(config, folder, cores=placement.cores)
+    check_lora(config)
     executors = tuple(dataclasses.replace(spec, config=config) for spec in placement.executors)
     graph, weight_edges = settle_weight_edges(config, Graph(executors, graph.channels))
     return _Prepared(config, graph, placement, weight_edges)
@@ -186,7 +187,7 @@ def _check_prompts(config: RunConfig, folder: Path) -> None:
     from llamarl.models.loading import load_model_config, load_tokenizer
 
     stream = PromptStream(make_task(config.task, config.run.seed), load_tokenizer(folder), config.data, config.run.seed)
-    prompts = [stream.get(index) for index in range(config.schedule.prompts_per_step)]
+    prompts = [stream.get(index) for index in range(config.groups_per_tick)]
     if config.evaluation.every:
         prompts += stream.eval_prompts(config.evaluation.num_prompts)
     context = getattr(load_model_config(folder), "max_position_embeddings", None)

@@ -103,6 +103,9 @@ def _slot_bytes(config: RunConfig) -> float:
     parameters: ModelParameters = model_parameters(
         resolve_model_path(config.model.path), dtype=config.generator.engine.dtype
     )
+    if config.lora.rank and config.lora.hand_over == "adapter":
+        adapted = [spec.shape for name, spec in parameters.items() if name.split(".")[-2] in config.lora.targets]
+        return float(sum(4 * config.lora.rank * sum(shape) for shape in adapted if len(shape) == 2))
     source = MeshSide(
         mesh={"fsdp": config.trainer.fsdp, "tp": config.trainer.tp}, placements=fsdp_tp_placements(parameters)
     )

@@ -15,6 +15,10 @@ __all__ = ["EngineConfig"]
 class EngineConfig:
     """Memory, batch and precision of one generation engine."""
 
+    name: Literal["native", "vllm"] = "native"
+    """"native" is llamarl's own engine; "vllm" uses the installed vLLM behind the same interface: fast on GPUs, but its bits
+    depend on the batch, so runs with it do not repeat bit for bit. block_size, kernels and quantize_head are the native one's."""
+
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of weights, activations and KV cache."""
 

@@ -130,7 +130,10 @@ class _PlainLinear(FusedLinear):
 class _OneDnnLinear(FusedLinear):
     packs = True
 
+    _packed: Tensor | None = None
+
     def _pack(self, weight: Tensor) -> None:
+        self._packed = None  # its memory first: the new one has the same size
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
     def product(self, x: Tensor) -> Tensor:

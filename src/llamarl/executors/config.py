@@ -105,6 +105,11 @@ class GeneratorConfig:
             raise ValueError(f"dp must be >= 1 replica, got {self.dp}")
         if self.tp < 1:
             raise ValueError(f"tp must be >= 1 rank, got {self.tp}")
+        if self.engine.name == "vllm" and (self.tp > 1 or self.quantization == "int8"):
+            raise ValueError(
+                f"engine.name is 'vllm', which runs here on one rank without int8, but tp is {self.tp} and quantization "
+                f"{self.quantization!r}: set tp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'"
+            )
         if self.threads < 0:
             raise ValueError(f"threads must be >= 0 (0 divides the cores), got {self.threads}")
 

@@ -5,6 +5,7 @@ In: ``eval_weights`` (nothing at most ticks). Sampling seeds are fixed, so two e
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.generator import make_engine, sampling_params, to_response
-from llamarl.executors.hand_over import serve
+from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.seeding import derive_seed
 from llamarl.types import Failure, Group, Prompt, Score
@@ -50,6 +51,7 @@ class EvaluatorExecutor:
         stream = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
         self.prompts = stream.eval_prompts(self.config.evaluation.num_prompts)
         self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
+        self.version_loader = VersionLoader(self.engine, self.config.lora)
         self.params = sampling_params(
             self.config.generator.sampling, self.tokenizer, temperature=self.config.evaluation.temperature
         )
@@ -61,13 +63,16 @@ class EvaluatorExecutor:
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         weights = inputs["eval_weights"]
         metrics: dict[str, float] = {}
+        spans: tuple[tuple[str, float, float], ...] = ()
         if tick == 0:
             metrics = self._evaluate(version=0)
         elif weights is not None:
-            served = serve(weights, self.engine)
+            started = time.monotonic()
+            served = self.version_loader.load(weights)
+            spans = (("weight_sync", started, time.monotonic()),)
             metrics = self._evaluate(version=weights.version)
             served.check()
-        return StepResult(metrics=metrics)
+        return StepResult(metrics=metrics, spans=spans)
 
     def _evaluate(self, version: int) -> dict[str, float]:
         groups = sample_groups(

@@ -32,8 +32,9 @@ from llamarl.environments.factory import make_task
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.config import SamplingConfig
 from llamarl.executors.generator_ranks import generator_layout, generator_weights
-from llamarl.executors.hand_over import Served, serve
+from llamarl.executors.hand_over import Served
 from llamarl.executors.partial_rollouts import select_deliveries
+from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.models.parallel import ParallelLayout
 from llamarl.seeding import derive_seed
@@ -77,7 +78,7 @@ class GeneratorExecutor:
         self.prompts = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
         layout = generator_layout(self.config, self.context.device)
         self.engine = make_engine(self.config, self.tokenizer, device=self.context.device, layout=layout)
-        self._weights_layout = generator_weights(self.config)
+        self.version_loader = VersionLoader(self.engine, self.config.lora, generator_weights(self.config))
         self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
@@ -104,7 +105,7 @@ class GeneratorExecutor:
 
     def _load_weights(self, weights: Any) -> None:
         if weights.version != self.engine.policy_version or self._served.in_place is not None:
-            self._served = serve(weights, self.engine, self._weights_layout)
+            self._served = self.version_loader.load(weights)
 
     def _admit(self, tick: int) -> None:
         while len(self._active) < self._num_active:
@@ -204,6 +205,10 @@ def make_engine(
     Args:
         layout: This rank's place among tensor-parallel ranks; None holds the whole model.
     """
+    if config.generator.engine.name == "vllm":
+        from llamarl.engine.vllm import VllmEngine
+
+        return VllmEngine(config.model.path, config.generator.engine, quantization=config.generator.quantization)
     return NativeEngine(
         config.model.path,
         config.generator.engine,

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,12 @@ class TrainerExecutor:
         self._stop = ""
         self._readers: list[_Released] = []
         """Copies of the last version into slots that may still be running."""
-        self._copies: list[tuple[str, float, float]] = []
-        """Spans of the copies that have ended since the last tick."""
+        self._copied_s = 0.0
+        """How long the copies took that have ended since the last tick."""
         served = getattr(torch, config.generator.engine.dtype)
-        self._wire_dtype = served if served != torch.float32 else None
-        """Generators hold the weights in it, so they travel in it."""
+        adapters_only = config.lora.rank > 0 and config.lora.hand_over == "adapter"
+        self._wire_dtype = served if served != torch.float32 and not adapters_only else None
+        """Generators hold the weights in it, so they travel in it; adapters are merged in float32."""
         self._edge_versions: dict[int, dict[str, torch.Tensor]] = {}
         """Earlier versions that the next checkpoint must hold: copies, made only in the ticks before one is due."""
 
@@ -76,6 +77,7 @@ class TrainerExecutor:
             seed=self.config.run.seed,
             device=self.context.device,
             num_ticks=self.config.run.num_ticks,
+            lora=self.config.lora,
             has_reference=self.config.has_reference,
         )
         self.trainer.before_update = self._wait_for_readers
@@ -107,10 +109,13 @@ class TrainerExecutor:
             due = evaluation_due(version, every=self.config.evaluation.every, num_ticks=self.config.run.num_ticks)
             outputs["eval_weights"] = self._payload(version, background=True) if due else None
         if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None:
-            self._export(self.context.run_dir / "model")
-        copies, self._copies = self._copies, []
-        spans = (("train", started, trained), *copies)
-        return StepResult(outputs=outputs, metrics=metrics, spans=spans, stop=self._stop)
+            if self.config.lora.rank:
+                self._export(self.context.run_dir / "adapter", self.trainer.export_adapter)
+            if not self.config.lora.rank or self.config.lora.export_merged:
+                self._export(self.context.run_dir / "model", self.trainer.export)
+        metrics = {**metrics, "time/weight_copy_s": self._copied_s}
+        self._copied_s = 0.0
+        return StepResult(outputs=outputs, metrics=metrics, spans=(("train", started, trained),), stop=self._stop)
 
     def _train(self, groups: list[Group], tick: int) -> Mapping[str, float]:
         """One optimizer step; if training has diverged, the job is asked to stop and this step's metrics are few."""
@@ -145,7 +150,7 @@ class TrainerExecutor:
                     f"the trainer has waited {_COPY_LIMIT_S:g} s for its own copy of the weights into a slot; the machine "
                     "is short of memory or cores"
                 )
-            self._copies.append(("copy weights", reader.made_s, reader.freed_s))
+            self._copied_s += reader.freed_s - reader.made_s
         self._readers.clear()
 
     def _remember(self, version: int) -> None:
@@ -164,13 +169,13 @@ class TrainerExecutor:
         for old in [v for v in self._edge_versions if v < version - staleness]:
             del self._edge_versions[old]
 
-    def _export(self, folder: Path) -> None:
-        """A Hugging Face folder of the policy; the old one, if any, stays until the new one is whole."""
+    def _export(self, folder: Path, write: Callable[[Path], None]) -> None:
+        """A folder of the policy; the old one, if any, stays until the new one is whole."""
         partial = folder.with_name(folder.name + ".partial")
         if self.context.rank == 0:  # who writes also tidies: another rank would remove what rank 0 has begun
             shutil.rmtree(partial, ignore_errors=True)
         with saving(partial):
-            self.trainer.export(partial)
+            write(partial)
             if self.context.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(partial, folder)

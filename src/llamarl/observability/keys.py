@@ -116,6 +116,11 @@ KEYS: tuple[MetricKey, ...] = (
         "`weight_sync...`), summed.",
     ),
     _key(
+        "time/weight_copy_s",
+        "s",
+        "How long the trainer's copies of the version before this one took on a thread of their own, beside its next tick.",
+    ),
+    _key(
         "idle/generator",
         "share",
         "Bubble: of the time from the end of its tick before to the end of this one, the share in which the executor "

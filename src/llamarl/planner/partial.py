@@ -54,7 +54,8 @@ class PartialProfile:
 
         Within a tick only: where lengths hardly vary, replicas are in step, some ticks long for all and some short for all.
         """
-        each = np.bincount(self.row, seconds_of_segment, self.ticks * self.replicas).reshape(self.ticks, self.replicas)
+        sums: Floats = np.bincount(self.row, seconds_of_segment, self.ticks * self.replicas).astype(np.float64)
+        each = sums.reshape(self.ticks, self.replicas)
         return float(np.mean([expected_largest(tick, replicas) for tick in each]))
 
 

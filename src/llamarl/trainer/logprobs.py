@@ -125,7 +125,8 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, logsumexp, entropy = ctx.saved_tensors
         dtype = logsumexp.dtype
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=dtype)
+        frozen = not ctx.needs_input_grad[1]
+        grad_weight = None if frozen else torch.zeros_like(weight, dtype=dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
         for rows in _chunks(len(targets), ctx.chunk_tokens):
             logits = ctx.transform.forward_(linear(hidden[rows], weight, bias).to(dtype))
@@ -143,13 +144,16 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(dim=0)
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = linear(grad, weight.t())
-            if grad_weight.dtype == hidden.dtype:
+            if grad_weight is None:
+                pass
+            elif grad_weight.dtype == hidden.dtype:
                 grad_weight += linear(grad.t(), hidden[rows].t())
             else:
                 grad_weight += grad.T @ hidden[rows]
             del grad
         bias_out = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), bias_out, None, None, None, None
+        weight_out = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, weight_out, bias_out, None, None, None, None
 
 
 def _chunks(total: int, size: int) -> list[slice]:

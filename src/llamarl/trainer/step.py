@@ -29,6 +29,8 @@ from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from llamarl.algorithms.masking import ratio_keep_mask
 from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY
 from llamarl.errors import CheckpointError, TrainingDiverged
+from llamarl.models.adapters import add_adapters, base_name, merged, whole_shards, write_adapter_folder
+from llamarl.models.folders import resolve_model_path
 from llamarl.models.loading import load_model, load_model_config
 from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import (
@@ -40,8 +42,9 @@ from llamarl.models.parallel import (
     parameter_shards,
 )
 from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts
+from llamarl.seeding import derive_seed
 from llamarl.trainer.batch import Microbatch, TrainingSequence, make_microbatch, make_sequences, token_weight
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.optimizer import MasterWeights, learning_rate
 from llamarl.trainer.packing import pack, shared_units
@@ -54,6 +57,8 @@ from llamarl.trainer.storage import export_folder, source_dtype
 from llamarl.types import Group
 
 __all__ = ["Trainer"]
+
+_ADAPTER_SEED = 3
 
 
 class Trainer:
@@ -70,15 +75,18 @@ class Trainer:
         seed: int = 0,
         device: str = "cpu",
         num_ticks: int | None = None,
+        lora: LoraConfig | None = None,
         has_reference: bool = False,
     ) -> None:
         """
         Args:
             model_path: Hugging Face folder of version 0.
             temperature: The generator's: log-probs are of the distribution sampled from.
-            seed: Of what the trainer draws at random: how a tick's batch is cut into several optimizer steps.
+            seed: Of what the trainer draws at random: how a tick's batch is cut into several optimizer steps, and the
+                first values of adapters.
             device: ``cpu`` or ``cuda``.
             num_ticks: Length of the run, for schedules that fall.
+            lora: With a rank, adapters are trained and the model is frozen; one rank only.
             has_reference: Whether samples carry reference log-probs although ``algorithm.kl_coef`` is 0.
 
         Raises:
@@ -94,12 +102,13 @@ class Trainer:
         """Called before the weights change: who reads them on another thread is waited for here."""
         self.has_reference = has_reference or algorithm.kl_coef > 0
         self.loss = LOSSES[algorithm.name]
+        self.lora = lora if lora is not None and lora.rank else None
         self.layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
         # Checkpoints are written beside the training, so their collectives need a group of their own.
         self._save_group = dist.new_group(backend="gloo") if self.layout.num_ranks > 1 else None
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
-        self.policy, cuts, initial = self._build(temperature)
+        self.policy, cuts, initial = self._build(temperature, self.lora)
         self.weights = MasterWeights(
             self.policy.parameters_by_name(),
             optimizer,
@@ -109,6 +118,7 @@ class Trainer:
             offload=config.offload_optimizer,
         )
         self._shards = parameter_shards(self.policy.parameters_by_name(), cuts, self.layout, "float32")
+        self._sync_shards = self._shards if self.lora is None else whole_shards(self.parameters_for_sync())
 
     def train(self, groups: Sequence[Group], tick: int) -> dict[str, float]:
         """All optimizer steps of a tick: version ``tick`` -> version ``tick + 1``.
@@ -303,12 +313,19 @@ class Trainer:
             )
 
     def parameters_for_sync(self) -> dict[str, Tensor]:
-        """This rank's part of every parameter by its Hugging Face name, tied ones once; live float32 tensors."""
-        return {name: tensor.detach() for name, tensor in self.weights.tensors.items()}
+        """What is handed over: this rank's part of every parameter by its Hugging Face name, tied ones once; live float32
+        tensors. With adapters those alone, or merged copies, as ``lora.hand_over`` says."""
+        trained = {name: tensor.detach() for name, tensor in self.weights.tensors.items()}
+        return self._merged() if self.lora is not None and self.lora.hand_over == "merged" else trained
+
+    def _merged(self) -> dict[str, Tensor]:
+        assert self.lora is not None
+        weights = {base_name(n): p for n, p in self.policy.model.named_parameters() if not p.requires_grad}
+        return dict(merged(weights, self.weights.tensors, scaling=self.lora.alpha / self.lora.rank))
 
     def sync_layout(self) -> dict[str, ParameterShard]:
         """Global shape, dtype and this rank's slice of every parameter of ``parameters_for_sync``."""
-        return dict(self._shards)
+        return dict(self._sync_shards)
 
     def stage(self, extra: Mapping[str, Mapping[str, Tensor]] | None = None, *, copy: bool = True) -> StagedState:
         """This rank's state as it is now, copied to host memory: training may go on while ``write`` works.
@@ -365,10 +382,22 @@ class Trainer:
                 extra[kind][name] = tensor
         return extra
 
+    def export_adapter(self, folder: Path) -> None:
+        """Write the adapters as a folder that ``peft`` loads."""
+        assert self.lora is not None, "no adapters are trained"
+        write_adapter_folder(
+            Path(folder), self.weights.tensors, rank=self.lora.rank, alpha=self.lora.alpha, targets=self.lora.targets,
+            base=str(resolve_model_path(self.model_path)),
+        )  # fmt: skip
+
     def export(self, folder: Path) -> None:
-        """Write the current version as a Hugging Face folder. All ranks call it; rank 0 writes, file by file."""
+        """Write the current version as a Hugging Face folder, adapters merged. All ranks call it; rank 0 writes, file by file."""
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(self.config.export_dtype)
-        whole = gather_parameters(self.parameters_for_sync(), self._shards, self.layout)
+        tensors, shards = self.parameters_for_sync(), self._shards
+        if self.lora is not None:
+            tensors = self._merged()
+            shards = whole_shards(tensors)
+        whole = gather_parameters(tensors, shards, self.layout)
         if self.layout.rank != 0:
             for _ in whole:  # send this rank's parts
                 raise AssertionError("only rank 0 receives whole parameters")
@@ -377,12 +406,14 @@ class Trainer:
             Path(folder),
             self.policy.model,
             whole,
-            {name: shard.shape for name, shard in self._shards.items()},
+            {name: shard.shape for name, shard in shards.items()},
             source=self.model_path,
             dtype=dtype or source_dtype(self.model_path),
         )
 
-    def _build(self, temperature: float) -> tuple[Policy, dict[str, int], dict[str, Tensor] | None]:
+    def _build(
+        self, temperature: float, lora: LoraConfig | None = None
+    ) -> tuple[Policy, dict[str, int], dict[str, Tensor] | None]:
         """Load, prove the output layer, cut over the mesh; also the dimensions cut and the values before rounding."""
         dtype = getattr(torch, self.config.dtype)
         attention = "llamarl_shared_prompts" if self.share_prompts else "llamarl_packed"
@@ -395,6 +426,14 @@ class Trainer:
         transform = LogitTransform.of_model(model.config, temperature)
         if not streamed:
             check_output_layer(model, transform)
+        if lora is not None:
+            add_adapters(
+                model,
+                rank=lora.rank,
+                alpha=lora.alpha,
+                targets=lora.targets,
+                seed=derive_seed(self.seed, _ADAPTER_SEED),
+            )
         cuts = apply_tensor_parallel(model, self.layout)
         if self.layout.num_ranks == 1:  # on a mesh, weights are wrapped tensors that take the ordinary product
             use_onednn_linears(model)

@@ -173,13 +173,19 @@ def test_partial_rollouts_keep_slots_full_and_never_pay_for_the_longest() -> Non
     whole = GeneratorDemand(
         lengths=lognormal(500, 1.0, 8000), prompt_tokens=100, group_size=8, sequences=64, total_sequences=1024, slots=64
     )
-    partial = replace(whole, partial=True, max_segments=8)
+    partial = replace(whole, partial=True, max_segments=8, oversubscription=1.5)
     assert generator_tick_s(hardware, model, GeneratorLayout(), partial) < 0.5 * generator_tick_s(
         hardware, model, GeneratorLayout(), whole
     )
+    # Without groups to spare, the batch still waits for its longest response.
+    none_to_spare = replace(partial, oversubscription=1.0)
+    assert generator_tick_s(hardware, model, GeneratorLayout(), none_to_spare) > 0.9 * generator_tick_s(
+        hardware, model, GeneratorLayout(), whole
+    )
     # With one version a sequence may span, partial rollouts gain nothing: the longest must end within the tick.
+    # A tenth of slack: the profile is an average over drawn ticks, the expected longest is exact.
     bound = replace(partial, max_segments=1)
     steps = bound.lengths.expected_max(1024)
-    assert generator_tick_s(hardware, model, GeneratorLayout(), bound) > steps * float(
+    assert generator_tick_s(hardware, model, GeneratorLayout(), bound) > 0.9 * steps * float(
         decode_step_s(hardware, model, GeneratorLayout(), 1, 100)
     )

@@ -1,0 +1,38 @@
+"""How an executor that samples takes a new version into its engine: whole weights, or adapters that it merges itself."""
+
+from __future__ import annotations
+
+from llamarl.engine.base import Engine
+from llamarl.executors.hand_over import Served, serve
+from llamarl.models.adapters import AdapterReceiver
+from llamarl.trainer.config import LoraConfig
+from llamarl.weight_sync.layout import Layout
+from llamarl.weight_sync.sink import WeightVersion
+
+__all__ = ["VersionLoader"]
+
+
+class VersionLoader:
+    """Made right after the engine, while that holds version 0.
+
+    Args:
+        layout: What the sink ranks hold of whole weights; None: each holds every parameter whole.
+    """
+
+    def __init__(self, engine: Engine, lora: LoraConfig, layout: Layout | None = None) -> None:
+        self._engine = engine
+        self._layout = layout
+        self._adapters: AdapterReceiver | None = None
+        if lora.rank and lora.hand_over == "adapter":
+            self._adapters = AdapterReceiver(
+                engine.parameters_for_sync(), rank=lora.rank, alpha=lora.alpha, targets=lora.targets
+            )
+
+    def load(self, weights: WeightVersion) -> Served:
+        """Pull, prove and serve a version."""
+        if self._adapters is None:
+            return serve(weights, self._engine, self._layout)
+        weights.load_into(self._adapters.tensors)
+        self._adapters.merge()
+        self._engine.weights_updated(weights.version)
+        return Served(weights.version, None)

@@ -1,0 +1,116 @@
+"""One rank of a trainer executor under test; ``main`` runs in processes forked from a server that has imported this."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
+from trainer_ranks import share
+from training_fixtures import make_groups
+
+from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.config import RunConfig
+from llamarl.executors.base import ExecutorContext
+from llamarl.executors.trainer import TrainerExecutor
+
+SAVED = 1
+"""The tick whose state is saved; with ``max_staleness`` 1, version 1 still lies on the weights edge."""
+
+
+def executor(folder: Path, rank: int, fsdp: int, tp: int) -> TrainerExecutor:
+    base = RunConfig()
+    config = dataclasses.replace(
+        base,
+        model=dataclasses.replace(base.model, path=str(folder / "model")),
+        run=dataclasses.replace(base.run, num_ticks=SAVED + 3),
+        trainer=dataclasses.replace(base.trainer, fsdp=fsdp, tp=tp, max_tokens_per_microbatch=48),
+        optimizer=dataclasses.replace(base.optimizer, lr=1e-3, warmup_ticks=4),
+        checkpoint=dataclasses.replace(base.checkpoint, every=SAVED + 1),
+        evaluation=dataclasses.replace(base.evaluation, every=0),
+    )
+    context = ExecutorContext(
+        name="trainer", rank=rank, num_ranks=fsdp * tp, device="cpu", run_dir=folder / "run", seed=0
+    )
+    made = TrainerExecutor(config, context)
+    made.setup()
+    return made
+
+
+def train(trainer: TrainerExecutor, tick: int) -> None:
+    layout = trainer.trainer.layout
+    groups = share(make_groups(num_groups=5, seed=tick), layout.fsdp, layout.fsdp_rank)
+    trainer.step(tick, {"scored": groups})
+
+
+def rank_folder(root: Path, rank: int) -> Path:
+    made = root / "trainer" / f"rank_{rank}"
+    made.mkdir(parents=True)
+    return made
+
+
+def main(rank: int, world: int, what: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/{what}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+        )
+    {"resume": resume, "reshard": reshard, "die": die}[what](rank, folder)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def resume(rank: int, folder: Path) -> None:
+    whole = executor(folder, rank, 2, 2)
+    for tick in range(SAVED + 1):
+        train(whole, tick)
+    own = rank_folder(folder / "checkpoint", rank)
+    writing = whole.save(own, SAVED)
+    edge = {name: tensor.clone() for name, tensor in whole.initial_token("weights", SAVED - 1).tensors.items()}
+    for tick in range(SAVED + 1, SAVED + 3):
+        train(whole, tick)  # while it is being written
+    writing.result(timeout=120)
+    again = executor(folder, rank, 2, 2)
+    again.load(own, SAVED)
+    for name, tensor in again.initial_token("weights", SAVED - 1).tensors.items():
+        assert torch.equal(tensor, edge[name]), name
+    for tick in range(SAVED + 1, SAVED + 3):
+        train(again, tick)
+    assert (folder / "run" / "model" / "model.safetensors").is_file()  # the last tick exports, rank 0 for all
+    for name, tensor in whole.trainer.weights.state().items():
+        assert torch.equal(tensor, again.trainer.weights.state()[name]), name
+
+
+def reshard(rank: int, folder: Path) -> None:
+    alone, loaded = executor(folder, rank, 1, 1), executor(folder, rank, 1, 1)
+    for tick in range(SAVED + 1):
+        train(alone, tick)
+    loaded.load(folder / "checkpoint" / "trainer" / "rank_0", SAVED)
+    for version in (SAVED - 1, SAVED):
+        expected = alone.initial_token("weights", version).tensors
+        for name, tensor in loaded.initial_token("weights", version).tensors.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-5, msg=f"{name}, {version}")
+
+
+def die(rank: int, folder: Path) -> None:
+    original = dcp.FileSystemWriter.finish
+
+    def finish(self: dcp.FileSystemWriter, *args: object, **kwargs: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)  # the parts are written, the index is not
+        original(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    dcp.FileSystemWriter.finish = finish  # type: ignore[method-assign,assignment]
+    trainer = executor(folder, rank, 1, 1)
+    for tick in range(SAVED + 1):
+        train(trainer, tick)
+    store = CheckpointStore(folder / "killed" / "checkpoints")
+    trainer.save(rank_folder(store.begin(SAVED), rank), SAVED).result(timeout=120)
+    raise AssertionError("it was to be killed")

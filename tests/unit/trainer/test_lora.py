@@ -1,0 +1,150 @@
+"""Adapters: version 0 is the base, only adapters learn, and what is handed over computes what the trainer computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from training_fixtures import make_groups, write_model
+from transformers import AutoModelForCausalLM
+
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.config import validate
+from llamarl.errors import ConfigError, ModelError
+from llamarl.models.adapters import AdapterReceiver
+from llamarl.models.loading import load_model
+from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
+from llamarl.trainer.sharded_state import in_background
+from llamarl.trainer.step import Trainer
+
+peft = pytest.importorskip("peft")
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("lora") / "model")
+
+
+def make(folder: Path, lora: LoraConfig = LORA, seed: int = 0) -> Trainer:
+    return Trainer(
+        folder, TrainerConfig(), OptimizerConfig(lr=1e-2), AlgorithmConfig(), temperature=0.9, seed=seed, lora=lora
+    )
+
+
+def trained(folder: Path, lora: LoraConfig = LORA) -> Trainer:
+    trainer = make(folder, lora)
+    for tick in range(3):
+        trainer.train(make_groups(seed=tick), tick)
+    return trainer
+
+
+def logprobs(trainer: Trainer) -> torch.Tensor:
+    from llamarl.trainer.batch import make_microbatch, make_sequences
+
+    sequences = make_sequences(make_groups(seed=7), AlgorithmConfig())
+    microbatch = make_microbatch(
+        sequences, [1.0] * len(sequences), torch.device("cpu"), share_prompts=trainer.share_prompts
+    )
+    with torch.no_grad():
+        return trainer.policy(microbatch)[0]
+
+
+def test_version_0_is_the_base_model_bit_for_bit(model_folder: Path) -> None:
+    adapted, base = make(model_folder), make(model_folder, LoraConfig())
+    for name, tensor in base.parameters_for_sync().items():
+        assert torch.equal(adapted.parameters_for_sync()[name], tensor), name
+    torch.testing.assert_close(logprobs(adapted), logprobs(base), rtol=0, atol=0)
+
+
+def test_only_adapters_have_gradients_moments_and_a_state(model_folder: Path) -> None:
+    trainer = trained(model_folder)
+    assert trainer.weights.tensors.keys() == {
+        f"model.layers.{layer}.{block}.{name}.lora_{side}.default.weight"
+        for layer in range(2)
+        for block, names in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down")))
+        for name in (f"{n}_proj" for n in names)
+        for side in "AB"
+    }
+    before = dict(load_model(model_folder, dtype=torch.float32).named_parameters())
+    for name, parameter in trainer.policy.model.named_parameters():
+        if ".lora_" not in name:
+            assert parameter.grad is None and torch.equal(parameter, before[name.replace(".base_layer", "")]), name
+    assert all("lora" in key for key in trainer.weights.state())
+    assert any(tensor.abs().max() > 0 for name, tensor in trainer.weights.tensors.items() if "lora_B" in name)
+
+
+def test_the_gradient_of_an_adapter_is_the_chain_rule_of_the_full_gradient(model_folder: Path) -> None:
+    """At B = 0, dL/dB = (alpha / rank) * dL/dW @ A^T and dL/dA = 0, with dL/dW from full training."""
+    gradients: dict[str, dict[str, torch.Tensor]] = {}
+    for key, lora in (("full", LoraConfig()), ("lora", LORA)):
+        trainer = make(model_folder, lora)
+        kept = gradients[key] = {}
+        trainer.weights.step = lambda lr, w=trainer.weights, kept=kept: kept.update(  # type: ignore[method-assign]
+            {name: tensor.grad.clone() for name, tensor in w.tensors.items()}
+        )
+        trainer.config = dataclasses.replace(trainer.config, max_grad_norm=0.0)
+        trainer.train(make_groups(), 0)
+    adapters = make(model_folder).weights.tensors
+    layer = "model.layers.1.mlp.up_proj"
+    a = adapters[f"{layer}.lora_A.default.weight"]
+    expected = (LORA.alpha / LORA.rank) * gradients["full"][f"{layer}.weight"] @ a.T
+    torch.testing.assert_close(gradients["lora"][f"{layer}.lora_B.default.weight"], expected, rtol=1e-4, atol=1e-7)
+    assert gradients["lora"][f"{layer}.lora_A.default.weight"].abs().max() == 0
+
+
+def test_both_ways_of_hand_over_give_the_generator_what_the_trainer_computes(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    trainer = trained(model_folder)
+    merged = trainer.parameters_for_sync()
+    trainer.export(tmp_path / "model")
+    served = make(tmp_path / "model", LoraConfig())
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in served.parameters_for_sync().items())
+    torch.testing.assert_close(logprobs(trainer), logprobs(served), rtol=0, atol=1e-5)
+    alone = trained(model_folder, dataclasses.replace(LORA, hand_over="adapter"))
+    engine = {n: p.detach().clone() for n, p in load_model(model_folder, dtype=torch.float32).named_parameters()}
+    receiver = AdapterReceiver(engine, rank=LORA.rank, alpha=LORA.alpha, targets=LORA.targets)
+    handed = alone.parameters_for_sync()
+    assert handed.keys() == receiver.tensors.keys() == alone.sync_layout().keys()
+    for name, tensor in handed.items():
+        receiver.tensors[name].copy_(tensor)
+    for _ in range(2):  # a second version starts from the base weights again
+        receiver.merge()
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in engine.items())
+    assert sum(t.numel() for t in handed.values()) < sum(t.numel() for t in merged.values())
+
+
+def test_the_adapter_folder_loads_in_peft(model_folder: Path, tmp_path: Path) -> None:
+    trainer = trained(model_folder)
+    trainer.export_adapter(tmp_path / "adapter")
+    trainer.export(tmp_path / "merged")
+    ids = torch.arange(3, 20)[None]
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "adapter")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, expected(ids).logits, rtol=0, atol=1e-4)
+        assert (expected(ids).logits - base(ids).logits).abs().max() > 1e-2
+
+
+def test_resume_gives_the_same_bits(model_folder: Path, tmp_path: Path) -> None:
+    whole = trained(model_folder)
+    state = whole.stage({"version_2": whole.parameters_for_sync()})
+    in_background(lambda: whole.write(state, tmp_path)).result(timeout=60)
+    resumed = make(model_folder, seed=5)  # its own first adapters are replaced
+    edge = resumed.load(tmp_path)["version_2"]
+    for name, tensor in whole.parameters_for_sync().items():
+        assert torch.equal(tensor, resumed.parameters_for_sync()[name]) and torch.equal(tensor, edge[name]), name
+    assert whole.train(make_groups(seed=3), 3) == resumed.train(make_groups(seed=3), 3)
+
+
+def test_mistakes_are_named(model_folder: Path) -> None:
+    with pytest.raises(ModelError, match="lora.targets: qkv is no linear layer of LlamaForCausalLM; it has down_proj"):
+        make(model_folder, LoraConfig(rank=2, targets=("q_proj", "qkv")))
+    with pytest.raises(ConfigError, match="lora.rank 2 trains on one rank"):
+        validate({"lora": {"rank": 2}, "trainer": {"fsdp": 2}})
+    with pytest.raises(ConfigError, match="lora.rank must be >= 0"):
+        validate({"lora": {"rank": -1}})
