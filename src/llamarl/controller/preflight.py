@@ -16,7 +16,7 @@ _RANKS_PER_CORE = 4
 
 
 def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None:
-    """Refuse sizes of the trainer's mesh that cannot work here.
+    """Refuse sizes of the trainer's and the generator's mesh that cannot work here.
 
     CUDA devices are counted by ``runtime.placement``; the ranks of one executor never share one.
 
@@ -26,14 +26,23 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
 
     Raises:
         ConfigError: The mesh does not fit runtime, processor or model; the message names what would.
-        ModelError: ``trainer.tp`` does not divide the model; the message names the sizes that do.
+        ModelError: A ``tp`` does not divide the model (the message names the sizes that do), or the model has a plan
+            that is not supported.
     """
     trainer = config.trainer
     ranks = trainer.fsdp * trainer.tp
     mesh = f"trainer.fsdp * trainer.tp = {trainer.fsdp} * {trainer.tp} = {ranks} ranks"
+    generator = config.generator
+    if generator.tp > 1:
+        check_tensor_parallel_size(folder, generator.tp, key="generator.tp")
+        from llamarl.models.loading import load_model_config
+        from llamarl.models.parallel import check_tensor_parallel_plan
+
+        check_tensor_parallel_plan(load_model_config(folder), key="generator.tp")
     if trainer.tp > 1:
         check_tensor_parallel_size(folder, trainer.tp)
         from llamarl.models.loading import load_model_config
+        from llamarl.models.parallel import check_tensor_parallel_plan
 
         model = load_model_config(folder)
         if not getattr(model.get_text_config(), "base_model_tp_plan", None):
@@ -41,10 +50,12 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
                 f"trainer.tp = {trainer.tp}: {model.model_type} has no tensor-parallel plan; set trainer.tp to 1 and "
                 f"raise trainer.fsdp instead"
             )
-    if config.run.runtime == "inline" and max(ranks, config.generator.dp) > 1:
+        check_tensor_parallel_plan(model)
+    if config.run.runtime == "inline" and max(ranks, generator.dp * generator.tp) > 1:
         raise ConfigError(
-            f"run.runtime 'inline' holds one rank an executor, but {mesh} and generator.dp = {config.generator.dp}: "
-            f"set run.runtime to 'monarch', or all three sizes to 1"
+            f"run.runtime 'inline' holds one rank an executor, but {mesh} and generator.dp * generator.tp = "
+            f"{generator.dp} * {generator.tp}: "
+            f"set run.runtime to 'monarch', or all of these sizes to 1"
         )
     most = _RANKS_PER_CORE * cores
     if trainer.device == "cpu" and ranks > most:

@@ -20,9 +20,11 @@ from llamarl.engine.config import EngineConfig
 from llamarl.engine.kv_state import export_state, import_state
 from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
+from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sampler import sample
 from llamarl.engine.scheduler import Member, Scheduler
 from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.models.parallel import ParallelLayout
 from llamarl.types import FinishReason
 
 __all__ = ["NativeEngine"]
@@ -38,6 +40,8 @@ class NativeEngine:
             quantized from them, anew at each version.
         eos_token_ids: Tokens that end every response; None takes those of the model's generation config.
         clock: Seconds, monotonic; for deadlines.
+        layout: This rank's place among the tensor-parallel ranks of the engine; None is a single rank. All ranks make the
+            same calls with the same sequences, in the same order, and get the same tokens.
     """
 
     def __init__(
@@ -50,11 +54,13 @@ class NativeEngine:
         quantization: str = "none",
         eos_token_ids: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        layout: ParallelLayout | None = None,
     ) -> None:
         self.config = config
         self._tokenizer = tokenizer
         self._clock = clock
-        self._runner = ModelRunner(model_path, config, device=device, quantization=quantization)
+        self._ranks = EngineRanks(layout)
+        self._runner = ModelRunner(model_path, config, device=device, quantization=quantization, layout=layout)
         self._scheduler = Scheduler(
             num_blocks=self._runner.num_blocks,
             block_size=config.block_size,
@@ -223,14 +229,18 @@ class NativeEngine:
     def _expire(self) -> None:
         if self._deadlines:
             now = self._clock()
-            for order, deadline in list(self._deadlines.items()):
-                if now >= deadline:
+            passed = self._ranks.share_flags([now >= deadline for deadline in self._deadlines.values()])
+            for order, late in zip(list(self._deadlines), passed, strict=True):
+                if late:
                     self._finish(self._members[order], "deadline")
 
     def _append(self, members: list[Member], logits: torch.Tensor) -> None:
         sequences = [member.sequence for member in members]
-        draws = sample(
-            logits, [s.params for s in sequences], [s.seed for s in sequences], [len(s.tokens) for s in sequences]
+        draws = self._ranks.share_draws(
+            lambda: sample(
+                logits, [s.params for s in sequences], [s.seed for s in sequences], [len(s.tokens) for s in sequences]
+            ),
+            len(members),
         )
         for i, (member, sequence) in enumerate(zip(members, sequences, strict=True)):
             if not draws.ok[i]:

@@ -16,12 +16,16 @@ derived from them by ``refresh``, which the engine calls after every new version
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["FusedLinear", "serve_linears", "supported_quantizations"]
+from llamarl.engine.kernels import Kernels
+from llamarl.engine.ranks import EngineRanks
+
+__all__ = ["FusedLinear", "fused_of", "serve_linears", "supported_quantizations"]
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _U8_ZERO = 128  # oneDNN multiplies unsigned activations by signed weights
@@ -34,17 +38,30 @@ def supported_quantizations(device: torch.device) -> tuple[str, ...]:
 
 
 class FusedLinear(nn.Module):
-    """Linear layers of one input as one product."""
+    """Linear layers of one input as one product.
+
+    Args:
+        summed: Of tensor-parallel ranks: each rank's product is a part of a sum.
+        rows: Serve these rows of the (single) source alone.
+    """
 
     packs = False
     """Whether ``refresh`` makes a copy of its own, so that the parameters are only read while it runs."""
 
-    def __init__(self, sources: Sequence[nn.Linear]) -> None:
+    def __init__(
+        self, sources: Sequence[nn.Linear], *, summed: EngineRanks | None = None, rows: slice | None = None
+    ) -> None:
         super().__init__()
-        self._weights = [source.weight for source in sources]
-        self._biases = [source.bias for source in sources]
+        self._weights: list[Tensor] = [source.weight for source in sources]
+        self._biases: list[Tensor | None] = [source.bias for source in sources]
         self.in_features = sources[0].in_features
-        self.sizes = [source.out_features for source in sources]
+        if rows is not None:
+            self._weights = [weight[rows] for weight in self._weights]  # views: the parameters are written in place
+            self._biases = [None if bias is None else bias[rows] for bias in self._biases]
+        self._summed = summed
+        if summed is not None and not summed.leads:
+            self._biases = [None] * len(sources)  # a bias is added once
+        self.sizes = [len(weight) for weight in self._weights]
         self.out_features = sum(self.sizes)
         self._bias: Tensor | None = None
         self._input: Tensor | None = None
@@ -55,12 +72,15 @@ class FusedLinear(nn.Module):
 
     def refresh(self) -> None:
         """Derive the served form from the parameters as they are now."""
-        weight = self._weights[0] if len(self._weights) == 1 else torch.cat(self._weights)
         if any(bias is not None for bias in self._biases):
-            zeros = [weight.new_zeros(size) for size in self.sizes]
-            self._bias = torch.cat([zero if b is None else b for zero, b in zip(zeros, self._biases, strict=True)])
+            zeros = [self._weights[0].new_zeros(size) for size in self.sizes]
+            bias = torch.cat([zero if b is None else b for zero, b in zip(zeros, self._biases, strict=True)])
+            self._bias = _overwrite(self._bias, bias.detach())
         self._input = None
-        self._pack(weight.detach())
+        self._pack(self._weight().detach())
+
+    def _weight(self) -> Tensor:
+        return self._weights[0] if len(self._weights) == 1 else torch.cat(self._weights)
 
     @property
     def follows_parameters(self) -> bool:
@@ -70,12 +90,13 @@ class FusedLinear(nn.Module):
     def part(self, x: Tensor, first: int, size: int) -> Tensor:
         """Output features ``first .. first + size`` for ``x``; the product is computed once per input tensor."""
         if self._input is not x:
-            self._output = self.product(x)
+            self._output = self(x)
             self._input = x  # held, so that no other tensor can take its identity
         return self._output.narrow(-1, first, size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
+        out = self.product(x)
+        return out if self._summed is None else self._summed.sum(out)
 
     def _pack(self, weight: Tensor) -> None:
         raise NotImplementedError
@@ -83,6 +104,27 @@ class FusedLinear(nn.Module):
     def product(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
         raise NotImplementedError
+
+
+class _PlainLinear(FusedLinear):
+    """The library's product. Fused parameters become views of one tensor, so there is no second copy to refresh."""
+
+    _served: Tensor | None = None
+
+    def _weight(self) -> Tensor:
+        if self._served is None:
+            self._served = super()._weight().detach()
+            if len(self._weights) > 1:
+                for parameter, part in zip(self._weights, self._served.split(self.sizes), strict=True):
+                    parameter.data = part
+        return self._served
+
+    def _pack(self, weight: Tensor) -> None:
+        pass
+
+    def product(self, x: Tensor) -> Tensor:
+        assert self._served is not None
+        return F.linear(x, self._served, self._bias)
 
 
 class _OneDnnLinear(FusedLinear):
@@ -101,6 +143,9 @@ class _OneDnnLinear(FusedLinear):
 class _Int8Linear(FusedLinear):
     packs = True
 
+    kernels: Kernels | None = None
+    """Compiled loops around the product, if the engine has them."""
+
     def _pack(self, weight: Tensor) -> None:
         self._scale = (weight.abs().amax(dim=1).float() / 127).clamp_(min=1e-12)
         quantized = (weight / self._scale[:, None]).round_().to(torch.int8)
@@ -109,29 +154,45 @@ class _Int8Linear(FusedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).float()
+        if self.kernels is not None:
+            quantized, scales = self.kernels.quantize_rows(rows.contiguous())
+            out = self.kernels.scale_rows(self._multiply(quantized), scales, self._bias)
+            return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
         scale = rows.abs().amax(dim=1, keepdim=True).div_(127).clamp_(min=1e-12)
         # adding 128.5 and cutting off rounds to nearest; a NaN row keeps a NaN scale, and with it a NaN result
         quantized = (rows / scale).add_(_U8_ZERO + 0.5).to(torch.uint8)
-        out = torch.ops.onednn.qlinear_pointwise(
-            quantized, 1.0, _U8_ZERO, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
-        ).mul_(scale)
+        out = self._multiply(quantized).mul_(scale)
         if self._bias is not None:
             out.add_(self._bias)
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
+    def _multiply(self, quantized: Tensor) -> Tensor:
+        return torch.ops.onednn.qlinear_pointwise(
+            quantized, 1.0, _U8_ZERO, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+
 
 class _Fp8Linear(FusedLinear):
     packs = True
+    _packed: Tensor | None = None
+    _scale: Tensor | None = None
 
     def _pack(self, weight: Tensor) -> None:
-        self._packed, self._scale = _rows_to_fp8(weight)
+        packed, scale = _rows_to_fp8(weight)
+        self._packed, self._scale = _overwrite(self._packed, packed), _overwrite(self._scale, scale)
 
     def product(self, x: Tensor) -> Tensor:
+        assert self._packed is not None and self._scale is not None
         rows, scale = _rows_to_fp8(x.reshape(-1, self.in_features))
         out = torch._scaled_mm(
             rows, self._packed.t(), scale_a=scale, scale_b=self._scale.t(), bias=self._bias, out_dtype=torch.bfloat16
         )
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+
+def _overwrite(old: Tensor | None, new: Tensor) -> Tensor:
+    """``new`` at the address of ``old``: a CUDA graph that reads it stays valid."""
+    return new if old is None else old.copy_(new)
 
 
 def _rows_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,20 +215,40 @@ class _Part(nn.Module):
         return self._fused.part(x, self._first, self._size)
 
 
+def fused_of(module: nn.Module) -> FusedLinear:
+    """The product behind a served layer: its own, or the one it shares."""
+    fused = module if isinstance(module, FusedLinear) else getattr(module, "_fused", None)
+    assert isinstance(fused, FusedLinear), f"{type(module).__name__} is not served"
+    return fused
+
+
 def serve_linears(
-    model: nn.Module, *, quantization: str, head: nn.Module, quantize_head: bool, device: torch.device
+    model: nn.Module,
+    *,
+    quantization: str,
+    head: nn.Module,
+    quantize_head: bool,
+    device: torch.device,
+    ranks: EngineRanks | None = None,
+    summed: Collection[str] = (),
+    kernels: Kernels | None = None,
 ) -> list[FusedLinear]:
     """Replace the model's linear layers by served ones; returns those, for ``refresh``.
 
     Take ``named_parameters`` before: the replaced modules no longer show up in the model.
 
     Args:
-        head: The output embedding; it stays in full precision unless ``quantize_head``.
+        head: The output embedding; it stays in full precision unless ``quantize_head``. Of tensor-parallel ranks each
+            serves its slice of the vocabulary.
+        ranks: Of a model whose layers are cut over tensor-parallel ranks.
+        kernels: Compiled loops, if the engine has them.
+        summed: Names of the layers whose products are parts of a sum over these ranks.
     """
+    ranks = ranks or EngineRanks()
     kinds: dict[str, type[FusedLinear]] = {"int8": _Int8Linear, "fp8": _Fp8Linear}
-    plain = _OneDnnLinear if device.type == "cpu" and torch.backends.mkldnn.is_available() else None
+    plain = _OneDnnLinear if device.type == "cpu" and torch.backends.mkldnn.is_available() else _PlainLinear
     served: list[FusedLinear] = []
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         for names in (*_FUSED, *((name,) for name, _ in list(parent.named_children()))):
             sources = [getattr(parent, name, None) for name in names]
             linears = [source for source in sources if type(source) is nn.Linear]
@@ -175,9 +256,14 @@ def serve_linears(
                 continue
             quantized = quantization != "none" and (linears[0] is not head or quantize_head)
             kind = kinds[quantization] if quantized else plain
-            if kind is None:
-                continue
-            fused = kind(linears)
+            if len(names) == 1 and f"{path}.{names[0]}" in summed:
+                fused = kind(linears, summed=ranks)
+            elif linears[0] is head and ranks.size > 1:
+                fused = kind(linears, rows=ranks.vocabulary_slice(head.out_features))
+            else:
+                fused = kind(linears)
+            if isinstance(fused, _Int8Linear):
+                fused.kernels = kernels
             fused.refresh()
             served.append(fused)
             first = 0

@@ -5,6 +5,7 @@ StepPlan ──▶ [1, T] token row + PagedBatch ──▶ transformers decoder 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ import torch
 from torch import Tensor
 
 from llamarl.engine.config import EngineConfig
+from llamarl.engine.kernels import Kernels, KernelsUnavailable, load_kernels
+from llamarl.engine.lean_decoder import DecodeTables, LeanDecoder, reason_against
 from llamarl.engine.linears import serve_linears, supported_quantizations
+from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
-from llamarl.models.loading import load_model
 from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk
+from llamarl.models.parallel import ParallelLayout
+from llamarl.models.sharded_loading import load_tensor_parallel
 
 __all__ = ["ModelRunner"]
 
@@ -25,14 +30,28 @@ _MAX_PADDED_RATIO = 1.25  # decodes share a batch while its padded size stays wi
 
 
 class ModelRunner:
-    """The model of one engine."""
+    """The model of one engine, or this rank's part of it."""
 
     def __init__(
-        self, model_path: str | Path, config: EngineConfig, *, device: torch.device | str, quantization: str
+        self,
+        model_path: str | Path,
+        config: EngineConfig,
+        *,
+        device: torch.device | str,
+        quantization: str,
+        layout: ParallelLayout | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.model = load_model(model_path, dtype=self.dtype, device=self.device, attention="llamarl_paged")
+        self.ranks = EngineRanks(layout)
+        self.model, cuts = load_tensor_parallel(
+            model_path,
+            layout or ParallelLayout(fsdp=1, tp=1, mesh=None),
+            dtype=self.dtype,
+            device=self.device,
+            attention="llamarl_paged",
+            key="generator.tp",
+        )
         self.model.requires_grad_(False)
         self.model_config = self.model.config
         if quantization not in supported_quantizations(self.device):
@@ -40,6 +59,7 @@ class ModelRunner:
                 f"generator.quantization={quantization!r} is not available on {self.device.type}; "
                 f"use one of {', '.join(supported_quantizations(self.device))}"
             )
+        kernels = _kernels(self.model, config, self.dtype, self.device)
         self._parameters = dict(self.model.named_parameters())
         self._adopted = False
         self.linears = serve_linears(
@@ -48,11 +68,14 @@ class ModelRunner:
             head=self.model.get_output_embeddings(),
             quantize_head=config.quantize_head,
             device=self.device,
+            kernels=kernels,
+            ranks=self.ranks,
+            summed=frozenset(name.removesuffix(".weight") for name, dim in cuts.items() if dim == 1),
         )
         self.block_size = config.block_size
         c = self.model_config
         self._head_dim: int = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        self._num_kv_heads: int = c.num_key_value_heads
+        self._num_kv_heads: int = c.num_key_value_heads // self.ranks.size
         self._num_layers: int = c.num_hidden_layers
         self._final_softcap: float | None = getattr(c, "final_logit_softcapping", None)
         self.num_blocks = config.kv_cache_bytes // self.block_bytes
@@ -66,10 +89,11 @@ class ModelRunner:
         )
         self._keys = list(self._cache[0].unbind(0))
         self._values = list(self._cache[1].unbind(0))
+        self._lean = None if kernels is None else LeanDecoder(self.model, kernels, self._keys, self._values)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token over all layers."""
+        """Bytes of K and V of one token over all layers, on this rank."""
         return 2 * self._num_layers * self._num_kv_heads * self._head_dim * self.dtype.itemsize
 
     @property
@@ -88,7 +112,7 @@ class ModelRunner:
         return torch.from_numpy(np.zeros(count * self.dtype.itemsize, dtype=np.uint8)).view(self.dtype).view(shape)
 
     def parameters_for_sync(self) -> Mapping[str, Tensor]:
-        """Parameters by their Hugging Face name; a tied one once, under its first name. They may be written."""
+        """Parameters, or this rank's parts, by their Hugging Face name; a tied one once, under its first name. They may be written."""
         if self._adopted:
             for parameter in self._parameters.values():
                 parameter.data = parameter.data.clone()
@@ -136,7 +160,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> Tensor:
         """Compute the plan's tokens and return the logits of its sampling rows, [len(plan.samples), V].
 
-        The rows of one prompt's members are equal.
+        The rows of one prompt's members are equal. Of tensor-parallel ranks only rank 0 gets whole rows.
         """
         # attention multiplies slots it must not see by zero, and zero times a NaN that another request left is NaN
         if plan.fresh:
@@ -163,7 +187,8 @@ class ModelRunner:
         return logits if rows == list(range(len(states))) else logits[torch.tensor(rows, device=self.device)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self.model.get_output_embeddings()(hidden).float()
+        logits = self.ranks.gather_logits(self.model.get_output_embeddings()(hidden), self.model_config.vocab_size)
+        logits = logits.float()
         if self._final_softcap is not None:
             logits = torch.tanh(logits / self._final_softcap) * self._final_softcap
         return logits
@@ -196,6 +221,11 @@ class ModelRunner:
             else:
                 blocks = torch.tensor(chunk.blocks[: -(-end // size)], device=self.device)
                 prefills.append(PrefillChunk(first, n, chunk.start, blocks))
+        if self._lean is not None:
+            hidden = self._lean.forward(
+                torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots), self._tables(decoding), prefills
+            )
+            return hidden, last_row
         batch = PagedBatch(
             self._keys,
             self._values,
@@ -209,6 +239,15 @@ class ModelRunner:
         }
         hidden = self.model.base_model(**row, use_cache=False, paged_batch=batch).last_hidden_state[0]
         return hidden, last_row
+
+    def _tables(self, decoding: list[Chunk]) -> DecodeTables:
+        blocks: list[int] = []
+        offsets: list[int] = []
+        for chunk in decoding:
+            offsets.append(len(blocks))
+            blocks += chunk.blocks[: chunk.start // self.block_size + 1]
+        lengths = [chunk.start + 1 for chunk in decoding]
+        return DecodeTables(torch.tensor(blocks), torch.tensor(offsets), torch.tensor(lengths))
 
     def _decode_batches(self, decoding: list[Chunk]) -> list[DecodeBatch]:
         """Cut the decodes (sorted by context, longest first) into batches with little padding."""
@@ -229,3 +268,17 @@ class ModelRunner:
             batches.append(DecodeBatch(first, torch.tensor(blocks, device=self.device), lengths, width * size))
             first = last
         return batches
+
+
+def _kernels(model: torch.nn.Module, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """The compiled loops that the configuration asks for, or None; if they cannot be had, says why."""
+    if config.kernels != "compiled":
+        return None
+    reason = reason_against(model, dtype, device)  # type: ignore[arg-type]
+    if reason is None:
+        try:
+            return load_kernels()
+        except KernelsUnavailable as error:
+            reason = str(error)
+    print(f"llamarl: engine.kernels = 'compiled' has no effect here: {reason}", file=sys.stderr)
+    return None

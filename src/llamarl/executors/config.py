@@ -83,8 +83,12 @@ class GeneratorConfig:
     dp: int = 1
     """Generator replicas; each samples its share of the prompts of a tick."""
 
+    tp: int = 1
+    """Ranks over which each matrix product of one replica is split (tensor parallelism, the model's own plan), >= 1.
+    The generator runs ``dp * tp`` processes; the evaluator always holds the whole model."""
+
     threads: int = 0
-    """CPU threads of each replica; 0 divides the machine's cores. A run records what it used, since bits depend on it."""
+    """CPU threads of each process; 0 divides the machine's cores. A run records what it used, since bits depend on it."""
 
     device: str = "auto"
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
@@ -106,6 +110,13 @@ class GeneratorConfig:
             )
         if self.dp < 1:
             raise ValueError(f"dp must be >= 1 replica, got {self.dp}")
+        if self.tp < 1:
+            raise ValueError(f"tp must be >= 1 rank, got {self.tp}")
+        if self.engine.name == "vllm" and (self.tp > 1 or self.quantization == "int8"):
+            raise ValueError(
+                f"engine.name is 'vllm', which runs here on one rank without int8, but tp is {self.tp} and quantization "
+                f"{self.quantization!r}: set tp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'"
+            )
         if self.threads < 0:
             raise ValueError(f"threads must be >= 0 (0 divides the cores), got {self.threads}")
 

@@ -38,11 +38,13 @@ from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext, Feed, StepResult
 from llamarl.executors.config import SamplingConfig
+from llamarl.executors.generator_ranks import generator_layout, generator_weights
 from llamarl.executors.hand_over import Served
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
 from llamarl.executors.partial_rollouts import deadline, num_startable, select_due, urgency_order
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
+from llamarl.models.parallel import ParallelLayout
 from llamarl.seeding import derive_seed
 from llamarl.types import Failure, Group, Prompt, Response
 
@@ -79,6 +81,8 @@ class GeneratorExecutor:
         self.config = config
         self.context = context
         self._prompts_per_tick = config.groups_per_tick // config.generator.dp
+        self._replica, tp_rank = divmod(context.rank, config.generator.tp)
+        self._speaks = tp_rank == 0  # its tensor-parallel peers hold the same groups and deliver none
         self._num_active = int(self._prompts_per_tick * config.generator.oversubscription)
         self._cursor = 0  # prompts this replica has admitted so far
         self._active: list[_ActiveGroup] = []  # in order of admission
@@ -95,13 +99,16 @@ class GeneratorExecutor:
         self.tokenizer = load_tokenizer(self.config.model.path)
         task = make_task(self.config.task, seed=self.config.run.seed)
         self.prompts = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
-        self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
+        layout = generator_layout(self.config, self.context.device)
+        self.engine = make_engine(self.config, self.tokenizer, device=self.context.device, layout=layout)
         self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
         if self._keep_kv and not isinstance(self.engine, KeepsKV):
             raise ConfigError(
                 'generator.kv_on_update is "keep", but this engine cannot keep its KV cache: set it to "recompute"'
             )
-        self.version_loader = VersionLoader(self.engine, self.config.lora, keep_kv=self._keep_kv)
+        self.version_loader = VersionLoader(
+            self.engine, self.config.lora, generator_weights(self.config), keep_kv=self._keep_kv
+        )
         if self.config.schedule.weights == "latest":
             self._policy = swap_policy(self.context.run_dir, self.context.rank, num_ticks=self.config.run.num_ticks)
 
@@ -131,7 +138,8 @@ class GeneratorExecutor:
             events = (event.to_plain(),)
             metrics["rollout/swaps"] = float(len(self._swaps) - 1)
         spans = (*self._sync_spans, ("generate", loaded, finished))
-        return StepResult(outputs={"completions": groups}, metrics=metrics, spans=spans, events=events)
+        outputs = {"completions": groups if self._speaks else []}
+        return StepResult(outputs=outputs, metrics=metrics, spans=spans, events=events)
 
     def _take_weights(self, tick: int, weights: Any) -> bool:
         """Serve the version that is due before the next engine step; returns whether it is another one.
@@ -159,7 +167,7 @@ class GeneratorExecutor:
 
     def _admit(self, tick: int) -> None:
         while len(self._active) < self._num_active:
-            index = self._cursor * self.config.generator.dp + self.context.rank
+            index = self._cursor * self.config.generator.dp + self._replica
             self._cursor += 1
             self._active.append(self._new_group(index, tick))
 
@@ -300,14 +308,25 @@ def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
     return {name: getattr(sequence, name) for name in _STATE}
 
 
-def make_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: str) -> Engine:
-    """The engine that the recipe's generator section asks for."""
+def make_engine(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: str, layout: ParallelLayout | None = None
+) -> Engine:
+    """The engine that the recipe's generator section asks for.
+
+    Args:
+        layout: This rank's place among tensor-parallel ranks; None holds the whole model.
+    """
+    if config.generator.engine.name == "vllm":
+        from llamarl.engine.vllm import VllmEngine
+
+        return VllmEngine(config.model.path, config.generator.engine, quantization=config.generator.quantization)
     return NativeEngine(
         config.model.path,
         config.generator.engine,
         tokenizer=tokenizer,
         device=device,
         quantization=config.generator.quantization,
+        layout=layout,
     )
 
 

@@ -23,10 +23,12 @@ from llamarl.config import RunConfig
 from llamarl.errors import DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.evaluator import evaluation_due
+from llamarl.executors.generator_ranks import generator_weights
 from llamarl.executors.sample_path import sample_channel_into
 from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group
+from llamarl.weight_sync.layout import Layout
 
 __all__ = ["TrainerExecutor"]
 
@@ -85,12 +87,13 @@ class TrainerExecutor:
         """The version made at ``source_tick``: version 0 before the run began, saved ones after a resume."""
         version = max(0, source_tick + 1)
         if version == self.trainer.policy_version:
-            return self._payload(version)
+            return self._payload(version, sink_layout=generator_weights(self.config))
         return WeightsPayload(
             version=version,
             tensors=self._edge_versions[version],
             layout=self.trainer.sync_layout(),
             wire_dtype=self._wire_dtype,
+            sink_layout=generator_weights(self.config),
         )
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
@@ -99,7 +102,9 @@ class TrainerExecutor:
         trained = time.monotonic()
         version = self.trainer.policy_version
         self._remember(version)
-        outputs: dict[str, Any] = {"weights": self._payload(version, background=True)}
+        outputs: dict[str, Any] = {
+            "weights": self._payload(version, background=True, sink_layout=generator_weights(self.config))
+        }
         if self.config.evaluation.every:
             due = evaluation_due(version, every=self.config.evaluation.every, num_ticks=self.config.run.num_ticks)
             outputs["eval_weights"] = self._payload(version, background=True) if due else None
@@ -120,7 +125,7 @@ class TrainerExecutor:
             self._stop = self._stop or str(error)
             return {"policy_version": float(self.trainer.policy_version), "step/skipped": 1.0}
 
-    def _payload(self, version: int, *, background: bool = False) -> WeightsPayload:
+    def _payload(self, version: int, *, background: bool = False, sink_layout: Layout | None = None) -> WeightsPayload:
         released = _Released() if background else None
         if released is not None:
             self._readers.append(released)
@@ -129,6 +134,7 @@ class TrainerExecutor:
             tensors=self.trainer.parameters_for_sync(),
             layout=self.trainer.sync_layout(),
             wire_dtype=self._wire_dtype,
+            sink_layout=sink_layout,
             released=released,
         )
 

@@ -6,6 +6,7 @@ from llamarl.engine.base import Engine
 from llamarl.executors.hand_over import Served, begin_version, serve
 from llamarl.models.adapters import AdapterReceiver
 from llamarl.trainer.config import LoraConfig
+from llamarl.weight_sync.layout import Layout
 from llamarl.weight_sync.sink import WeightVersion
 
 __all__ = ["VersionLoader"]
@@ -15,11 +16,15 @@ class VersionLoader:
     """Made right after the engine, while that holds version 0.
 
     Args:
+        layout: What the sink ranks hold of whole weights; None: each holds every parameter whole.
         keep_kv: Sequences go on over the KV cache of the version before; needs an engine that ``KeepsKV``.
     """
 
-    def __init__(self, engine: Engine, lora: LoraConfig, *, keep_kv: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, lora: LoraConfig, layout: Layout | None = None, *, keep_kv: bool = False
+    ) -> None:
         self._engine = engine
+        self._layout = layout
         self._keep_kv = keep_kv
         self._adapters: AdapterReceiver | None = None
         if lora.rank and lora.hand_over == "adapter":
@@ -30,7 +35,7 @@ class VersionLoader:
     def load(self, weights: WeightVersion) -> Served:
         """Pull, prove and serve a version."""
         if self._adapters is None:
-            return serve(weights, self._engine, keep_kv=self._keep_kv)
+            return serve(weights, self._engine, self._layout, keep_kv=self._keep_kv)
         weights.load_into(self._adapters.tensors)
         self._adapters.merge()
         begin_version(self._engine, weights.version, keep_kv=self._keep_kv)

@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 
 from llamarl.models.attention import softcapped_attention
 
-__all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk"]
+__all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk", "prefill_attention"]
 
 
 @dataclass(slots=True)
@@ -142,23 +142,51 @@ def paged_attention_forward(
         out_THD[batch.first : batch.first + N] = out.reshape(N, H, D)
 
     for chunk in paged_batch.prefills:
-        end, L = chunk.first + chunk.num_tokens, chunk.start + chunk.num_tokens
-        window = sliding_window if sliding_window is not None and sliding_window < L else None
-        q = q_THD[chunk.first : end].transpose(0, 1)[None]
-        if chunk.start == 0:
-            k, v = key[:, :, chunk.first : end], value[:, :, chunk.first : end]
-        else:
-            k = keys.index_select(0, chunk.blocks).view(-1, KV, D)[:L].transpose(0, 1)[None]
-            v = values.index_select(0, chunk.blocks).view(-1, KV, D)[:L].transpose(0, 1)[None]
-        if softcap is not None:
-            out = softcapped_attention(q, k, v, chunk.allowed(window), scale=scale, softcap=softcap)
-        elif chunk.start == 0 and window is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=H != KV)
-        else:
-            mask = chunk.allowed(window)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=H != KV)
-        out_THD[chunk.first : end] = out[0].transpose(0, 1)
+        out_THD[chunk.first : chunk.first + chunk.num_tokens] = prefill_attention(
+            chunk, q_THD, key, value, keys, values, scale=scale, window=sliding_window, softcap=softcap
+        )
     return out_THD[None], None
+
+
+def prefill_attention(
+    chunk: PrefillChunk,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of one chunk's queries over what the cache and the chunk itself hold of its sequence.
+
+    Args:
+        query: [T, H, D] of the whole step.
+        key, value: [1, KV, T, D] of the whole step.
+        keys, values: This layer's cache; the chunk is in it already.
+
+    Returns:
+        [num_tokens, H, D].
+    """
+    end, L = chunk.first + chunk.num_tokens, chunk.start + chunk.num_tokens
+    (H, D), KV = query.shape[1:], key.shape[1]
+    window = window if window is not None and window < L else None
+    q = query[chunk.first : end].transpose(0, 1)[None]
+    if chunk.start == 0:
+        k, v = key[:, :, chunk.first : end], value[:, :, chunk.first : end]
+    else:
+        k = keys.index_select(0, chunk.blocks).view(-1, KV, D)[:L].transpose(0, 1)[None]
+        v = values.index_select(0, chunk.blocks).view(-1, KV, D)[:L].transpose(0, 1)[None]
+    if softcap is not None:
+        out = softcapped_attention(q, k, v, chunk.allowed(window), scale=scale, softcap=softcap)
+    elif chunk.start == 0 and window is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=H != KV)
+    else:
+        mask = chunk.allowed(window)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=H != KV)
+    return out[0].transpose(0, 1)
 
 
 AttentionInterface.register("llamarl_paged", paged_attention_forward)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from llamarl.errors import ModelError
 from llamarl.models.sizes import fitting_sizes
@@ -37,6 +37,7 @@ __all__ = [
     "ParameterShard",
     "apply_fully_shard",
     "apply_tensor_parallel",
+    "check_tensor_parallel_plan",
     "gather_parameters",
     "local_tensor",
     "make_layout",
@@ -103,8 +104,14 @@ class ParameterShard:
     """(mesh axis, dimension) in the order in which the parameter was cut; the same on every rank."""
 
 
-def make_layout(*, fsdp: int, tp: int, device: str) -> ParallelLayout:
+def make_layout(
+    *, fsdp: int, tp: int, device: str, keys: tuple[str, str] = ("trainer.fsdp", "trainer.tp")
+) -> ParallelLayout:
     """The (fsdp, tp) mesh over the default process group; no process group is needed for one rank.
+
+    Args:
+        fsdp: Ranks along the data axis. A generator's replicas, which hold whole copies, count here too.
+        keys: The configuration keys of both sizes, to name in the error.
 
     Raises:
         ValueError: The process group is missing or has another size.
@@ -112,7 +119,7 @@ def make_layout(*, fsdp: int, tp: int, device: str) -> ParallelLayout:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != fsdp * tp:
         raise ValueError(
-            f"trainer.fsdp * trainer.tp = {fsdp} * {tp} needs a process group of {fsdp * tp} ranks, found {world}"
+            f"{' * '.join(keys)} = {fsdp} * {tp} needs a process group of {fsdp * tp} ranks, found {world}"
         )
     if world == 1:
         return ParallelLayout(fsdp=1, tp=1, mesh=None)
@@ -120,10 +127,16 @@ def make_layout(*, fsdp: int, tp: int, device: str) -> ParallelLayout:
     return ParallelLayout(fsdp=fsdp, tp=tp, mesh=mesh)
 
 
-def apply_tensor_parallel(model: PreTrainedModel, layout: ParallelLayout) -> dict[str, int]:
+def apply_tensor_parallel(
+    model: PreTrainedModel, layout: ParallelLayout, *, key: str = "trainer.tp", training: bool = True
+) -> dict[str, int]:
     """Cut the model's linear layers over the tensor-parallel ranks, in place, and install the sums.
 
     Call it on whole weights, before ``apply_fully_shard``.
+
+    Args:
+        key: The configuration key of the size, to name in errors.
+        training: Also sum the gradients of what is whole on every rank.
 
     Returns:
         Parameter name -> dimension that was cut.
@@ -138,12 +151,12 @@ def apply_tensor_parallel(model: PreTrainedModel, layout: ParallelLayout) -> dic
     sizes = fitting_sizes(heads, getattr(text, "num_key_value_heads", None) or heads, text.intermediate_size)
     if layout.tp not in sizes:
         raise ModelError(
-            f"trainer.tp = {layout.tp} does not divide {type(model).__name__}; sizes that fit: {', '.join(map(str, sizes))}"
+            f"{key} = {layout.tp} does not divide {type(model).__name__}; sizes that fit: {', '.join(map(str, sizes))}"
         )
     base = model.base_model
     plan: Mapping[str, str] = getattr(base.config, "base_model_tp_plan", None) or {}
     if not plan:
-        raise ModelError(f"{type(model).__name__} has no tensor-parallel plan: set trainer.tp to 1")
+        raise ModelError(f"{type(model).__name__} has no tensor-parallel plan: set {key} to 1")
     prefix = f"{model.base_model_prefix}."
     cut: dict[str, int] = {}
     shared_input = _SharedInput(layout.group("tp"))
@@ -153,7 +166,7 @@ def apply_tensor_parallel(model: PreTrainedModel, layout: ParallelLayout) -> dic
             continue
         if style not in _STYLES or (style != _STYLES[2] and not isinstance(module, nn.Linear)):
             raise ModelError(
-                f"{type(model).__name__}: tensor-parallel style {style!r} of {name} is not supported: set trainer.tp to 1"
+                f"{type(model).__name__}: tensor-parallel style {style!r} of {name} is not supported: set {key} to 1"
             )
         if style == "colwise":
             _cut_columns(module, layout, shared_input)
@@ -161,13 +174,27 @@ def apply_tensor_parallel(model: PreTrainedModel, layout: ParallelLayout) -> dic
         elif style == "rowwise":
             _cut_rows(module, layout)
             cut[f"{prefix}{name}.weight"] = 1
-        else:
+        elif training:
             _sum_gradients(module, layout.group("tp"))
     if not cut:
-        raise ModelError(
-            f"{type(model).__name__}: its tensor-parallel plan fits none of its layers: set trainer.tp to 1"
-        )
+        raise ModelError(f"{type(model).__name__}: its tensor-parallel plan fits none of its layers: set {key} to 1")
     return cut
+
+
+def check_tensor_parallel_plan(config: PretrainedConfig, *, key: str = "trainer.tp") -> None:
+    """Refuse, before any weight is loaded, a model whose own plan is not one that we carry out.
+
+    Raises:
+        ModelError: It has no plan, or one with a style that is not supported.
+    """
+    plan: Mapping[str, str] = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    unknown = sorted(set(plan.values()) - set(_STYLES))
+    if not plan or unknown:
+        raise ModelError(
+            f"{key}: {config.model_type} has {'a' if plan else 'no'} tensor-parallel plan"
+            + (f" with the styles {', '.join(unknown)}, which are not supported" if plan else "")
+            + f": set {key} to 1"
+        )
 
 
 def apply_fully_shard(root: nn.Module, layers: list[nn.Module], layout: ParallelLayout, dtype: torch.dtype) -> None:

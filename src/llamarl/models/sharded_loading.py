@@ -8,6 +8,7 @@ Only plain folders go this way: every parameter in a safetensors file under its 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,10 +23,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from llamarl.errors import ModelError
 from llamarl.models.attention import check_attention_supported
 from llamarl.models.folders import resolve_model_path
-from llamarl.models.loading import load_model_config
-from llamarl.models.parallel import ParameterShard, local_tensor
+from llamarl.models.loading import load_model, load_model_config
+from llamarl.models.parallel import (
+    ParallelLayout,
+    ParameterShard,
+    apply_tensor_parallel,
+    local_tensor,
+    parameter_shards,
+)
 
-__all__ = ["can_stream", "give_storage", "make_skeleton", "read_parts"]
+__all__ = ["can_stream", "give_storage", "load_tensor_parallel", "make_skeleton", "read_parts"]
 
 
 def make_skeleton(path: str | Path, *, attention: str) -> PreTrainedModel:
@@ -39,6 +46,44 @@ def make_skeleton(path: str | Path, *, attention: str) -> PreTrainedModel:
     with _parameters_without_storage():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     return model.eval()
+
+
+def load_tensor_parallel(
+    path: str | Path,
+    layout: ParallelLayout,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    key: str,
+) -> tuple[PreTrainedModel, dict[str, int]]:
+    """This tensor-parallel rank's part of a model that only computes, in eval mode; whole if there is one rank.
+
+    Args:
+        layout: Its data axis counts whole copies (replicas).
+        key: The configuration key of the tensor-parallel size, to name in errors.
+
+    Returns:
+        The model, and parameter name -> dimension that was cut.
+
+    Raises:
+        ModelError: The model cannot be loaded, or not be cut so.
+    """
+    if layout.tp == 1:
+        return load_model(path, dtype=dtype, device=device, attention=attention), {}
+    model = make_skeleton(path, attention=attention)
+    streamed = can_stream(path, model)
+    if not streamed:
+        model = load_model(path, dtype=dtype, device=device, attention=attention)
+    cuts = apply_tensor_parallel(model, layout, key=key, training=False)
+    if streamed:
+        parameters = dict(model.named_parameters())
+        shards = parameter_shards(parameters, cuts, dataclasses.replace(layout, fsdp=1), str(dtype).split(".")[1])
+        for parameter in parameters.values():
+            parameter.data = parameter.data.to(dtype)  # buffers keep their own precision
+        give_storage(model, device)
+        read_parts(path, dict(model.named_parameters()), shards)
+    return model, cuts
 
 
 def can_stream(path: str | Path, model: PreTrainedModel) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.engine.block_manager import BlockManager
+from llamarl.engine.config import EngineConfig
 from llamarl.engine.scheduler import Prompt, Scheduler, StepPlan
 from llamarl.engine.sequence import SamplingParams, Sequence
 
@@ -182,3 +186,26 @@ def test_blocks_are_counted_by_holder_and_the_lowest_free_one_is_taken() -> None
     with pytest.raises(AssertionError, match="released twice"):
         blocks.release([0])
     assert (blocks.blocks_for(8), blocks.blocks_for(9), blocks.blocks_for(0)) == (2, 3, 0)
+
+
+def test_the_default_block_holds_tokens_within_five_percent_of_their_own_size_in_every_step() -> None:
+    size = EngineConfig().block_size
+    scheduler = Scheduler(num_blocks=8000, block_size=size, max_batch_tokens=2048, max_sequences=256)
+    draw = random.Random(0)
+    sequences = []
+    for index in range(48):
+        length = min(300, max(8, round(math.exp(draw.gauss(math.log(40), 1.0)))))
+        sequences.append(_sequence(list(range(draw.randint(24, 40))), index, 0, length))
+        scheduler.add(sequences[-1])
+    worst = 0.0
+    while scheduler.running or scheduler.waiting:
+        for member, _ in scheduler.schedule().samples:
+            member.sequence.tokens.append(0)
+            if len(member.sequence.tokens) == member.sequence.params.max_new_tokens:
+                scheduler.remove(member)
+        held = sum(
+            s.num_tokens - 1 for s in sequences if len(s.tokens) < s.params.max_new_tokens
+        )  # the newest is not in
+        if held:
+            worst = max(worst, scheduler.blocks.num_used * size / held)
+    assert 1.0 <= worst <= 1.05

@@ -1,0 +1,215 @@
+"""Compiles ``kernel_source`` with the user's C++ compiler, once a machine, and calls it.
+
+The library lies in the user's cache folder under a hash of source, compiler and processor, so it is compiled again when one
+of them changes. It takes threads from the OpenMP runtime that torch has loaded, and no more of them than torch uses.
+Without a compiler there are no kernels: ``load_kernels`` says why, and the engine computes with torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llamarl.engine.kernel_source import SOURCE
+
+__all__ = ["Kernels", "KernelsUnavailable", "load_kernels"]
+
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+)
+_COMPILE_S = 120
+_POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_SIGNATURES = {
+    "add_norm": (_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _SIZE, _SIZE, _INT),
+    "rotate_and_store": (
+        *(_POINTER,) * 3, _SIZE, *(_POINTER,) * 2, _FLOAT, *(_POINTER,) * 3, *(_SIZE,) * 4, _INT,
+    ),
+    "decode_attention": (*(_POINTER,) * 7, *(_SIZE,) * 6, _FLOAT, _INT),
+    "gated_silu": (_POINTER, _POINTER, _SIZE, _SIZE, _INT),
+    "quantize_rows": (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _INT),
+    "scale_rows": (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _INT),
+}  # fmt: skip
+
+
+class KernelsUnavailable(Exception):
+    """There is no compiled library here; the text says why."""
+
+
+class Kernels:
+    """The compiled loops on float32 CPU tensors; all are contiguous, and nobody checks again."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+            setattr(self, f"_{name}", function)
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """``x += delta``; returns the RMS norm of ``x``, [T, E]."""
+        out = torch.empty_like(x)
+        T, E = x.shape
+        self._add_norm(  # type: ignore[attr-defined]
+            x.data_ptr(), _pointer(delta), weight.data_ptr(), eps, out.data_ptr(), T, E, torch.get_num_threads()
+        )
+        return out
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Head norms (if any) and rotary embedding of q and k in place, k and v into the cache.
+
+        Args:
+            qkv: [T, (H + 2 KV) * D].
+            cos, sin: [T, R]; the first R features of a head are rotated.
+            slots: [T].
+            keys, values: [num_blocks, block_size, KV, D].
+        """
+        KV, D = keys.shape[2:]
+        heads = qkv.shape[1] // D - 2 * KV
+        q_norm, k_norm = norms or (None, None)
+        self._rotate_and_store(  # type: ignore[attr-defined]
+            qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[-1], _pointer(q_norm), _pointer(k_norm), eps,
+            slots.data_ptr(), keys.data_ptr(), values.data_ptr(), len(qkv), heads, KV, D, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def decode_attention(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        blocks: Tensor,
+        offsets: Tensor,
+        lengths: Tensor,
+        window: int | None,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        """The first N rows of ``qkv``, one query a sequence, into the first N rows of ``out``, [T, H * D].
+
+        Args:
+            blocks: Block tables of the sequences, one after another.
+            offsets: [N] where each begins.
+            lengths: [N] cached tokens, the new one included.
+        """
+        block, KV, D = keys.shape[1:]
+        self._decode_attention(  # type: ignore[attr-defined]
+            qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), blocks.data_ptr(), offsets.data_ptr(), lengths.data_ptr(),
+            out.data_ptr(), len(lengths), qkv.shape[1] // D - 2 * KV, KV, D, block, window or 0, scale,
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def gated_silu(self, rows: Tensor) -> Tensor:
+        """silu(gate) * up, [T, I], of rows [gate, up], [T, 2 I]."""
+        T, I = len(rows), rows.shape[1] // 2  # noqa: E741
+        out = rows.new_empty(T, I)
+        self._gated_silu(rows.data_ptr(), out.data_ptr(), T, I, torch.get_num_threads())  # type: ignore[attr-defined]
+        return out
+
+    def quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, K] as uint8 around 128, and the scale of each row; of a row that is not finite the scale is NaN."""
+        T, K = x.shape
+        out, scales = torch.empty(T, K, dtype=torch.uint8), torch.empty(T)
+        self._quantize_rows(  # type: ignore[attr-defined]
+            x.data_ptr(), out.data_ptr(), scales.data_ptr(), T, K, torch.get_num_threads()
+        )
+        return out, scales
+
+    def scale_rows(self, x: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """``x`` [T, N] times each row's scale plus the bias, in place."""
+        T, N = x.shape
+        self._scale_rows(  # type: ignore[attr-defined]
+            x.data_ptr(), scales.data_ptr(), _pointer(bias), T, N, torch.get_num_threads()
+        )
+        return x
+
+
+@cache
+def load_kernels() -> Kernels:
+    """The compiled kernels.
+
+    Raises:
+        KernelsUnavailable: No compiler, or it failed.
+    """
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise KernelsUnavailable("no C++ compiler (c++, g++ or clang++) is on the PATH")
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelsUnavailable(f"{compiler} does not run: {error}") from error
+    identity = "\0".join([SOURCE, *_FLAGS, version, _processor()])
+    name = f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    for folder in (_cache_folder(), Path(tempfile.gettempdir()) / f"llamarl-{os.getuid()}"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if folder.stat().st_uid != os.getuid():
+                continue  # somebody else's: what lies there is not ours to run
+            if not (folder / name).exists():
+                _compile(compiler, folder, name)
+        except OSError:
+            continue
+        try:
+            return Kernels(ctypes.CDLL(str(folder / name)))
+        except OSError as error:
+            raise KernelsUnavailable(f"the compiled library does not load: {error}") from error
+    raise KernelsUnavailable("neither the cache folder nor the temporary folder can be written")
+
+
+def _compile(compiler: str, folder: Path, name: str) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        source, partial = Path(work) / "kernels.cpp", Path(work) / name
+        source.write_text(SOURCE, encoding="utf-8")
+        # compiled and linked apart: linking with -fopenmp would bring a second OpenMP runtime beside torch's
+        steps = (
+            [compiler, *_FLAGS, "-c", str(source), "-o", f"{source}.o"],
+            [compiler, "-shared", "-o", str(partial), f"{source}.o"],
+        )
+        for command in steps:
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S)
+            except subprocess.TimeoutExpired as error:
+                raise KernelsUnavailable(f"{compiler} took more than {_COMPILE_S} s") from error
+            if done.returncode:
+                raise KernelsUnavailable(f"{compiler} failed: {done.stderr.strip()[-800:]}")
+        os.replace(partial, folder / name)  # whole or not at all: other processes may be at the same
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl"
+
+
+def _processor() -> str:
+    """Model and instruction sets: ``-march=native`` is for this one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.platform() + platform.processor()
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

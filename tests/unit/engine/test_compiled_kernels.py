@@ -1,0 +1,153 @@
+"""The compiled loops against torch, and the decoder made of them against the library's module."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import tiny_model
+
+from llamarl.engine import kernels as kernels_module
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.kernels import Kernels, KernelsUnavailable, load_kernels
+from llamarl.engine.sequence import SamplingParams, Sequence
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    try:
+        return load_kernels()
+    except KernelsUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+def _sequences() -> list[Sequence]:
+    """Groups of two; the second prompt is long enough to be computed in chunks, over windows and beside decodes."""
+    lengths = (5, 31, 12)
+    return [
+        Sequence(
+            prompt_index=i,
+            sample_index=j,
+            prompt_tokens=[3 + (11 * i + 5 * k * k) % 90 for k in range(n)],
+            params=SamplingParams(max_new_tokens=24, temperature=float(j)),
+            seed=10 * i + j,
+        )
+        for i, n in enumerate(lengths)
+        for j in range(2)
+    ]
+
+
+def _run(folder: Path, kind: str, quantization: str = "none") -> list[Sequence]:
+    config = EngineConfig(block_size=4, kv_cache_bytes=1 << 17, max_sequences=5, max_batch_tokens=16, kernels=kind)  # type: ignore[arg-type]
+    engine = NativeEngine(folder, config, eos_token_ids=(), quantization=quantization)
+    sequences = _sequences()
+    engine.add(sequences)
+    while engine.has_work:
+        engine.step()
+    return sequences
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
+def test_lean_decoder_samples_the_tokens_of_the_module(kernels: Kernels, family: str, tmp_path: Path) -> None:
+    tiny_model(family, "sdpa").save_pretrained(tmp_path)
+    module, lean = _run(tmp_path, "torch"), _run(tmp_path, "compiled")
+    for expected, got in zip(module, lean, strict=True):
+        assert got.tokens == expected.tokens
+        torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(expected.logprobs), atol=5e-5, rtol=0)
+        assert got.logprobs != [] and got.finish_reason == "length"
+
+
+def test_int8_through_the_loops_is_int8_through_torch(kernels: Kernels, tmp_path: Path) -> None:
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path)
+    plain, lean = _run(tmp_path, "torch", "int8"), _run(tmp_path, "compiled", "int8")
+    same = sum(a == b for s, t in zip(plain, lean, strict=True) for a, b in zip(s.tokens, t.tokens, strict=True))
+    assert same > 0.9 * sum(len(s.tokens) for s in plain)  # an activation may round the other way
+
+
+def test_loops_equal_torch_in_shapes_that_fill_no_vector(kernels: Kernels) -> None:
+    torch.manual_seed(0)
+    x, delta, weight = torch.randn(3, 37), torch.randn(3, 37), torch.rand(37)
+    expected_x = x + delta
+    norm = kernels.add_norm(x, delta, weight, 1e-5)
+    assert torch.equal(x, expected_x)
+    torch.testing.assert_close(norm, F.rms_norm(expected_x, (37,), weight, 1e-5))
+    rows = torch.randn(4, 2 * 19) * 30
+    torch.testing.assert_close(kernels.gated_silu(rows), F.silu(rows[:, :19]) * rows[:, 19:], atol=1e-6, rtol=1e-5)
+    quantized, scales = kernels.quantize_rows(rows)
+    torch.testing.assert_close(scales, rows.abs().amax(1) / 127)
+    assert ((quantized.float() - 128) * scales[:, None] - rows).abs().max() <= scales.max() / 2 * 1.01
+    torch.testing.assert_close(kernels.scale_rows(rows.clone(), scales, None), rows * scales[:, None])
+
+
+@pytest.mark.parametrize(("size", "window"), [(64, None), (128, 9), (24, None)])
+def test_decode_attention_reads_each_sequence_through_its_own_blocks(
+    kernels: Kernels, size: int, window: int | None
+) -> None:
+    torch.manual_seed(1)
+    block, heads, kv_heads, lengths = 3, 4, 2, [1, 7, 20]
+    keys, values = torch.randn(16, block, kv_heads, size), torch.randn(16, block, kv_heads, size)
+    tables = [[5], [9, 2, 11], [0, 15, 3, 8, 1, 12, 7]]
+    qkv = torch.randn(3, (heads + 2 * kv_heads) * size)
+    out = torch.full((3, heads * size), math.nan)
+    offsets = torch.tensor([0, 1, 4])
+    flat = torch.tensor([b for table in tables for b in table])
+    kernels.decode_attention(qkv, keys, values, flat, offsets, torch.tensor(lengths), window, 0.2, out)
+    for n, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        first = 0 if window is None else max(0, length - window)
+        k, v = (c[table].view(-1, kv_heads, size)[first:length].repeat_interleave(2, 1) for c in (keys, values))
+        query = qkv[n].view(-1, size)[:heads]
+        weights = torch.einsum("hd,thd->ht", query, k).mul(0.2).softmax(-1)
+        torch.testing.assert_close(out[n].view(heads, size), torch.einsum("ht,thd->hd", weights, v))
+
+
+def test_nan_of_one_row_stays_in_that_row(kernels: Kernels) -> None:
+    rows = torch.randn(3, 64)
+    rows[1, 5] = math.nan
+    _, scales = kernels.quantize_rows(rows)
+    results = (kernels.add_norm(rows.clone(), None, torch.ones(64), 1e-5), kernels.gated_silu(rows), scales[:, None])
+    for result in results:
+        assert result[[0, 2]].isfinite().all() and not result[1].isfinite().all()
+    keys = torch.randn(4, 2, 1, 64)
+    keys[2, 0, 0, 3] = math.nan
+    out = torch.empty(2, 128)
+    tables = (torch.tensor([0, 2, 1, 3]), torch.tensor([0, 2]), torch.tensor([4, 4]))
+    kernels.decode_attention(torch.randn(2, 256), keys, torch.randn(4, 2, 1, 64), *tables, None, 0.1, out)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+def test_rows_do_not_depend_on_the_number_of_threads(kernels: Kernels) -> None:
+    rows = torch.randn(50, 128)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(kernels.gated_silu(rows))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+def test_without_a_compiler_the_engine_says_so_and_computes_with_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path)
+    expected = _run(tmp_path, "torch")
+    monkeypatch.setattr(kernels_module.shutil, "which", lambda name: None)
+    load_kernels.cache_clear()
+    got = _run(tmp_path, "compiled")
+    load_kernels.cache_clear()
+    assert [s.logprobs for s in got] == [s.logprobs for s in expected]
+    assert "no effect here: no C++ compiler" in capsys.readouterr().err
+
+
+def test_a_model_that_the_loops_do_not_fit_goes_through_its_module(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_model("gemma2", "eager").save_pretrained(tmp_path)
+    assert all(s.finish_reason == "length" for s in _run(tmp_path, "compiled"))
+    assert "no effect here: they know llama" in capsys.readouterr().err

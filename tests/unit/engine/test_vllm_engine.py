@@ -1,0 +1,174 @@
+"""The adapter to vLLM against a stand-in with its interface: requests, deltas, aborts, weights; and what is said without it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.engine.vllm import VllmEngine, import_vllm
+from llamarl.errors import ConfigError
+
+
+class _FakeLLM:
+    """Each step gives every request one token: the number of tokens before it. Weights are what was loaded last."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.llm_engine = self
+        self.model_config = SimpleNamespace(max_model_len=64)
+        self.requests: dict[str, tuple[list[int], Any]] = {}
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.prefix_resets = 0
+        self.logprob = -0.5
+
+    def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> str:
+        self.requests[name] = ([*prompt["prompt_token_ids"]], params)
+        params.left = params.max_tokens
+        return f"{name}-random"
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            del self.requests[name]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[Any]:
+        outputs = []
+        for name, (tokens, params) in list(self.requests.items()):
+            token = len(tokens)
+            tokens.append(token)
+            params.left -= 1
+            reason = "stop" if token in (params.stop_token_ids or []) else None if params.left else "length"
+            if reason:
+                del self.requests[name]
+            position = {token: SimpleNamespace(logprob=self.logprob)}
+            output = SimpleNamespace(token_ids=[token], logprobs=[position], finish_reason=reason)
+            outputs.append(SimpleNamespace(request_id=name, outputs=[output]))
+        return outputs
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        assert method == "reload_weights"
+        self.loaded = {name: tensor.clone() for name, tensor in kwargs["weights_iterator"]}
+
+    def reset_prefix_cache(self) -> bool:
+        self.prefix_resets += 1
+        return True
+
+
+def _fake_module(version: str = "0.32.1") -> ModuleType:
+    module: Any = ModuleType("vllm")
+    module.__version__ = version
+    module.LLM = _FakeLLM
+    module.TokensPrompt = dict
+    module.SamplingParams = SimpleNamespace
+    module.sampling_params = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    return module
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+    monkeypatch.setitem(sys.modules, "vllm", _fake_module())
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path)
+    return VllmEngine(tmp_path, EngineConfig(), eos_token_ids=())
+
+
+def _sequence(index: int, sample: int = 0, **params: Any) -> Sequence:
+    settings = SamplingParams(**{"max_new_tokens": 4, **params})
+    return Sequence(prompt_index=index, sample_index=sample, prompt_tokens=[7] * 5, params=settings, seed=3)
+
+
+def test_every_token_is_recorded_with_its_logprob_and_version(engine: VllmEngine) -> None:
+    plain, filtered, greedy, stopped = (
+        _sequence(0), _sequence(1, top_k=5), _sequence(2, temperature=0.0), _sequence(3, stop_token_ids=(6,)),
+    )  # fmt: skip
+    engine.add([plain, filtered, greedy, stopped])
+    assert engine.step() == []
+    assert engine.step() == [stopped]
+    while engine.has_work:
+        engine.step()
+    assert plain.tokens == [5, 6, 7, 8] and plain.finish_reason == "length"
+    assert plain.logprobs == plain.raw_logprobs == [-0.5] * 4
+    assert filtered.logprobs == [-0.5] * 4 and all(math.isnan(value) for value in filtered.raw_logprobs)
+    assert greedy.logprobs == [0.0] * 4
+    assert stopped.tokens == [5, 6] and stopped.finish_reason == "stop"
+    assert plain.policy_versions == [0] * 4 and plain.loss_mask == [True] * 4
+    assert engine.stats()["tokens_sampled"] == 14
+
+
+def test_new_weights_reach_vllm_by_name_and_running_sequences_go_on_under_them(engine: VllmEngine) -> None:
+    sequence = _sequence(0)
+    engine.add([sequence])
+    engine.step()
+    seed = engine._llm.requests["0"][1].seed
+    for tensor in engine.parameters_for_sync().values():
+        tensor.fill_(2.0)
+    engine.weights_updated(3)
+    assert engine._llm.prefix_resets == 1
+    assert set(engine._llm.loaded) == {name for name, _ in tiny_model("llama", "sdpa").named_parameters()}
+    assert all(bool((tensor == 2.0).all()) for tensor in engine._llm.loaded.values())
+    (request,) = engine._llm.requests.values()
+    assert request[0] == [7] * 5 + [5] and request[1].max_tokens == 3 and request[1].seed != seed
+    while engine.has_work:
+        engine.step()
+    assert sequence.policy_versions == [0, 3, 3, 3] and sequence.tokens == [5, 6, 7, 8]
+
+
+def test_suspend_cancel_and_deadline_take_requests_out_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", _fake_module())
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path)
+    now = [0.0]
+    engine = VllmEngine(tmp_path, EngineConfig(), clock=lambda: now[0])
+    late, cancelled, kept = _sequence(0, deadline_s=1.0), _sequence(1), _sequence(2)
+    engine.add([late, cancelled, kept])
+    engine.cancel(1)
+    now[0] = 2.0
+    assert [(s.prompt_index, s.finish_reason) for s in engine.step()] == [(0, "deadline"), (1, "cancelled")]
+    assert engine.suspend() == [kept] and kept.finish_reason is None and len(kept.tokens) == 1
+    assert not engine.has_work and not engine._llm.requests
+
+
+def test_a_logprob_that_is_not_finite_ends_the_request_with_an_error(engine: VllmEngine) -> None:
+    sequence = _sequence(0)
+    engine.add([sequence])
+    engine._llm.logprob = math.nan
+    assert engine.step() == [sequence]
+    assert sequence.finish_reason == "error" and "not finite at token 0" in str(sequence.error)
+    assert not engine._llm.requests
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        (_sequence(0, max_new_tokens=60), "exceed the model's context of 64 tokens"),
+        (Sequence(prompt_index=1, sample_index=0, prompt_tokens=[], params=SamplingParams(max_new_tokens=1), seed=0), "is empty"),
+    ],
+)  # fmt: skip
+def test_a_sequence_that_cannot_run_is_refused(engine: VllmEngine, sequence: Sequence, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.add([sequence])
+
+
+def test_absence_and_age_are_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", _fake_module("0.9.2"))
+    with pytest.raises(ConfigError, match="vllm 0.9.2 is installed: llamarl needs 0.32 or later"):
+        import_vllm()
+    monkeypatch.delitem(sys.modules, "vllm")
+    monkeypatch.setattr(sys, "meta_path", [_Refuse(), *sys.meta_path])
+    with pytest.raises(ConfigError, match="not installed here: pip install vllm"):
+        import_vllm()
+
+
+class _Refuse:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "vllm":
+            raise ModuleNotFoundError("No module named 'vllm'", name="vllm")

@@ -1,0 +1,69 @@
+"""Tensor parallel generation as a job: ranks, groups, parts of the weights, and what is refused before a process starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
+from tiny_models import tiny_model
+
+from llamarl.config import RunConfig, load_config
+from llamarl.controller.job import llamarl_graph
+from llamarl.controller.preflight import check_parallel_sizes
+from llamarl.controller.training import plan_run
+from llamarl.errors import ConfigError, ModelError
+from llamarl.executors.generator_ranks import generator_weights
+from llamarl.runtime.placement import place
+
+
+def _config(*overrides: str) -> RunConfig:
+    return load_config(None, ["--run.dir", "unused", *overrides])
+
+
+def test_replicas_times_tensor_parallel_ranks_are_processes_with_one_group() -> None:
+    graph = llamarl_graph(_config("--generator.dp", "2", "--generator.tp", "2", "--generator.device", "cuda"))
+    generator = graph.executors[0]
+    assert (generator.num_ranks, generator.process_group) == (4, "cpu:gloo,cuda:nccl")
+    alone = llamarl_graph(_config("--generator.dp", "2", "--generator.device", "cpu")).executors[0]
+    assert (alone.num_ranks, alone.process_group) == (2, "")  # replicas never talk to each other
+    placed = place([generator], cores=8, cuda_devices=4).executors[0]
+    assert placed.device == "cuda:0,cuda:1,cuda:2,cuda:3"
+
+
+def test_a_dry_run_lists_every_rank() -> None:
+    text = plan_run(_config("--generator.tp", "2", "--generator.device", "cpu"))
+    assert [line.split()[:4] for line in text.splitlines() if line.startswith("generator ")] == [
+        ["generator", "0", "of", "2"],
+        ["generator", "1", "of", "2"],
+    ]
+
+
+@pytest.mark.parametrize("section", ["generator", "trainer"])
+def test_a_size_that_does_not_divide_the_model_is_refused_before_any_process_starts(section: str) -> None:
+    with pytest.raises(ModelError, match=rf"{section}\.tp = 3 does not divide .* sizes that fit: 1, 2$"):
+        plan_run(_config(f"--{section}.tp", "3"))
+
+
+def test_a_plan_that_is_not_supported_is_refused_before_any_process_starts(tmp_path: Path) -> None:
+    tiny_model("phi3", "eager").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="generator.tp: phi3 has a tensor-parallel plan with the styles .* to 1"):
+        check_parallel_sizes(_config("--generator.tp", "2"), tmp_path, cores=2)
+
+
+def test_a_size_below_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="generator.tp must be >= 1 rank, got 0"):
+        _config("--generator.tp", "0")
+
+
+def test_each_rank_of_each_replica_holds_its_part_of_the_heads_and_all_of_what_is_not_cut() -> None:
+    assert generator_weights(_config("--generator.dp", "2")) is None
+    layout = generator_weights(_config("--generator.dp", "2", "--generator.tp", "2"))
+    assert layout is not None
+    held = [{p.parameter: p.box for p in pieces} for pieces in layout.pieces]
+    assert held[0] == held[2] and held[1] == held[3]
+    rows, columns = layout.parameters["model.layers.0.self_attn.o_proj.weight"].shape
+    assert held[1]["model.layers.0.self_attn.o_proj.weight"] == ((0, rows), (columns // 2, columns))
+    assert held[0]["model.norm.weight"] == held[1]["model.norm.weight"]
