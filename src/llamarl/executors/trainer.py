@@ -108,7 +108,7 @@ class TrainerExecutor:
         if self.config.evaluation.every:
             due = evaluation_due(version, every=self.config.evaluation.every, num_ticks=self.config.run.num_ticks)
             outputs["eval_weights"] = self._payload(version, background=True) if due else None
-        if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None:
+        if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None and not self._stop:
             if self.config.lora.rank:
                 self._export(self.context.run_dir / "adapter", self.trainer.export_adapter)
             if not self.config.lora.rank or self.config.lora.export_merged:
