@@ -112,11 +112,13 @@ class RankFailure:
     at_s: float
     """On ``time.monotonic``: of several failures the earliest is the cause, the others mostly follow from it."""
     exit_code: int = 1
+    explained: bool = False
+    """Raised on purpose, with a message that says all: a mistake in a recipe, a full disk, a deadline."""
 
     def message(self) -> str:
-        """For an ``ExecutorFailed``. A mistake in a recipe or a data file needs no traceback to be understood."""
+        """For an ``ExecutorFailed``; with a traceback where the cause alone may not be understood."""
         text = f"executor {self.executor!r}, rank {self.rank} (pid {self.pid}), {self.doing}: {self.cause}"
-        return text if self.exit_code == 2 else f"{text}\n{self.traceback.rstrip()}"
+        return text if self.explained else f"{text}\n{self.traceback.rstrip()}"
 
 
 def capture(executor: str, rank: int, doing: str, error: BaseException) -> RankFailure:
@@ -130,6 +132,7 @@ def capture(executor: str, rank: int, doing: str, error: BaseException) -> RankF
         pid=os.getpid(),
         at_s=time.monotonic(),
         exit_code=error.exit_code if isinstance(error, LlamaRLError) else 1,
+        explained=isinstance(error, LlamaRLError),
     )
 
 
