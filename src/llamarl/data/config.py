@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, refuse
 
 __all__ = ["DataConfig"]
 
@@ -38,7 +39,10 @@ class DataConfig:
     """A finite task's items are shuffled anew each epoch, by the run's seed; false keeps their order."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if "{question}" not in self.question_template:
-            raise ValueError(f"question_template must contain {{question}}, got {self.question_template!r}")
+            yield f"question_template must contain {{question}}, got {self.question_template!r}"
         if self.max_prompt_tokens < 1:
-            raise ValueError(f"max_prompt_tokens must be >= 1 token, got {self.max_prompt_tokens}")
+            yield f"max_prompt_tokens must be >= 1 token, got {self.max_prompt_tokens}"

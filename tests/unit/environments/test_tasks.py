@@ -264,7 +264,7 @@ def test_anything_else_is_not_a_number(value: object) -> None:
         ({"name": "chess"}, "name must be"),
         ({"name": "reasoning_gym"}, "needs a dataset"),
         ({"name": "math"}, "train_file"),
-        ({"name": "steps", "train_file": "x.jsonl"}, "leave train_file"),
+        ({"name": "steps", "train_file": "x.jsonl"}, "train_file and eval_file must be empty"),
         ({"name": "function", "train_file": "x.jsonl"}, "reward must name"),
         ({"reward": "no_colon"}, "module:function"),
         ({"eval_fraction": 1.0}, "eval_fraction"),
