@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
 from llamarl.strict import STRICT, at_least, refuse
 
-__all__ = ["EngineConfig"]
+__all__ = ["QUANTIZATIONS", "EngineConfig"]
+
+QUANTIZATIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("native", "cpu"): ("none", "int8"),
+    ("native", "cuda"): ("none", "fp8"),
+    ("vllm", "cpu"): ("none",),
+    ("vllm", "cuda"): ("none", "fp8"),
+}
+"""(engine, kind of device) -> what ``generator.quantization`` may be there."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -124,6 +124,11 @@ class GeneratorConfig:
                 f"engine.name is 'vllm', which runs here on one rank without int8, but tp is {self.tp} and quantization "
                 f"{self.quantization!r}: set tp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'"
             )
+        if self.engine.name == "vllm" and self.kv_on_update == "keep":
+            yield (
+                "kv_on_update is 'keep', but engine.name is 'vllm', whose KV cache does not outlive a change of weights: "
+                "set kv_on_update to 'recompute', or engine.name to 'native'"
+            )
         if self.threads < 0:
             yield f"threads must be >= 0 (0 divides the cores), got {self.threads}"
 

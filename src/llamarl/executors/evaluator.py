@@ -22,6 +22,7 @@ from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.generator import make_engine, sampling_params, to_response
+from llamarl.executors.reward import JUDGING_SHARE
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.seeding import derive_seed
@@ -75,6 +76,7 @@ class EvaluatorExecutor:
         return StepResult(metrics=metrics, spans=spans)
 
     def _evaluate(self, version: int) -> dict[str, float]:
+        started = time.monotonic()
         groups = sample_groups(
             self.engine,
             self.prompts,
@@ -83,7 +85,8 @@ class EvaluatorExecutor:
             samples_per_prompt=self.config.evaluation.samples_per_prompt,
             seed=self.config.run.seed,
         )
-        scores = evaluate(self.pool.score(groups))
+        left_s = JUDGING_SHARE * self.config.deadlines.step_s - (time.monotonic() - started)
+        scores = evaluate(self.pool.score(groups, limit_s=max(left_s, 0.0)))
         return {f"eval/{key}": value for key, value in scores.items()} | {"eval/policy_version": float(version)}
 
     def save(self, folder: Path, tick: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from llamarl.environments.answers import extract_answer, last_boxed, last_number
 from llamarl.environments.base import Task
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task
-from llamarl.environments.functions import NotANumber, as_score, import_function
+from llamarl.environments.functions import NotANumber, as_score
 from llamarl.environments.steps import read_ledger, write_ledger, written_steps
+from llamarl.environments.user_code import check_function, import_function
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 
@@ -245,6 +247,64 @@ def test_functions_are_imported_from_modules_and_refused_with_the_names_there_ar
         import_function("llamarl.environments.answers:last_numbers")
     with pytest.raises(DataError, match="cannot import no_such_module"):
         import_function("no_such_module:f")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import sys\nsys.exit(0)\n", None),
+        ("import time\ntime.sleep(3600)\n", None),
+        ("raise SystemExit\n", None),
+        ("def scores(p, r, a): ...\n", r"mine.py has no function 'score'; it has \['scores'\]"),
+        ("def score(p, r, a:\n", "mine.py:1 is not Python"),
+    ],
+)
+def test_a_users_module_is_read_but_never_run_where_questions_are_made(
+    tmp_path: Path, body: str, words: str | None
+) -> None:
+    (tmp_path / "mine.py").write_text(body + ("def score(p, r, a): return 1.0\n" if words is None else ""))
+    config = TaskConfig(reward=f"{tmp_path}/mine.py:score")
+    if words is None:
+        assert make_task(config, 0).item("train", 0).question
+        return
+    with pytest.raises(DataError, match=words):
+        make_task(config, 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "from math import floor as score",
+        "from math import *",
+        "try:\n    import numpy as score\nexcept ImportError:\n    score = None",
+        "score, other = lambda p, r, a: 1.0, 2",
+        "if True:\n    class score: ...",
+        "globals()['score'] = print",
+        "def __getattr__(name): return print",
+        "async def helper(): ...\nwith open(__file__) as score: pass",
+    ],
+)
+def test_every_way_to_bind_a_name_is_taken(tmp_path: Path, body: str) -> None:
+    (tmp_path / "mine.py").write_text(body)
+    check_function(f"{tmp_path}/mine.py:score")
+
+
+def test_modules_are_found_without_importing_the_packages_above_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "grim_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit(0)\n")
+    (package / "rewards.py").write_text("def score(p, r, a): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_function("grim_package.rewards:score")
+    with pytest.raises(DataError, match="grim_package.rewards has no function 'scare'"):
+        check_function("grim_package.rewards:scare")
+    check_function("math:floor")  # no source to read
+    for missing in ("no_such_module:f", f"{tmp_path}/no_such.py:f"):
+        with pytest.raises(DataError, match="no_such"):
+            check_function(missing)
+    assert "grim_package" not in sys.modules
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), 0.5, Score(value=0.5)])
