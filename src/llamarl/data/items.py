@@ -30,6 +30,8 @@ class TaskItem:
     """What the judge needs besides the answer; plain JSON values."""
     messages: tuple[Mapping[str, str], ...] | None = None
     """A whole conversation (``role``, ``content``) instead of one question."""
+    where: str = ""
+    """``file:line`` of an item that was read from a file; for errors."""
 
 
 class ItemSource(Protocol):

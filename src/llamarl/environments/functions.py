@@ -73,6 +73,7 @@ def function_item(record: Mapping[str, Any], where: str) -> TaskItem:
         answer=None if answer is None else text_field(record, ("answer",), where),
         metadata={key: value for key, value in record.items() if key not in used},
         messages=None if messages is None else tuple(messages),
+        where=where,
     )
 
 

@@ -13,7 +13,7 @@ from llamarl.data.items import TaskItem
 from llamarl.environments.answers import extract_answer, last_boxed, last_number
 from llamarl.environments.base import Task
 from llamarl.environments.config import TaskConfig
-from llamarl.environments.factory import make_task
+from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.environments.functions import NotANumber, as_score
 from llamarl.environments.steps import read_ledger, write_ledger, written_steps
 from llamarl.environments.user_code import check_function, import_function
@@ -145,6 +145,10 @@ def test_an_entry_that_comes_out_otherwise_is_an_error_not_a_zero() -> None:
         (TaskConfig(name="reasoning_gym:chain_sum", options={"seed": 1}), "run.seed"),
         (TaskConfig(name="steps", options={"terms": 1}), "min_terms, max_terms"),
         (TaskConfig(name="steps", options={"min_terms": 1}), "got 1 and 9"),
+        (TaskConfig(name="steps", options={"min_terms": "two"}), r"integers, got \{'min_terms': 'two'\}"),
+        (TaskConfig(name="steps", options={"max_terms": 3.5}), r"integers, got \{'max_terms': 3.5\}"),
+        (TaskConfig(name="reasoning_gym:chain_sum", options={"min_terms": "two"}), "refuses .*'two'"),
+        (TaskConfig(name="reasoning_gym:chain_sum", options={"min_terms": 2.5, "max_terms": 3.5}), "refuses .*2.5"),
     ],
 )
 def test_unknown_datasets_and_options_are_refused_by_name(config: TaskConfig, words: str) -> None:
@@ -197,6 +201,31 @@ def test_a_malformed_line_is_named_with_what_was_got_and_expected(
     with pytest.raises(DataError, match=words) as caught:
         make_task(TaskConfig(name="math", train_file=train), 0)
     assert train in str(caught.value)
+
+
+def test_lines_end_at_newlines_alone_and_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    train = tmp_path / "train.jsonl"
+    text = '{"question": "one\u2028two\u0085\x1c\x0c", "answer": "1"}'
+    train.write_bytes(b"\xef\xbb\xbf" + f'{text}\r\n{{"question": "three", "answer": "3"}}\n'.encode())
+    with pytest.raises(DataError, match="train.jsonl:1"):  # control characters are no JSON; U+2028 and U+0085 are
+        make_task(TaskConfig(name="math", train_file=str(train), eval_fraction=0.0), 0)
+    train.write_bytes(train.read_bytes().replace(b"\x1c\x0c", b""))
+    task = make_task(TaskConfig(name="math", train_file=str(train), eval_fraction=0.0), 0)
+    assert [task.item("train", i).question for i in range(2)] == ["one\u2028two", "three"]
+    assert [task.item("train", i).where for i in range(2)] == [f"{train}:1", f"{train}:2"]
+
+
+def test_every_mistake_of_a_task_is_told(tmp_path: Path) -> None:
+    config = TaskConfig(
+        name="function",
+        train_file=_file(tmp_path / "train.jsonl", "{"),
+        eval_file=f"{tmp_path}/eval.jsonl",
+        reward=f"{tmp_path}/mine.py:score",
+    )
+    lines = list(task_mistakes(config, 0))
+    assert [line.split(" ")[0] for line in lines] == ["task.train_file:", "task.eval_file:", "task.reward"]
+    assert "train.jsonl:1: got '{'" in lines[0] and "eval.jsonl: cannot be read" in lines[1]
+    assert not list(task_mistakes(TaskConfig(), 0))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
