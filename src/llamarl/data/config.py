@@ -30,10 +30,12 @@ class DataConfig:
     """Words put into the policy's mouth: they end the prompt, and the response goes on from them."""
 
     max_prompt_tokens: int = 1024
-    """Longest prompt, in tokens, chat template included."""
+    """Longest prompt, in tokens, chat template included; less where the model's context leaves less beside
+    generator.sampling.max_new_tokens."""
 
     too_long: Literal["error", "skip"] = "error"
-    """A longer prompt ends the run with an error that names it, or is replaced by another item chosen by the seed."""
+    """A longer prompt ends the run with an error that names it, or is replaced by another item chosen by the seed. The
+    prompts of a finite task are all looked at before the run starts."""
 
     shuffle: bool = True
     """A finite task's items are shuffled anew each epoch, by the run's seed; false keeps their order."""

@@ -14,14 +14,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.config import RunConfig
-from llamarl.data.prompts import PromptStream
 from llamarl.engine.base import Engine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.generator import make_engine, sampling_params, to_response
+from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.reward import JUDGING_SHARE
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
@@ -48,8 +47,7 @@ class EvaluatorExecutor:
 
     def setup(self) -> None:
         self.tokenizer = load_tokenizer(self.config.model.path)
-        task = make_task(self.config.task, seed=self.config.run.seed)
-        stream = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
+        stream = make_prompt_stream(self.config, self.tokenizer)
         self.prompts = stream.eval_prompts(self.config.evaluation.num_prompts)
         self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
         self.version_loader = VersionLoader(self.engine, self.config.lora)
