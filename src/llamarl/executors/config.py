@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -13,6 +14,8 @@ from llamarl.engine.config import EngineConfig
 from llamarl.strict import STRICT, refuse
 
 __all__ = ["DynamicSamplingConfig", "EvaluationConfig", "GeneratorConfig", "SamplingConfig"]
+
+_DEVICE = r"(auto|cpu|cuda(:\d+)?)"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -131,6 +134,8 @@ class GeneratorConfig:
             )
         if self.threads < 0:
             yield f"threads must be >= 0 (0 divides the cores), got {self.threads}"
+        if not re.fullmatch(rf"{_DEVICE}(\s*,\s*{_DEVICE})*", self.device):
+            yield f"device must be auto, cpu, cuda or cuda:N, or several joined by commas, one a rank, got {self.device!r}"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -201,3 +206,5 @@ class EvaluationConfig:
             yield f"temperature must be >= 0 (0 is greedy), got {self.temperature}"
         if self.threads < 0:
             yield f"threads must be >= 0 (0 divides the cores), got {self.threads}"
+        if not re.fullmatch(_DEVICE, self.device):
+            yield f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}"

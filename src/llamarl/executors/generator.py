@@ -329,10 +329,17 @@ def make_engine(
 
 
 def resolve_device(device: str) -> str:
-    """ "auto" is CUDA where there is one."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """ "auto" is CUDA where there is one.
+
+    Raises:
+        ConfigError: There is no such device here.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    there = torch.cuda.device_count()
+    if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= there:
+        raise ConfigError(f"there is no device {device!r} here ({there} CUDA devices): set it to cpu or auto")
+    return device
 
 
 def sampling_params(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> SamplingParams:
