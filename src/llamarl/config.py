@@ -227,7 +227,7 @@ def load_config(recipe: Path | str | None, overrides: Sequence[str] = (), checks
     name = "run"
     if recipe is not None:
         path = Path(recipe)
-        name = path.stem
+        name = path.stem.replace("{", "").replace("}", "")  # it becomes part of run.dir, where braces are placeholders
         try:
             raw = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
