@@ -33,6 +33,10 @@ class CheckpointConfig:
     """Let a run go on with another ``trainer.fsdp``, ``tp`` or ``threads`` than its checkpoint: to rounding, no longer bit
     for bit."""
 
+    other_platform: bool = False
+    """Let a run go on where library versions or the kind of processor differ from its checkpoint's: to rounding, no longer
+    bit for bit."""
+
     def __post_init__(self) -> None:
         refuse(self._mistakes())
 
