@@ -24,6 +24,9 @@ class Mistakes(ValueError):
         self.messages = tuple(messages)
         super().__init__("; ".join(self.messages))
 
+    def __reduce__(self) -> tuple[type[Mistakes], tuple[tuple[str, ...]]]:
+        return Mistakes, (self.messages,)
+
 
 def refuse(messages: Iterable[str]) -> None:
     """Raise ``Mistakes`` if there are any. Each message begins with the key at fault and names every key it looked at:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from llamarl.config import RunConfig, apply_overrides, field_help, known_keys, load_config, save_config, validate
 from llamarl.errors import ConfigError
+from llamarl.strict import Mistakes
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
 
@@ -198,3 +200,8 @@ def test_every_key_is_explained() -> None:
     unexplained = [key for key, info in known_keys().items() if not (info.description or "").strip()]
     assert unexplained in ([], ["generator.sampling"]), unexplained
     assert "--schedule.max_staleness  (default 1)" in field_help()
+
+
+def test_mistakes_travel_between_processes_whole() -> None:
+    again = pickle.loads(pickle.dumps(Mistakes(["a must be 1", "b must be 2"])))
+    assert again.messages == ("a must be 1", "b must be 2") and str(again) == "a must be 1; b must be 2"

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from llamarl.errors import ConfigError, LlamaRLError
-from llamarl.mistakes import list_mistakes
 
 __all__ = ["OutputFile", "in_flags", "refuse_flags"]
 
@@ -21,6 +20,8 @@ def in_flags(text: str, names: Mapping[str, str]) -> str:
 def refuse_flags(lines: Sequence[str]) -> None:
     """Raises ConfigError with all of them, if there are any."""
     if lines:
+        from llamarl.mistakes import list_mistakes
+
         raise ConfigError(lines[0] if len(lines) == 1 else list_mistakes(lines, "the command line"))
 
 

@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llamarl.cli.flags import OutputFile, in_flags, refuse_flags
-from llamarl.data.chat import render_prompt
-from llamarl.data.config import DataConfig
-from llamarl.data.items import TaskItem, read_messages
 from llamarl.errors import ConfigError, DataError
-from llamarl.mistakes import mistakes_of
 from llamarl.models.folders import resolve_model_path
 
 __all__ = ["add_parser", "run"]
@@ -81,6 +77,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     from pydantic import ValidationError
 
     from llamarl.executors.config import SamplingConfig
+    from llamarl.mistakes import mistakes_of
 
     lines = [f"--{name} must be >= {least}, got {value}" for name, least, value in
              (("samples", 1, args.samples), ("seed", 0, args.seed)) if value < least]  # fmt: skip
@@ -197,6 +194,8 @@ def _request_of(line: str, where: str) -> dict[str, Any]:
     if not isinstance(record, dict) or not ({"prompt", "messages"} & set(record)):
         raise DataError(f'{where}: expected an object with "prompt" or "messages", got {line[:80]!r}')
     if "messages" in record:
+        from llamarl.data.items import read_messages
+
         read_messages(record, where)
     elif not isinstance(record["prompt"], str):
         value = record["prompt"]
@@ -206,6 +205,10 @@ def _request_of(line: str, where: str) -> dict[str, Any]:
 
 def _encode(request: _Request, tokenizer: Any, *, chat: bool) -> list[int]:
     """The tokens of a request, as a run's prompts are made."""
+    from llamarl.data.chat import render_prompt
+    from llamarl.data.config import DataConfig
+    from llamarl.data.items import TaskItem
+
     messages = request.record.get("messages")
     if messages is not None and not tokenizer.chat_template:
         raise DataError(f'{request.where}: this model has no chat template: give "prompt" instead of "messages"')
