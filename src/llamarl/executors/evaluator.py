@@ -83,8 +83,12 @@ class EvaluatorExecutor:
             samples_per_prompt=self.config.evaluation.samples_per_prompt,
             seed=self.config.run.seed,
         )
-        left_s = JUDGING_SHARE * self.config.deadlines.step_s - (time.monotonic() - started)
-        scores = evaluate(self.pool.score(groups, limit_s=max(left_s, 0.0)))
+        step_s = self.config.deadlines.step_s
+        left_s = JUDGING_SHARE * step_s - (time.monotonic() - started)
+        least_s = (
+            (1 - JUDGING_SHARE) / 2 * step_s
+        )  # after slow sampling, still within the tick's deadline if all goes well
+        scores = evaluate(self.pool.score(groups, limit_s=max(left_s, least_s)))
         return {f"eval/{key}": value for key, value in scores.items()} | {"eval/policy_version": float(version)}
 
     def save(self, folder: Path, tick: int) -> None:
