@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Callable
 from typing import NoReturn
@@ -42,6 +43,8 @@ class RemoteSlot:
         self._remote = remote
         self._known = 0  # blocks whose checksums have been read
         self._checksums = np.zeros(len(catalog.blocks), np.uint64)
+        self._ends = [block.offset + block.nbytes for block in catalog.blocks]
+        remote.forget()
         header = self._header(clock)
         if handle.manifest_checksum is not None:
             self._take_checksums(len(catalog.blocks), clock)
@@ -49,9 +52,10 @@ class RemoteSlot:
         else:
             self._take_checksums(header.progress, clock)
 
-    def read(self, offset: int, into: torch.Tensor, clock: Clock) -> None:
-        """Copy bytes of the data area into ``into``, uint8."""
-        self._remote.read(self.handle.data_offset + offset, into, clock(f"reading from {self._source}"))
+    def read(self, offset: int, into: torch.Tensor, clock: Clock, *, fresh: bool = False) -> None:
+        """Copy bytes of the data area into ``into``, uint8; ``fresh``: as they are at the source at this moment."""
+        left_s = clock(f"reading from {self._source}")
+        self._remote.read(self.handle.data_offset + offset, into, left_s, fresh=fresh)
 
     def view(self) -> torch.Tensor | None:
         """The data area in place, uint8 and read-only, if the transport maps it here."""
@@ -59,9 +63,11 @@ class RemoteSlot:
         return None if mapped is None else mapped[self.handle.data_offset :]
 
     def checksum(self, block: int, clock: Clock) -> int:
-        """What the bytes of ``block`` must give. Waits until the source has written it."""
+        """What the bytes of ``block`` must give. Waits until the source has written it, and what moves along with it."""
         if block >= self._known:
-            self._follow(block, clock)
+            written = self._remote.ready_to_read(self.handle.data_offset + self._ends[block]) - self.handle.data_offset
+            last = bisect.bisect_left(self._ends, written)  # the block that ends there or behind
+            self._follow(min(last, len(self._ends) - 1), clock)
         return int(self._checksums[block])
 
     def finish(self, clock: Clock) -> None:
@@ -182,5 +188,5 @@ def deadline_clock(deadline_s: float, who: str) -> Clock:
 
 def _read(remote: RemoteBuffer, offset: int, nbytes: int, deadline_s: float) -> npt.NDArray[np.uint8]:
     into = torch.empty(nbytes, dtype=torch.uint8)
-    remote.read(offset, into, deadline_s)
+    remote.read(offset, into, deadline_s, fresh=True)
     return into.numpy()

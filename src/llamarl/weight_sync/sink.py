@@ -158,7 +158,8 @@ class Puller:
                 known[1].close()
                 del self._open[key]
             try:
-                known = self._open[key] = (handle.address, self._transport.open(handle.address))
+                left_s = clock(f"connecting to source rank {handle.source_rank}")
+                known = self._open[key] = (handle.address, self._transport.open(handle.address, left_s))
             except WeightSyncError as error:
                 raise WeightSyncError(f"{who}: {error}") from error
         catalog_key = (handle.source_rank, handle.catalog_checksum)
@@ -171,8 +172,8 @@ class Puller:
         block = pull.block
         promised = slot.checksum(pull.index, clock)
         mine = pull.direct if pull.direct is not None else self._scratch[: block.nbytes]
-        for _ in range(MAX_ATTEMPTS):
-            slot.read(block.offset, mine, clock)
+        for attempt in range(MAX_ATTEMPTS):
+            slot.read(block.offset, mine, clock, fresh=attempt > 0)
             if block_digest(mine, slot.catalog.checksum) == promised:
                 for placement in pull.placements:
                     placement.target.copy_(placement.raw)

@@ -203,8 +203,8 @@ def test_passing_fault_is_healed_by_another_pull(monkeypatch: pytest.MonkeyPatch
     handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
     read, faults = shared_memory._Remote.read, []
 
-    def torn(self: Any, offset: int, into: torch.Tensor, deadline_s: float) -> None:
-        read(self, offset, into, deadline_s)
+    def torn(self: Any, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
+        read(self, offset, into, deadline_s, fresh=fresh)
         if offset >= handle.data_offset and len(faults) < 2:
             faults.append(offset)
             into[5] ^= 1

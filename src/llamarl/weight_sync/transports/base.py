@@ -72,15 +72,28 @@ class RemoteBuffer(Protocol):
         """uint8 over all of the source's bytes if they are mapped in host memory here, else None. Read-only."""
         ...
 
-    def read(self, offset: int, into: torch.Tensor, deadline_s: float) -> None:
+    def read(self, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
         """Copy ``into.numel()`` bytes from ``offset`` into a contiguous uint8 tensor.
 
         ``into`` lies in host memory for the control part, on the sink transport's ``device`` for the data part.
+
+        Args:
+            fresh: The source's bytes of this moment. Otherwise they may be as old as the last ``forget``: a transport
+                that moves more than was asked for may hand out the rest later.
 
         Raises:
             WeightSyncError: The source is gone.
             DeadlineExceeded: It took longer than ``deadline_s`` seconds.
         """
+        ...
+
+    def ready_to_read(self, stop: int) -> int:
+        """How far the source must have written before the bytes up to ``stop`` are read, for nothing to be moved twice:
+        ``stop``, or the end of what moves together with them."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what was read and kept: another version is asked for from now on."""
         ...
 
     def check_source(self) -> None:
@@ -101,11 +114,12 @@ class SinkTransport(Protocol):
         """Around a whole pull: enters the stream to copy on; when left, what was pulled is in place."""
         ...
 
-    def open(self, address: Address) -> RemoteBuffer:
+    def open(self, address: Address, deadline_s: float) -> RemoteBuffer:
         """Connect to a buffer.
 
         Raises:
             WeightSyncError: The source is gone, or the address now means something else.
+            DeadlineExceeded: It took longer than ``deadline_s`` seconds.
         """
         ...
 

@@ -113,7 +113,7 @@ class _Remote:
     def view(self) -> None:
         return None
 
-    def read(self, offset: int, into: torch.Tensor, deadline_s: float) -> None:
+    def read(self, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
         size, control = into.numel(), self._address.control_bytes
         if offset < control:
             if offset < 0 or offset + size > control:
@@ -125,6 +125,12 @@ class _Remote:
         if offset + size > control + self._address.data_bytes:
             raise WeightSyncError(f"bytes {offset} to {offset + size} lie outside the buffer")
         into.copy_(self._data[offset - control : offset - control + size], non_blocking=True)
+
+    def ready_to_read(self, stop: int) -> int:
+        return stop
+
+    def forget(self) -> None:
+        pass  # every read looks at the source's memory
 
     def check_source(self) -> None:
         if not owner_holds(self._segment.handle):
@@ -154,7 +160,7 @@ class CudaIpcSink:
         self._rank = rank
         self._stream = torch.cuda.Stream(device)
 
-    def open(self, address: CudaIpcAddress) -> _Remote:
+    def open(self, address: CudaIpcAddress, deadline_s: float) -> _Remote:
         segment = None
         try:
             segment = open_segment(address.segment)

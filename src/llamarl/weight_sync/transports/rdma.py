@@ -1,20 +1,24 @@
 """RDMA between hosts, by Monarch's buffers; TCP takes its place where there is no card.
 
-    source: buffer = page 0 (the slot's header) + chunks of CHUNK_BYTES, each an RDMABuffer; a directory lists them
-    sink:   read the directory once, then whole chunks, each kept until it is asked for the same bytes again
+    source: buffer = page 0 (the slot's header) + control chunks + data chunks, each an RDMABuffer; a directory lists them
+    sink:   read the directory once, then whole chunks; the last one is kept for the reads that follow it
 
-Monarch reads whole buffers, so the chunk is the grain of a transfer. Asking twice for the same bytes goes to the source
-twice: that is what a second attempt after a wrong checksum needs, and what following a header word needs.
+Monarch reads whole buffers, so the chunk is the grain of a transfer: 64 KiB of the control part (checksums are read again
+and again while a slot is being written), 8 MiB of data. What was kept is as old as its transfer. Who needs the bytes of
+this moment (the header, checksums, a second attempt) asks for fresh ones; who follows a slot that is being written reads
+data only up to ``ready_to_read`` of it, so that no chunk is moved before all of it is there, nor moved twice.
 
 Buffers are registered and read on a thread that has a Monarch context: an actor's endpoint, or the main program.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 import os
 import pickle
+import time
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +31,7 @@ from llamarl.weight_sync.checksum import BLOCK_BYTES, ChecksumKind
 __all__ = ["CHUNK_BYTES", "RdmaAddress", "RdmaSink", "RdmaSource", "rdma_backend"]
 
 CHUNK_BYTES = 8 << 20
+_CONTROL_CHUNK_BYTES = 64 << 10
 _PAGE = 4096
 
 
@@ -68,8 +73,9 @@ class _Buffer:
         self.control, self.data = whole[:control_bytes], whole[control_bytes:]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RDMATcpFallbackWarning)  # the transport's name says it
-            self._chunks = [RDMABuffer(whole[a:b]) for a, b in _bounds(nbytes, chunk_bytes)]
-            listing = pickle.dumps((chunk_bytes, self._chunks))
+            edges = _edges(control_bytes, data_bytes, chunk_bytes)
+            self._chunks = [RDMABuffer(whole[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+            listing = pickle.dumps((edges, self._chunks))
             self._listing = torch.frombuffer(bytearray(listing), dtype=torch.uint8)
             self._directory = RDMABuffer(self._listing)
         self._address = RdmaAddress(os.urandom(16), nbytes, self._directory)
@@ -119,56 +125,57 @@ class _Remote:
     def __init__(self, address: RdmaAddress, deadline_s: float) -> None:
         listing = torch.zeros(address.directory.size(), dtype=torch.uint8)
         _read(address.directory, listing, deadline_s)
-        chunk_bytes, self._chunks = pickle.loads(listing.numpy().tobytes())
-        self._bounds = _bounds(address.nbytes, chunk_bytes)
-        self._staged: dict[int, torch.Tensor] = {}
-        self._served: dict[int, int] = {}  # chunk -> end of the bytes handed out since it was fetched
-        self._spare: list[torch.Tensor] = []
+        self._edges, self._chunks = pickle.loads(listing.numpy().tobytes())
+        self._kept: int | None = None  # the chunk that ``_memory`` holds
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def view(self) -> None:
         return None
 
-    def read(self, offset: int, into: torch.Tensor, deadline_s: float) -> None:
-        done = 0
+    def read(self, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
+        started, done = time.monotonic(), 0
         while done < into.numel():
-            index, start, stop = self._find(offset + done)
+            index = self._find(offset + done)
+            start, stop = self._edges[index : index + 2]
             first = offset + done - start
             count = min(into.numel() - done, stop - start - first)
-            chunk = self._staged.get(index)
-            if chunk is None or first < self._served[index]:
-                chunk = self._fetch(index, stop - start, deadline_s)
+            left_s = deadline_s - (time.monotonic() - started)
+            if fresh:  # does not take the place of the data chunk at hand
+                chunk = torch.empty(stop - start, dtype=torch.uint8)
+                _read(self._chunks[index], chunk, left_s)
+                self._kept = None if index == self._kept else self._kept
+            else:
+                chunk = self._keep(index, stop - start, left_s)
             into[done : done + count] = chunk[first : first + count]
-            self._served[index] = first + count
             done += count
 
+    def ready_to_read(self, stop: int) -> int:
+        return int(self._edges[self._find(stop - 1) + 1])
+
+    def forget(self) -> None:
+        self._kept = None
+
     def check_source(self) -> None:
-        """Nothing to ask: the next read finds out, within its deadline."""
+        """Nothing to ask: who waits for a slow source reads its header, which fails when the source is gone."""
 
     def close(self) -> None:
-        self._staged.clear()
+        self._kept = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def _find(self, position: int) -> tuple[int, int, int]:
-        if not 0 <= position < self._bounds[-1][1]:
-            raise WeightSyncError(f"byte {position} lies outside a buffer of {self._bounds[-1][1]} bytes")
-        if position < _PAGE or len(self._bounds) == 1:
-            return 0, *self._bounds[0]
-        size = self._bounds[1][1] - self._bounds[1][0]
-        index = 1 + (position - self._bounds[1][0]) // size
-        return index, *self._bounds[index]
+    def _find(self, position: int) -> int:
+        """The chunk that holds the byte at ``position``."""
+        if not 0 <= position < self._edges[-1]:
+            raise WeightSyncError(f"byte {position} lies outside a buffer of {self._edges[-1]} bytes")
+        return bisect.bisect_right(self._edges, position) - 1
 
-    def _fetch(self, index: int, size: int, deadline_s: float) -> torch.Tensor:
-        if index not in self._staged and len(self._staged) > 3:  # header, checksums, and the chunk at hand
-            oldest = next(iter(self._staged))
-            self._spare.append(self._staged.pop(oldest))
-        chunk = self._staged.pop(index, None)
-        if chunk is None:
-            chunk = next((s for s in self._spare if s.numel() == size), None)
-            self._spare.clear()
-            chunk = chunk if chunk is not None else torch.empty(size, dtype=torch.uint8)
-        _read(self._chunks[index], chunk, deadline_s)
-        self._staged[index] = chunk
-        self._served[index] = 0
-        return chunk
+    def _keep(self, index: int, size: int, deadline_s: float) -> torch.Tensor:
+        if self._kept != index:
+            self._kept = None  # a read that fails leaves a mixture
+            if self._memory.numel() < size:
+                self._memory = torch.empty(size, dtype=torch.uint8)
+            _read(self._chunks[index], self._memory[:size], deadline_s)
+            self._kept = index
+        return self._memory[:size]
 
 
 class RdmaSink:
@@ -180,24 +187,24 @@ class RdmaSink:
 
     device = torch.device("cpu")
 
-    def __init__(self, *, allow_tcp: bool = True, open_deadline_s: float = 60.0) -> None:
+    def __init__(self, *, allow_tcp: bool = True) -> None:
         self.name = f"rdma ({rdma_backend(allow_tcp)})"
-        self._open_deadline_s = open_deadline_s
 
     def pulling(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def open(self, address: RdmaAddress) -> _Remote:
-        return _Remote(address, self._open_deadline_s)
+    def open(self, address: RdmaAddress, deadline_s: float) -> _Remote:
+        return _Remote(address, deadline_s)
 
     def close(self) -> None:
         pass
 
 
-def _bounds(nbytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """(start, stop) of page 0 and of each chunk after it."""
-    edges = [0, *range(min(_PAGE, nbytes), nbytes, chunk_bytes), nbytes]
-    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+def _edges(control_bytes: int, data_bytes: int, chunk_bytes: int) -> list[int]:
+    """Where page 0 and each chunk after it begin, and where the last one ends; no chunk holds both control and data."""
+    stop = control_bytes + data_bytes
+    edges = {0, *range(_PAGE, control_bytes, _CONTROL_CHUNK_BYTES), *range(control_bytes, stop, chunk_bytes), stop}
+    return sorted(edges)
 
 
 def _read(buffer: Any, into: torch.Tensor, deadline_s: float) -> None:

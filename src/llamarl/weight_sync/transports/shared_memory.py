@@ -62,13 +62,19 @@ class _Remote:
     def view(self) -> torch.Tensor:
         return self._data
 
-    def read(self, offset: int, into: torch.Tensor, deadline_s: float) -> None:
+    def read(self, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
         size = into.numel()
         if offset < 0 or offset + size > self._data.numel():
             raise WeightSyncError(
                 f"bytes {offset} to {offset + size} lie outside a buffer of {self._data.numel()} bytes"
             )
         ctypes.memmove(into.data_ptr(), self._data.data_ptr() + offset, size)
+
+    def ready_to_read(self, stop: int) -> int:
+        return stop
+
+    def forget(self) -> None:
+        pass  # every read looks at the source's memory
 
     def check_source(self) -> None:
         if not owner_holds(self._segment.handle):
@@ -88,7 +94,7 @@ class SharedMemorySink:
     def pulling(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def open(self, address: SegmentHandle) -> _Remote:
+    def open(self, address: SegmentHandle, deadline_s: float) -> _Remote:
         try:
             return _Remote(open_segment(address))
         except ChannelError as error:
