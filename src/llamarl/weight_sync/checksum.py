@@ -6,8 +6,9 @@ copied, while they are still in the cache: measured at 3 to 15% of the copy, aga
 Checksums are kept by position, so two blocks that change places are found as well.
 
 XXH3 does not run on a GPU. There ``mix64`` takes its place: each 8-byte word is combined with its position, mixed by a
-bijection of 64-bit integers, and the results are added. One changed word always changes the sum; it is a few elementwise
-operations, bound by memory, and gives the same number on every device.
+bijection of 64-bit integers (splitmix64's: xor with a logical shift of itself, multiply by an odd number, thrice and
+twice), and the results are added. One changed word always changes the sum, because the mixing is a bijection; several
+changed words cancel by chance only. It is a few elementwise operations, bound by memory, and gives the same number on every device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ core's second-level cache in part and in its third-level cache in whole, and the
 
 ChecksumKind = Literal["xxh3", "mix64"]
 
-_ODD = (-7046029254386353131, -4658895280553007687)  # 0x9E3779B97F4A7C15 and 0xBF58476D1CE4E5B9 as signed integers
+# 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as signed integers
+_ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
 def digest(data: bytes | bytearray | memoryview) -> int:
@@ -62,5 +64,11 @@ def mix64(data: torch.Tensor) -> torch.Tensor:
     words = torch.cat([words, (rest << (8 * torch.arange(rest.numel(), device=data.device))).sum().view(1)])
     positions = torch.arange(1, words.numel() + 1, device=data.device) * _ODD[0]
     x = words ^ positions
-    x = (x ^ (x >> 30)) * _ODD[1]  # an arithmetic shift by 30 and xor is still a bijection, as is an odd factor
-    return (x ^ (x >> 27)).sum() + data.numel()
+    x = (x ^ _shifted(x, 30)) * _ODD[1]
+    x = (x ^ _shifted(x, 27)) * _ODD[2]
+    return (x ^ _shifted(x, 31)).sum() + data.numel()
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Logical shift to the right. ``>>`` copies the sign bit: x and ~x would give the same ``x ^ (x >> by)``."""
+    return (x >> by) & ((1 << (64 - by)) - 1)

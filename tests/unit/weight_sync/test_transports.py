@@ -49,18 +49,15 @@ def test_cuda_ipc_says_what_it_lacks() -> None:
 def slow_mix64(data: bytes) -> int:
     """The definition, in Python integers."""
     mask = (1 << 64) - 1
-
-    def signed_shift(x: int, by: int) -> int:
-        return ((x - (1 << 64) if x >> 63 else x) >> by) & mask
-
     whole = len(data) // 8 * 8
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, whole, 8)]
     words.append(int.from_bytes(data[whole:], "little"))
     total = len(data)
     for position, word in enumerate(words, start=1):
         x = word ^ (position * 0x9E3779B97F4A7C15 & mask)
-        x = (x ^ signed_shift(x, 30)) * 0xBF58476D1CE4E5B9 & mask
-        total += x ^ signed_shift(x, 27)
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+        total += x ^ x >> 31
     return total & mask
 
 
@@ -70,6 +67,22 @@ def test_mix64_equals_its_definition(size: int) -> None:
     tensor = torch.tensor(list(data), dtype=torch.uint8)
     assert block_digest(tensor, "mix64") == slow_mix64(data)
     assert block_digest(tensor, "xxh3") == digest(data) == tensor_digest(tensor)
+
+
+@pytest.mark.parametrize("kind", ["xxh3", "mix64"])
+def test_checksum_tells_bytes_from_their_complements(kind: str) -> None:
+    for size in (8, 9, 1 << 12):
+        zeros = torch.zeros(size, dtype=torch.uint8)
+        assert block_digest(zeros, kind) != block_digest(zeros ^ 0xFF, kind)  # type: ignore[arg-type]
+        assert block_digest(zeros ^ 0xFF, "mix64") == slow_mix64(b"\xff" * size)
+    data = torch.tensor(list(random.Random(1).randbytes(96)), dtype=torch.uint8)
+    seen = {block_digest(data, kind)}  # type: ignore[arg-type]
+    for start in range(0, 96, 8):
+        for stop in range(start + 8, 97, 8):
+            turned = data.clone()
+            turned[start:stop] ^= 0xFF
+            seen.add(block_digest(turned, kind))  # type: ignore[arg-type]
+    assert len(seen) == 1 + 12 * 13 // 2
 
 
 @pytest.mark.parametrize("kind", ["xxh3", "mix64"])
