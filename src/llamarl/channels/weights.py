@@ -39,7 +39,7 @@ class WeightsPayload:
     layout: Layout | Mapping[str, HeldShard] | None = None
     """Which boxes all source ranks hold, or this rank's shard of each parameter; None: every rank holds all whole."""
     wire_dtype: torch.dtype | None = None
-    """Floating-point parameters travel in it; None: as they are."""
+    """Floating-point parameters travel in it, quantized codes and their scales excepted; None: all as they are."""
     sink_layout: Layout | None = None
     """What the sinks will ask for, if known: the bytes are then laid out so that each sink reads only its own."""
     released: threading.Event | None = None

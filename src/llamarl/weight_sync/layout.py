@@ -22,6 +22,7 @@ from typing import Protocol
 from llamarl.errors import PlanError
 
 __all__ = [
+    "SCALE_SUFFIX",
     "Box",
     "HeldShard",
     "Layout",
@@ -33,6 +34,7 @@ __all__ = [
     "dtype_bytes",
     "fuse",
     "intersect",
+    "is_scale",
     "layout_of_rank",
     "mesh_layout",
     "replicated_layout",
@@ -45,6 +47,9 @@ __all__ = [
 
 Box = tuple[tuple[int, int], ...]
 """Half-open (start, stop) for each dimension; () is the box of a scalar."""
+
+SCALE_SUFFIX = ".scale"
+"""A matrix that travels as 1-byte codes has its scales in the parameter of its name and this ending (``quantize.py``)."""
 
 _DTYPE_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4,
@@ -233,6 +238,12 @@ def shard_box(box: Box, dim: int, num_parts: int, part: int) -> Box:
     start, stop = box[dim]
     low, high = chunk_bounds(stop - start, num_parts, part)
     return (*box[:dim], (start + low, start + high), *box[dim + 1 :])
+
+
+def is_scale(parameters: Mapping[str, ParameterSpec], name: str) -> bool:
+    """Whether ``name`` holds the scales of a parameter that travels as 1-byte codes."""
+    codes = parameters.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
+    return codes is not None and dtype_bytes(codes.dtype) == 1
 
 
 def whole_box(shape: Sequence[int]) -> Box:

@@ -18,8 +18,19 @@ from typing import Literal
 
 import torch
 
-from llamarl.weight_sync.dtypes import dtype_name
-from llamarl.weight_sync.layout import Box, HeldShard, Layout, ParameterSpec, Piece, layout_of_rank, replicated_layout
+from llamarl.errors import WeightSyncError
+from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
+from llamarl.weight_sync.layout import (
+    SCALE_SUFFIX,
+    Box,
+    HeldShard,
+    Layout,
+    ParameterSpec,
+    Piece,
+    is_scale,
+    layout_of_rank,
+    replicated_layout,
+)
 from llamarl.weight_sync.sink import WeightVersion
 
 __all__ = [
@@ -33,8 +44,6 @@ __all__ = [
 ]
 
 QuantizedKind = Literal["int8", "fp8"]
-SCALE_SUFFIX = ".scale"
-
 _CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
@@ -141,24 +150,33 @@ def load_dequantized(
     Args:
         tensors, layout: As ``WeightVersion.load_into`` takes them, in terms of the float parameters.
 
-    Raises: As ``WeightVersion.load_into``.
+    Raises:
+        WeightSyncError: The codes are of a kind that is not known here, or as ``WeightVersion.load_into``.
+        DeadlineExceeded: It took longer than ``deadline_s`` seconds.
     """
     sent = version.parameters
-    names = {name for name in sent if name + SCALE_SUFFIX in sent}
+    names = {name.removesuffix(SCALE_SUFFIX) for name in sent if is_scale(sent, name)}
     if layout is None:
         specs = {name: ParameterSpec(tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items()}
         layout = replicated_layout(specs, num_sink_ranks)
-    kinds = {dtype_name(dtype): kind for kind, (dtype, _) in _CODES.items()}
+    kinds: dict[str, QuantizedKind] = {dtype_name(dtype): kind for kind, (dtype, _) in _CODES.items()}
+    unknown = sorted(name for name in names if sent[name].dtype not in kinds)
+    if unknown or len({sent[name].dtype for name in names}) > 1:
+        found = ", ".join(sorted({sent[name].dtype for name in names}))
+        raise WeightSyncError(
+            f"version {version.version} brings {len(names)} quantized parameters ({(unknown or sorted(names))[0]}, ...) as "
+            f"{found}; known is one of {', '.join(kinds)} for all: quantize them at the source by quantize_shards"
+        )
     staged: dict[str, torch.Tensor] = dict(tensors)
     codes: list[str] = []
     for piece in layout.pieces[rank]:
         if piece.parameter in names and piece.tensor not in codes:
             shape = tensors[piece.tensor].shape
-            staged[piece.tensor] = torch.empty(shape, dtype=getattr(torch, sent[piece.parameter].dtype))
+            staged[piece.tensor] = torch.empty(shape, dtype=torch_dtype(sent[piece.parameter].dtype))
             staged[piece.tensor + SCALE_SUFFIX] = torch.empty(shape[0], math.ceil(shape[1] / group))
             codes.append(piece.tensor)
     kind = kinds[sent[next(iter(names))].dtype] if names else "int8"
-    wanted = quantized_layout(layout, names, kind=kind, group=group)  # type: ignore[arg-type]
+    wanted = quantized_layout(layout, names, kind=kind, group=group)
     pulled = version.load_into(staged, wanted, deadline_s)
     with torch.no_grad():
         for name in codes:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
-from llamarl.weight_sync.layout import ParameterSpec, Shard, mesh_layout
-from llamarl.weight_sync.quantize import dequantize, load_dequantized, quantize, quantize_shards, quantized_layout
+from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender, WeightVersion
+from llamarl.errors import WeightSyncError
+from llamarl.weight_sync.layout import Layout, ParameterSpec, Shard, mesh_layout
+from llamarl.weight_sync.quantize import (
+    QuantizedKind,
+    dequantize,
+    load_dequantized,
+    quantize,
+    quantize_shards,
+    quantized_layout,
+)
 
 SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
 
@@ -59,6 +69,48 @@ def test_shards_hand_over_as_codes_at_a_quarter_of_the_bytes() -> None:
         assert (
             pulled < 64 * 256 + 2000
         )  # both ranks' codes, scales and norms in one small block each; float32 is 65,536
+
+
+class Edge:
+    """One trainer rank to one generator rank."""
+
+    def __init__(self) -> None:
+        ends = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
+        self.sender, self.receiver = WeightsSender(SPEC, **ends), WeightsReceiver(SPEC, **ends)
+
+    def hand_over(self, tensors: dict[str, torch.Tensor], layout: Layout | None = None, **changes: Any) -> WeightVersion:
+        handle = self.sender.send(0, WeightsPayload(version=1, tensors=tensors, layout=layout, **changes))
+        version = self.receiver.receive((handle,), 5.0)
+        assert version is not None
+        return version
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_wire_dtype_casts_the_rest_and_neither_codes_nor_scales(kind: QuantizedKind) -> None:
+    full = {n: torch.randn(64, c, generator=torch.Generator().manual_seed(c)) for n, c in (("w", 256), ("embed", 8))}
+    tensors, layout = quantize_shards(
+        full, None, rank=0, num_ranks=1, kind=kind, group=64, chosen=lambda name, spec: name == "w"
+    )
+    edge = Edge()
+    version = edge.hand_over(tensors, layout, wire_dtype=torch.bfloat16)
+    dtypes = {name: spec.dtype for name, spec in version.parameters.items()}
+    codes = {"int8": "int8", "fp8": "float8_e4m3fn"}[kind]
+    assert dtypes == {"w": codes, "w.scale": "float32", "embed": "bfloat16"}
+    live = {name: torch.zeros_like(t) for name, t in full.items()}
+    load_dequantized(version, live, group=64)
+    assert torch.equal(live["w"], dequantize(*quantize(full["w"], kind, 64), 64, torch.float32))
+    assert torch.equal(live["embed"], full["embed"].bfloat16().float())
+
+
+def test_codes_of_an_unknown_kind_are_named() -> None:
+    edge, sent = Edge(), {"w": torch.zeros(4, 64, dtype=torch.uint8), "w.scale": torch.ones(4, 1)}
+    with pytest.raises(WeightSyncError, match=r"1 quantized parameters \(w, ...\) as uint8; known .*int8, float8_e4m3fn"):
+        load_dequantized(edge.hand_over(sent), {"w": torch.zeros(4, 64)}, group=64)
+
+
+def test_float8_without_scales_is_no_wire_dtype() -> None:
+    with pytest.raises(WeightSyncError, match="without scales .* quantize the tensors instead"):
+        Edge().hand_over({"a": torch.tensor([1.0, 1000.0])}, wire_dtype=torch.float8_e4m3fn)
 
 
 def test_group_that_straddles_two_ranks_is_refused() -> None:
