@@ -94,13 +94,26 @@ def test_file_of_a_dead_owner_is_removed_by_the_next_one(tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def open_and_mapped() -> list[str]:
+    """Files that this process holds: other processes may use /dev/shm meanwhile."""
+    opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    return [*opened, *mapped]
+
+
+def num_in(folder: str, names: list[str]) -> int:
+    return sum(name.startswith(folder) for name in names)
+
+
 def test_dev_shm_is_not_touched() -> None:
-    before = os.statvfs("/dev/shm").f_bfree
-    names = set(os.listdir("/dev/shm"))
+    before = open_and_mapped()
     segment = Segment(8 << 20)
     segment.bytes[:] = 1
-    assert not os.path.realpath(f"/proc/self/fd/{segment.handle.fd}").startswith("/dev/shm")
-    assert set(os.listdir("/dev/shm")) <= names or os.statvfs("/dev/shm").f_bfree <= before
+    reader = open_segment(segment.handle)
+    after = open_and_mapped()
+    assert num_in("/memfd:llamarl", after) >= num_in("/memfd:llamarl", before) + 2, "the owner's pages, the reader's"
+    assert num_in("/dev/shm", after) <= num_in("/dev/shm", before)
+    reader.close()
     segment.close()
 
 

@@ -97,7 +97,22 @@ def test_failure_in_the_background_is_refused_by_sinks_and_raised_at_the_source(
         sender.send(1, WeightsPayload(version=4, tensors=model()))
 
 
-def test_next_send_waits_for_the_copy_before_it() -> None:
+def test_next_send_waits_for_the_copy_before_it(gate: Gate) -> None:
+    two = replace(SPEC, capacity=2)
+    sender = WeightsSender(two, **ENDS)
+    _, released = announce(sender)
+    second = threading.Thread(target=sender.send, args=(1, WeightsPayload(version=4, tensors=model())), daemon=True)
+    second.start()
+    second.join(0.3)
+    slots = sender._publisher._slots
+    assert second.is_alive() and not released.is_set() and slots[1] is None, "nothing of version 4 was begun"
+    gate.tickets.release(100)
+    second.join(WAIT_S)
+    assert not second.is_alive() and released.is_set()
+    assert slots[1] is not None and [int(s.words[Word.VERSION]) for s in slots if s is not None] == [3, 4]
+
+
+def test_versions_announced_one_after_another_arrive_as_they_were() -> None:
     two = replace(SPEC, capacity=2)
     sender, receiver = WeightsSender(two, **ENDS), WeightsReceiver(two, **ENDS)
     handles = []
