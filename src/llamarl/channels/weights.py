@@ -130,6 +130,9 @@ class WeightsReceiver:
     def receive(self, handles: tuple[Handle, ...], deadline_s: float) -> WeightVersion | None:
         """Open one version.
 
+        Args:
+            deadline_s: Longest time for this, and for pulling the version later on unless that is given another.
+
         Raises:
             WeightSyncError: A source is gone, its slot is stale, or its manifest is torn.
             ChannelError: Some source ranks sent a version and others did not.

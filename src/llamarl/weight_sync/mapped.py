@@ -4,23 +4,29 @@
 
 A sink tensor can be mapped if it is one piece, and that piece is one run of bytes in one source's slot. The catalog lays
 cells out without gaps, so this holds for whole and row-cut parameters of an unsharded source, and for any cut if the
-source knew the sinks' layout. What cannot be mapped is pulled into memory of its own.
+source knew the sinks' layout. What cannot be mapped is pulled into memory of its own, while the version before is still
+held: that part of the weights lies there twice. ``worth_mapping`` says up to which share that is done.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from llamarl.weight_sync.checksum import block_digest
-from llamarl.weight_sync.layout import Box, Piece, box_elements, intersect, span
+from llamarl.weight_sync.layout import Box, Piece, box_elements, dtype_bytes, intersect, span
 from llamarl.weight_sync.manifest import Catalog, Region
 from llamarl.weight_sync.plan import SliceCopy
 from llamarl.weight_sync.remote_slot import Clock, RemoteSlot
 
-__all__ = ["MapPlan", "MappedTensor", "map_slots", "plan_mapping"]
+__all__ = ["MOST_PRIVATE", "MapPlan", "MappedTensor", "map_slots", "plan_mapping", "worth_mapping"]
+
+MOST_PRIVATE = 1 / 8
+"""Most of a rank's weights, by bytes, that a version served in place may copy: by so much, at most, memory grows while a
+version takes the place of the one before."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,25 @@ class MapPlan:
     """What fills the private ones."""
     blocks: tuple[tuple[int, int], ...]
     """(block, source rank) to prove, in the order in which they are written."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes that are views."""
+        return sum(m.stop - m.start for m in self.mapped.values())
+
+    @property
+    def private_bytes(self) -> int:
+        """Bytes that each version allocates anew."""
+        return sum(math.prod(shape) * dtype_bytes(dtype) for shape, dtype in self.private.values())
+
+
+def worth_mapping(plan: MapPlan) -> bool:
+    """Whether a version should be served in place: at most ``MOST_PRIVATE`` of it would be copied anyway.
+
+    A whole model whose source cuts it into rows (fsdp >= 2) has nearly all tensors in several pieces. Mapping it would
+    allocate the model again at each hand-over; loading it into the sink's own tensors allocates nothing.
+    """
+    return plan.private_bytes <= MOST_PRIVATE * (plan.private_bytes + plan.mapped_bytes)
 
 
 def plan_mapping(catalogs: Sequence[Catalog], copies: Sequence[SliceCopy], pieces: Sequence[Piece]) -> MapPlan:

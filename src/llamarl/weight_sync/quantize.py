@@ -143,7 +143,7 @@ def load_dequantized(
     num_sink_ranks: int = 1,
     rank: int = 0,
     group: int,
-    deadline_s: float = 600.0,
+    deadline_s: float | None = None,
 ) -> int:
     """Load a version whose matrices travelled as codes into an engine's float tensors; returns the bytes pulled.
 
@@ -152,7 +152,7 @@ def load_dequantized(
 
     Raises:
         WeightSyncError: The codes are of a kind that is not known here, or as ``WeightVersion.load_into``.
-        DeadlineExceeded: It took longer than ``deadline_s`` seconds.
+        DeadlineExceeded: It took longer than ``deadline_s`` seconds, or, without one, than the channel's deadline.
     """
     sent = version.parameters
     names = {name.removesuffix(SCALE_SUFFIX) for name in sent if is_scale(sent, name)}

@@ -21,7 +21,7 @@ from llamarl.weight_sync.checksum import block_digest
 from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
 from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, intersect, replicated_layout, shift
 from llamarl.weight_sync.manifest import Block, Catalog
-from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping
+from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping, worth_mapping
 from llamarl.weight_sync.plan import SliceCopy, TransferPlan, plan_transfer
 from llamarl.weight_sync.remote_slot import Clock, RemoteSlot, deadline_clock, read_catalog
 from llamarl.weight_sync.slot import SlotHandle
@@ -82,6 +82,9 @@ class Puller:
     def open(self, handles: Sequence[SlotHandle], deadline_s: float) -> WeightVersion:
         """Open every source rank's slot and prove its manifest. Pulls no weights yet.
 
+        Args:
+            deadline_s: Longest time that this takes, and, each for itself, all that is later asked of the version.
+
         Raises:
             WeightSyncError: A source is gone, its slot is stale or half written, or its manifest is not the one promised.
         """
@@ -89,7 +92,7 @@ class Puller:
         if len(versions) != 1:
             raise WeightSyncError(f"{self._name}: source ranks offer different versions {sorted(versions)}")
         clock = deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is opening version {min(versions)}")
-        return WeightVersion(self, [self._open_slot(handle, clock) for handle in handles])
+        return WeightVersion(self, [self._open_slot(handle, clock) for handle in handles], deadline_s)
 
     def close(self) -> None:
         """Unmap what was open. Idempotent."""
@@ -127,13 +130,7 @@ class Puller:
         """Serve from the slots themselves where possible. See ``WeightVersion.map_tensors``."""
         version = slots[0].handle.version
         clock = deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is mapping version {version}")
-        sink = layout if layout is not None else replicated_layout(slots[0].catalog.parameters, self._num_sink_ranks)
-        catalogs = [slot.catalog for slot in slots]
-        key = (tuple(id(catalog) for catalog in catalogs), layout)
-        if self._map_plan is None or self._map_plan[0] != key:
-            copies = self._plan(catalogs, sink).to_sink(self.rank)
-            self._map_plan = (key, plan_mapping(catalogs, copies, sink.pieces[self.rank]))
-        plan = self._map_plan[1]
+        plan = self.map_plan(slots, layout)
         views = map_slots(slots, plan, clock)
         if views is None:
             raise WeightSyncError(
@@ -141,10 +138,20 @@ class Puller:
             )
         private = {name: torch.empty(shape, dtype=torch_dtype(dtype)) for name, (shape, dtype) in plan.private.items()}
         if private:
-            self._pull_all(slots, self._pulls(catalogs, plan.copies, private), clock)
+            self._pull_all(slots, self._pulls([slot.catalog for slot in slots], plan.copies, private), clock)
         for slot in slots:
             slot.finish(clock)
         return views | private
+
+    def map_plan(self, slots: Sequence[RemoteSlot], layout: Layout | None) -> MapPlan:
+        """What could be mapped of these slots and what not; worked out once per layout."""
+        catalogs = [slot.catalog for slot in slots]
+        key = (tuple(id(catalog) for catalog in catalogs), layout)
+        if self._map_plan is None or self._map_plan[0] != key:
+            sink = layout if layout is not None else replicated_layout(catalogs[0].parameters, self._num_sink_ranks)
+            copies = self._plan(catalogs, sink).to_sink(self.rank)
+            self._map_plan = (key, plan_mapping(catalogs, copies, sink.pieces[self.rank]))
+        return self._map_plan[1]
 
     def _open_slot(self, handle: SlotHandle, clock: Clock) -> RemoteSlot:
         who = (
@@ -258,11 +265,16 @@ class Puller:
 
 
 class WeightVersion:
-    """One version of the weights, published and not yet pulled. Valid while its token lies on the edge."""
+    """One version of the weights, published and not yet pulled. Valid while its token lies on the edge.
 
-    def __init__(self, puller: Puller, slots: list[RemoteSlot]) -> None:
+    Args:
+        deadline_s: Of each of its methods that is given none: the one within which the channel had to open it.
+    """
+
+    def __init__(self, puller: Puller, slots: list[RemoteSlot], deadline_s: float) -> None:
         self._puller = puller
         self._slots = slots
+        self._deadline_s = deadline_s
 
     @property
     def version(self) -> int:
@@ -275,7 +287,7 @@ class WeightVersion:
         return self._slots[0].catalog.parameters
 
     def load_into(
-        self, tensors: Mapping[str, torch.Tensor], layout: Layout | None = None, deadline_s: float = 600.0
+        self, tensors: Mapping[str, torch.Tensor], layout: Layout | None = None, deadline_s: float | None = None
     ) -> int:
         """Pull exactly the slices this rank holds, straight from every source rank, into its live tensors.
 
@@ -285,6 +297,7 @@ class WeightVersion:
         Args:
             tensors: This sink rank's tensors by name; written in place, cast where their dtype differs.
             layout: All sink ranks' pieces; None: every sink rank holds every tensor whole, under the source's names.
+            deadline_s: Longest time that it takes; None: the channel's.
 
         Returns:
             Bytes pulled.
@@ -295,9 +308,9 @@ class WeightVersion:
             DeadlineExceeded: It took longer than ``deadline_s`` seconds.
         """
         with torch.no_grad():
-            return self._puller.pull(self._slots, tensors, layout, deadline_s)
+            return self._puller.pull(self._slots, tensors, layout, self._limit(deadline_s))
 
-    def map_tensors(self, layout: Layout | None = None, deadline_s: float = 600.0) -> dict[str, torch.Tensor]:
+    def map_tensors(self, layout: Layout | None = None, deadline_s: float | None = None) -> dict[str, torch.Tensor]:
         """This rank's tensors without a copy: read-only views of the slots, each byte checked against the manifest.
 
         Only on one host (``can_map``), in the dtype in which they travel; a tensor that is put together from several
@@ -306,31 +319,43 @@ class WeightVersion:
 
         Raises: As ``load_into``.
         """
-        return self._puller.map(self._slots, layout, deadline_s)
+        return self._puller.map(self._slots, layout, self._limit(deadline_s))
 
     @property
     def can_map(self) -> bool:
         """Whether ``map_tensors`` works here: every source's memory is mapped in this process."""
         return all(slot.view() is not None for slot in self._slots)
 
-    def check_current(self, deadline_s: float = 60.0) -> None:
+    def worth_mapping(self, layout: Layout | None = None) -> bool:
+        """Whether ``map_tensors`` works here and would copy little: see ``llamarl.weight_sync.mapped.worth_mapping``.
+
+        Raises:
+            WeightSyncError: The two sides' parameters do not fit.
+        """
+        return self.can_map and worth_mapping(self._puller.map_plan(self._slots, layout))
+
+    def check_current(self, deadline_s: float | None = None) -> None:
         """Prove that no slot was written again since this version was opened; asked after serving from its views.
 
         Raises:
             WeightSyncError: One was: what was computed from the views since then is of no version.
         """
-        clock = deadline_clock(deadline_s, f"sink rank {self._puller.rank} is checking version {self.version}")
+        who = f"sink rank {self._puller.rank} is checking version {self.version}"
+        clock = deadline_clock(self._limit(deadline_s), who)
         for slot in self._slots:
             slot.check_current(clock)
 
-    def read_all(self, deadline_s: float = 600.0) -> dict[str, torch.Tensor]:
+    def read_all(self, deadline_s: float | None = None) -> dict[str, torch.Tensor]:
         """Every parameter whole, proved, in the dtype it travels in: for checkpoints of what lies on the edge."""
         full = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in self.parameters.items()}
         with torch.no_grad():
             self._puller.pull(
-                self._slots, full, None, deadline_s, keep_plan=False
+                self._slots, full, None, self._limit(deadline_s), keep_plan=False
             )  # the plan would keep ``full`` alive
         return full
+
+    def _limit(self, deadline_s: float | None) -> float:
+        return self._deadline_s if deadline_s is None else deadline_s
 
 
 def _direct(block: Block, placements: Sequence[_Placement], device: torch.device) -> torch.Tensor | None:

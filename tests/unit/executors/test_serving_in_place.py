@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSen
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
-from llamarl.errors import WeightSyncError
+from llamarl.errors import DeadlineExceeded, WeightSyncError
 from llamarl.executors.hand_over import serve
+from llamarl.weight_sync.layout import ParameterSpec, Shard, mesh_layout
+from llamarl.weight_sync.slot import SlotState, Word
 
 SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
 ENDS = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
@@ -38,6 +41,8 @@ def sampled(by: NativeEngine) -> tuple[list[int], list[float]]:
 
 
 class Edge:
+    """One trainer rank to one generator rank."""
+
     def __init__(self) -> None:
         self.sender, self.receiver = WeightsSender(SPEC, **ENDS), WeightsReceiver(SPEC, **ENDS)
 
@@ -66,6 +71,50 @@ def test_serving_in_place_gives_the_bits_of_serving_a_copy(quantization: str) ->
         expected = sampled(copying)
         assert sampled(in_place) == expected and expected != initial
         served.check()
+
+
+class ShardedEdge:
+    """A trainer of two FSDP ranks to one generator rank that holds the whole model."""
+
+    def __init__(self) -> None:
+        ends = {"num_source_ranks": 2, "num_sink_ranks": 1}
+        self.senders = [WeightsSender(SPEC, rank=rank, **ends) for rank in range(2)]
+        self.receiver = WeightsReceiver(SPEC, rank=0, **ends)
+
+    def hand_over(self, version: int, tensors: dict[str, torch.Tensor]) -> Any:
+        specs = {name: ParameterSpec(tuple(t.shape), "float32") for name, t in tensors.items()}
+        layout = mesh_layout(specs, {"fsdp": 2}, {name: [Shard("fsdp", 0)] for name in specs})
+        handles = []
+        for rank, sender in enumerate(self.senders):
+            held = {p.tensor: tensors[p.parameter][slice(*p.box[0])].clone() for p in layout.pieces[rank]}
+            handles.append(sender.send(version, WeightsPayload(version=version, tensors=held, layout=layout)))
+        return self.receiver.receive(tuple(handles), 60.0)
+
+
+def test_weights_cut_over_ranks_go_into_the_engines_own_parameters_without_new_memory() -> None:
+    edge, of = ShardedEdge(), engine()
+    where = {name: t.data_ptr() for name, t in of.parameters_for_sync().items()}
+    for version in (1, 2):
+        sent = weights(of, version)
+        assert serve(edge.hand_over(version, sent), of).in_place is None
+        live = of.parameters_for_sync()
+        assert {name: t.data_ptr() for name, t in live.items()} == where
+        assert all(torch.equal(live[name], tensor) for name, tensor in sent.items())
+
+
+@pytest.mark.parametrize("use", ["in place", "loaded"])
+def test_serving_ends_within_the_channels_pull_deadline(use: str) -> None:
+    edge, of = Edge(), engine()
+    sent = weights(of, 1)
+    dtype = None if use == "in place" else torch.bfloat16
+    handle = edge.sender.send(1, WeightsPayload(version=1, tensors=sent, wire_dtype=dtype))
+    slot = edge.sender._publisher._slots[0]
+    assert slot is not None
+    version = edge.receiver.receive((dataclasses.replace(handle, manifest_checksum=None),), 0.2)
+    slot.words[Word.STATE], slot.words[Word.PROGRESS] = SlotState.WRITING, 0  # the source has stopped in the middle
+    version._slots[0]._known = 0
+    with pytest.raises(DeadlineExceeded, match=r"limit 0\.2 s"):
+        serve(version, of)
 
 
 def test_engine_reads_the_slot_itself() -> None:

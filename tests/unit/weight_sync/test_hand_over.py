@@ -14,6 +14,7 @@ from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSen
 from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
 from llamarl.weight_sync.checksum import BLOCK_BYTES
 from llamarl.weight_sync.layout import ParameterSpec, Shard, fuse, mesh_layout
+from llamarl.weight_sync.mapped import MappedTensor, MapPlan, worth_mapping
 from llamarl.weight_sync.slot import PAGE, SlotState, Word
 
 
@@ -327,6 +328,32 @@ def test_mapping_serves_row_cuts_in_place_and_puts_columns_together() -> None:
             expected_now = {n: torch.equal(got[n], full[n].chunk(2, dim=int(n == "down"))[rank]) for n in got}
             assert expected_now == {n: not in_place for n, in_place in expected.items()}
             slot ^= 0x40
+
+
+@pytest.mark.parametrize(
+    ("private", "mapped", "expected"), [(0, 16, True), (2, 14, True), (3, 13, False), (16, 0, False), (0, 0, True)]
+)
+def test_serving_in_place_is_worth_it_while_an_eighth_at_most_is_copied(
+    private: int, mapped: int, expected: bool
+) -> None:
+    """Sizes in units of 256 bytes."""
+    plan = MapPlan(
+        mapped={"m": MappedTensor(0, 64, 64 + 256 * mapped, (64 * mapped,), "float32")},
+        private={"p": ((2, 64 * private), "bfloat16")},
+        copies=(),
+        blocks=(),
+    )
+    assert (plan.private_bytes, plan.mapped_bytes) == (256 * private, 256 * mapped)
+    assert worth_mapping(plan) is expected
+
+
+def test_what_rows_over_two_ranks_and_a_whole_source_cost_to_map() -> None:
+    specs = {"w": ParameterSpec((8, 4), "float32")}
+    cut = mesh_layout(specs, {"fsdp": 2}, {"w": [Shard("fsdp", 0)]})
+    senders, (receiver,) = ends(sources=2)
+    for layout, tensor, expected in ((cut, torch.ones(4, 4), False), (None, torch.ones(8, 4), True)):
+        handles = [s.send(0, WeightsPayload(version=1, tensors={"w": tensor}, layout=layout)) for s in senders]
+        assert receiver.receive(tuple(handles), 5.0).worth_mapping() is expected
 
 
 @dataclass(frozen=True)
