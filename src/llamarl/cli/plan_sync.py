@@ -89,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = _recipe(args.model)
     name, config = find_config(recipe.model.path if recipe is not None else args.model)
-    trainer = parse_layout("trainer", args.trainer) if args.trainer else {}
-    generator = parse_layout("generator", args.generator) if args.generator else {}
+    trainer = parse_layout("trainer", args.trainer) if args.trainer is not None else {}
+    generator = parse_layout("generator", args.generator) if args.generator is not None else {}
     staleness = 1
     dtype = "bfloat16"
     if recipe is not None:
@@ -109,8 +109,10 @@ def run(args: argparse.Namespace) -> int:
         generator_tp=generator.get("tp", 1),
         generator_replicas=generator.get("replicas", 1),
         versions=staleness + 1,
-        dtype=_one_of("--dtype", args.dtype, _DTYPES) if args.dtype else dtype,
-        quantization=_one_of("--quantization", args.quantization or "none", {q: q for q in _QUANTIZATIONS}),
+        dtype=_one_of("--dtype", args.dtype, _DTYPES) if args.dtype is not None else dtype,
+        quantization="none"
+        if args.quantization is None
+        else _one_of("--quantization", args.quantization, {q: q for q in _QUANTIZATIONS}),
         group=args.group,
     )
     parameters = model_parameters(config, dtype=question.dtype, cut_vocabulary=args.cut_vocabulary)
@@ -170,12 +172,12 @@ def _link(args: argparse.Namespace, question: Any) -> Link | None:
     from llamarl.weight_sync.forecast import Link
 
     if args.link_gb_per_s is not None:
-        if args.hardware:
+        if args.hardware is not None:
             raise PlanError("give --hardware or --link-gb-per-s, not both")
         if not 0 < args.link_gb_per_s < math.inf:
             raise PlanError(f"--link-gb-per-s must be above 0, got {args.link_gb_per_s}")
         return Link(bytes_per_s=args.link_gb_per_s * 1e9, latency_s=0.0, origin="--link-gb-per-s")
-    if not args.hardware:
+    if args.hardware is None:
         return None
     from llamarl.planner.hardware import find_hardware
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llamarl.errors import PlanError
-from llamarl.weight_sync.layout import ParameterSpec
-from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
+from llamarl.weight_sync.layout import SCALE_SUFFIX, ParameterSpec
+from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, name_pattern, tp_placements
 from llamarl.weight_sync.report import (
     LinkReport,
     MeshSide,
@@ -23,7 +23,15 @@ from llamarl.weight_sync.report import (
     report_transfer,
 )
 
-__all__ = ["Link", "SyncForecast", "SyncQuestion", "forecast_sync", "quantized_parameters"]
+__all__ = ["MAX_RANKS", "Link", "SyncForecast", "SyncQuestion", "WholeParameters", "forecast_sync", "quantized_parameters"]
+
+MAX_RANKS = 1 << 16
+"""Of one side, that are counted: a moment's work, and more than any cluster has."""
+
+
+_SHOWN_SHARE = 0.01
+"""Kinds of uncut parameters that are named hold at least this share of their bytes."""
+_UNKNOWN = "not cut"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +64,28 @@ class SyncQuestion:
         for name in ("trainer_fsdp", "trainer_tp", "generator_tp", "generator_replicas", "versions", "group"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for side, first, second in (
+            ("trainer", "trainer_fsdp", "trainer_tp"), ("generator", "generator_tp", "generator_replicas"),
+        ):  # fmt: skip
+            ranks = getattr(self, first) * getattr(self, second)
+            if ranks > MAX_RANKS:
+                raise PlanError(
+                    f"the {side} has {first.removeprefix(side + '_')} {getattr(self, first):,} x "
+                    f"{second.removeprefix(side + '_')} {getattr(self, second):,} = {ranks:,} ranks; at most "
+                    f"{MAX_RANKS:,} are counted"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeParameters:
+    """Parameters of one kind that tensor parallelism does not cut."""
+
+    name: str
+    """With ``*`` for the numbers of layers and experts."""
+    count: int
+    nbytes: int
+    """Of all of them."""
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +96,8 @@ class SyncForecast:
     num_parameters: int
     uncut_bytes: int
     """Of parameters that the generator's tensor parallelism does not cut: each of its ranks receives them whole."""
+    whole: tuple[WholeParameters, ...]
+    """These parameters by kind, largest first, with the reason."""
     report: SyncReport
     links: LinkReport
     link: Link | None
@@ -100,6 +132,11 @@ class SyncForecast:
                 f"  not cut by tp   {format_bytes(self.uncut_bytes)} ({share:.1%} of the model): every generator rank "
                 "receives it whole"
             )
+            shown = [kind for kind in self.whole if kind.nbytes >= _SHOWN_SHARE * self.uncut_bytes]
+            lines += [f"    {format_bytes(k.nbytes):<12}  {k.name} ({k.reason})" for k in shown]
+            rest = self.uncut_bytes - sum(kind.nbytes for kind in shown)
+            if rest:
+                lines.append(f"    {format_bytes(rest):<12}  {_count(len(self.whole) - len(shown), 'smaller kind')}")
         if self.link is not None and self.least_s is not None:
             busiest = max(r.sent_bytes.max(), r.received_bytes.max())
             lines.append(
@@ -121,6 +158,7 @@ class SyncForecast:
             "num_parameters": self.num_parameters,
             "model_bytes": r.model_bytes,
             "uncut_bytes": self.uncut_bytes,
+            "whole": [asdict(kind) for kind in self.whole],
             "trainer_ranks": len(r.sent_bytes),
             "generator_ranks": len(r.received_bytes),
             "sent_bytes_per_rank": {"mean": float(r.sent_bytes.mean()), "max": float(r.sent_bytes.max())},
@@ -138,11 +176,14 @@ def forecast_sync(parameters: ModelParameters, question: SyncQuestion, link: Lin
     """Answer ``question`` for a model's parameters.
 
     Raises:
-        PlanError: A size is below 1, or a group of quantized columns would straddle two ranks.
+        PlanError: A tensor-parallel size does not fit the model, or a group of quantized columns would straddle two ranks.
     """
+    _check_tensor_parallel(parameters, question)
     count = parameters.num_elements
     if question.quantization != "none":
         parameters = quantized_parameters(parameters, question)
+    whole = _whole(parameters)
+    parameters = parameters.unpacked()
     source = MeshSide(
         mesh={"fsdp": question.trainer_fsdp, "tp": question.trainer_tp}, placements=fsdp_tp_placements(parameters)
     )
@@ -157,7 +198,8 @@ def forecast_sync(parameters: ModelParameters, question: SyncQuestion, link: Lin
     return SyncForecast(
         question=question,
         num_parameters=count,
-        uncut_bytes=sum(spec.nbytes for name, spec in parameters.items() if name not in parameters.tp_dims),
+        uncut_bytes=sum(kind.nbytes for kind in whole),
+        whole=whole,
         report=report,
         links=report_links(parameters, source, sink),
         link=link,
@@ -166,7 +208,7 @@ def forecast_sync(parameters: ModelParameters, question: SyncQuestion, link: Lin
 
 
 def quantized_parameters(parameters: ModelParameters, question: SyncQuestion) -> ModelParameters:
-    """Matrices of the layers as 1-byte codes with float32 scales; embeddings and output layer stay as they are.
+    """Matrices of the layers, experts included, as 1-byte codes with float32 scales; embeddings and output layer stay.
 
     Raises:
         PlanError: Tensor parallelism of either side cuts a group of columns in two.
@@ -174,22 +216,54 @@ def quantized_parameters(parameters: ModelParameters, question: SyncQuestion) ->
     codes = {"int8": "int8", "fp8": "float8_e4m3fn"}[question.quantization]
     specs: dict[str, ParameterSpec] = {}
     tp_dims: dict[str, int] = dict(parameters.tp_dims)
+    packed, whole = set(parameters.packed), dict(parameters.whole)
     for name, spec in parameters.items():
         specs[name] = spec
-        if len(spec.shape) != 2 or ".layers." not in name:
+        if len(spec.shape) < 2 or ".layers." not in name:
             continue
-        rows, columns = spec.shape
-        tp = max(question.trainer_tp, question.generator_tp) if parameters.tp_dims.get(name) == 1 else 1
-        if tp > 1 and columns % (tp * question.group):
+        columns, last = spec.shape[-1], len(spec.shape) - 1
+        tp = max(question.trainer_tp, question.generator_tp) if tp_dims.get(name) == last else 1
+        parts = 2 if name in packed and tp_dims[name] == last else 1
+        if tp > 1 and columns % (parts * tp * question.group):
             raise PlanError(
-                f"{name}: {columns} columns over tp {tp} leave {columns / tp:g} a rank, which cuts a group of "
-                f"{question.group} columns that share a scale: choose a group that divides {columns // tp}"
+                f"{name}: {columns // parts} columns over tp {tp} leave {columns / parts / tp:g} a rank, which cuts a group "
+                f"of {question.group} columns that share a scale: choose a group that divides {columns // parts // tp}"
             )
         specs[name] = replace(spec, dtype=codes)
-        specs[f"{name}.scale"] = ParameterSpec((rows, math.ceil(columns / question.group)), "float32")
+        scale = f"{name}{SCALE_SUFFIX}"
+        specs[scale] = ParameterSpec((*spec.shape[:-1], math.ceil(columns / question.group)), "float32")
         if name in tp_dims:
-            tp_dims[f"{name}.scale"] = tp_dims[name]
-    return ModelParameters(specs, tp_dims)
+            tp_dims[scale] = tp_dims[name]
+        else:
+            whole[scale] = whole.get(name, _UNKNOWN)
+        packed |= {scale} if name in packed else set()
+    return ModelParameters(specs, tp_dims, packed=packed, whole=whole, tp_sizes=parameters.tp_sizes)
+
+
+def _check_tensor_parallel(parameters: ModelParameters, question: SyncQuestion) -> None:
+    sizes = parameters.tp_sizes
+    for side, tp in (("trainer", question.trainer_tp), ("generator", question.generator_tp)):
+        if sizes is None or tp in sizes:
+            continue
+        if sizes == (1,):
+            raise PlanError(
+                f"--{side} tp={tp}: {question.model} has no tensor-parallel plan in transformers, or a single head; the size "
+                f"that fits: 1. Raise {'fsdp' if side == 'trainer' else 'replicas'} instead"
+            )
+        raise PlanError(
+            f"--{side} tp={tp} cuts an attention head of {question.model} in two; sizes that fit: "
+            f"{', '.join(map(str, sizes))}"
+        )
+
+
+def _whole(parameters: ModelParameters) -> tuple[WholeParameters, ...]:
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for name, spec in parameters.items():
+        if name not in parameters.tp_dims:
+            key = (name_pattern(name), parameters.whole.get(name, _UNKNOWN))
+            kinds.setdefault(key, []).append(spec.nbytes)
+    found = [WholeParameters(name=n, count=len(b), nbytes=sum(b), reason=reason) for (n, reason), b in kinds.items()]
+    return tuple(sorted(found, key=lambda kind: (-kind.nbytes, kind.name)))
 
 
 def _row(label: str, mean: float, most: float) -> str:

@@ -6,7 +6,7 @@ Nothing is downloaded or allocated: the decoder is built on PyTorch's meta devic
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,43 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from llamarl.errors import ModelError
 from llamarl.weight_sync.layout import ParameterSpec, Shard
 
-__all__ = ["ModelParameters", "fsdp_tp_placements", "model_parameters", "tp_placements"]
+__all__ = ["ModelParameters", "fsdp_tp_placements", "model_parameters", "name_pattern", "tp_placements"]
 
-_DIM_OF_STYLE = {"colwise": 0, "rowwise": 1}
+# Styles of transformers' plans, by what they do to a parameter.
+_COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
+_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
+_REPLICATED = ("replicate", "replicated_with_grad_allreduce")
 
 
 class ModelParameters(dict[str, ParameterSpec]):
-    """Parameter name -> spec, tied ones once, with the dimension that tensor parallelism cuts."""
+    """Parameter name -> spec, tied ones once, with what tensor parallelism makes of each.
 
-    def __init__(self, specs: Mapping[str, ParameterSpec], tp_dims: Mapping[str, int]) -> None:
+    Attributes:
+        tp_dims: The dimension it cuts, of those that it cuts.
+        packed: Of these, the ones that hold two matrices one after the other along that dimension (gate and up), each cut
+            for itself.
+        whole: Why each of the others is whole on every rank.
+        tp_sizes: The sizes that fit the model, ascending; None: not known.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, ParameterSpec],
+        tp_dims: Mapping[str, int],
+        *,
+        packed: Collection[str] = (),
+        whole: Mapping[str, str] | None = None,
+        tp_sizes: Sequence[int] | None = None,
+    ) -> None:
         super().__init__(specs)
         self.tp_dims = dict(tp_dims)
+        self.packed = frozenset(packed)
+        self.whole = dict(whole or {})
+        self.tp_sizes = None if tp_sizes is None else tuple(tp_sizes)
+
+    def with_specs(self, specs: Mapping[str, ParameterSpec], tp_dims: Mapping[str, int]) -> ModelParameters:
+        """The same model with other parameters: none of them packed."""
+        return ModelParameters(specs, tp_dims, whole=self.whole, tp_sizes=self.tp_sizes)
 
     @property
     def num_elements(self) -> int:
@@ -41,7 +67,22 @@ class ModelParameters(dict[str, ParameterSpec]):
 
     def in_dtype(self, dtype: str) -> ModelParameters:
         """The same parameters in another dtype."""
-        return ModelParameters({name: replace(spec, dtype=dtype) for name, spec in self.items()}, self.tp_dims)
+        specs = {name: replace(spec, dtype=dtype) for name, spec in self.items()}
+        return ModelParameters(specs, self.tp_dims, packed=self.packed, whole=self.whole, tp_sizes=self.tp_sizes)
+
+    def unpacked(self) -> ModelParameters:
+        """Each packed parameter as its two halves (``name[0]``, ``name[1]``): boxes then say where its bytes lie."""
+        specs: dict[str, ParameterSpec] = {}
+        tp_dims: dict[str, int] = {}
+        for name, spec in self.items():
+            dim = self.tp_dims.get(name)
+            halves = [name]
+            if dim is not None and name in self.packed:
+                halves = [f"{name}[0]", f"{name}[1]"]
+                spec = replace(spec, shape=(*spec.shape[:dim], spec.shape[dim] // 2, *spec.shape[dim + 1 :]))
+            specs |= {half: spec for half in halves}
+            tp_dims |= {half: dim for half in halves if dim is not None}
+        return self.with_specs(specs, tp_dims)
 
 
 def model_parameters(
@@ -54,30 +95,68 @@ def model_parameters(
             own plans do not.
 
     Raises:
-        ModelError: The file is missing, or of an architecture that transformers does not know.
+        ModelError: The file is missing, does not describe a model, or one of an architecture that transformers does not
+            know.
     """
     try:
         described = _described(config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(described)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # whatever the architecture's own code makes of values that make no sense
         where = "this object" if isinstance(config, Mapping) else f"{config}: config.json"
-        raise ModelError(f"{where} is not usable as a model's config: {error}") from error
+        cause = " ".join(str(error).split())
+        raise ModelError(f"{where} is not usable as a model's config: {type(error).__name__}: {cause}") from error
     base = model.base_model
     plan = getattr(base.config, "base_model_tp_plan", None) or {}
     prefix = f"{model.base_model_prefix}."
     specs: dict[str, ParameterSpec] = {}
     tp_dims: dict[str, int] = {}
+    packed: set[str] = set()
+    whole: dict[str, str] = {}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    vocabulary = [layer.weight for layer in ends if layer is not None]
     for name, parameter in model.named_parameters():
         specs[name] = ParameterSpec(tuple(parameter.shape), dtype)
-        module = re.sub(r"\.\d+\.", ".*.", name.removeprefix(prefix).rpartition(".")[0])
-        dim = _DIM_OF_STYLE.get(plan.get(module, ""))
-        if dim is not None and dim < parameter.ndim:
+        path = name_pattern(name.removeprefix(prefix))
+        style = plan.get(path) or plan.get(path.rpartition(".")[0])  # experts are parameters without a module of their own
+        if cut_vocabulary and any(parameter is weight for weight in vocabulary):  # the models' plans leave them whole
+            tp_dims[name] = 0
+        elif (dim := _cut_dim(style, parameter.ndim)) is not None:
             tp_dims[name] = dim
-    if cut_vocabulary:
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            tp_dims |= {name: 0 for name, p in model.named_parameters() if layer is not None and p is layer.weight}
-    return ModelParameters(specs, tp_dims)
+            if str(style).startswith("packed_") and parameter.shape[dim] % 2 == 0:
+                packed.add(name)
+        elif style is None:
+            whole[name] = "not in the model's tensor-parallel plan"
+        elif style in _REPLICATED or style in _ROWS:  # the second: biases, which are added once
+            whole[name] = "whole by the model's tensor-parallel plan"
+        else:
+            whole[name] = f"its style {style!r} cuts no parameter that is known here"
+    return ModelParameters(
+        specs, tp_dims, packed=packed, whole=whole, tp_sizes=_tp_sizes(base.config) if plan else (1,)
+    )
+
+
+def name_pattern(name: str) -> str:
+    """``model.layers.3.mlp.experts.7.up_proj.weight`` -> ``model.layers.*.mlp.experts.*.up_proj.weight``."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def _cut_dim(style: str | None, ndim: int) -> int | None:
+    """The dimension that a style cuts: outputs are the last but one of a weight [..., out, in], and a bias's only one."""
+    if style in _COLUMNS:
+        return max(0, ndim - 2)
+    return ndim - 1 if style in _ROWS and ndim >= 2 else None
+
+
+def _tp_sizes(config: PretrainedConfig) -> list[int] | None:
+    """Sizes that divide the attention heads, and divide the key-value heads or are a multiple of them."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads < 1:
+        return None
+    kv = getattr(config, "num_key_value_heads", None) or heads
+    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
 
 
 def _described(config: str | Path | Mapping[str, Any]) -> PretrainedConfig:

@@ -48,26 +48,26 @@ _CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
 def quantize(weight: torch.Tensor, kind: QuantizedKind, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [rows, columns] and float32 scales [rows, ceil(columns / group)] of a matrix.
+    """Codes [..., rows, columns] and float32 scales [..., rows, ceil(columns / group)] of one or more matrices.
 
     A group of zeros has scale 0 and codes 0. The last group of a row may be shorter.
     """
-    rows, columns = weight.shape
+    *rows, columns = weight.shape
     dtype, largest = _CODES[kind]
-    padded = torch.nn.functional.pad(weight.float(), (0, -columns % group)).view(rows, -1, group)
-    scale = padded.abs().amax(dim=2) / largest
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % group)).view(*rows, -1, group)
+    scale = padded.abs().amax(dim=-1) / largest
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
-    codes = padded * inverse[:, :, None]
+    codes = padded * inverse[..., None]
     if kind == "int8":
         codes = codes.round_()
     codes = codes.clamp_(-largest, largest).to(dtype)
-    return codes.view(rows, -1)[:, :columns].contiguous(), scale
+    return codes.view(*rows, -1)[..., :columns].contiguous(), scale
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix that ``codes`` and ``scale`` stand for, [rows, columns]."""
-    columns = codes.shape[1]
-    return (codes.float() * scale.repeat_interleave(group, dim=1)[:, :columns]).to(dtype)
+    """The matrices that ``codes`` and ``scale`` stand for, [..., rows, columns]."""
+    columns = codes.shape[-1]
+    return (codes.float() * scale.repeat_interleave(group, dim=-1)[..., :columns]).to(dtype)
 
 
 def quantize_shards(
@@ -84,7 +84,7 @@ def quantize_shards(
 
     Args:
         layout: As in the payload.
-        chosen: Which parameters to quantize; only matrices are asked about.
+        chosen: Which parameters to quantize; only matrices, and stacks of them (experts), are asked about.
 
     Raises:
         ValueError: A rank's shard begins or ends inside a group, or shares its local tensor with another parameter.
@@ -96,7 +96,7 @@ def quantize_shards(
         full = layout
     else:
         full = layout_of_rank(layout, rank, num_ranks)
-    names = {n for n, spec in full.parameters.items() if len(spec.shape) == 2 and chosen(n, spec)}
+    names = {n for n, spec in full.parameters.items() if len(spec.shape) >= 2 and chosen(n, spec)}
     result = quantized_layout(full, names, kind=kind, group=group)
     made = dict(tensors)
     for piece in full.pieces[rank]:
@@ -120,16 +120,16 @@ def quantized_layout(layout: Layout, names: set[str], *, kind: QuantizedKind, gr
         parameters[name] = spec
         if name in names:
             parameters[name] = ParameterSpec(spec.shape, dtype_name(_CODES[kind][0]))
-            scales = (spec.shape[0], math.ceil(spec.shape[1] / group))
+            scales = (*spec.shape[:-1], math.ceil(spec.shape[-1] / group))
             parameters[name + SCALE_SUFFIX] = ParameterSpec(scales, "float32")
     ranks = []
     for pieces in layout.pieces:
         kept = list(pieces)
         for piece in pieces:
             if piece.parameter in names:
-                width = layout.parameters[piece.parameter].shape[1]
+                width = layout.parameters[piece.parameter].shape[-1]
                 box = _scale_box(piece, width, group)
-                origin = (piece.origin[0], piece.origin[1] // group)
+                origin = (*piece.origin[:-1], piece.origin[-1] // group)
                 kept.append(Piece(piece.parameter + SCALE_SUFFIX, box, piece.tensor + SCALE_SUFFIX, origin))
         ranks.append(tuple(kept))
     return Layout(parameters, tuple(ranks))
@@ -173,7 +173,7 @@ def load_dequantized(
         if piece.parameter in names and piece.tensor not in codes:
             shape = tensors[piece.tensor].shape
             staged[piece.tensor] = torch.empty(shape, dtype=torch_dtype(sent[piece.parameter].dtype))
-            staged[piece.tensor + SCALE_SUFFIX] = torch.empty(shape[0], math.ceil(shape[1] / group))
+            staged[piece.tensor + SCALE_SUFFIX] = torch.empty(*shape[:-1], math.ceil(shape[-1] / group))
             codes.append(piece.tensor)
     kind = kinds[sent[next(iter(names))].dtype] if names else "int8"
     wanted = quantized_layout(layout, names, kind=kind, group=group)
@@ -186,10 +186,10 @@ def load_dequantized(
 
 
 def _scale_box(piece: Piece, width: int, group: int) -> Box:
-    rows, (start, stop) = piece.box
-    if start % group or (stop % group and stop != width) or piece.origin[1] % group:
+    *rows, (start, stop) = piece.box
+    if start % group or (stop % group and stop != width) or piece.origin[-1] % group:
         raise ValueError(
             f"{piece.parameter!r}: a rank holds columns {start} to {stop} of {width}, which cuts a group of {group} columns; "
             f"choose a group size that divides both"
         )
-    return rows, (start // group, math.ceil(stop / group))
+    return *rows, (start // group, math.ceil(stop / group))

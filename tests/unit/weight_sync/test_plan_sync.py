@@ -10,10 +10,10 @@ import pytest
 
 from llamarl.cli import main
 from llamarl.cli import plan_sync as verb
-from llamarl.errors import PlanError
-from llamarl.weight_sync.forecast import SyncQuestion, forecast_sync
+from llamarl.errors import LlamaRLError, PlanError
+from llamarl.weight_sync.forecast import SyncQuestion, forecast_sync, quantized_parameters
 from llamarl.weight_sync.layout import ParameterSpec, Shard, mesh_layout
-from llamarl.weight_sync.model_layouts import ModelParameters
+from llamarl.weight_sync.model_layouts import ModelParameters, model_parameters
 from llamarl.weight_sync.plan import plan_transfer
 from llamarl.weight_sync.report import MeshSide, report_links
 
@@ -120,14 +120,115 @@ def test_replicated_sources_share_a_link_evenly() -> None:
         ("Llama-3.1-8B --link-gb-per-s -1", "--link-gb-per-s must be above 0"),
         ("Llama-3.1-8B --link-gb-per-s 5 --hardware h100", "not both"),
         ("Llama-3.1-8B --max-staleness -1", "--max-staleness must be >= 0"),
+        ("Llama-3.1-8B --trainer fsdp=100000", "fsdp 100,000 x tp 1 = 100,000 ranks; at most 65,536"),
+        ("Llama-3.1-8B --generator tp=8,replicas=9000", "tp 8 x replicas 9,000 = 72,000 ranks; at most 65,536"),
     ],
 )
 def test_nonsense_is_refused_by_name(line: str, message: str) -> None:
-    from llamarl.errors import LlamaRLError
-
     with pytest.raises(LlamaRLError, match=message) as caught:
         plan_sync(line)
     assert caught.value.exit_code == 2
+
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 12,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 6,
+    "num_experts_per_tok": 2, "vocab_size": 40, "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 12,
+    "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+    "vocab_size": 40, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_experts_of_qwen3_moe_are_cut_as_its_plan_says() -> None:
+    parameters = model_parameters(QWEN3_MOE)
+    gate_up, down = (f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
+    assert parameters[gate_up].shape == (6, 24, 16) and parameters[down].shape == (6, 16, 12)
+    assert (parameters.tp_dims[gate_up], parameters.tp_dims[down]) == (1, 2)
+    assert parameters.packed == {f"model.layers.{i}.mlp.experts.gate_up_proj" for i in range(2)}
+    answer = forecast_sync(
+        parameters, SyncQuestion(model="m", trainer_fsdp=2, trainer_tp=1, generator_tp=2, generator_replicas=1)
+    )
+    layer = 6 * 24 * 16 + 6 * 16 * 12 + 2 * 32 * 16 + 2 * 16 * 16  # experts; q and o; k and v: these are cut
+    whole = {
+        "model.embed_tokens.weight": 40 * 16, "lm_head.weight": 40 * 16, "model.norm.weight": 16,
+        "model.layers.*.mlp.gate.weight": 2 * 6 * 16, "model.layers.*.input_layernorm.weight": 2 * 16,
+        "model.layers.*.post_attention_layernorm.weight": 2 * 16, "model.layers.*.self_attn.q_norm.weight": 2 * 8,
+        "model.layers.*.self_attn.k_norm.weight": 2 * 8,
+    }  # fmt: skip
+    assert {kind.name: kind.nbytes for kind in answer.whole} == {name: 2 * n for name, n in whole.items()}
+    assert answer.report.received_bytes.tolist() == [2 * layer + 2 * sum(whole.values())] * 2
+    reasons = {kind.name: kind.reason for kind in answer.whole}
+    assert reasons["lm_head.weight"] == "not in the model's tensor-parallel plan"
+    assert reasons["model.layers.*.self_attn.q_norm.weight"] == "whole by the model's tensor-parallel plan"
+    text = answer.text()
+    assert "lm_head.weight (not in the model's tensor-parallel plan)" in text and "3 smaller kinds" not in text
+
+
+def test_halves_of_a_packed_expert_matrix_meet_only_their_own_ranks() -> None:
+    """gate rows 0..4 and up rows 4..8 in one parameter: at tp 2 rank 1 holds rows 2..4 and 6..8, at tp 4 rank 1 row 1 and 5."""
+    parameters = ModelParameters({"gate_up": ParameterSpec((1, 8, 1), "int8")}, {"gate_up": 1}, packed=["gate_up"])
+    shape = {"trainer_fsdp": 1, "trainer_tp": 2, "generator_replicas": 1}
+    answer = forecast_sync(parameters, SyncQuestion(model="m", generator_tp=4, **shape))
+    assert answer.report.received_bytes.tolist() == [2, 2, 2, 2]
+    assert (answer.links.num_links, answer.links.max_bytes) == (4, 2.0), "each generator rank pulls from one trainer rank"
+
+
+def test_deepseek_v3_says_which_parameters_are_whole_and_why() -> None:
+    parameters = model_parameters(DEEPSEEK_V3)
+    assert parameters.tp_dims["model.layers.1.mlp.experts.gate_up_proj"] == 1
+    assert parameters.tp_dims["model.layers.1.mlp.experts.down_proj"] == 2
+    assert parameters.tp_dims["model.layers.1.mlp.shared_experts.down_proj.weight"] == 1
+    attention = [name for name in parameters if ".self_attn." in name]
+    assert attention and all(parameters.whole[n] == "not in the model's tensor-parallel plan" for n in attention)
+    question = SyncQuestion(model="m", trainer_fsdp=1, trainer_tp=1, generator_tp=2, generator_replicas=1)
+    assert "model.layers.*.self_attn.o_proj.weight (not in the model's" in forecast_sync(parameters, question).text()
+
+
+def test_quantized_experts_travel_as_codes_and_scales() -> None:
+    parameters = model_parameters(QWEN3_MOE)
+    shape = {"trainer_fsdp": 1, "trainer_tp": 1, "generator_tp": 2, "generator_replicas": 1}
+    question = SyncQuestion(model="m", quantization="int8", group=2, **shape)
+    quantized = quantized_parameters(parameters, question)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert quantized[name] == ParameterSpec((6, 24, 16), "int8")
+    assert quantized[name + ".scale"] == ParameterSpec((6, 24, 8), "float32")
+    assert quantized.tp_dims[name + ".scale"] == 1 and name + ".scale" in quantized.packed
+    with pytest.raises(PlanError, match="down_proj: 12 columns over tp 2 leave 6 a rank, which cuts a group of 4"):
+        quantized_parameters(parameters, SyncQuestion(model="m", quantization="int8", group=4, **shape))
+
+
+@pytest.mark.parametrize(
+    ("config", "line", "message"),
+    [
+        ({"model_type": "llama", "hidden_size": -3}, "", "not usable as a model's config"),
+        ({"model_type": "no_such_model"}, "", "not usable as a model's config"),
+        ({"hidden_size": 3}, "", "not usable as a model's config"),
+        ({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9}, "--generator tp=2",
+         "generator tp=2: .* no tensor-parallel plan.*fits: 1. Raise replicas"),
+        (QWEN3_MOE, "--generator tp=3", "generator tp=3 cuts an attention head.*sizes that fit: 1, 2, 4"),
+        (QWEN3_MOE, "--trainer tp=8", "trainer tp=8 cuts an attention head.*sizes that fit: 1, 2, 4"),
+    ],
+)  # fmt: skip
+def test_models_that_make_no_sense_are_refused(
+    tmp_path: Path, config: dict[str, object], line: str, message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LlamaRLError, match=message) as caught:
+        plan_sync(f"{tmp_path / 'config.json'} {line}")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("flag", ["--trainer", "--generator", "--dtype", "--quantization", "--hardware"])
+def test_empty_values_are_refused(flag: str) -> None:
+    parser = argparse.ArgumentParser()
+    verb.add_parser(parser.add_subparsers())
+    with pytest.raises(LlamaRLError):
+        verb.run(parser.parse_args(["plan-sync", "SmolLM2-135M", flag, ""]))
 
 
 def test_layouts_may_be_written_as_the_docs_write_them() -> None:

@@ -43,6 +43,23 @@ def test_error_is_at_most_half_a_step(kind: str, bound: float) -> None:
     assert bool((error <= limit * 1.0001).all())
 
 
+def test_stacked_matrices_are_quantized_one_by_one() -> None:
+    stack = torch.randn(3, 8, 10, generator=torch.Generator().manual_seed(2))
+    codes, scale = quantize(stack, "int8", group=4)
+    assert codes.shape == (3, 8, 10) and scale.shape == (3, 8, 3)
+    for index in range(3):
+        one, its_scale = quantize(stack[index], "int8", group=4)
+        assert torch.equal(codes[index], one) and torch.equal(scale[index], its_scale)
+    assert torch.equal(dequantize(codes, scale, 4, torch.float32)[1], dequantize(codes[1], scale[1], 4, torch.float32))
+    edge = Edge()
+    tensors, layout = quantize_shards(
+        {"experts": stack}, None, rank=0, num_ranks=1, kind="int8", group=4, chosen=lambda name, spec: True
+    )
+    live = {"experts": torch.zeros_like(stack)}
+    load_dequantized(edge.hand_over(tensors, layout), live, group=4)
+    assert torch.equal(live["experts"], dequantize(codes, scale, 4, torch.float32))
+
+
 def test_shards_hand_over_as_codes_at_a_quarter_of_the_bytes() -> None:
     specs = {"w": ParameterSpec((64, 256), "float32"), "norm": ParameterSpec((64,), "float32")}
     full = {n: torch.randn(s.shape, generator=torch.Generator().manual_seed(1)) for n, s in specs.items()}
