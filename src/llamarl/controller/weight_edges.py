@@ -20,7 +20,7 @@ from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placement
 from llamarl.weight_sync.report import MeshSide, format_bytes, report_transfer
 from llamarl.weight_sync.transports.choose import Place, choose_transport
 
-__all__ = ["WeightEdge", "settle_weight_edges", "versions_held"]
+__all__ = ["WeightEdge", "edge_copies_held", "settle_weight_edges", "versions_held"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,21 @@ class WeightEdge:
     """That lie at the source at once, at most."""
     bytes_per_rank: float
     """Memory of these versions at the source rank that holds most."""
+    checkpoint_copies: int = 0
+    """Earlier versions that the source also copies near checkpoints, at most at once, in float32."""
+    checkpoint_bytes_per_rank: float = 0.0
+    """Host memory of these copies at the source rank that holds most."""
 
     def summary(self) -> str:
         """One line for people."""
-        held = f"{self.versions} version{'' if self.versions == 1 else 's'}"
-        return (
-            f"{self.transport} ({self.reason}); holds {held}, {format_bytes(self.bytes_per_rank)} a {self.source} rank"
+        line = (
+            f"{self.transport} ({self.reason}); holds {_versions(self.versions)}, {format_bytes(self.bytes_per_rank)} a "
+            f"{self.source} rank"
         )
+        if self.checkpoint_copies:
+            size = format_bytes(self.checkpoint_bytes_per_rank)
+            line += f"; near checkpoints copies of {_versions(self.checkpoint_copies)} more, {size}"
+        return line
 
 
 def settle_weight_edges(config: RunConfig, graph: Graph) -> tuple[Graph, tuple[WeightEdge, ...]]:
@@ -57,13 +65,16 @@ def settle_weight_edges(config: RunConfig, graph: Graph) -> tuple[Graph, tuple[W
     sends: dict[str, Callable[[int], bool]] = {
         "eval_weights": lambda tick: evaluation_due(tick + 1, every=every, num_ticks=num_ticks)
     }
-    slot_bytes = _slot_bytes(config)
+    slot_bytes = _version_bytes(config, config.generator.engine.dtype)  # as it travels
+    staleness = config.schedule.max_staleness
+    copies = edge_copies_held(staleness, num_ticks, lambda tick: config.checkpoint.is_due(tick, num_ticks))
     channels: list[ChannelSpec] = []
     edges: list[WeightEdge] = []
     for channel in graph.channels:
         if channel.kind is ChannelKind.WEIGHTS:
             source, sink = executors[channel.source], executors[channel.sink]
-            name, reason = choose_transport(_places(source, host), _places(sink, host))
+            process = "controller" if config.run.runtime == "inline" else ""
+            name, reason = choose_transport(_places(source, host, process), _places(sink, host, process))
             if config.schedule.transport != "auto":
                 name, reason = config.schedule.transport, "schedule.transport says so"
             channel = replace(channel, transport=name)
@@ -77,10 +88,16 @@ def settle_weight_edges(config: RunConfig, graph: Graph) -> tuple[Graph, tuple[W
                     reason=reason,
                     versions=versions,
                     bytes_per_rank=versions * slot_bytes,
+                    checkpoint_copies=copies if channel.delay else 0,
+                    checkpoint_bytes_per_rank=copies * _version_bytes(config, "float32") if channel.delay else 0.0,
                 )
             )
         channels.append(channel)
     return Graph(graph.executors, tuple(channels)), tuple(edges)
+
+
+def _versions(number: int) -> str:
+    return f"{number} version{'' if number == 1 else 's'}"
 
 
 def versions_held(capacity: int, num_ticks: int, sends: Callable[[int], bool]) -> int:
@@ -93,16 +110,28 @@ def versions_held(capacity: int, num_ticks: int, sends: Callable[[int], bool]) -
     return max(sum(ticks[start : start + capacity]) for start in range(num_ticks))
 
 
-def _places(spec: ExecutorSpec, host: str) -> list[Place]:
+def edge_copies_held(staleness: int, num_ticks: int, saves: Callable[[int], bool]) -> int:
+    """Most earlier versions that a trainer rank copies to host memory at once, for checkpoints to hold them.
+
+    The checkpoint after tick c holds versions c + 1 - staleness .. c + 1, the last from the weights themselves: versions
+    ``v`` are copied if a checkpoint comes at one of the ticks v .. v + staleness - 1, and kept for ``staleness`` ticks.
+
+    Args:
+        saves: Whether a checkpoint is taken after a tick.
+    """
+    due = [saves(tick) for tick in range(num_ticks + staleness)]
+    copied = [version for version in range(num_ticks + 1) if any(due[version : version + staleness])]
+    return max((sum(v - staleness <= old <= v for old in copied) for v in copied), default=0)
+
+
+def _places(spec: ExecutorSpec, host: str, process: str) -> list[Place]:
     devices = [device.strip() for device in spec.device.split(",")]
-    return [Place(host, devices[rank % len(devices)]) for rank in range(spec.num_ranks)]
+    return [Place(host, devices[rank % len(devices)], process) for rank in range(spec.num_ranks)]
 
 
-def _slot_bytes(config: RunConfig) -> float:
-    """Bytes of one version at the trainer rank that holds most of it, as it travels."""
-    parameters: ModelParameters = model_parameters(
-        resolve_model_path(config.model.path), dtype=config.generator.engine.dtype
-    )
+def _version_bytes(config: RunConfig, dtype: str) -> float:
+    """Bytes of one version in ``dtype`` at the trainer rank that holds most of it."""
+    parameters: ModelParameters = model_parameters(resolve_model_path(config.model.path), dtype=dtype)
     if config.lora.rank and config.lora.hand_over == "adapter":
         adapted = [spec.shape for name, spec in parameters.items() if name.split(".")[-2] in config.lora.targets]
         return float(sum(4 * config.lora.rank * sum(shape) for shape in adapted if len(shape) == 2))

@@ -13,7 +13,7 @@ from llamarl.config import RunConfig, load_config
 from llamarl.controller.graph import Graph
 from llamarl.controller.job import llamarl_graph
 from llamarl.controller.training import plan_run
-from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges, versions_held
+from llamarl.controller.weight_edges import WeightEdge, edge_copies_held, settle_weight_edges, versions_held
 
 TINY_BYTES = 4 * 559_360  # fp32 parameters of the bundled model
 
@@ -34,6 +34,37 @@ def test_transport_follows_the_devices_and_reaches_the_channel() -> None:
     }
     _, edges = settled(load_config(None), {})
     assert edges["weights"].transport == "shared_memory"
+
+
+def test_ends_that_share_a_process_use_no_handles_of_gpu_memory() -> None:
+    config = load_config(None, ["--run.runtime", "inline"])
+    _, edges = settled(config, {"trainer": "cuda:0", "generator": "cuda:0", "evaluator": "cuda:0"})
+    assert {edge.transport for edge in edges.values()} == {"shared_memory"}
+    assert edges["weights"].reason.startswith("source and sink are one process of host")
+
+
+@pytest.mark.parametrize(
+    ("staleness", "saves", "copies"),
+    [
+        (0, {4, 9}, 0),  # a checkpoint holds the trainer's own version alone
+        (1, {4, 9}, 1),  # version 4 is copied at tick 3, for tick 4
+        (2, {4, 9}, 2),  # versions 3 and 4
+        (4, {9}, 4),  # versions 6, 7, 8 and 9
+        (2, set(), 0),
+        (1, set(range(10)), 2),  # version v is copied before v - 1 goes
+    ],
+)
+def test_copies_for_checkpoints_are_counted(staleness: int, saves: set[int], copies: int) -> None:
+    assert edge_copies_held(staleness, 10, lambda tick: tick in saves) == copies
+
+
+def test_memory_of_copies_for_checkpoints_is_said() -> None:
+    config = load_config(None, ["--schedule.max_staleness", "2", "--generator.engine.dtype", "bfloat16"])
+    _, edges = settled(config, {})
+    edge = edges["weights"]
+    assert edge.checkpoint_copies == 2 and edge.checkpoint_bytes_per_rank == 2 * TINY_BYTES
+    assert edge.summary().endswith("; near checkpoints copies of 2 versions more, 4.47 MB")
+    assert edges["eval_weights"].checkpoint_copies == 0
 
 
 def test_recipe_may_name_the_transport() -> None:

@@ -26,6 +26,8 @@ OTHER = Place("b", "cuda:0")
         ([GPU], [CPU], "shared_memory"),
         ([GPU], [GPU], "cuda_ipc"),
         ([GPU], [GPU, OTHER], "rdma"),
+        ([Place("a", "cuda:0", "one")], [Place("a", "cuda:1", "one")], "shared_memory"),
+        ([Place("a", "cuda:0", "one")], [Place("a", "cuda:1", "two")], "cuda_ipc"),
     ],
 )
 def test_choice_follows_hosts_then_devices(sources: list[Place], sinks: list[Place], expected: str) -> None:

@@ -15,13 +15,16 @@ class Place:
     host: str
     device: str
     """``cpu`` or ``cuda:0``."""
+    process: str = ""
+    """Ranks of one host with the same name here run in one process; empty: in one of its own."""
 
 
 def choose_transport(sources: Sequence[Place], sinks: Sequence[Place]) -> tuple[str, str]:
     """(name, reason): ``shared_memory``, ``cuda_ipc`` or ``rdma``; one for the whole channel.
 
     Hosts decide first: where any two ranks that may talk sit on different hosts, all use ``rdma``. On one host, GPUs on
-    both sides use ``cuda_ipc``, anything else ``shared_memory``.
+    both sides use ``cuda_ipc``, anything else ``shared_memory``; so do GPUs of one process, because CUDA opens no memory
+    handle in the process that made it.
 
     Raises:
         ValueError: A side has no ranks.
@@ -31,6 +34,9 @@ def choose_transport(sources: Sequence[Place], sinks: Sequence[Place]) -> tuple[
     hosts = sorted({place.host for place in (*sources, *sinks)})
     if len(hosts) > 1:
         return "rdma", f"ranks lie on {len(hosts)} hosts ({', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''})"
+    shared = {place.process for place in sources} & {place.process for place in sinks} - {""}
+    if shared:
+        return "shared_memory", f"source and sink are one process of host {hosts[0]}"
     if all(place.device.startswith("cuda") for place in (*sources, *sinks)):
         return "cuda_ipc", f"all ranks hold GPUs of host {hosts[0]}"
     return "shared_memory", f"all ranks lie on host {hosts[0]}, and not all hold GPUs"
