@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from llamarl.weight_sync.checksum import block_digest
+from llamarl.weight_sync.clock import Clock
 from llamarl.weight_sync.layout import Box, Piece, box_elements, dtype_bytes, intersect, span
 from llamarl.weight_sync.manifest import Catalog, Region
 from llamarl.weight_sync.plan import SliceCopy
-from llamarl.weight_sync.remote_slot import Clock, RemoteSlot
+from llamarl.weight_sync.remote_slot import RemoteSlot
 
 __all__ = ["MOST_PRIVATE", "MapPlan", "MappedTensor", "map_slots", "plan_mapping", "worth_mapping"]
 

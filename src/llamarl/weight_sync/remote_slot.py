@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from llamarl.errors import DeadlineExceeded, WeightSyncError
+from llamarl.errors import WeightSyncError
 from llamarl.weight_sync.checksum import digest
+from llamarl.weight_sync.clock import Clock
 from llamarl.weight_sync.manifest import Catalog, manifest_checksum
 from llamarl.weight_sync.slot import HEADER_BYTES, PAGE, SlotHandle, SlotHeader, SlotState, parse_header
 from llamarl.weight_sync.transports.base import RemoteBuffer
 
-__all__ = ["Clock", "RemoteSlot", "deadline_clock", "read_catalog"]
+__all__ = ["RemoteSlot", "read_catalog"]
 
 _POLL_S = (20e-6, 2e-4)  # first and longest pause between two looks at a slot that is being written
 _CHECK_SOURCE_S = 0.05
-
-Clock = Callable[[str], float]
-"""Called with what is being done; seconds left, or DeadlineExceeded."""
 
 
 class RemoteSlot:
@@ -168,22 +165,6 @@ def read_catalog(handle: SlotHandle, remote: RemoteBuffer, who: str, clock: Cloc
             "This version is not served: resume the run"
         )
     return Catalog.from_bytes(data)
-
-
-def deadline_clock(deadline_s: float, who: str) -> Clock:
-    """A clock that starts now."""
-    started = time.monotonic()
-
-    def left(doing: str) -> float:
-        waited = time.monotonic() - started
-        if waited > deadline_s:
-            raise DeadlineExceeded(
-                f"{who}: {waited:.1f} s have passed ({doing}), limit {deadline_s:g} s; "
-                "raise the limit, or look at the source's process"
-            )
-        return deadline_s - waited
-
-    return left
 
 
 def _read(remote: RemoteBuffer, offset: int, nbytes: int, deadline_s: float) -> npt.NDArray[np.uint8]:

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from llamarl.errors import PlanError, WeightSyncError
-from llamarl.weight_sync.checksum import block_digest
+from llamarl.weight_sync.checksum import ChecksumKind, block_digest
+from llamarl.weight_sync.clock import Clock, deadline_clock, wait_for_device
 from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
 from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, intersect, replicated_layout, shift
 from llamarl.weight_sync.manifest import Block, Catalog
 from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping, worth_mapping
 from llamarl.weight_sync.plan import SliceCopy, TransferPlan, plan_transfer
-from llamarl.weight_sync.remote_slot import Clock, RemoteSlot, deadline_clock, read_catalog
+from llamarl.weight_sync.remote_slot import RemoteSlot, read_catalog
 from llamarl.weight_sync.slot import SlotHandle
 from llamarl.weight_sync.transports.base import RemoteBuffer, SinkTransport
 
@@ -121,7 +122,7 @@ class Puller:
 
     def _pull_all(self, slots: Sequence[RemoteSlot], pulls: Sequence[_Pull], clock: Clock) -> int:
         by_rank = {slot.handle.source_rank: slot for slot in slots}
-        with self._transport.pulling():
+        with self._transport.pulling(clock):
             for pull in pulls:
                 self._pull_block(by_rank[pull.source_rank], pull, clock)
         return sum(pull.block.nbytes for pull in pulls)
@@ -181,7 +182,7 @@ class Puller:
         mine = pull.direct if pull.direct is not None else self._scratch[: block.nbytes]
         for attempt in range(MAX_ATTEMPTS):
             slot.read(block.offset, mine, clock, fresh=attempt > 0)
-            if block_digest(mine, slot.catalog.checksum) == promised:
+            if _digest(mine, slot.catalog.checksum, clock, pull.index) == promised:
                 for placement in pull.placements:
                     placement.target.copy_(placement.raw)
                 return
@@ -367,6 +368,12 @@ def _direct(block: Block, placements: Sequence[_Placement], device: torch.device
     if not same or raw.numel() * raw.element_size() != block.nbytes:
         return None
     return target.reshape(-1).view(torch.uint8)
+
+
+def _digest(data: torch.Tensor, kind: ChecksumKind, clock: Clock, block: int) -> int:
+    if data.is_cuda:
+        wait_for_device(torch.cuda.current_stream(data.device).record_event(), clock, f"copying block {block}")
+    return block_digest(data, kind)
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -9,8 +9,9 @@ import torch
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
-from llamarl.errors import WeightSyncError
+from llamarl.errors import DeadlineExceeded, WeightSyncError
 from llamarl.weight_sync.checksum import block_digest, digest, tensor_digest
+from llamarl.weight_sync.clock import deadline_clock, wait_for_device
 from llamarl.weight_sync.transports.choose import Place, choose_transport
 from llamarl.weight_sync.transports.cuda_ipc import CudaIpcSink, CudaIpcSource
 from llamarl.weight_sync.transports.shared_memory import SharedMemorySource
@@ -100,6 +101,25 @@ def test_checksum_finds_each_flipped_bit_and_swapped_words(kind: str) -> None:
     longer = torch.cat([data, torch.zeros(1, dtype=torch.uint8)])
     assert block_digest(swapped, kind) not in seen  # type: ignore[arg-type]
     assert block_digest(longer, kind) not in seen  # type: ignore[arg-type]
+
+
+class Countdown:
+    """A device's event that is done at the n-th look."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks <= 0
+
+
+def test_wait_for_a_device_ends_when_it_is_done_or_at_the_deadline() -> None:
+    event = Countdown(5)
+    wait_for_device(event, deadline_clock(60.0, "sink rank 0"), "copying block 3")
+    assert event.looks == 0
+    with pytest.raises(DeadlineExceeded, match=r"sink rank 0: .*copying block 3\), limit 0.05 s"):
+        wait_for_device(Countdown(10**9), deadline_clock(0.05, "sink rank 0"), "copying block 3")
 
 
 class SharedMemoryWithMix64(SharedMemorySource):

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from llamarl.weight_sync.checksum import ChecksumKind
+from llamarl.weight_sync.clock import Clock
 
 __all__ = ["Address", "RemoteBuffer", "SinkTransport", "SourceBuffer", "SourceTransport"]
 
@@ -110,8 +111,12 @@ class SinkTransport(Protocol):
     device: torch.device
     """Where the data part is read to, and proved."""
 
-    def pulling(self) -> AbstractContextManager[None]:
-        """Around a whole pull: enters the stream to copy on; when left, what was pulled is in place."""
+    def pulling(self, clock: Clock) -> AbstractContextManager[None]:
+        """Around a whole pull: enters the stream to copy on; when left, what was pulled is in place.
+
+        Raises:
+            DeadlineExceeded: The clock ran out.
+        """
         ...
 
     def open(self, address: Address, deadline_s: float) -> RemoteBuffer:

@@ -1,7 +1,11 @@
 """CUDA IPC on one host: a sink maps a trainer GPU's buffer and copies from it, over NVLink where there is one.
 
     control (header, catalog, checksums): a shared memory segment        data: device memory of the source
-    one IPC handle for each sink rank, since each may be opened once  ──▶ sink: peer copy on a stream of its own, mix64 there
+    one IPC handle for each sink rank, each with a count of its own   ──▶ sink: peer copy on a stream of its own, mix64 there
+
+The source alone decides how long its memory lives: it closes a buffer only when no version in it is wanted any more, and
+then gives up every handle's count, opened or not. So a sink that restarts may open its handle again, and one that was
+killed, or never came, keeps no memory of the source. A sink's waits for its device have the pull's deadline.
 
 Blocks are larger than on the CPU: each costs the sink one wait for its checksum.
 
@@ -24,6 +28,7 @@ import torch
 from llamarl.channels.segments import MappedSegment, Segment, SegmentHandle, open_segment, owner_holds, tensor_over
 from llamarl.errors import ChannelError, WeightSyncError
 from llamarl.weight_sync.checksum import ChecksumKind
+from llamarl.weight_sync.clock import Clock, wait_for_device
 
 __all__ = ["CudaIpcAddress", "CudaIpcSink", "CudaIpcSource"]
 
@@ -46,8 +51,9 @@ class _Buffer:
         torch.cuda.synchronize(device)  # the zeros must be there before anyone else can look
         start = self.data.storage_offset()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        # Each call makes a handle with a reference count of its own; one opened twice would be counted down twice.
+        # Each call makes a handle with a reference count of its own, which the sink that opens it counts down.
         shares = [self.data.untyped_storage()._share_cuda_() for _ in range(num_sink_ranks)]
+        self._counters = [(share[4], share[5]) for share in shares]
         handles = pickle.dumps((uuid, start, [tuple(share) for share in shares]))
         self._segment = Segment(control_bytes + len(handles))
         whole = torch.from_numpy(self._segment.bytes)
@@ -60,6 +66,9 @@ class _Buffer:
         return self._address
 
     def close(self) -> None:
+        for counter in self._counters:  # torch keeps memory whose handle nobody has opened, or whose opener was killed
+            torch.UntypedStorage._release_ipc_counter(*counter, device=self.data.device)
+        self._counters = []
         self.control = torch.empty(0, dtype=torch.uint8)
         self.data = torch.empty(0, dtype=torch.uint8)
         self._segment.close()
@@ -173,12 +182,12 @@ class CudaIpcSink:
             ) from error
 
     @contextlib.contextmanager
-    def pulling(self) -> Iterator[None]:
+    def pulling(self, clock: Clock) -> Iterator[None]:
         """Copy on the side stream, behind what the engine has queued; wait for it before the version is served."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
-        self._stream.synchronize()
+        wait_for_device(self._stream.record_event(), clock, "copying the last blocks")
 
     def close(self) -> None:
         pass

@@ -27,6 +27,7 @@ import torch
 
 from llamarl.errors import DeadlineExceeded, WeightSyncError
 from llamarl.weight_sync.checksum import BLOCK_BYTES, ChecksumKind
+from llamarl.weight_sync.clock import Clock
 
 __all__ = ["CHUNK_BYTES", "RdmaAddress", "RdmaSink", "RdmaSource", "rdma_backend"]
 
@@ -190,7 +191,7 @@ class RdmaSink:
     def __init__(self, *, allow_tcp: bool = True) -> None:
         self.name = f"rdma ({rdma_backend(allow_tcp)})"
 
-    def pulling(self) -> contextlib.AbstractContextManager[None]:
+    def pulling(self, clock: Clock) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def open(self, address: RdmaAddress, deadline_s: float) -> _Remote:

@@ -11,6 +11,7 @@ import torch
 from llamarl.channels.segments import MappedSegment, Segment, SegmentHandle, open_segment, owner_holds, tensor_over
 from llamarl.errors import ChannelError, WeightSyncError
 from llamarl.weight_sync.checksum import BLOCK_BYTES, ChecksumKind
+from llamarl.weight_sync.clock import Clock
 
 __all__ = ["SharedMemorySink", "SharedMemorySource"]
 
@@ -91,7 +92,7 @@ class SharedMemorySink:
     name = "shared_memory"
     device = torch.device("cpu")
 
-    def pulling(self) -> contextlib.AbstractContextManager[None]:
+    def pulling(self, clock: Clock) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def open(self, address: SegmentHandle, deadline_s: float) -> _Remote:
