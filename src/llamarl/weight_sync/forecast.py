@@ -23,7 +23,15 @@ from llamarl.weight_sync.report import (
     report_transfer,
 )
 
-__all__ = ["MAX_RANKS", "Link", "SyncForecast", "SyncQuestion", "WholeParameters", "forecast_sync", "quantized_parameters"]
+__all__ = [
+    "MAX_RANKS",
+    "Link",
+    "SyncForecast",
+    "SyncQuestion",
+    "WholeParameters",
+    "forecast_sync",
+    "quantized_parameters",
+]
 
 MAX_RANKS = 1 << 16
 """Of one side, that are counted: a moment's work, and more than any cluster has."""

@@ -120,7 +120,9 @@ def model_parameters(
     for name, parameter in model.named_parameters():
         specs[name] = ParameterSpec(tuple(parameter.shape), dtype)
         path = name_pattern(name.removeprefix(prefix))
-        style = plan.get(path) or plan.get(path.rpartition(".")[0])  # experts are parameters without a module of their own
+        style = plan.get(path) or plan.get(
+            path.rpartition(".")[0]
+        )  # experts are parameters without a module of their own
         if cut_vocabulary and any(parameter is weight for weight in vocabulary):  # the models' plans leave them whole
             tp_dims[name] = 0
         elif (dim := _cut_dim(style, parameter.ndim)) is not None:

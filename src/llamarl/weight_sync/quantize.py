@@ -44,7 +44,10 @@ __all__ = [
 ]
 
 QuantizedKind = Literal["int8", "fp8"]
-_CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+_CODES: dict[QuantizedKind, tuple[torch.dtype, float]] = {
+    "int8": (torch.int8, 127.0),
+    "fp8": (torch.float8_e4m3fn, 448.0),
+}
 
 
 def quantize(weight: torch.Tensor, kind: QuantizedKind, group: int) -> tuple[torch.Tensor, torch.Tensor]:

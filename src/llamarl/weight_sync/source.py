@@ -182,7 +182,9 @@ class Publisher:
                 for copy in copies:
                     copy.run(local[copy.tensor])
             if slot.blocks:  # a rank may hold nothing, where there are more ranks than rows
-                checksums = torch.stack([mix64(block) for block in slot.blocks]).cpu()  # waits; so does who calls wait()
+                checksums = torch.stack(
+                    [mix64(block) for block in slot.blocks]
+                ).cpu()  # waits; so does who calls wait()
                 slot.checksums[:] = checksums.numpy().view(np.uint64)
         slot.words[Word.PROGRESS] = len(slot.blocks)
 

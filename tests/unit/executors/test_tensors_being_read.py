@@ -145,7 +145,14 @@ def test_copies_that_are_kept_for_checkpoints_are_as_many_as_said(staleness: int
     num_ticks = 12
     config = load_config(
         None,
-        ["--schedule.max_staleness", f"{staleness}", "--checkpoint.every", f"{every}", "--run.num_ticks", f"{num_ticks}"],
+        [
+            "--schedule.max_staleness",
+            f"{staleness}",
+            "--checkpoint.every",
+            f"{every}",
+            "--run.num_ticks",
+            f"{num_ticks}",
+        ],
     )
     held: dict[int, Any] = {}
     trainer = SimpleNamespace(parameters_for_sync=lambda: {})

@@ -175,7 +175,9 @@ def test_halves_of_a_packed_expert_matrix_meet_only_their_own_ranks() -> None:
     shape = {"trainer_fsdp": 1, "trainer_tp": 2, "generator_replicas": 1}
     answer = forecast_sync(parameters, SyncQuestion(model="m", generator_tp=4, **shape))
     assert answer.report.received_bytes.tolist() == [2, 2, 2, 2]
-    assert (answer.links.num_links, answer.links.max_bytes) == (4, 2.0), "each generator rank pulls from one trainer rank"
+    assert (answer.links.num_links, answer.links.max_bytes) == (4, 2.0), (
+        "each generator rank pulls from one trainer rank"
+    )
 
 
 def test_deepseek_v3_says_which_parameters_are_whole_and_why() -> None:

@@ -95,7 +95,9 @@ class Edge:
         ends = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
         self.sender, self.receiver = WeightsSender(SPEC, **ends), WeightsReceiver(SPEC, **ends)
 
-    def hand_over(self, tensors: dict[str, torch.Tensor], layout: Layout | None = None, **changes: Any) -> WeightVersion:
+    def hand_over(
+        self, tensors: dict[str, torch.Tensor], layout: Layout | None = None, **changes: Any
+    ) -> WeightVersion:
         handle = self.sender.send(0, WeightsPayload(version=1, tensors=tensors, layout=layout, **changes))
         version = self.receiver.receive((handle,), 5.0)
         assert version is not None
@@ -121,7 +123,9 @@ def test_wire_dtype_casts_the_rest_and_neither_codes_nor_scales(kind: QuantizedK
 
 def test_codes_of_an_unknown_kind_are_named() -> None:
     edge, sent = Edge(), {"w": torch.zeros(4, 64, dtype=torch.uint8), "w.scale": torch.ones(4, 1)}
-    with pytest.raises(WeightSyncError, match=r"1 quantized parameters \(w, ...\) as uint8; known .*int8, float8_e4m3fn"):
+    with pytest.raises(
+        WeightSyncError, match=r"1 quantized parameters \(w, ...\) as uint8; known .*int8, float8_e4m3fn"
+    ):
         load_dequantized(edge.hand_over(sent), {"w": torch.zeros(4, 64)}, group=64)
 
 
