@@ -16,9 +16,10 @@ from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sampler import _draw
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.attention import PackedSequences
-from llamarl.models.loading import load_model
+from llamarl.models.loading import load_model, load_tokenizer
 
 CPU = torch.device("cpu")
+ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_engine(folder: Path, device: torch.device, *, quantization: str = "none", **changes: Any) -> NativeEngine:
+def make_engine(
+    folder: Path | str, device: torch.device, *, quantization: str = "none", **changes: Any
+) -> NativeEngine:
     values = {"block_size": 4, "max_sequences": 16, "max_batch_tokens": 64, "kv_cache_bytes": 1 << 20, **changes}
     return NativeEngine(folder, EngineConfig(**values), eos_token_ids=(), device=device, quantization=quantization)
 
@@ -192,14 +195,23 @@ def _needs_fp8() -> None:
         pytest.skip("fp8 needs compute capability 8.9, this device has less")
 
 
-def test_fp8_is_close_to_bfloat16(folder: Path, device: torch.device) -> None:
-    """Sizes of this model (32, 48, 97) also need filling up to multiples of 16."""
+def test_fp8_is_close_to_bfloat16(device: torch.device) -> None:
+    """On a trained model; of its sizes the vocabulary, 43, needs filling up to a multiple of 16."""
     _needs_fp8()
-    plain = first_logits(make_engine(folder, device, dtype="bfloat16"), make_sequences())
-    eighth = first_logits(make_engine(folder, device, dtype="bfloat16", quantization="fp8"), make_sequences())
+    tokens = load_tokenizer("bundled:tiny")("a3 b9 c4 =").input_ids
+    plain, eighth = (
+        first_logits(
+            make_engine("bundled:tiny", device, dtype="bfloat16", quantization=quantization),
+            [
+                Sequence(prompt_index=n, sample_index=0, prompt_tokens=tokens[:n], params=ONE_TOKEN, seed=n)
+                for n in range(2, len(tokens) + 1)
+            ],
+        )
+        for quantization in ("none", "fp8")
+    )
     p, q = torch.log_softmax(plain, -1), torch.log_softmax(eighth, -1)
     assert torch.nn.functional.cosine_similarity(plain, eighth, dim=-1).min() > 0.98
-    assert 0 < (p.exp() * (p - q)).sum(-1).mean() < 0.2
+    assert 0 < (p.exp() * (p - q)).sum(-1).mean() < 0.1
 
 
 @pytest.mark.parametrize(("quantization", "dtype"), [("none", "float32"), ("fp8", "bfloat16")])

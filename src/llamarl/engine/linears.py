@@ -193,7 +193,7 @@ class _Fp8Linear(FusedLinear):
     _scale: Tensor | None = None
 
     def _pack(self, weight: Tensor) -> None:
-        packed, scale = _rows_to_fp8(_filled_up(_filled_up(weight).T).T)
+        packed, scale = _rows_to_fp8(_filled_up(weight, rows=True))
         self._packed, self._scale = _overwrite(self._packed, packed), _overwrite(self._scale, scale)
 
     def product(self, x: Tensor) -> Tensor:
@@ -213,10 +213,10 @@ def _overwrite(old: Tensor | None, new: Tensor) -> Tensor:
     return new if old is None else old.copy_(new)
 
 
-def _filled_up(x: Tensor) -> Tensor:
-    """[N, K] with columns of zeros up to the next size that the fp8 product takes."""
-    missing = -x.shape[1] % _FP8_MULTIPLE
-    return F.pad(x, (0, missing)) if missing else x
+def _filled_up(x: Tensor, *, rows: bool = False) -> Tensor:
+    """[N, K] with columns (and ``rows``) of zeros up to the next size that the fp8 product takes."""
+    missing = (-x.shape[1] % _FP8_MULTIPLE, -x.shape[0] % _FP8_MULTIPLE if rows else 0)
+    return F.pad(x, (0, missing[0], 0, missing[1])) if any(missing) else x
 
 
 def _rows_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
