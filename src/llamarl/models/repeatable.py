@@ -6,9 +6,10 @@ less, than that preference:
 - ``demanded``: fused attention, flash and memory-efficient alike, takes the repeatable form of its backward pass only if
   determinism is demanded; merely preferred, it warns once and adds gradients up in whatever order they arrive. cuDNN's
   attention is avoided in the same way. Training goes through here, so that its bits repeat.
-- ``suspended``: writes to distinct places give the same result in any order. Preferring determinism would sort the indices
+- ``suspended``: for a generator's step. Its writes to distinct places give the same result in any order. Preferring determinism would sort the indices
   before each write, copy the whole target where the written dimension is not the first, and in some releases ask the host,
-  which a CUDA graph cannot record.
+  which a CUDA graph cannot record. cuDNN's attention is avoided here too: it works out a plan for each new shape, and a
+  generator's shapes change with every token.
 
 Both change a setting of the process for the time of the block; without a GPU, or where determinism is off, they do nothing.
 """
@@ -36,9 +37,16 @@ def demanded(device: torch.device | str) -> Iterator[None]:
 
 @contextmanager
 def suspended(device: torch.device | str) -> Iterator[None]:
-    """Any kernel will do: what is written goes to distinct places."""
-    with _setting(device, deterministic=False):
-        yield
+    """Any kernel will do, what is written goes to distinct places; but none that plans for each shape."""
+    planned = torch.device(device).type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
+    if planned:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with _setting(device, deterministic=False):
+            yield
+    finally:
+        if planned:
+            torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @contextmanager

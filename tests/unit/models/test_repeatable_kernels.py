@@ -29,7 +29,9 @@ def test_preferred_determinism_is_demanded_inside_and_preferred_again_after_an_e
     assert _settings() == (True, True)
     with suspended("cuda"):
         assert _settings()[0] is False
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert _settings() == (True, True)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("block", [demanded, suspended])
