@@ -23,6 +23,8 @@ from llamarl.runtime.base import Order, Report, Runtime
 from llamarl.runtime.factory import make_runtime, probe_processes
 
 NUM_TICKS = 5
+STATED_S = 10.0
+"""docs/runtime.md: from the event to the end of the last process."""
 
 
 def by_hand(num_ticks: int, num_ranks: int = 1) -> dict[int, int]:
@@ -254,13 +256,13 @@ def test_the_end_of_the_controller_is_the_end_of_every_process(tmp_path: Path, s
     assert len(pids) == 4
     if signum is signal.SIGINT:
         os.killpg(program.process.pid, signum)  # as a terminal does: to everybody
-        code, err = program.end(within_s=20.0)
+        code, err = program.end(within_s=STATED_S)
         assert code == 130
         assert err.strip() == "ended: stopped by the user"
     else:
         program.process.send_signal(signum)
         program.process.communicate(timeout=60)
-    assert _gone(pids, within_s=20.0)
+    assert _gone(pids, within_s=STATED_S)
 
 
 def test_ctrl_c_ends_a_job_that_is_still_coming_up(tmp_path: Path) -> None:
@@ -276,9 +278,9 @@ def test_ctrl_c_ends_a_job_that_is_still_coming_up(tmp_path: Path) -> None:
     pids = program.workers()
     assert len(pids) == 3
     os.killpg(program.process.pid, signal.SIGINT)
-    code, err = program.end(within_s=20.0)
+    code, err = program.end(within_s=STATED_S)
     assert (code, err.strip()) == (130, "ended: stopped by the user")
-    assert _gone(pids, within_s=5.0)
+    assert _gone(pids, within_s=STATED_S)
 
 
 @pytest.mark.parametrize(
@@ -289,12 +291,12 @@ def test_a_failing_program_tells_its_cause_once(tmp_path: Path, trouble: str, ca
     program = Program(tmp_path, num_ticks=1000, doubler={"trouble": trouble})
     program.wait_for("report source 1")
     pids = program.workers()
-    returned, err = program.end(within_s=20.0)
+    returned, err = program.end(within_s=STATED_S)
     assert returned == code
     lines = [line for line in err.splitlines() if cause in line]
     assert lines and lines[0].startswith("ended: executor 'doubler'") and len(lines) <= 2, err
     assert err.count("ended:") == 1 and not any(noise in err for noise in ("Unhandled", "onarch", "Task was")), err
-    assert _gone(pids, within_s=5.0)
+    assert _gone(pids, within_s=STATED_S)
 
 
 def test_a_notebook_whose_thread_runs_an_event_loop_can_be_the_controller() -> None:

@@ -31,6 +31,10 @@ class CheckpointConfig:
     """Let a run go on with another ``trainer.fsdp``, ``tp`` or ``threads`` than its checkpoint: to rounding, no longer bit
     for bit."""
 
+    other_platform: bool = False
+    """Let a run go on where library versions or the kind of processor differ from its checkpoint's: to rounding, no longer
+    bit for bit."""
+
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ValueError(f"checkpoint.every must be >= 0 ticks (0 = only at the end), got {self.every}")

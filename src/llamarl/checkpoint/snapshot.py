@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
 import xxhash
-
-import llamarl
 
 __all__ = [
     "FORMAT",
@@ -38,10 +33,9 @@ __all__ = [
     "config_digest",
     "describe_run",
     "run_differences",
-    "versions",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """Version of the manifest. A reader refuses one that it does not know."""
 
 MANIFEST = "manifest.json"
@@ -68,8 +62,8 @@ class Manifest:
 
     tick: int
     files: tuple[FileRecord, ...]
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """Package -> version that wrote it."""
+    platform: Mapping[str, str] = field(default_factory=dict)
+    """What wrote it (see ``platform_facts``)."""
     run: Mapping[str, Any] = field(default_factory=dict)
     """What the run says of itself (see ``describe_run``): configuration, its digest, threads of each executor."""
     format: int = FORMAT
@@ -79,7 +73,7 @@ class Manifest:
         body = {
             "format": self.format,
             "tick": self.tick,
-            "versions": dict(self.versions),
+            "platform": dict(self.platform),
             "run": dict(self.run),
             "files": [{"path": f.path, "bytes": f.num_bytes, "xxh3_128": f.xxh3_128} for f in self.files],
         }
@@ -105,7 +99,7 @@ class Manifest:
                 files=tuple(
                     FileRecord(path=f["path"], num_bytes=f["bytes"], xxh3_128=f["xxh3_128"]) for f in body["files"]
                 ),
-                versions=body["versions"],
+                platform=body["platform"],
                 run=body["run"],
             )
         except (KeyError, TypeError) as error:
@@ -160,17 +154,6 @@ def checksum_file(path: str | os.PathLike[str]) -> tuple[int, str]:
     return num_bytes, digest.hexdigest()
 
 
-def versions() -> dict[str, str]:
-    """Versions on which bits may depend, read without importing the packages."""
-    found = {"llamarl": llamarl.__version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "numpy"):
-        try:
-            found[name] = installed_version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
 def config_digest(config: Mapping[str, Any], *, ignore: Collection[str] = FREE_TO_CHANGE) -> str:
     """Digest of a resolved configuration (nested plain values), without the keys that may change on resume."""
     return checksum_bytes(canonical_json(_flatten(config, ignore)))
@@ -198,7 +181,7 @@ def run_differences(
     new |= {f"threads of {name}": count for name, count in current.get("threads", {}).items()}
     missing = "absent"
     return [
-        f"{key}: checkpoint has {old.get(key, missing)!r}, this run {new.get(key, missing)!r}"
+        f"{key}: it has {old.get(key, missing)!r}, this run {new.get(key, missing)!r}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key, missing) != new.get(key, missing)
     ]

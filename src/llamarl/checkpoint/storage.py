@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.checkpoint.config import CheckpointConfig
-from llamarl.checkpoint.snapshot import MANIFEST, Checkpoint, FileRecord, Manifest, checksum_file, versions
+from llamarl.checkpoint.platform import platform_facts
+from llamarl.checkpoint.snapshot import MANIFEST, Checkpoint, FileRecord, Manifest, checksum_file
 from llamarl.errors import CheckpointError
 
 __all__ = ["CheckpointStore", "saving"]
@@ -75,7 +76,7 @@ class CheckpointStore:
         try:
             with self._failing(f"cannot finish checkpoint {final.name}", partial):
                 manifest = Manifest(
-                    tick=tick, files=_sync_files(partial), versions=versions(), run=dict(metadata or {})
+                    tick=tick, files=_sync_files(partial), platform=platform_facts(), run=dict(metadata or {})
                 )
                 _write_synced(partial / MANIFEST, manifest.to_bytes())
                 _sync_folder(partial)

@@ -110,9 +110,11 @@ def run_graph(
                 checkpoints.on_saved(tick)
         if report.stop and not stop:
             stop = report.stop
-            marking.num_ticks = _last_tick(graph, marking, report) + 1
-            if checkpoints:
-                checkpoints.require(marking.num_ticks - 1)
+            last = _last_tick(graph, marking, report)
+            if last < marking.num_ticks:  # else the job is at its end anyway
+                marking.num_ticks = last + 1
+                if checkpoints:
+                    checkpoints.require(last)
     if stop:
         raise TrainingDiverged(f"{stop}\nEvery executor went on to tick {marking.num_ticks - 1} and stopped there.")
 

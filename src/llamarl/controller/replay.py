@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.channels.base import ChannelSpec
-from llamarl.checkpoint.snapshot import FREE_TO_CHANGE, run_differences, versions
+from llamarl.checkpoint.platform import platform_differences
+from llamarl.checkpoint.snapshot import FREE_TO_CHANGE, run_differences
 from llamarl.errors import ConfigError
-from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE, event_versions, read_events
+from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE, event_platform, read_events
 
 __all__ = ["check_replay", "needs_of", "replay_folder", "take_log"]
 
@@ -36,18 +37,13 @@ def check_replay(source: Path, original: Mapping[str, Any], current: Mapping[str
         current: That of the replay.
 
     Raises:
-        ConfigError: The configuration or the library versions differ; each difference is named.
+        ConfigError: The configuration, the library versions or the processor differ; each difference is named.
         EventLogError: The log is missing, torn, or does not reach ``num_ticks``.
     """
     differences = run_differences({"config": original}, {"config": current}, ignore=_SAME_BITS)
     log = source / EVENTS_FILE
     read_events(log, num_ticks=num_ticks)
-    logged, here = event_versions(log), versions()
-    differences += [
-        f"{name}: the run has {logged.get(name, 'absent')!r}, this machine {here.get(name, 'absent')!r}"
-        for name in sorted(logged.keys() | here.keys())
-        if logged.get(name) != here.get(name)
-    ]
+    differences += platform_differences(event_platform(log))
     if differences:
         raise ConfigError(
             f"--replay: {source} cannot be repeated bit for bit under other settings:\n"

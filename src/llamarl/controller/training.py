@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from llamarl.checkpoint.platform import platform_differences, platform_facts
 from llamarl.checkpoint.snapshot import describe_run, run_differences
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import RunConfig, load_config, save_config, to_plain
@@ -23,10 +25,11 @@ from llamarl.controller.graph import Graph
 from llamarl.controller.job import llamarl_graph
 from llamarl.controller.preflight import check_lora, check_parallel_sizes
 from llamarl.controller.replay import check_replay, needs_of, take_log
+from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import resolve_model_path
-from llamarl.observability.events import EventLog
+from llamarl.observability.events import REPLAY_FILE, EventLog
 from llamarl.observability.job import describe_job
 from llamarl.observability.recorder import Recorder
 from llamarl.runtime.base import Report
@@ -35,7 +38,6 @@ from llamarl.runtime.placement import Placement, place
 
 __all__ = ["plan_run", "replay_run", "resume_run", "start_run"]
 
-_CONFIG = "config.toml"
 _SECTIONS = {
     "generator": "generator",
     "reference": "reference",
@@ -85,13 +87,7 @@ def start_run(config: RunConfig) -> None:
     Raises:
         LlamaRLError: Whatever ended the run; the message carries its cause.
     """
-    prepared = _prepare(config)
-    run_dir = _new_folder(prepared.config)
-    try:
-        save_config(prepared.config, run_dir / _CONFIG)
-    except OSError as error:
-        raise ConfigError(f"run.dir: cannot write {run_dir / _CONFIG}: {error.strerror}") from error
-    _execute(prepared, run_dir, resume_after_tick=None, load_from=None)
+    _start(_prepare(config))
 
 
 def replay_run(config: RunConfig, source: Path) -> None:
@@ -104,7 +100,7 @@ def replay_run(config: RunConfig, source: Path) -> None:
         ConfigError: The configuration would give other bits, or the new folder holds a run.
         EventLogError: The log of ``source`` is missing, torn or too short.
     """
-    original = load_config(source / _CONFIG)
+    original = load_config(source / CONFIG_FILE)
     if original.schedule.weights != "latest":
         print(
             f"{source} made no decisions that need a log (schedule.weights = 'exact'): running it again",
@@ -113,11 +109,29 @@ def replay_run(config: RunConfig, source: Path) -> None:
         start_run(config)
         return
     check_replay(source, to_plain(original), to_plain(config), config.run.num_ticks)
-    prepared = _prepare(config)
-    run_dir = _new_folder(prepared.config)
-    take_log(source, run_dir)
-    save_config(prepared.config, run_dir / _CONFIG)
-    _execute(prepared, run_dir, resume_after_tick=None, load_from=None)
+    _start(_prepare(config), replay_of=source)
+
+
+def _start(prepared: _Prepared, *, replay_of: Path | None = None) -> None:
+    run_dir = _absolute(prepared.config)
+    refuse_a_run(run_dir)
+    make_folder(run_dir)
+    with held(run_dir):
+        refuse_a_run(run_dir)  # another process may have run here since
+        (run_dir / REPLAY_FILE).unlink(missing_ok=True)  # of a replay that ended before its first tick
+        if replay_of is not None:
+            take_log(replay_of, run_dir)
+        _save(prepared, run_dir)
+        _execute(prepared, run_dir, resume_after_tick=None, load_from=None)
+
+
+def _save(prepared: _Prepared, run_dir: Path) -> None:
+    new = run_dir / f"{CONFIG_FILE}.new"
+    try:
+        save_config(prepared.config, new)
+        os.replace(new, run_dir / CONFIG_FILE)
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write {run_dir / CONFIG_FILE}: {error.strerror}") from error
 
 
 def resume_run(config: RunConfig) -> None:
@@ -129,35 +143,66 @@ def resume_run(config: RunConfig) -> None:
     """
     prepared = _prepare(config)
     run_dir = _absolute(prepared.config)
-    if not (run_dir / _CONFIG).is_file():
-        raise ConfigError(f"--resume: {run_dir} holds no run (no {_CONFIG}); start one without --resume")
-    store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
-    for note in store.clean():
-        print(note, file=sys.stderr)
-    if not store.list():
-        _execute(prepared, run_dir, resume_after_tick=-1, load_from=None)
-        return
-    checkpoint = store.load()
-    differences = run_differences(checkpoint.run, _describe(prepared))
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"--resume: {run_dir} holds no run (no {CONFIG_FILE}); start one without --resume")
+    with held(run_dir):
+        store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
+        for note in store.clean():
+            print(note, file=sys.stderr)
+        if not store.list():
+            begun = to_plain(load_config(run_dir / CONFIG_FILE))
+            _refuse(
+                run_differences({"config": begun}, {"config": to_plain(prepared.config)}), prepared, run_dir, run_dir
+            )
+            _save(prepared, run_dir)
+            _execute(prepared, run_dir, resume_after_tick=-1, load_from=None)
+            return
+        checkpoint = store.load()
+        differences = run_differences(checkpoint.run, _describe(prepared))
+        if not prepared.config.checkpoint.other_platform:
+            differences += platform_differences(checkpoint.manifest.platform)
+        _refuse(differences, prepared, run_dir, checkpoint.path)
+        if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
+            print(f"{run_dir} is complete at {checkpoint.tick + 1} ticks; raise --run.num_ticks to prolong it")
+            return
+        _tell_of_a_new_end(checkpoint.run, prepared.config)
+        _save(prepared, run_dir)
+        store.clean(after_tick=checkpoint.tick)
+        _execute(prepared, run_dir, resume_after_tick=checkpoint.tick, load_from=checkpoint.path)
+
+
+def _tell_of_a_new_end(saved: Mapping[str, Any], config: RunConfig) -> None:
+    old = saved["config"]["run"]["num_ticks"]
+    if config.optimizer.schedule != "constant" and old != config.run.num_ticks:
+        print(
+            f"optimizer.schedule = {config.optimizer.schedule!r} falls to its end at run.num_ticks, which was {old} and is "
+            f"{config.run.num_ticks}: from here on the rate is that of {config.run.num_ticks} ticks, so this is not the "
+            f"run that {config.run.num_ticks} ticks from the start would be",
+            file=sys.stderr,
+        )
+
+
+def _refuse(differences: Sequence[str], prepared: _Prepared, run_dir: Path, made: Path) -> None:
+    """Raises ConfigError if ``made`` (a checkpoint, or a run that has none yet) was made otherwise."""
     if prepared.config.checkpoint.reshard:
         differences = [line for line in differences if line.partition(":")[0] not in _TRAINER_LAYOUT]
-    if differences:
-        raise ConfigError(
-            f"--resume: {checkpoint.path} was made under another configuration, so the run would not go on bit for bit:\n"
-            + "\n".join(f"  - {line}" for line in differences)
-            + f"\nResume with {run_dir / _CONFIG} as the recipe, or start a new run."
-            + (
-                "\nWith --checkpoint.reshard true the trainer goes on in the new layout, to rounding."
-                if all(line.partition(":")[0] in _TRAINER_LAYOUT for line in differences)
-                else ""
-            )
-        )
-    if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
-        print(f"{run_dir} is complete at {checkpoint.tick + 1} ticks; raise --run.num_ticks to prolong it")
+    if not differences:
         return
-    save_config(prepared.config, run_dir / _CONFIG)
-    store.clean(after_tick=checkpoint.tick)
-    _execute(prepared, run_dir, resume_after_tick=checkpoint.tick, load_from=checkpoint.path)
+    keys = {line.partition(":")[0] for line in differences}
+    platform = keys & set(platform_facts())
+    advice = []
+    if keys - platform:
+        advice.append(f"Resume with {run_dir / CONFIG_FILE} as the recipe, or start a new run.")
+    if keys <= _TRAINER_LAYOUT:
+        advice.append("With --checkpoint.reshard true the trainer goes on in the new layout, to rounding.")
+    if platform:
+        advice.append("With --checkpoint.other_platform true the run goes on here, to rounding.")
+    raise ConfigError(
+        f"--resume: {made} was made otherwise, so the run would not go on bit for bit:\n"
+        + "\n".join(f"  - {line}" for line in differences)
+        + "\n"
+        + "\n".join(advice)
+    )
 
 
 def _prepare(config: RunConfig) -> _Prepared:
@@ -225,25 +270,6 @@ def _check_prompts(config: RunConfig, folder: Path) -> None:
 
 def _absolute(config: RunConfig) -> Path:
     return Path(config.run.dir).expanduser().resolve()
-
-
-def _new_folder(config: RunConfig) -> Path:
-    run_dir = _absolute(config)
-    if (run_dir / _CONFIG).exists():
-        raise ConfigError(
-            f"run.dir: {run_dir} already holds a run: go on with it by --resume {run_dir}, or choose another --run.dir"
-        )
-    _make_folder(run_dir)
-    return run_dir
-
-
-def _make_folder(run_dir: Path) -> None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir: cannot make {run_dir}: {error.strerror}; choose another --run.dir") from error
-    if not os.access(run_dir, os.W_OK):
-        raise ConfigError(f"run.dir: {run_dir} is not writable; choose another --run.dir")
 
 
 def _describe(prepared: _Prepared) -> dict[str, Any]:

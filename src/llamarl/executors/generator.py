@@ -129,7 +129,6 @@ class GeneratorExecutor:
         metrics = _metrics(groups, delivered, tick)
         metrics["tokens/generated"] = float(generated)
         metrics["rollout/carried"] = float(sum(not s.finished for g in self._active for s in g.sequences))
-        metrics["time/weight_sync_s"] = sum(end - start for _, start, end in self._sync_spans)
         metrics["tokens_per_s/generated"] = generated / max(finished - loaded, 1e-9)
         events: tuple[Mapping[str, Any], ...] = ()
         if self._policy is not None:

@@ -76,9 +76,16 @@ class RewardExecutor:
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """``reward/*`` and ``groups/*`` of scored groups; failed samples count as failed and nothing else."""
+    """``reward/*`` and ``groups/*`` of scored groups; failed samples count as failed and nothing else.
+
+    ``reward/parts/NAME`` is the mean of a named part over the responses that have it.
+    """
     outcomes = [r.outcome for g in groups for r in g.responses]
     values = [o.value for o in outcomes if isinstance(o, Score)]
+    parts: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for name, value in outcome.parts.items() if isinstance(outcome, Score) else ():
+            parts.setdefault(name, []).append(value)
     no_signal = 0
     for group in groups:
         rewards = {r.outcome.value for r in group.responses if isinstance(r.outcome, Score)}
@@ -88,4 +95,5 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/std": float(np.std(values)) if values else float("nan"),
         "reward/failed": float(sum(isinstance(o, Failure) for o in outcomes)),
         "groups/no_signal": float(no_signal),
+        **{f"reward/parts/{name}": float(np.mean(values)) for name, values in sorted(parts.items())},
     }

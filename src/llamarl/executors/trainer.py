@@ -64,6 +64,8 @@ class TrainerExecutor:
         adapters_only = config.lora.rank > 0 and config.lora.hand_over == "adapter"
         self._wire_dtype = served if served != torch.float32 and not adapters_only else None
         """Generators hold the weights in it, so they travel in it; adapters are merged in float32."""
+        self._waits: list[tuple[str, float, float]] = []
+        """Spans of this tick in which training stood still for such a copy."""
         self._edge_versions: dict[int, dict[str, torch.Tensor]] = {}
         """Earlier versions that the next checkpoint must hold: copies, made only in the ticks before one is due."""
 
@@ -108,14 +110,16 @@ class TrainerExecutor:
         if self.config.evaluation.every:
             due = evaluation_due(version, every=self.config.evaluation.every, num_ticks=self.config.run.num_ticks)
             outputs["eval_weights"] = self._payload(version, background=True) if due else None
-        if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None:
+        if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None and not self._stop:
             if self.config.lora.rank:
                 self._export(self.context.run_dir / "adapter", self.trainer.export_adapter)
             if not self.config.lora.rank or self.config.lora.export_merged:
                 self._export(self.context.run_dir / "model", self.trainer.export)
         metrics = {**metrics, "time/weight_copy_s": self._copied_s}
         self._copied_s = 0.0
-        return StepResult(outputs=outputs, metrics=metrics, spans=(("train", started, trained),), stop=self._stop)
+        spans = (("train", started, trained), *self._waits)
+        self._waits.clear()
+        return StepResult(outputs=outputs, metrics=metrics, spans=spans, stop=self._stop)
 
     def _train(self, groups: list[Group], tick: int) -> Mapping[str, float]:
         """One optimizer step; if training has diverged, the job is asked to stop and this step's metrics are few."""
@@ -144,6 +148,7 @@ class TrainerExecutor:
         Raises:
             DeadlineExceeded: A copy is still running after the limit.
         """
+        started = time.monotonic()
         for reader in self._readers:
             if not reader.wait(_COPY_LIMIT_S):
                 raise DeadlineExceeded(
@@ -151,6 +156,8 @@ class TrainerExecutor:
                     "is short of memory or cores"
                 )
             self._copied_s += reader.freed_s - reader.made_s
+        if self._readers:
+            self._waits.append(("weight_sync: wait for own copy", started, time.monotonic()))
         self._readers.clear()
 
     def _remember(self, version: int) -> None:

@@ -1,6 +1,6 @@
 """``events.jsonl``: every decision of a run that its recipe and seed do not determine, enough to repeat it bit for bit.
 
-    {"format": 1, "versions": {...}, "check": ...}                                    head
+    {"format": 1, "platform": {...}, "check": ...}                                    head
     {"tick": 0, "rank": 0, "swaps": [[0, 0], [17, 1]], "steps": 40, "delivered": "0-3", "digest": ..., "check": ...}
     ...                                                                               one line a generator rank and tick
 
@@ -23,11 +23,11 @@ from typing import Any
 
 import xxhash
 
-from llamarl.checkpoint.snapshot import versions
+from llamarl.checkpoint.platform import platform_facts
 from llamarl.errors import EventLogError
 from llamarl.observability.metrics import cannot_write, replace_file
 
-__all__ = ["EVENTS_FILE", "REPLAY_FILE", "EventLog", "TickEvent", "event_versions", "ranges", "read_events"]
+__all__ = ["EVENTS_FILE", "REPLAY_FILE", "EventLog", "TickEvent", "event_platform", "ranges", "read_events"]
 
 EVENTS_FILE = "events.jsonl"
 """In the run's folder: what this run decided."""
@@ -99,7 +99,7 @@ class EventLog:
             return
         try:
             if not self.path.exists():
-                lines.insert(0, _line({"format": _FORMAT, "versions": versions()}))
+                lines.insert(0, _line({"format": _FORMAT, "platform": dict(platform_facts())}))
             with open(self.path, "ab") as file:
                 file.write(b"".join(lines))
         except OSError as error:
@@ -168,10 +168,10 @@ def read_events(path: str | os.PathLike[str], *, num_ticks: int) -> dict[tuple[i
     return {key: event for key, event in found.items() if key[0] < num_ticks}
 
 
-def event_versions(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Package -> version under which the log was begun."""
+def event_platform(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Where the log was begun (``platform_facts``)."""
     with open(path, "rb") as file:
-        return dict(_parse(file.readline()).get("versions", {}))
+        return dict(_parse(file.readline()).get("platform", {}))
 
 
 def ranges(indices: Sequence[int]) -> str:

@@ -44,6 +44,11 @@ KEYS: tuple[MetricKey, ...] = (
         integer=True,
     ),
     _key(
+        "reward/parts/NAME",
+        "reward",
+        "Mean of a part that the task's score names (`correct`, `answered`, ..), over the samples that have it.",
+    ),
+    _key(
         "staleness/mean",
         "updates",
         "Policy version that is being trained minus the version that sampled the token, mean over trained tokens.",
@@ -112,8 +117,8 @@ KEYS: tuple[MetricKey, ...] = (
     _key(
         "time/weight_sync_s",
         "s",
-        "Time that executors spent on weights in this tick: publishing, pulling, proving and loading (their spans "
-        "`weight_sync...`), summed.",
+        "Time that executors spent on weights in this tick: announcing a version, waiting for its copy, pulling, proving and "
+        "loading it (their spans `weight_sync...`), summed.",
     ),
     _key(
         "time/weight_copy_s",
@@ -214,7 +219,14 @@ KEYS: tuple[MetricKey, ...] = (
         "Oldest group of the batch: generator ticks between its admission and its delivery.",
         integer=True,
     ),
-    _key("eval/accuracy", "share", "Mean score on held-out prompts; only in rows in which an evaluation ended."),
+    _key(
+        "eval/accuracy",
+        "share",
+        "Share of scored responses to held-out prompts whose reward is at least 1; only in rows in which an evaluation ended.",
+    ),
+    _key("eval/pass_at_k", "share", "Share of held-out prompts with a right one among their samples (k of them)."),
+    _key("eval/reward_mean", "reward", "Mean reward of scored responses to held-out prompts."),
+    _key("eval/failed", "responses", "Responses to held-out prompts without a verdict.", integer=True),
     _key("eval/policy_version", "updates", "Policy version that was evaluated.", integer=True),
     _key("eval/length_mean", "tokens", "Mean response length in the evaluation."),
 )

@@ -70,8 +70,10 @@ class RolloutWriter:
         lines = []
         for position, group in enumerate(groups):
             for sample, response in enumerate(group.responses):
-                advantage = None if advantages is None else _finite(advantages[position][sample])
-                lines.append(json.dumps(_record(tick, group.prompt, response, advantage), ensure_ascii=False))
+                record = _record(tick, group.prompt, response)
+                if advantages is not None:
+                    record["advantage"] = _finite(advantages[position][sample])
+                lines.append(json.dumps(record, ensure_ascii=False))
         path = self.folder / f"tick_{tick:06d}.jsonl"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +130,7 @@ def _segments(response: Response) -> list[list[int]]:
     return [[int(version), len(list(run))] for version, run in groupby(written.tolist())]
 
 
-def _record(tick: int, prompt: Prompt, response: Response, advantage: float | None) -> dict[str, Any]:
+def _record(tick: int, prompt: Prompt, response: Response) -> dict[str, Any]:
     outcome = response.outcome
     return {
         "tick": tick,
@@ -141,7 +143,6 @@ def _record(tick: int, prompt: Prompt, response: Response, advantage: float | No
         "reward": outcome.value if isinstance(outcome, Score) else None,
         "reward_parts": dict(sorted(outcome.parts.items())) if isinstance(outcome, Score) else {},
         "failure": {"kind": outcome.kind, "detail": outcome.detail} if isinstance(outcome, Failure) else None,
-        "advantage": advantage,
         "finish_reason": response.finish_reason,
         "kept_kv": response.kept_kv,
         "segments": _segments(response),
@@ -179,7 +180,7 @@ def _parse(tick: int, record: Mapping[str, Any]) -> Rollout:
         answer=record["answer"],
         task=record["task"],
         response=response,
-        advantage=record["advantage"],
+        advantage=record.get("advantage"),
         prompt_tokens=np.array(record["prompt_tokens"], dtype=np.int32),
         metadata=record["metadata"],
     )

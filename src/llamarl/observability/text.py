@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,10 @@ _PLAIN = str.maketrans(
 
 
 def number(value: float | None, digits: int) -> str:
-    """Fixed digits, or a dash."""
-    return _MISSING if value is None else f"{value:.{digits}f}"
+    """Fixed digits, or a dash; beyond five places before the point two significant digits."""
+    if value is None:
+        return _MISSING
+    return f"{value:.{digits}f}" if abs(value) < 1e5 or not math.isfinite(value) else f"{value:.1e}"
 
 
 def whole(value: float | None) -> str:
@@ -138,7 +141,7 @@ class RowTable:
         num_left = self._num_ticks - int(last["step"]) - 1
         cells = [
             ("tick", whole(last["step"] + 1), 6),
-            ("reward", number(_mean(rows, "reward/mean"), 3), 8),
+            ("reward", number(_mean(rows, "reward/mean"), 3), 9),
             ("stale", staleness(_mean(rows, "staleness/mean"), _largest(rows, "staleness/max")), 9),
             ("clipped", percent(_mean(rows, "ratio/clipped_fraction")), 9),
             ("length", number(_mean(rows, "response/length_mean"), 1), 8),

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 import monarch.actor
+import monarch.config
 from monarch.actor import HostMesh, MeshFailure, this_host
 
 __all__ = ["fault_listeners", "local_host"]
@@ -20,6 +21,19 @@ after its mesh has gone from use, so a listener must know its own meshes."""
 
 _NOTICE = b"Monarch internal logs are being written to"
 _BRING_UP_S = 30.0
+_PATIENCE = {
+    name: "10m"
+    for name in (
+        "actor_spawn_max_idle",
+        "get_actor_state_max_idle",
+        "get_proc_state_max_idle",
+        "host_spawn_ready_timeout",
+        "mesh_proc_spawn_max_idle",
+        "supervision_watchdog_timeout",
+    )
+}
+"""Limits after which Monarch takes a silent process for dead; by default 30 s, which processes on an overloaded machine exceed.
+Deaths on this machine are noticed by pidfd, and what hangs ends at the job's own deadlines."""
 
 
 async def local_host() -> HostMesh:
@@ -29,6 +43,7 @@ async def local_host() -> HostMesh:
         TimeoutError: Monarch's local host did not stand within 30 s.
     """
     monarch.actor.unhandled_fault_hook = _on_fault
+    monarch.config.configure(**_PATIENCE)
     with _without_notice():
         host = this_host()
         await asyncio.wait_for(host.initialized.as_asyncio(), _BRING_UP_S)

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from llamarl.channels.base import ChannelSpec, Handle, Receiver, Sender
+from llamarl.channels.base import ChannelKind, ChannelSpec, Handle, Receiver, Sender
 from llamarl.checkpoint.storage import saving
 from llamarl.errors import ConfigError, DeadlineExceeded, LlamaRLError
 from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec
@@ -112,11 +112,13 @@ class RankFailure:
     at_s: float
     """On ``time.monotonic``: of several failures the earliest is the cause, the others mostly follow from it."""
     exit_code: int = 1
+    explained: bool = False
+    """Raised on purpose, with a message that says all: a mistake in a recipe, a full disk, a deadline."""
 
     def message(self) -> str:
-        """For an ``ExecutorFailed``. A mistake in a recipe or a data file needs no traceback to be understood."""
+        """For an ``ExecutorFailed``; with a traceback where the cause alone may not be understood."""
         text = f"executor {self.executor!r}, rank {self.rank} (pid {self.pid}), {self.doing}: {self.cause}"
-        return text if self.exit_code == 2 else f"{text}\n{self.traceback.rstrip()}"
+        return text if self.explained else f"{text}\n{self.traceback.rstrip()}"
 
 
 def capture(executor: str, rank: int, doing: str, error: BaseException) -> RankFailure:
@@ -130,6 +132,7 @@ def capture(executor: str, rank: int, doing: str, error: BaseException) -> RankF
         pid=os.getpid(),
         at_s=time.monotonic(),
         exit_code=error.exit_code if isinstance(error, LlamaRLError) else 1,
+        explained=isinstance(error, LlamaRLError),
     )
 
 
@@ -191,6 +194,7 @@ class Worker:
         self._senders: dict[str, Sender] = {}
         self._receivers: dict[str, Receiver] = {}
         self._feeds: dict[str, TokenFeed] = {}
+        self._weight_channels = {channel.name for channel in plan.channels if channel.kind is ChannelKind.WEIGHTS}
         self._delays = {channel.name: channel.delay for channel in plan.channels}
         self._saves: dict[int, tuple[Path, Future[None]]] = {}
         """Tick -> folder and what is being written there, beside the ticks that follow."""
@@ -253,7 +257,7 @@ class Worker:
             if name in self._feeds:
                 inputs[name] = self._fill_feed(name, order)
                 continue
-            with _Span(f"receive {name}", spans):
+            with _Span(self._label("receive", name), spans):
                 inputs[name] = self._receivers[name].receive(handles, self._plan.pull_deadline_s)
         result = executor.step(order.tick, inputs)
         spans.extend(result.spans)
@@ -264,7 +268,7 @@ class Worker:
             )
         outputs: dict[str, Handle] = {}
         for name, sender in self._senders.items():
-            with _Span(f"send {name}", spans):
+            with _Span(self._label("send", name), spans):
                 outputs[name] = sender.send(order.tick, result.outputs[name])
         metrics = {key: float(value) for key, value in result.metrics.items()}
         if order.save_to is not None:
@@ -287,6 +291,10 @@ class Worker:
             saving=tuple(sorted(self._saves)),
             events=result.events,
         )
+
+    def _label(self, verb: str, channel: str) -> str:
+        """Of a span. What an executor spends on weights is told from what it spends on data."""
+        return f"weight_sync: {verb} {channel}" if channel in self._weight_channels else f"{verb} {channel}"
 
     def _save(self, executor: Executor, tick: int, folder: Path) -> None:
         with saving(folder):

@@ -43,8 +43,8 @@ def test_differences_name_the_key_and_both_values() -> None:
     now = describe_run(CONFIG | {"trainer": {"lr": 0.01, "betas": [0.9, 0.95]}}, {"generator": 1, "trainer": 2})
     assert run_differences(saved, saved) == []
     assert run_differences(saved, now) == [
-        "threads of trainer: checkpoint has 1, this run 2",
-        "trainer.lr: checkpoint has 0.001, this run 0.01",
+        "threads of trainer: it has 1, this run 2",
+        "trainer.lr: it has 0.001, this run 0.01",
     ]
 
 
@@ -57,8 +57,8 @@ def test_what_was_written_to_a_manifest_compares_equal_after_reading() -> None:
 
 
 def test_a_manifest_of_another_format_is_refused() -> None:
-    data = Manifest(tick=3, files=()).to_bytes().replace(b'"format": 1', b'"format": 2')
-    with pytest.raises(ValueError, match="has format 2, this llamarl reads format 1"):
+    data = Manifest(tick=3, files=()).to_bytes().replace(b'"format": 2', b'"format": 1')
+    with pytest.raises(ValueError, match="has format 1, this llamarl reads format 2"):
         Manifest.from_bytes(data)
 
 

@@ -50,7 +50,7 @@ def test_what_was_finished_is_loaded_with_its_files_and_its_account_of_the_run(s
         ("generator/rank_0/state.bin", 1700),
         ("trainer/rank_0/state.bin", 1500),
     ]
-    assert checkpoint.manifest.versions["llamarl"]
+    assert checkpoint.manifest.platform["llamarl"]
 
 
 def test_the_manifest_checksum_is_xxh3_of_the_empty_string_for_an_empty_file(tmp_path: Path) -> None:

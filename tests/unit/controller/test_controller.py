@@ -155,3 +155,14 @@ def test_a_stop_is_joined_by_everyone_at_one_tick_whose_state_is_saved() -> None
         name: max(t for n, t, _ in runtime.log if n == name) for name in ("generator", "reward", "trainer")
     } == dict.fromkeys(("generator", "reward", "trainer"), last)
     assert last >= 3 + 3  # every version on the weights edge was made after the request
+
+
+@pytest.mark.parametrize("asked_at", [48, 49])
+def test_a_stop_near_the_end_runs_no_tick_beyond_it(asked_at: int) -> None:
+    runtime = FakeRuntime(
+        {"generator": 1.0, "reward": 1.0, "trainer": 5.0},
+        stop_at=lambda order: "loss is NaN" if order.executor == "trainer" and order.tick >= asked_at else "",
+    )
+    with pytest.raises(TrainingDiverged, match="stopped there"):
+        run_graph(job(2), runtime, num_ticks=50, seed=0, checkpoints=FakeCheckpoints(every=25))
+    assert {max(t for n, t, _ in runtime.log if n == name) for name in ("generator", "reward", "trainer")} == {49}

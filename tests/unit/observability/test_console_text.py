@@ -196,3 +196,13 @@ def test_rollouts_are_due_every_so_often_unless_off() -> None:
     every = ObservabilityConfig(rollouts_every=3)
     assert [t for t in range(8) if every.rollouts_due(t)] == [0, 3, 6]
     assert not ObservabilityConfig(rollouts=False).rollouts_due(0)
+
+
+def test_a_huge_reward_stays_within_its_column() -> None:
+    assert [text.number(v, 3) for v in (None, 0.5, 99999.0, -1e38, float("inf"))] == [
+        "–",
+        "0.500",
+        "99999.000",
+        "-1.0e+38",
+        "inf",
+    ]

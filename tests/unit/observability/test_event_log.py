@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.errors import EventLogError
-from llamarl.observability.events import EVENTS_FILE, EventLog, TickEvent, event_versions, ranges, read_events
+from llamarl.observability.events import EVENTS_FILE, EventLog, TickEvent, event_platform, ranges, read_events
 
 
 def event(tick: int, rank: int = 0) -> TickEvent:
@@ -27,7 +27,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = written(tmp_path)
     assert read_events(path, num_ticks=3) == {(t, r): event(t, r) for t in range(3) for r in range(2)}
     assert set(read_events(path, num_ticks=2)) == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    assert "torch" in event_versions(path)
+    assert "torch" in event_platform(path)
 
 
 def test_a_run_without_decisions_leaves_no_file(tmp_path: Path) -> None:

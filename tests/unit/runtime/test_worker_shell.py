@@ -116,7 +116,13 @@ def test_a_tick_pulls_steps_publishes_and_then_saves(worker: Worker, tmp_path: P
     assert CALLS == [("step", 5, {"in": (("h",), 9.0)}), ("save", folder, 5)]
     assert report.outputs == {"out": "out:5:payload", "late": "late:5:1"}
     assert report.metrics == {"count": 3.0}
-    assert [label for label, _, _ in report.spans] == ["receive in", "work", "send out", "send late", "save"]
+    assert [label for label, _, _ in report.spans] == [
+        "receive in",
+        "work",
+        "send out",
+        "weight_sync: send late",
+        "save",
+    ]
 
 
 def test_a_save_in_the_background_is_reported_until_it_is_written(worker: Worker, tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""What of the machine decides bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamarl.checkpoint import platform
+from llamarl.checkpoint.platform import describe_processor, platform_differences, platform_facts
+
+
+def test_a_processor_is_its_name_and_the_instruction_sets_that_choose_kernels() -> None:
+    text = (
+        "processor\t: 0\nmodel name\t: AMD EPYC 9R14\nflags\t\t: fpu sse2 avx avx2 avx512f avx512_bf16 smep\n\n"
+        "processor\t: 1\nmodel name\t: Another\nflags\t\t: amx_tile\n"
+    )
+    assert describe_processor("x86_64", text) == "x86_64 AMD EPYC 9R14 avx2 avx512_bf16 avx512f"
+
+
+def test_an_arm_processor_without_a_name_is_told_by_its_part() -> None:
+    text = "processor\t: 0\nFeatures\t: fp asimd sve bf16\nCPU part\t: 0xd40\n"
+    assert describe_processor("aarch64", text) == "aarch64 0xd40 bf16 sve"
+
+
+def test_each_fact_that_differs_is_named_with_both_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"torch": "2.13.0", "numpy": "2.4.6", "processor": "x86_64 A avx2"}
+    monkeypatch.setattr(platform, "platform_facts", lambda: here)
+    assert platform_differences(here) == []
+    assert platform_differences({**here, "torch": "2.11.0", "processor": "x86_64 B"}) == [
+        "processor: it has 'x86_64 B', this machine 'x86_64 A avx2'",
+        "torch: it has '2.11.0', this machine '2.13.0'",
+    ]
+    assert platform_differences({"torch": "2.13.0", "numpy": "2.4.6"}) == [
+        "processor: it has 'absent', this machine 'x86_64 A avx2'"
+    ]
+
+
+def test_this_machine_knows_itself() -> None:
+    facts = platform_facts()
+    assert set(facts) == {"llamarl", "python", "torch", "transformers", "numpy", "processor"}
+    assert all(facts.values())
