@@ -29,12 +29,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.config import RunConfig
-from llamarl.data.prompts import PromptStream
 from llamarl.engine.base import Engine, KeepsKV
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext, Feed, StepResult
 from llamarl.executors.config import SamplingConfig
@@ -42,6 +40,7 @@ from llamarl.executors.generator_ranks import generator_layout, generator_weight
 from llamarl.executors.hand_over import Served
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
 from llamarl.executors.partial_rollouts import deadline, num_startable, select_due, urgency_order
+from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.models.parallel import ParallelLayout
@@ -97,8 +96,7 @@ class GeneratorExecutor:
 
     def setup(self) -> None:
         self.tokenizer = load_tokenizer(self.config.model.path)
-        task = make_task(self.config.task, seed=self.config.run.seed)
-        self.prompts = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
+        self.prompts = make_prompt_stream(self.config, self.tokenizer)
         layout = generator_layout(self.config, self.context.device)
         self.engine = make_engine(self.config, self.tokenizer, device=self.context.device, layout=layout)
         self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
@@ -128,6 +126,7 @@ class GeneratorExecutor:
         groups = [self._to_group(g) for g in delivered]
         metrics = _metrics(groups, delivered, tick)
         metrics["tokens/generated"] = float(generated)
+        metrics["time/repack_s"] = sum(end - start for label, start, end in self._sync_spans if label == "repack")
         metrics["rollout/carried"] = float(sum(not s.finished for g in self._active for s in g.sequences))
         metrics["tokens_per_s/generated"] = generated / max(finished - loaded, 1e-9)
         events: tuple[Mapping[str, Any], ...] = ()
@@ -161,7 +160,8 @@ class GeneratorExecutor:
         changed = bool(weights.version != self.engine.policy_version)
         if changed or self._served.in_place is not None:
             self._served = self.version_loader.load(weights)
-        self._sync_spans.append(("weight_sync", started, time.monotonic()))
+            arrived = self._served.arrived_s
+            self._sync_spans += [("weight_sync", started, arrived), ("repack", arrived, time.monotonic())]
         return changed
 
     def _admit(self, tick: int) -> None:
@@ -330,10 +330,17 @@ def make_engine(
 
 
 def resolve_device(device: str) -> str:
-    """ "auto" is CUDA where there is one."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """ "auto" is CUDA where there is one.
+
+    Raises:
+        ConfigError: There is no such device here.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    there = torch.cuda.device_count()
+    if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= there:
+        raise ConfigError(f"there is no device {device!r} here ({there} CUDA devices): set it to cpu or auto")
+    return device
 
 
 def sampling_params(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> SamplingParams:
