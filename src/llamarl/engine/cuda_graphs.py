@@ -1,6 +1,6 @@
 """Decode steps of few shapes, so that each can be recorded once as a CUDA graph and replayed.
 
-A decode step of a small model is a thousand short kernels; launching them one by one takes longer than they run. A graph
+A decode step of a small model is a thousand short kernels; launching them one by one can take longer than they run. A graph
 launches all of them at once, but only for the shapes and addresses that it was recorded with. So a step in which every
 sequence decodes is padded to a *bucket* of so many rows and so many blocks of context::
 

@@ -2,7 +2,7 @@
 
 StepPlan ──▶ [1, T] token row + PagedBatch ──▶ transformers decoder ──▶ hidden states of sampling rows ──▶ logits
 
-On a GPU nothing in a step waits: integers go over in one queued copy, and who reads the logits waits for them. A step of
+On a GPU nothing in a step waits: integers go over in queued copies, and who reads the logits waits for them. A step of
 decodes alone may go through ``cuda_graphs.py``, padded.
 """
 
