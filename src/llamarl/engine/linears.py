@@ -87,6 +87,14 @@ class FusedLinear(nn.Module):
         """Whether ``refresh`` sees parameters whose storage was exchanged: it reads the parameters, not views of them."""
         return self.packs and all(isinstance(weight, nn.Parameter) for weight in self._weights)
 
+    def drop_served(self) -> int:
+        """Free the served form and what the last product left, until the next ``refresh``; returns the served form's bytes."""
+        self._input, self._output = None, torch.empty(0)
+        return self._drop_packed()
+
+    def _drop_packed(self) -> int:
+        return 0
+
     def part(self, x: Tensor, first: int, size: int) -> Tensor:
         """Output features ``first .. first + size`` for ``x``; the product is computed once per input tensor."""
         if self._input is not x:
@@ -136,6 +144,10 @@ class _OneDnnLinear(FusedLinear):
         self._packed = None  # its memory first: the new one has the same size
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
+    def _drop_packed(self) -> int:
+        packed, self._packed = self._packed, None
+        return _bytes(packed)
+
     def product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
@@ -145,12 +157,17 @@ class _Int8Linear(FusedLinear):
 
     kernels: Kernels | None = None
     """Compiled loops around the product, if the engine has them."""
+    _packed: Tensor | None = None
 
     def _pack(self, weight: Tensor) -> None:
         self._scale = (weight.abs().amax(dim=1).float() / 127).clamp_(min=1e-12)
         quantized = (weight / self._scale[:, None]).round_().to(torch.int8)
         self._zero = torch.zeros(len(weight), dtype=torch.int32)
         self._packed = torch.ops.onednn.qlinear_prepack(quantized, None)
+
+    def _drop_packed(self) -> int:
+        packed, self._packed = self._packed, None
+        return _bytes(packed)
 
     def product(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).float()
@@ -181,6 +198,10 @@ class _Fp8Linear(FusedLinear):
         packed, scale = _rows_to_fp8(weight)
         self._packed, self._scale = _overwrite(self._packed, packed), _overwrite(self._scale, scale)
 
+    def _drop_packed(self) -> int:
+        packed, self._packed = self._packed, None
+        return _bytes(packed)
+
     def product(self, x: Tensor) -> Tensor:
         assert self._packed is not None and self._scale is not None
         rows, scale = _rows_to_fp8(x.reshape(-1, self.in_features))
@@ -193,6 +214,10 @@ class _Fp8Linear(FusedLinear):
 def _overwrite(old: Tensor | None, new: Tensor) -> Tensor:
     """``new`` at the address of ``old``: a CUDA graph that reads it stays valid."""
     return new if old is None else old.copy_(new)
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
 def _rows_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,12 @@ StepPlan ──▶ [1, T] token row + PagedBatch ──▶ transformers decoder 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from llamarl.engine.lean_decoder import DecodeTables, LeanDecoder, reason_agains
 from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
+from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
 from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.sharded_loading import load_tensor_parallel
@@ -40,6 +41,7 @@ class ModelRunner:
         device: torch.device | str,
         quantization: str,
         layout: ParallelLayout | None = None,
+        parked: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -84,11 +86,15 @@ class ModelRunner:
                 f"engine.kv_cache_bytes is {config.kv_cache_bytes}, less than one block of {config.block_size} tokens: "
                 f"{self.block_bytes} bytes over {self._num_layers} layers"
             )
-        self._cache = self._zeros(
-            (2, self._num_layers, self.num_blocks, self.block_size, self._num_kv_heads, self._head_dim)
-        )
-        self._keys = list(self._cache[0].unbind(0))
-        self._values = list(self._cache[1].unbind(0))
+        self._cache = torch.empty(0)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._parked: list[tuple[torch.UntypedStorage, int]] | None = None  # storages taken away, and their sizes
+        self._awaits_version = False
+        if parked:
+            self.park()
+        else:
+            self._make_cache()
         self._lean = None if kernels is None else LeanDecoder(self.model, kernels, self._keys, self._values)
 
     @property
@@ -104,12 +110,43 @@ class ModelRunner:
     def context_length(self) -> int:
         return self.model_config.max_position_embeddings
 
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        # calloc: pages of the cache that are never written are never committed
-        count = int(np.prod(shape))
-        return torch.from_numpy(np.zeros(count * self.dtype.itemsize, dtype=np.uint8)).view(self.dtype).view(shape)
+    def _make_cache(self) -> None:
+        shape = (2, self._num_layers, self.num_blocks, self.block_size, self._num_kv_heads, self._head_dim)
+        if self.device.type == "cpu":
+            self._cache = zero_pages(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
+        else:
+            self._cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._keys[:], self._values[:] = self._cache[0].unbind(0), self._cache[1].unbind(0)
+
+    @property
+    def parked(self) -> bool:
+        return self._parked is not None
+
+    def park(self) -> int:
+        """Give back the KV cache, the served form of the weights and the weights, unless those are another's memory; returns
+        the bytes. Afterwards no parameter may be touched before ``unpark``."""
+        assert self._parked is None, "parked already"
+        freed = self._cache.numel() * self._cache.element_size() + sum(linear.drop_served() for linear in self.linears)
+        self._keys.clear()
+        self._values.clear()
+        self._cache = torch.empty(0)
+        self._parked = []
+        if not self._adopted:
+            self._parked = [(s, s.nbytes()) for s in own_storages(self._parameters.values(), self.device)]
+        for storage, nbytes in self._parked:
+            storage.resize_(0)
+            freed += nbytes
+        give_back_freed(self.device)
+        return freed
+
+    def unpark(self) -> None:
+        """Take memory for cache and weights again. The weights' values are gone: a version must be loaded next."""
+        assert self._parked is not None, "not parked"
+        for storage, nbytes in self._parked:
+            storage.resize_(nbytes)
+        self._parked = None
+        self._awaits_version = True
+        self._make_cache()
 
     def parameters_for_sync(self) -> Mapping[str, Tensor]:
         """Parameters, or this rank's parts, by their Hugging Face name; a tied one once, under its first name. They may be written."""
@@ -155,6 +192,7 @@ class ModelRunner:
         """The parameters hold new values: derive from them what is computed with."""
         for linear in self.linears:
             linear.refresh()
+        self._awaits_version = False
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor:
@@ -162,6 +200,7 @@ class ModelRunner:
 
         The rows of one prompt's members are equal. Of tensor-parallel ranks only rank 0 gets whole rows.
         """
+        assert self._parked is None and not self._awaits_version, "parked: unpark the engine and load a version first"
         # attention multiplies slots it must not see by zero, and zero times a NaN that another request left is NaN
         if plan.fresh:
             self._cache[:, :, torch.tensor(plan.fresh, device=self.device)] = 0
