@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llamarl.config import RunConfig
 from llamarl.data.prompts import PromptStream
-from llamarl.engine.base import Engine, KeepsKV
+from llamarl.engine.base import Engine, KeepsKV, Parkable
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
@@ -42,6 +42,7 @@ from llamarl.executors.generator_ranks import generator_layout, generator_weight
 from llamarl.executors.hand_over import Served
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
 from llamarl.executors.partial_rollouts import deadline, num_startable, select_due, urgency_order
+from llamarl.executors.turns import Turns
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.models.parallel import ParallelLayout
@@ -94,13 +95,20 @@ class GeneratorExecutor:
         self._steps = 0  # engine steps of this tick
         self._swaps: list[tuple[int, int]] = []  # (engine step, version) of this tick
         self._sync_spans: list[tuple[str, float, float]] = []
+        self._turns: Turns | None = None  # of a co-located job
 
     def setup(self) -> None:
         self.tokenizer = load_tokenizer(self.config.model.path)
         task = make_task(self.config.task, seed=self.config.run.seed)
         self.prompts = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
         layout = generator_layout(self.config, self.context.device)
-        self.engine = make_engine(self.config, self.tokenizer, device=self.context.device, layout=layout)
+        colocated = self.config.schedule.colocated
+        self.engine = make_engine(
+            self.config, self.tokenizer, device=self.context.device, layout=layout, parked=colocated
+        )
+        if colocated:
+            assert isinstance(self.engine, Parkable)  # the configuration has been checked
+            self._turns = Turns(self.name, self.engine, parked=True)
         self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
         if self._keep_kv and not isinstance(self.engine, KeepsKV):
             raise ConfigError(
@@ -117,6 +125,8 @@ class GeneratorExecutor:
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         self._steps, self._swaps, self._sync_spans = 0, [], []
+        if self._turns is not None:
+            self._turns.take()
         self._take_weights(tick, inputs["weights"])
         loaded = time.monotonic()
         self._admit(tick)
@@ -124,6 +134,8 @@ class GeneratorExecutor:
         delivered = self._decode(tick, inputs["weights"])
         self._served.check()
         finished = time.monotonic()
+        if self._turns is not None:
+            self._turns.give_back()
         generated = sum(len(s.tokens) for g in [*delivered, *self._active] for s in g.sequences) - before
         groups = [self._to_group(g) for g in delivered]
         metrics = _metrics(groups, delivered, tick)
@@ -137,6 +149,9 @@ class GeneratorExecutor:
             events = (event.to_plain(),)
             metrics["rollout/swaps"] = float(len(self._swaps) - 1)
         spans = (*self._sync_spans, ("generate", loaded, finished))
+        if self._turns is not None:
+            metrics |= self._turns.metrics
+            spans += self._turns.spans
         outputs = {"completions": groups if self._speaks else []}
         return StepResult(outputs=outputs, metrics=metrics, spans=spans, events=events)
 
@@ -159,7 +174,9 @@ class GeneratorExecutor:
             weights = feed.take(version - 1)
             self._served.check()  # what the last steps were computed with
         changed = bool(weights.version != self.engine.policy_version)
-        if changed or self._served.in_place is not None:
+        if (
+            changed or self._served.in_place is not None or self._turns is not None
+        ):  # the last two do not outlive a tick
             self._served = self.version_loader.load(weights)
         self._sync_spans.append(("weight_sync", started, time.monotonic()))
         return changed
@@ -308,12 +325,18 @@ def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
 
 
 def make_engine(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: str, layout: ParallelLayout | None = None
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: str,
+    layout: ParallelLayout | None = None,
+    parked: bool = False,
 ) -> Engine:
     """The engine that the recipe's generator section asks for.
 
     Args:
         layout: This rank's place among tensor-parallel ranks; None holds the whole model.
+        parked: Without its memory until ``unpark``; the native engine only.
     """
     if config.generator.engine.name == "vllm":
         from llamarl.engine.vllm import VllmEngine
@@ -326,6 +349,7 @@ def make_engine(
         device=device,
         quantization=config.generator.quantization,
         layout=layout,
+        parked=parked,
     )
 
 
