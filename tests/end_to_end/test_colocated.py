@@ -120,8 +120,11 @@ def test_memory_is_free_while_the_other_works_and_a_trainer_that_moves_out_chang
     assert {row["memory/trainer_parked_bytes"] for row in rows(together)} == {3 * 4 * parameters + steps}
 
 
-def test_co_located_run_goes_on_from_a_checkpoint_bit_for_bit(synchronous: Path, tmp_path: Path) -> None:
+def test_co_located_run_goes_on_from_a_checkpoint_bit_for_bit_and_may_change_its_mind(
+    synchronous: Path, tmp_path: Path
+) -> None:
     run_dir = train(tmp_path / "run", run__num_ticks=2)
+    train(run_dir, resume=True, run__num_ticks=3, schedule__colocated="false")
     train(run_dir, resume=True)
     assert untimed(run_dir) == untimed(synchronous)
     assert weights(run_dir) == weights(synchronous)
