@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -166,9 +166,21 @@ def resume_run(config: RunConfig) -> None:
         if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
             print(f"{run_dir} is complete at {checkpoint.tick + 1} ticks; raise --run.num_ticks to prolong it")
             return
+        _tell_of_a_new_end(checkpoint.run, prepared.config)
         _save(prepared, run_dir)
         store.clean(after_tick=checkpoint.tick)
         _execute(prepared, run_dir, resume_after_tick=checkpoint.tick, load_from=checkpoint.path)
+
+
+def _tell_of_a_new_end(saved: Mapping[str, Any], config: RunConfig) -> None:
+    old = saved["config"]["run"]["num_ticks"]
+    if config.optimizer.schedule != "constant" and old != config.run.num_ticks:
+        print(
+            f"optimizer.schedule = {config.optimizer.schedule!r} falls to its end at run.num_ticks, which was {old} and is "
+            f"{config.run.num_ticks}: from here on the rate is that of {config.run.num_ticks} ticks, so this is not the "
+            f"run that {config.run.num_ticks} ticks from the start would be",
+            file=sys.stderr,
+        )
 
 
 def _refuse(differences: Sequence[str], prepared: _Prepared, run_dir: Path, made: Path) -> None:

@@ -69,7 +69,7 @@ class EvaluatorExecutor:
         elif weights is not None:
             started = time.monotonic()
             served = self.version_loader.load(weights)
-            spans = (("weight_sync", started, time.monotonic()),)
+            spans = (("weight_sync", started, served.arrived_s), ("repack", served.arrived_s, time.monotonic()))
             metrics = self._evaluate(version=weights.version)
             served.check()
         return StepResult(metrics=metrics, spans=spans)

@@ -140,6 +140,7 @@ class GeneratorExecutor:
         groups = [self._to_group(g) for g in delivered]
         metrics = _metrics(groups, delivered, tick)
         metrics["tokens/generated"] = float(generated)
+        metrics["time/repack_s"] = sum(end - start for label, start, end in self._sync_spans if label == "repack")
         metrics["rollout/carried"] = float(sum(not s.finished for g in self._active for s in g.sequences))
         metrics["tokens_per_s/generated"] = generated / max(finished - loaded, 1e-9)
         events: tuple[Mapping[str, Any], ...] = ()
@@ -178,7 +179,8 @@ class GeneratorExecutor:
             changed or self._served.in_place is not None or self._turns is not None
         ):  # the last two do not outlive a tick
             self._served = self.version_loader.load(weights)
-        self._sync_spans.append(("weight_sync", started, time.monotonic()))
+            arrived = self._served.arrived_s
+            self._sync_spans += [("weight_sync", started, arrived), ("repack", arrived, time.monotonic())]
         return changed
 
     def _admit(self, tick: int) -> None:

@@ -9,6 +9,7 @@ it did, so a token is never sampled from bytes that were being overwritten.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from llamarl.engine.base import AdoptsWeights, Engine, KeepsKV
@@ -25,6 +26,8 @@ class Served:
     version: int
     in_place: WeightVersion | None
     """Set if the engine reads the source's memory."""
+    arrived_s: float = 0.0
+    """``time.monotonic`` when its bytes were there and proved; what follows is the engine's own preparation of them."""
 
     def check(self) -> None:
         """Prove that what the engine has computed with since is this version; asked when the tick's work is done.
@@ -57,8 +60,9 @@ def serve(weights: WeightVersion, engine: Engine, layout: Layout | None = None, 
         engine.adopt(weights.map_tensors())
     else:
         weights.load_into(engine.parameters_for_sync(), layout)
+    arrived_s = time.monotonic()
     begin_version(engine, weights.version, keep_kv=keep_kv)
-    return Served(weights.version, weights if in_place else None)
+    return Served(weights.version, weights if in_place else None, arrived_s)
 
 
 def begin_version(engine: Engine, version: int, *, keep_kv: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from llamarl.engine.base import Engine
 from llamarl.executors.hand_over import Served, begin_version, serve
 from llamarl.models.adapters import AdapterReceiver
@@ -37,6 +39,7 @@ class VersionLoader:
         if self._adapters is None:
             return serve(weights, self._engine, self._layout, keep_kv=self._keep_kv)
         weights.load_into(self._adapters.tensors)
+        arrived_s = time.monotonic()
         self._adapters.merge()
         begin_version(self._engine, weights.version, keep_kv=self._keep_kv)
-        return Served(weights.version, None)
+        return Served(weights.version, None, arrived_s)

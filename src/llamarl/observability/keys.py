@@ -121,6 +121,11 @@ KEYS: tuple[MetricKey, ...] = (
         "loading it (their spans `weight_sync...`), summed.",
     ),
     _key(
+        "time/repack_s",
+        "s",
+        "Time in which the generator made what it computes with from a version that had arrived: packed or quantized matrices.",
+    ),
+    _key(
         "time/weight_copy_s",
         "s",
         "How long the trainer's copies of the version before this one took on a thread of their own, beside its next tick.",

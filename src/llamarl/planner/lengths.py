@@ -181,7 +181,7 @@ def read_lengths(path: Path) -> Lengths:
     found: list[int] = []
     for file in files:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"response lengths: cannot read {file}: {error}") from error
         for number, line in enumerate(lines, 1):

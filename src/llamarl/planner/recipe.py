@@ -69,7 +69,7 @@ def question_from_config(config: Mapping[str, Any], run_dir: Path | None = None)
 def _mean_prompt(rollouts: Path) -> int | None:
     lengths: list[int] = []
     for file in sorted(rollouts.glob("*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8").split("\n"):
             tokens = json.loads(line).get("prompt_tokens") if line.strip() else None
             if isinstance(tokens, list):
                 lengths.append(len(tokens))

@@ -232,7 +232,7 @@ def _metrics(folder: Path) -> list[dict[str, float | int | None]]:
 
 def _tick_lengths(file: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """(response, prompt) tokens of each sample of a tick."""
-    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     return (
         np.array([len(record["tokens"]) for record in records], dtype=np.int64),
         np.array([len(record["prompt_tokens"]) for record in records], dtype=np.int64),

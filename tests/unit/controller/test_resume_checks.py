@@ -86,3 +86,13 @@ def test_the_same_configuration_and_machine_go_on(
     checkpointed(tmp_path / "run", monkeypatch, dict(platform_facts()))
     training.resume_run(config(tmp_path / "run"))
     assert len(executed) == 1
+
+
+def test_a_new_length_under_a_falling_rate_is_told(
+    tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpointed(tmp_path / "run", monkeypatch, dict(platform_facts()))
+    asked = config(tmp_path / "run")
+    training.resume_run(dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=200)))
+    assert len(executed) == 1
+    assert "'cosine' falls to its end at run.num_ticks, which was 100 and is 200" in capsys.readouterr().err
