@@ -175,9 +175,8 @@ class GeneratorExecutor:
             weights = feed.take(version - 1)
             self._served.check()  # what the last steps were computed with
         changed = bool(weights.version != self.engine.policy_version)
-        if (
-            changed or self._served.in_place is not None or self._turns is not None
-        ):  # the last two do not outlive a tick
+        lost = self._served.in_place is not None or self._turns is not None  # what was served did not outlive its tick
+        if changed or lost:
             self._served = self.version_loader.load(weights)
             arrived = self._served.arrived_s
             self._sync_spans += [("weight_sync", started, arrived), ("repack", arrived, time.monotonic())]
