@@ -114,7 +114,7 @@ def _executor(
 
 
 def _process_group(device: str) -> str:
-    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
 
 
 def _device(device: str) -> str:

@@ -42,6 +42,7 @@ from llamarl.models.parallel import (
     make_layout,
     parameter_shards,
 )
+from llamarl.models.repeatable import demanded
 from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts
 from llamarl.seeding import derive_seed
 from llamarl.trainer.batch import Microbatch, TrainingSequence, make_microbatch, make_sequences, token_weight
@@ -168,7 +169,8 @@ class Trainer:
     def _update(self, sequences: list[TrainingSequence], statistics: StepStatistics, lr: float) -> float:
         """One optimizer step; returns the gradient's norm before clipping. One that is not finite changes nothing."""
         for microbatch in self._microbatches(self._worth_computing(sequences), statistics):
-            self._forward_backward(microbatch, statistics)
+            with demanded(self.device):
+                self._forward_backward(microbatch, statistics)
         self.weights.collect_gradients()
         norm = self.weights.gradient_norm()
         grad_norm = norm.item()  # the step's host sync: everything was queued before it

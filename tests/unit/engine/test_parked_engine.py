@@ -80,6 +80,22 @@ def test_tokens_after_parking_are_those_of_an_engine_that_was_never_parked(
         assert sampled(parked) == sampled(always)
 
 
+def test_padded_decode_steps_survive_parking_and_their_records_do_not(tmp_path: Path) -> None:
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path)
+    config = EngineConfig(kv_cache_bytes=1 << 17, cuda_graphs="padded")
+    always, parked = (NativeEngine(tmp_path, config, eos_token_ids=()) for _ in range(2))
+    expected = sampled(always)
+    weights = {name: t.clone() for name, t in always.parameters_for_sync().items()}
+    decoder = parked._runner.padded_decoder
+    assert decoder is not None
+    decoder._graphs[None] = None  # type: ignore[assignment, index]  # stands for a recorded step
+    parked.park()
+    assert decoder.num_graphs == 0
+    parked.unpark()
+    load(parked, weights, 1)
+    assert sampled(parked) == expected
+
+
 def test_a_parked_engine_holds_neither_weights_nor_cache() -> None:
     engine = with_own_weights(NativeEngine("bundled:tiny", EngineConfig(kv_cache_bytes=1 << 20)))
     parameters = sum(t.numel() * 4 for t in engine.parameters_for_sync().values())
