@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llamarl.engine.config import QUANTIZATIONS
 from llamarl.engine.kernels import Kernels
 from llamarl.engine.ranks import EngineRanks
 
@@ -32,9 +33,7 @@ _U8_ZERO = 128  # oneDNN multiplies unsigned activations by signed weights
 
 
 def supported_quantizations(device: torch.device) -> tuple[str, ...]:
-    if device.type == "cpu":
-        return ("none", "int8")
-    return ("none", "fp8") if device.type == "cuda" else ("none",)
+    return QUANTIZATIONS.get(("native", device.type), ("none",))
 
 
 class FusedLinear(nn.Module):
