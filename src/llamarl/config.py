@@ -8,14 +8,14 @@ Each section is owned by its package's ``config.py``; this file composes them an
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llamarl.algorithms.config import AlgorithmConfig
@@ -25,11 +25,21 @@ from llamarl.data.config import DataConfig
 from llamarl.environments.config import TaskConfig
 from llamarl.errors import ConfigError
 from llamarl.executors.config import DynamicSamplingConfig, EvaluationConfig, GeneratorConfig
+from llamarl.mistakes import Reader, list_mistakes
 from llamarl.observability.config import ObservabilityConfig
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, at_least, refuse
 from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 
-__all__ = ["ModelConfig", "RunConfig", "RunSection", "apply_overrides", "field_help", "load_config", "save_config"]
+__all__ = [
+    "Check",
+    "ModelConfig",
+    "RunConfig",
+    "RunSection",
+    "apply_overrides",
+    "field_help",
+    "load_config",
+    "save_config",
+]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -50,12 +60,20 @@ class RunSection:
     """CPU cores to divide among the executors whose ``threads`` is 0; 0 takes what this process may use."""
 
     def __post_init__(self) -> None:
-        if self.num_ticks < 1:
-            raise ValueError(f"num_ticks must be >= 1 trainer tick, got {self.num_ticks}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be >= 0, got {self.seed}")
-        if self.cores < 0:
-            raise ValueError(f"cores must be >= 0 (0 takes what there is), got {self.cores}")
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
+        if not self.dir.strip():
+            yield f"dir must name a folder, such as runs/{{name}}, got {self.dir!r}"
+        unknown = [place for place in re.findall(r"\{\w*\}", self.dir) if place != "{name}"]
+        if unknown:
+            yield (
+                f"dir has no placeholder {', '.join(unknown)}: the only one is {{name}}, the recipe's file name; "
+                f"got {self.dir!r}"
+            )
+        yield from at_least(self, 1, "num_ticks", what="trainer tick")
+        yield from at_least(self, 0, "seed")
+        yield from at_least(self, 0, "cores", what="(0 takes what there is)")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -85,9 +103,7 @@ class RunConfig:
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
 
     def __post_init__(self) -> None:
-        problems = list(_cross_checks(self))
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(_cross_checks(self))
 
     @property
     def has_reference(self) -> bool:
@@ -210,37 +226,46 @@ def _batch_checks(config: RunConfig) -> Iterator[str]:
         yield (
             f"trainer.minibatches ({trainer.minibatches}) is more than the {units} parts that a tick's batch can be cut "
             f"into: lower it or raise schedule.prompts_per_step"
+            + (" or generator.group_size" if selection.tokens_per_step and not selection.pairs else "")
         )
     longest = config.generator.sampling.max_new_tokens * (2 if selection.pairs else 1)
     if 0 < selection.tokens_per_step < longest:
         yield (
             f"trainer.selection.tokens_per_step ({selection.tokens_per_step}) must hold the longest "
-            f"{'pair' if selection.pairs else 'response'} ({longest} tokens), or it would never train"
+            f"{'pair' if selection.pairs else 'response'} ({longest} tokens), or it would never train: raise it or lower "
+            f"generator.sampling.max_new_tokens"
         )
 
 
+Check = Callable[[RunConfig], Iterable[str]]
+"""A further question to a configuration: gives messages, each beginning with the key at fault."""
+
 GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "group_std", "group_mean_batch_std"})
-_ADAPTER: TypeAdapter[RunConfig] | None = None
+_READER: Reader[RunConfig] | None = None
 
 
-def _adapter() -> TypeAdapter[RunConfig]:
-    global _ADAPTER
-    if _ADAPTER is None:
-        _ADAPTER = TypeAdapter(RunConfig)
-    return _ADAPTER
+def _reader() -> Reader[RunConfig]:
+    global _READER
+    if _READER is None:
+        _READER = Reader(RunConfig)
+    return _READER
 
 
-def load_config(recipe: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(recipe: Path | str | None, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> RunConfig:
     """Read a recipe, apply ``--a.b value`` overrides and validate the whole.
+
+    Args:
+        checks: As in ``validate``.
 
     Raises:
         ConfigError: With every mistake in one message, each naming its key.
     """
+    given = _parse_overrides(overrides)
     raw: dict[str, Any] = {}
     name = "run"
     if recipe is not None:
         path = Path(recipe)
-        name = path.stem
+        name = path.stem.replace("{", "").replace("}", "")  # it becomes part of run.dir, where braces are placeholders
         try:
             raw = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
@@ -253,75 +278,30 @@ def load_config(recipe: Path | str | None, overrides: Sequence[str] = ()) -> Run
             ) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"recipe {path} is not valid TOML: {error}") from error
-    raw = apply_overrides(raw, overrides)
-    config = validate(raw)
-    if "{name}" in config.run.dir:
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=config.run.dir.format(name=name)))
-    return config
+    raw = _merge(raw, given)
+    config = validate(raw, checks)
+    run_dir = config.run.dir.replace("{name}", name)
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir))
 
 
-def validate(raw: Mapping[str, Any]) -> RunConfig:
-    """A ``RunConfig`` from plain values.
+def validate(raw: Mapping[str, Any], checks: Sequence[Check] = ()) -> RunConfig:
+    """A ``RunConfig`` from plain values, whose types must be those of TOML.
+
+    Args:
+        checks: What else is asked, of files for example, once values agree with each other.
 
     Raises:
-        ConfigError: With every mistake in one message.
+        ConfigError: With every mistake in one message, each naming its key.
     """
-    try:
-        return _adapter().validate_python(raw)
-    except ValidationError as error:
-        lines = [_explain(e, raw) for e in error.errors()]
-        raise ConfigError(
-            f"{len(lines)} mistake{'s' * (len(lines) > 1)} in the configuration:\n"
-            + "\n".join(f"  - {line}" for line in lines)
-        ) from None
-
-
-def _explain(error: Any, raw: Mapping[str, Any]) -> str:
-    """One line: which key, what is wrong, what was expected, what to do."""
-    location = [str(part) for part in error["loc"]]
-    key = ".".join(location)
-    kind = error["type"]
-    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        siblings = _fields_of(location[:-1])
-        near = difflib.get_close_matches(location[-1], siblings, n=1, cutoff=0.5)
-        elsewhere = [k for k in known_keys() if k.rsplit(".", 1)[-1] == location[-1]]
-        best = ".".join([*location[:-1], near[0]]) if near else elsewhere[0] if elsewhere else None
-        if best is None:
-            best = next(iter(difflib.get_close_matches(key, list(known_keys()), n=1, cutoff=0.0)), None)
-        return f"{key}: unknown key; did you mean {best!r}?"
-    if kind in ("missing", "missing_argument"):
-        return f"{key}: required, but not given"
-    if kind == "value_error":
-        message = str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
-        if not key or message.startswith(f"{key}."):
-            return message
-        return f"{key}.{message}" if message.split()[0].split(".")[0] in _fields_of(location) else f"{key}: {message}"
-    got = error.get("input")
-    return f"{key}: {error['msg'].lower()}, got {got!r} ({type(got).__name__})"
-
-
-def _walk(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(cls):
-        info = cls.__pydantic_fields__[field.name]
-        if dataclasses.is_dataclass(info.annotation):
-            yield from _walk(info.annotation, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", info
+    judged = _reader().read(raw, checks)
+    if judged.mistakes or judged.config is None:
+        raise ConfigError(list_mistakes(judged.mistakes))
+    return judged.config
 
 
 def known_keys() -> dict[str, Any]:
     """Every key of a recipe, dotted -> pydantic's field."""
-    return dict(_walk(RunConfig))
-
-
-def _fields_of(path: Sequence[str]) -> list[str]:
-    cls: Any = RunConfig
-    for part in path:
-        info = getattr(cls, "__pydantic_fields__", {}).get(part)
-        if info is None or not dataclasses.is_dataclass(info.annotation):
-            return []
-        cls = info.annotation
-    return [f.name for f in dataclasses.fields(cls)]
+    return _reader().keys
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -330,24 +310,45 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     Raises:
         ConfigError: An override is not of the form ``--section.key value``.
     """
-    merged = _copy(raw)
-    items = list(overrides)
+    return _merge(raw, _parse_overrides(overrides))
+
+
+def _parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Dotted key -> value."""
+    given: dict[str, Any] = {}
+    items = list(words)
     while items:
         flag = items.pop(0)
         if not flag.startswith("--") or "." not in flag.split("=")[0]:
-            raise ConfigError(f"unexpected argument {flag!r}: overrides look like --schedule.max_staleness 0")
+            last = flag.removeprefix("--").partition("=")[0].replace("-", "_")
+            homes = [f"--{known}" for known in known_keys() if flag.startswith("--") and known.endswith(f".{last}")]
+            raise ConfigError(
+                f"unexpected argument {flag!r}: "
+                + (
+                    f"did you mean {' or '.join(homes[:3])}?"
+                    if homes
+                    else "overrides look like --schedule.max_staleness 0"
+                )
+            )
         key, equals, value = flag[2:].partition("=")
         if not equals:
             if not items:
                 raise ConfigError(f"override --{key} has no value: write --{key} VALUE")
             value = items.pop(0)
-        *path, last = key.replace("-", "_").split(".")
+        given[key.replace("-", "_")] = _parse(value)
+    return given
+
+
+def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    merged = _copy(raw)
+    for key, value in given.items():
+        *path, last = key.split(".")
         node = merged
         for part in path:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"override --{key}: {part} is a value in the recipe, not a section")
-        node[last] = _parse(value)
+        node[last] = value
     return merged
 
 

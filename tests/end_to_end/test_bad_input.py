@@ -32,11 +32,25 @@ CASES: dict[str, tuple[Any, int, list[str]]] = {
     "unknown section": ({"trainr.lr": 1}, 2, ["trainr", "did you mean 'trainer"]),
     "wrong type": ({"schedule.max_staleness": '"two"'}, 2, ["schedule.max_staleness", "'two'", "integer"]),
     "value out of range": ({"schedule.max_staleness": -1}, 2, ["schedule.max_staleness must be >= 0", "-1"]),
-    "two mistakes at once": (
-        {"run.num_ticks": 0, "generator.group_size": '"x"'},
+    "mistakes of every kind at once": (
+        {
+            "run.num_ticks": 0,
+            "generator.group_size": '"x"',
+            "generator.dp": 3,
+            "model.path": '"no/such/model"',
+            "task.reward": '"no_such.py:score"',
+        },
         2,
-        ["2 mistakes", "run.num_ticks must be >= 1", "generator.group_size"],
+        [
+            "5 mistakes",
+            "run.num_ticks must be >= 1",
+            "generator.group_size: expected an integer, got 'x' (str)",
+            "schedule.prompts_per_step (4) must be a multiple of generator.dp (3)",
+            "model.path: no folder no/such/model",
+            "task.reward 'no_such.py:score': no file",
+        ],
     ),
+    "task option of the wrong type": ({"task.options": "{ min_terms = 2.5 }"}, 2, ["task.options: min_terms", "2.5"]),
     "missing model folder": ({"model.path": '"no/such/model"'}, 2, ["model.path", "no/such/model", "bundled:tiny"]),
     "group of one with a group baseline": ({"generator.group_size": 1}, 2, ["generator.group_size", ">= 2"]),
     "greedy group": ({"generator.sampling.temperature": 0}, 2, ["sampling.temperature", "greedy"]),
@@ -50,7 +64,7 @@ CASES: dict[str, tuple[Any, int, list[str]]] = {
     "prompt longer than the context": (
         lambda folder: math_files(folder, json.dumps({"question": "1+" * 4000 + "1=", "answer": "#### 2"}) + "\n"),
         2,
-        ["tokens", "max_prompt_tokens"],
+        ["train.jsonl:1", "8002 tokens", "too_long"],
     ),
     "run folder below a file": ({"run.dir": '"/dev/null/run"'}, 2, ["/dev/null/run", "run.dir"]),
     "run folder on a read-only system": ({"run.dir": '"/proc/run"'}, 2, ["/proc/run", "run.dir"]),

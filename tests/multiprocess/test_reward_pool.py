@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.pool import RewardPool
-from llamarl.errors import DataError
+from llamarl.errors import DataError, DeadlineExceeded, ExecutorFailed
 from llamarl.types import Failure, FinishReason, Group, Prompt, Response, Score
 
 REWARDS = """
@@ -153,6 +154,20 @@ def test_a_sample_over_its_time_is_failed_and_its_worker_and_children_are_gone(c
         assert _wait_until(lambda: not _group_members(old))
 
 
+def test_a_batch_over_its_limit_fails_what_is_left_and_the_pool_goes_on(config: TaskConfig) -> None:
+    with RewardPool(config, num_workers=1) as pool:
+        scored = pool.score([_group(0, "x", "hang"), _group(1, "xx", "hang")], limit_s=1.0)
+        first, *left = [outcome for group in scored for outcome in _outcomes(group)]
+        assert first == Score(value=6.0)
+        for outcome in left:
+            assert isinstance(outcome, Failure)
+            assert outcome.kind == "timeout"
+            assert "3 of 4 samples had no verdict after 1.0 s" in outcome.detail
+            assert "task.pool.num_workers (1)" in outcome.detail
+        pool._workers[0].deadline = 0.0  # as if the next tick came after its limit to start
+        assert _outcomes(pool.score([_group(0, "xx")], limit_s=60.0)[0]) == [Score(value=7.0)]
+
+
 def test_true_is_one_and_other_samples_of_the_pool_are_untouched(config: TaskConfig) -> None:
     with RewardPool(config) as pool:
         assert _outcomes(pool.score([_group(0, "true", "x")])[0]) == [Score(value=1.0), Score(value=6.0)]
@@ -202,10 +217,22 @@ def test_close_ends_every_worker(config: TaskConfig) -> None:
         pool.score([])
 
 
-def test_a_function_that_cannot_be_imported_is_refused_at_the_start_with_the_cause(config: TaskConfig) -> None:
-    Path(config.reward.partition(":")[0]).write_text("import a_module_that_is_not_there\n")
-    with pytest.raises(DataError, match="a_module_that_is_not_there"):
-        RewardPool(config)
+@pytest.mark.parametrize(
+    ("body", "error", "words"),
+    [
+        ("import a_module_that_is_not_there\n", DataError, "a_module_that_is_not_there"),
+        ("import sys\nsys.exit(0)\n", DataError, r"rewards.py ends its process when it is imported.*__main__"),
+        ("import time\ntime.sleep(3600)\n", DeadlineExceeded, r"imports task.reward .*startup_timeout_s=1.0"),
+        ("import os\nos._exit(0)\n", ExecutorFailed, r"imports task.reward .*rewards.py:reward.*status 0"),
+    ],
+)
+def test_a_module_that_fails_exits_or_hangs_at_import_is_refused_at_the_start_by_name(
+    config: TaskConfig, body: str, error: type[Exception], words: str
+) -> None:
+    Path(config.reward.partition(":")[0]).write_text(body + REWARDS)
+    pool = RewardPoolConfig(num_workers=1, startup_timeout_s=1.0 if error is DeadlineExceeded else 60.0)
+    with pytest.raises(error, match=words):
+        RewardPool(dataclasses.replace(config, pool=pool))
 
 
 PARENT = """

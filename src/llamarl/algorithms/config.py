@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, at_least, refuse
 
 __all__ = ["AlgorithmConfig"]
 
@@ -104,27 +105,26 @@ class AlgorithmConfig:
         return self.kl_coef > 0 and self.kl_place == "loss"
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if self.rho != "none" and not float(self.rho) > 0:
-            raise ValueError(f"rho must be > 0 or 'none' (no clip), got {self.rho}; the paper uses 2 to 10")
+            yield f"rho must be > 0 or 'none' (no clip), got {self.rho}; the paper uses 2 to 10"
         if not 0 <= self.clip_low <= 1:
-            raise ValueError(f"clip_low must be in [0, 1], got {self.clip_low}; 1 never clips from below")
-        for name in ("clip_high", "kl_coef", "overlong_penalty", "overlong_buffer", "ratio_mask_low"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+            yield f"clip_low must be in [0, 1], got {self.clip_low}; 1 never clips from below"
+        yield from at_least(self, 0, "clip_high", "kl_coef", "overlong_penalty", "overlong_buffer", "ratio_mask_low")
         if not self.ratio_mask_low < self.ratio_mask_high:
-            raise ValueError(
-                f"ratio_mask_low ({self.ratio_mask_low}) must be below ratio_mask_high ({self.ratio_mask_high})"
-            )
+            yield f"ratio_mask_low ({self.ratio_mask_low}) must be below ratio_mask_high ({self.ratio_mask_high})"
         for name in ("gae_gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+                yield f"{name} must be in [0, 1], got {getattr(self, name)}"
         if self.overlong_buffer and self.overlong_limit < self.overlong_buffer:
-            raise ValueError(
+            yield (
                 f"overlong_limit must be >= overlong_buffer ({self.overlong_buffer}) tokens, got {self.overlong_limit};"
                 " use the longest response that the generator may write"
             )
         if not self.normalization_constant > 0:
-            raise ValueError(
+            yield (
                 f"normalization_constant must be > 0 tokens, got {self.normalization_constant};"
                 " use the longest response allowed"
             )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, refuse
 
 __all__ = ["CheckpointConfig"]
 
@@ -36,10 +38,13 @@ class CheckpointConfig:
     bit for bit."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if self.every < 0:
-            raise ValueError(f"checkpoint.every must be >= 0 ticks (0 = only at the end), got {self.every}")
+            yield f"checkpoint.every must be >= 0 ticks (0 = only at the end), got {self.every}"
         if self.keep < 0:
-            raise ValueError(f"checkpoint.keep must be >= 0 checkpoints (0 = all), got {self.keep}")
+            yield f"checkpoint.keep must be >= 0 checkpoints (0 = all), got {self.keep}"
 
     def is_due(self, tick: int, num_ticks: int) -> bool:
         """Whether the state after ``tick`` (from 0) is saved in a run of ``num_ticks`` ticks.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llamarl.errors import ConfigError
+from llamarl.cli.flags import OutputFile, in_flags
+from llamarl.errors import ConfigError, ModelError
 
 __all__ = ["add_parser", "run"]
 
@@ -43,26 +45,21 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from llamarl.config import load_config
+    from llamarl.controller.preflight import check_engine
 
     model, recipe = _locate(args.model, args.recipe)
-    config = load_config(recipe, args.overrides)
-    changes = {
-        name: value
-        for name, value in (
-            ("num_prompts", args.prompts),
-            ("samples_per_prompt", args.samples),
-            ("temperature", args.temperature),
-        )
-        if value is not None
-    }
+    given = {"model.path": ("model", json.dumps(model, ensure_ascii=False))}
+    for key, flag in (("num_prompts", "prompts"), ("samples_per_prompt", "samples"), ("temperature", "temperature")):
+        if getattr(args, flag) is not None:
+            given[f"evaluation.{key}"] = (f"--{flag}", str(getattr(args, flag)))
+    overrides = [word for key, (_, value) in given.items() for word in (f"--{key}", value)]
     try:
-        evaluation = dataclasses.replace(config.evaluation, **changes)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, path=str(model)), evaluation=evaluation
-    )
-    scores = _evaluate(config, args.responses)
+        config = load_config(recipe, [*args.overrides, *overrides], [_find_missing])
+    except ConfigError as error:
+        raise ConfigError(in_flags(str(error), {key: flag for key, (flag, _) in given.items()})) from None
+    check_engine(config, sections=["evaluation"])
+    with OutputFile(args.responses, "--responses") if args.responses else contextlib.nullcontext() as responses:
+        scores = _evaluate(config, responses)
     if args.json:
         print(json.dumps(scores))
     else:
@@ -84,32 +81,37 @@ def _locate(model: str, recipe: str | None) -> tuple[str, str | None]:
     return model, recipe
 
 
-def _evaluate(config: Any, responses: str | None) -> dict[str, Any]:
-    from llamarl.data.prompts import PromptStream
-    from llamarl.environments.factory import make_task
+def _find_missing(config: Any) -> Iterator[str]:
+    from llamarl.environments.factory import task_mistakes
+    from llamarl.models.folders import resolve_model_path
+
+    try:
+        resolve_model_path(config.model.path)
+    except ModelError as error:
+        yield str(error)
+    yield from task_mistakes(config.task, config.run.seed)
+
+
+def _evaluate(config: Any, responses: OutputFile | None) -> dict[str, Any]:
     from llamarl.environments.pool import RewardPool
     from llamarl.executors.evaluator import evaluate, sample_groups
     from llamarl.executors.generator import make_engine, resolve_device, sampling_params
+    from llamarl.executors.prompts import make_prompt_stream
     from llamarl.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(config.model.path)
-    stream = PromptStream(make_task(config.task, seed=config.run.seed), tokenizer, config.data, seed=config.run.seed)
-    engine = make_engine(config, tokenizer, device=resolve_device(config.evaluation.device))
-    params = sampling_params(config.generator.sampling, tokenizer, temperature=config.evaluation.temperature)
-    prompts = stream.eval_prompts(config.evaluation.num_prompts)
+    prompts = make_prompt_stream(config, tokenizer).eval_prompts(config.evaluation.num_prompts)
     samples = config.evaluation.samples_per_prompt
-    print(f"sampling {len(prompts)} prompts x {samples} responses ...", file=sys.stderr)
-    groups = sample_groups(engine, prompts, params, tokenizer, samples_per_prompt=samples, seed=config.run.seed)
-    pool = RewardPool(config.task, seed=config.run.seed)
-    try:
+    with RewardPool(config.task, seed=config.run.seed) as pool:  # first: a judge that cannot start costs no sampling
+        engine = make_engine(config, tokenizer, device=resolve_device(config.evaluation.device))
+        params = sampling_params(config.generator.sampling, tokenizer, temperature=config.evaluation.temperature)
+        print(f"sampling {len(prompts)} prompts x {samples} responses ...", file=sys.stderr)
+        groups = sample_groups(engine, prompts, params, tokenizer, samples_per_prompt=samples, seed=config.run.seed)
         groups = pool.score(groups)
-    finally:
-        pool.close()
-    if responses:
-        with open(responses, "w", encoding="utf-8") as file:
-            for group in groups:
-                for response in group.responses:
-                    print(json.dumps(_line(group, response)), file=file)
+    if responses is not None:
+        for group in groups:
+            for response in group.responses:
+                responses.write_line(json.dumps(_line(group, response)))
     scores = evaluate(groups)
     return {
         "model": config.model.path,

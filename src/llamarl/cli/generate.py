@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from llamarl.errors import DataError
+from llamarl.cli.flags import OutputFile, in_flags, refuse_flags
+from llamarl.errors import ConfigError, DataError
+from llamarl.models.folders import resolve_model_path
 
 __all__ = ["add_parser", "run"]
 
@@ -22,6 +25,13 @@ Samples responses with the native engine: many prompts at once, printed as they 
 
 A JSONL line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}; other keys are carried over.
 An answer line adds "response", "finish_reason", "tokens" and "logprobs" (of the distribution sampled from)."""
+
+
+class _Request(NamedTuple):
+    where: str
+    """File and line, for errors."""
+    record: dict[str, Any]
+    """What the user gave: "prompt" or "messages", and keys that are carried over."""
 
 
 def add_parser(verbs: Any, full: bool = True) -> None:
@@ -50,28 +60,65 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_flags(args)
+    folder = Path(args.model)
+    model = str(folder / "model") if (folder / "config.toml").is_file() else args.model
+    resolve_model_path(model)
     requests = list(_requests(args))
     if not requests:
         raise DataError("no prompt: give --prompt, --input FILE.jsonl, or lines on standard input")
-    from llamarl.engine.config import EngineConfig
+    with OutputFile(args.output, "--output") if args.output else contextlib.nullcontext() as output:
+        _generate(args, model, requests, output)
+    return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError with every value that no sampling could have, in the words of a recipe's sampling section."""
+    from pydantic import ValidationError
+
+    from llamarl.executors.config import SamplingConfig
+    from llamarl.mistakes import mistakes_of
+
+    lines = [f"--{name} must be >= {least}, got {value}" for name, least, value in
+             (("samples", 1, args.samples), ("seed", 0, args.seed)) if value < least]  # fmt: skip
+    values = {
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "stop_strings": tuple(args.stop),
+    }
+    if args.max_new_tokens is not None:
+        values["max_new_tokens"] = args.max_new_tokens
+    try:
+        SamplingConfig(**values)
+    except ValidationError as error:
+        names = {name: f"--{name.replace('_', '-')}" for name in values} | {"stop_strings": "--stop"}
+        lines += [in_flags(line, names) for line in mistakes_of(error)]
+    refuse_flags(lines)
+
+
+def _generate(args: argparse.Namespace, model: str, requests: list[_Request], output: OutputFile | None) -> None:
+    from llamarl.engine.config import QUANTIZATIONS, EngineConfig
     from llamarl.engine.engine import NativeEngine
     from llamarl.engine.sequence import SamplingParams, Sequence
     from llamarl.executors.generator import resolve_device
-    from llamarl.models.loading import load_model_config, load_tokenizer
+    from llamarl.models.loading import context_length, load_tokenizer
     from llamarl.seeding import derive_seed
 
-    folder = Path(args.model)
-    model = str(folder / "model") if (folder / "config.toml").is_file() else args.model
+    device = resolve_device("auto")
+    if args.quantization not in QUANTIZATIONS["native", device]:
+        raise ConfigError(
+            f"--quantization {args.quantization} is not available on {device}: use one of "
+            f"{', '.join(QUANTIZATIONS['native', device])}"
+        )
     tokenizer = load_tokenizer(model)
-    engine = NativeEngine(
-        model, EngineConfig(), tokenizer=tokenizer, device=resolve_device("auto"), quantization=args.quantization
-    )
-    eos = tokenizer.eos_token_id
     prompts = [_encode(request, tokenizer, chat=not args.no_chat_template) for request in requests]
-    context = getattr(load_model_config(model), "max_position_embeddings", None) or 1 << 20
+    engine = NativeEngine(model, EngineConfig(), tokenizer=tokenizer, device=device, quantization=args.quantization)
+    eos = tokenizer.eos_token_id
+    context = context_length(model) or 1 << 20
     default = max(1, min(256, context - max(map(len, prompts))))
     params = SamplingParams(
-        max_new_tokens=args.max_new_tokens or default,
+        max_new_tokens=default if args.max_new_tokens is None else args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
@@ -94,78 +141,95 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise DataError(str(error)) from error
     stream = len(sequences) == 1 and args.output is None and args.input is None
-    output = open(args.output, "w", encoding="utf-8") if args.output else sys.stdout
+    write = _print if output is None else output.write_line
     shown = 0
-    try:
-        while engine.has_work:
-            finished = engine.step()
-            if stream:
-                text = str(tokenizer.decode(sequences[0].tokens, skip_special_tokens=True))
-                if not text.endswith("\ufffd"):  # half of a multi-byte character
-                    print(text[shown:], end="", flush=True)
-                    shown = len(text)
-            else:
-                for sequence in finished:
-                    _write(output, requests[sequence.prompt_index], sequence, tokenizer, as_json=_json_out(args))
+    while engine.has_work:
+        finished = engine.step()
         if stream:
-            print()
-    finally:
-        if output is not sys.stdout:
-            output.close()
-    return 0
+            text = str(tokenizer.decode(sequences[0].tokens, skip_special_tokens=True))
+            if not text.endswith("\ufffd"):  # half of a multi-byte character
+                print(text[shown:], end="", flush=True)
+                shown = len(text)
+        else:
+            for sequence in finished:
+                request = requests[sequence.prompt_index]
+                write(_answer(request, sequence, tokenizer, as_json=args.input is not None or args.output is not None))
+    if stream:
+        print()
 
 
-def _json_out(args: argparse.Namespace) -> bool:
-    return args.input is not None or args.output is not None
+def _print(text: str) -> None:
+    print(text, flush=True)
 
 
-def _requests(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _requests(args: argparse.Namespace) -> Iterator[_Request]:
     if args.prompt is not None:
-        yield {"prompt": args.prompt}
+        yield _Request("--prompt", {"prompt": args.prompt})
         return
-    if args.input is None:
-        if sys.stdin.isatty():
-            print("one prompt a line, end with Ctrl-D:", file=sys.stderr)
-        yield from ({"prompt": line.rstrip("\n")} for line in sys.stdin if line.strip())
-        return
+    name = args.input or "standard input"
     try:
-        lines = sys.stdin.readlines() if args.input == "-" else Path(args.input).read_text("utf-8").splitlines()
+        if args.input is None:
+            if sys.stdin.isatty():
+                print("one prompt a line, end with Ctrl-D:", file=sys.stderr)
+            for number, line in enumerate(sys.stdin, start=1):
+                if line.strip():
+                    yield _Request(f"{name}:{number}", {"prompt": line.rstrip("\n")})
+            return
+        text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(encoding="utf-8")
     except OSError as error:
-        raise DataError(f"--input {args.input}: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            request = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{args.input}:{number}: not JSON ({error.msg}), got {line[:80]!r}") from error
-        if not isinstance(request, dict) or not ({"prompt", "messages"} & set(request)):
-            raise DataError(f'{args.input}:{number}: expected an object with "prompt" or "messages", got {line[:80]!r}')
-        yield request
+        raise DataError(f"--input {name}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: not UTF-8 text (byte {error.start})") from error
+    # Lines end at newlines alone: splitlines would also cut at U+2028, which JSON allows inside text.
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
+        if line.strip():
+            yield _Request(f"{name}:{number}", _request_of(line, f"{name}:{number}"))
 
 
-def _encode(request: dict[str, Any], tokenizer: Any, *, chat: bool) -> list[int]:
-    messages = request.get("messages")
-    if messages is None:
-        if not (chat and tokenizer.chat_template):
-            return list(tokenizer(request["prompt"])["input_ids"])
-        messages = [{"role": "user", "content": request["prompt"]}]
-    if not tokenizer.chat_template:
-        raise DataError('this model has no chat template: give "prompt" instead of "messages"')
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _request_of(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error.msg}), got {line[:80]!r}") from error
+    if not isinstance(record, dict) or not ({"prompt", "messages"} & set(record)):
+        raise DataError(f'{where}: expected an object with "prompt" or "messages", got {line[:80]!r}')
+    if "messages" in record:
+        from llamarl.data.items import read_messages
+
+        read_messages(record, where)
+    elif not isinstance(record["prompt"], str):
+        value = record["prompt"]
+        raise DataError(f"{where}: field 'prompt' is {type(value).__name__} {value!r:.60}, expected text")
+    return record
 
 
-def _write(output: Any, request: dict[str, Any], sequence: Any, tokenizer: Any, *, as_json: bool) -> None:
-    text = tokenizer.decode(sequence.tokens, skip_special_tokens=True)
-    if as_json:
-        answer = request | {
-            "sample": sequence.sample_index,
-            "response": text,
-            "finish_reason": sequence.finish_reason,
-            "tokens": sequence.tokens,
-            "logprobs": sequence.logprobs,
-        }
-        print(json.dumps(answer), file=output, flush=True)
-    else:
-        print(text, file=output, flush=True)
+def _encode(request: _Request, tokenizer: Any, *, chat: bool) -> list[int]:
+    """The tokens of a request, as a run's prompts are made."""
+    from llamarl.data.chat import render_prompt
+    from llamarl.data.config import DataConfig
+    from llamarl.data.items import TaskItem
+
+    messages = request.record.get("messages")
+    if messages is not None and not tokenizer.chat_template:
+        raise DataError(f'{request.where}: this model has no chat template: give "prompt" instead of "messages"')
+    item = TaskItem(question=request.record.get("prompt", ""), messages=None if messages is None else tuple(messages))
+    config = DataConfig(chat_template="auto" if chat or messages is not None else "none")
+    try:
+        _, tokens = render_prompt(item, tokenizer, config)
+    except DataError as error:
+        raise DataError(f"{request.where}: {error}") from error
+    return [int(token) for token in tokens]
+
+
+def _answer(request: _Request, sequence: Any, tokenizer: Any, *, as_json: bool) -> str:
+    text = str(tokenizer.decode(sequence.tokens, skip_special_tokens=True))
+    if not as_json:
+        return text
+    answer = {
+        "sample": sequence.sample_index,
+        "response": text,
+        "finish_reason": sequence.finish_reason,
+        "tokens": sequence.tokens,
+        "logprobs": sequence.logprobs,
+    }
+    return json.dumps(request.record | answer)

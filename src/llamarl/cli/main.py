@@ -28,14 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"llamarl {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    named = next((a for a in arguments if not a.startswith("-")), None)
+    words = _join_overrides(arguments)
+    overrides = [word for word in words if _is_override(word)]
+    words = [word for word in words if not _is_override(word)]  # argparse must not take them for the verb's own
+    named = next((a for a in words if not a.startswith("-")), None)
     for verb in _VERBS:
         # Only the verb asked for is imported in full: the others cost a second of imports each.
         importlib.import_module(f"llamarl.cli.{verb.replace('-', '_')}").add_parser(verbs, full=verb == named)
-    args, extra = parser.parse_known_args(_join_overrides(arguments))
-    if extra and not getattr(args, "takes_overrides", False):
-        parser.error(f"unrecognized arguments: {' '.join(extra)}")
-    args.overrides = extra
+    args, extra = parser.parse_known_args(words)
+    args.overrides = [*extra, *overrides]
+    if args.overrides and not getattr(args, "takes_overrides", False):
+        parser.error(f"unrecognized arguments: {' '.join(args.overrides)}")
     signal.signal(signal.SIGTERM, _terminate)
     try:
         return int(args.run(args))
@@ -56,10 +59,14 @@ def _join_overrides(arguments: Sequence[str]) -> list[str]:
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
-        if word.startswith("--") and "." in word and "=" not in word and rest:
+        if _is_override(word) and "=" not in word and rest:
             word = f"{word}={rest.pop(0)}"
         joined.append(word)
     return joined
+
+
+def _is_override(word: str) -> bool:
+    return word.startswith("--") and "." in word.partition("=")[0]
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

@@ -48,16 +48,19 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from llamarl.config import load_config
+    from llamarl.controller.preflight import find_missing
     from llamarl.errors import ConfigError
 
     overrides = list(args.overrides)
     if args.replay:
         return _replay(args, overrides)
     if args.recipe is None:
-        raise ConfigError("which recipe? llamarl train RECIPE.toml, or --replay RUN_DIR")
+        taken = [word for word in overrides if word.endswith(".toml")]
+        hint = f"; {taken[0].replace('=', ' took ', 1)} for its value" if taken else ""
+        raise ConfigError(f"which recipe? llamarl train RECIPE.toml, or --replay RUN_DIR{hint}")
     if args.resume:
-        overrides += ["--run.dir", json.dumps(str(args.resume))]
-    config = load_config(args.recipe, overrides)
+        overrides += ["--run.dir", json.dumps(str(args.resume), ensure_ascii=False)]
+    config = load_config(args.recipe, overrides, [find_missing])
     # Absolute, because executors in other processes must find the same files.
     from llamarl.controller.training import plan_run, resume_run, start_run
 
@@ -75,6 +78,7 @@ def _replay(args: argparse.Namespace, overrides: list[str]) -> int:
     from pathlib import Path
 
     from llamarl.config import load_config
+    from llamarl.controller.preflight import find_missing
     from llamarl.controller.replay import replay_folder
     from llamarl.controller.training import plan_run, replay_run
     from llamarl.errors import ConfigError
@@ -85,8 +89,8 @@ def _replay(args: argparse.Namespace, overrides: list[str]) -> int:
     source = Path(args.replay).expanduser().resolve()
     if not (source / "config.toml").is_file():
         raise ConfigError(f"--replay: {source} holds no run (no config.toml)")
-    into = ["--run.dir", json.dumps(replay_folder(source))]
-    config = load_config(source / "config.toml", [*into, *overrides])
+    into = ["--run.dir", json.dumps(replay_folder(source), ensure_ascii=False)]
+    config = load_config(source / "config.toml", [*into, *overrides], [find_missing])
     if args.dry_run:
         print(plan_run(config))
         return 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, refuse
 
 __all__ = ["DeadlineConfig", "ScheduleConfig"]
 
@@ -34,10 +35,13 @@ class ScheduleConfig:
     of one host, "rdma" between hosts, else "shared_memory"."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if self.prompts_per_step < 1:
-            raise ValueError(f"prompts_per_step must be >= 1 prompt groups, got {self.prompts_per_step}")
+            yield f"prompts_per_step must be >= 1 prompt groups, got {self.prompts_per_step}"
         if self.max_staleness < 0:
-            raise ValueError(f"max_staleness must be >= 0 trainer ticks, got {self.max_staleness}")
+            yield f"max_staleness must be >= 0 trainer ticks, got {self.max_staleness}"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -51,6 +55,9 @@ class DeadlineConfig:
     """Seconds one executor may spend on one tick."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         for name in ("setup_s", "step_s"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be > 0 seconds, got {getattr(self, name)}")
+                yield f"{name} must be > 0 seconds, got {getattr(self, name)}"

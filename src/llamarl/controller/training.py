@@ -23,7 +23,13 @@ from llamarl.config import RunConfig, load_config, save_config, to_plain
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.job import llamarl_graph
-from llamarl.controller.preflight import check_lora, check_parallel_sizes
+from llamarl.controller.preflight import (
+    check_engine,
+    check_lora,
+    check_parallel_sizes,
+    check_prompts,
+    check_reward,
+)
 from llamarl.controller.replay import check_replay, needs_of, take_log
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
@@ -116,6 +122,7 @@ def replay_run(config: RunConfig, source: Path) -> None:
 def _start(prepared: _Prepared, *, replay_of: Path | None = None) -> None:
     run_dir = _absolute(prepared.config)
     refuse_a_run(run_dir)
+    check_reward(prepared.config)
     make_folder(run_dir)
     with held(run_dir):
         refuse_a_run(run_dir)  # another process may have run here since
@@ -146,6 +153,7 @@ def resume_run(config: RunConfig) -> None:
     run_dir = _absolute(prepared.config)
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"--resume: {run_dir} holds no run (no {CONFIG_FILE}); start one without --resume")
+    check_reward(prepared.config)
     with held(run_dir):
         store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
         for note in store.clean():
@@ -209,7 +217,7 @@ def _refuse(differences: Sequence[str], prepared: _Prepared, run_dir: Path, made
 def _prepare(config: RunConfig) -> _Prepared:
     """Refuse what cannot run, before any process starts; settle threads and devices."""
     folder = resolve_model_path(config.model.path)
-    _check_prompts(config, folder)
+    check_prompts(config, folder)
     _check_vocabularies(config, folder)
     graph = llamarl_graph(config)
     placement = place(graph.executors, cores=config.run.cores or None, turns=_turns(config))
@@ -224,6 +232,7 @@ def _prepare(config: RunConfig) -> _Prepared:
     config = dataclasses.replace(config, **changes)
     check_parallel_sizes(config, folder, cores=placement.cores)
     check_lora(config)
+    check_engine(config)
     executors = tuple(dataclasses.replace(spec, config=config) for spec in placement.executors)
     graph, weight_edges = settle_weight_edges(config, Graph(executors, graph.channels))
     return _Prepared(config, graph, placement, weight_edges)
@@ -254,26 +263,6 @@ def _check_vocabularies(config: RunConfig, folder: Path) -> None:
 
 def _device_kind(device: str) -> str:
     return "cuda" if device.startswith("cuda") else "cpu"
-
-
-def _check_prompts(config: RunConfig, folder: Path) -> None:
-    """Make the task and the first prompts once here: a wrong file or a prompt that is too long ends it at once."""
-    from llamarl.data.prompts import PromptStream
-    from llamarl.environments.factory import make_task
-    from llamarl.models.loading import load_model_config, load_tokenizer
-
-    stream = PromptStream(make_task(config.task, config.run.seed), load_tokenizer(folder), config.data, config.run.seed)
-    prompts = [stream.get(index) for index in range(config.groups_per_tick)]
-    if config.evaluation.every:
-        prompts += stream.eval_prompts(config.evaluation.num_prompts)
-    context = getattr(load_model_config(folder), "max_position_embeddings", None)
-    longest = max(len(p.tokens) for p in prompts) + config.generator.sampling.max_new_tokens
-    if context is not None and longest > context:
-        raise ConfigError(
-            f"a prompt of {longest - config.generator.sampling.max_new_tokens} tokens and "
-            f"generator.sampling.max_new_tokens = {config.generator.sampling.max_new_tokens} exceed the context of "
-            f"{config.model.path} ({context} tokens): lower max_new_tokens or data.max_prompt_tokens"
-        )
 
 
 def _absolute(config: RunConfig) -> Path:

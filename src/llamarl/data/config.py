@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, refuse
 
 __all__ = ["DataConfig"]
 
@@ -29,16 +30,21 @@ class DataConfig:
     """Words put into the policy's mouth: they end the prompt, and the response goes on from them."""
 
     max_prompt_tokens: int = 1024
-    """Longest prompt, in tokens, chat template included."""
+    """Longest prompt, in tokens, chat template included; less where the model's context leaves less beside
+    generator.sampling.max_new_tokens."""
 
     too_long: Literal["error", "skip"] = "error"
-    """A longer prompt ends the run with an error that names it, or is replaced by another item chosen by the seed."""
+    """A longer prompt ends the run with an error that names it, or is replaced by another item chosen by the seed. The
+    prompts of a finite task are all looked at before the run starts."""
 
     shuffle: bool = True
     """A finite task's items are shuffled anew each epoch, by the run's seed; false keeps their order."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if "{question}" not in self.question_template:
-            raise ValueError(f"question_template must contain {{question}}, got {self.question_template!r}")
+            yield f"question_template must contain {{question}}, got {self.question_template!r}"
         if self.max_prompt_tokens < 1:
-            raise ValueError(f"max_prompt_tokens must be >= 1 token, got {self.max_prompt_tokens}")
+            yield f"max_prompt_tokens must be >= 1 token, got {self.max_prompt_tokens}"

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
+from llamarl.errors import DataError
 from llamarl.seeding import derive_seed
 
-__all__ = ["ItemSource", "Split", "TaskItem", "held_out"]
+__all__ = ["ItemSource", "Split", "TaskItem", "held_out", "read_messages"]
 
 Split = Literal["train", "eval"]
 
@@ -30,6 +31,8 @@ class TaskItem:
     """What the judge needs besides the answer; plain JSON values."""
     messages: tuple[Mapping[str, str], ...] | None = None
     """A whole conversation (``role``, ``content``) instead of one question."""
+    where: str = ""
+    """``file:line`` of an item that was read from a file; for errors."""
 
 
 class ItemSource(Protocol):
@@ -45,6 +48,21 @@ class ItemSource(Protocol):
     def item(self, split: Split, index: int) -> TaskItem:
         """Item ``index`` of a split: a pure function of the task's configuration, its seed and the two arguments."""
         ...
+
+
+def read_messages(record: Mapping[str, Any], where: str) -> tuple[Mapping[str, str], ...]:
+    """The conversation in a record's field ``messages``.
+
+    Raises:
+        DataError: It is no list of objects with the texts ``role`` and ``content``; names ``where``.
+    """
+    messages = record["messages"]
+    good = isinstance(messages, list) and messages
+    if not good or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    ):
+        raise DataError(f"{where}: field 'messages' is {messages!r:.80}, expected a list of {{role, content}}")
+    return tuple(messages)
 
 
 def held_out(question: str, *, seed: int, fraction: float) -> bool:

@@ -8,6 +8,7 @@ order comes from sorting 64-bit keys derived from (seed, epoch, place): the same
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 
 import numpy as np
@@ -22,10 +23,13 @@ from llamarl.types import Prompt
 
 __all__ = ["EVAL_INDEX_OFFSET", "PromptStream"]
 
+_log = logging.getLogger(__name__)
+
 EVAL_INDEX_OFFSET = 1 << 30
 """Eval prompts are numbered from here, so that no sampling seed of theirs is a training prompt's."""
 
 _MAX_REPLACEMENTS = 100
+_MAX_NAMED = 5
 _EVAL_EPOCH = (1 << 63) - 1
 
 
@@ -36,20 +40,31 @@ class PromptStream:
         task: Where items come from.
         tokenizer: The policy's own.
         seed: The run's seed; decides the order, never the content of an item.
+        room: Tokens that the model's context leaves to a prompt beside the longest response; None is no such limit.
     """
 
-    def __init__(self, task: ItemSource, tokenizer: Tokenizer, config: DataConfig, seed: int) -> None:
+    def __init__(
+        self, task: ItemSource, tokenizer: Tokenizer, config: DataConfig, seed: int, *, room: int | None = None
+    ) -> None:
         self._task = task
         self._tokenizer = tokenizer
         self._config = config
         self._seed = seed
+        self._limit = config.max_prompt_tokens if room is None else min(room, config.max_prompt_tokens)
+        of_context = self._limit < config.max_prompt_tokens
+        self._limit_words = (
+            f"{self._limit} tokens (all that the model's context leaves beside generator.sampling.max_new_tokens)"
+            if of_context
+            else f"data.max_prompt_tokens={self._limit}"
+        )
+        self._remedy = "lower generator.sampling.max_new_tokens" if of_context else "raise data.max_prompt_tokens"
         self._order = lru_cache(maxsize=4)(self._compute_order)
 
     def get(self, index: int) -> Prompt:
         """Prompt ``index`` of the training stream, ``index`` from 0 on without end.
 
         Raises:
-            DataError: The prompt is longer than ``max_prompt_tokens``, or too many replacements in a row were.
+            DataError: The prompt is longer than the limit, or too many replacements in a row were.
             ValueError: ``index`` is outside 0 .. 2**30 - 1.
         """
         if not 0 <= index < EVAL_INDEX_OFFSET:
@@ -67,15 +82,42 @@ class PromptStream:
             if prompt is not None:
                 return prompt
         raise DataError(
-            f"task {self._task.name!r}: {_MAX_REPLACEMENTS} items in a row are longer than max_prompt_tokens="
-            f"{self._config.max_prompt_tokens} (looking for prompt {index}): raise data.max_prompt_tokens"
+            f"task {self._task.name!r}: {_MAX_REPLACEMENTS} items in a row are longer than {self._limit_words} (looking for "
+            f"prompt {index}): {self._remedy}"
         )
+
+    def check_training_prompts(self) -> None:
+        """Make every training prompt of a finite task once, so that none that is too long is met in the middle of a run.
+
+        Where such prompts are skipped, a warning says how many are.
+
+        Raises:
+            DataError: Prompts are too long and ``too_long`` is ``error``, or no prompt is short enough. Names the first.
+        """
+        num_items = self._task.num_items("train")
+        if num_items is None:
+            return
+        long = []
+        for place in range(num_items):
+            item = self._task.item("train", place)
+            _, tokens = render_prompt(item, self._tokenizer, self._config)
+            if len(tokens) > self._limit:
+                long.append(f"{item.where or f'item {place}'} ({len(tokens)} tokens)")
+        if not long:
+            return
+        named = ", ".join(long[:_MAX_NAMED]) + (", ..." if len(long) > _MAX_NAMED else "")
+        found = f"task {self._task.name!r}: {len(long)} of {num_items} training prompts are longer than {self._limit_words}: {named}"
+        if self._config.too_long == "error":
+            raise DataError(f"{found}: {self._remedy}, remove them, or set data.too_long = 'skip'")
+        if len(long) == num_items:
+            raise DataError(f"{found}: none is left; {self._remedy}")
+        _log.warning("%s: others take their place (data.too_long = 'skip')", found)
 
     def eval_prompts(self, num_prompts: int) -> list[Prompt]:
         """The first ``num_prompts`` held-out prompts in an order that the seed alone decides; fewer if there are fewer.
 
         Raises:
-            DataError: A prompt is longer than ``max_prompt_tokens`` and ``too_long`` is ``error``, or none is left.
+            DataError: A prompt is longer than the limit and ``too_long`` is ``error``, or none is left.
         """
         num_items = self._task.num_items("eval")
         places = range(num_prompts + _MAX_REPLACEMENTS) if num_items is None else range(num_items)
@@ -90,8 +132,7 @@ class PromptStream:
                 prompts.append(prompt)
         if not prompts and num_prompts > 0:
             raise DataError(
-                f"task {self._task.name!r} has no eval prompt of at most max_prompt_tokens="
-                f"{self._config.max_prompt_tokens} tokens: give eval data, or raise data.max_prompt_tokens"
+                f"task {self._task.name!r} has no eval prompt within {self._limit_words}: give eval data, or {self._remedy}"
             )
         return prompts
 
@@ -99,13 +140,13 @@ class PromptStream:
         """The prompt of one item; None where it is too long and such prompts are skipped."""
         item = self._task.item(split, place)
         text, tokens = render_prompt(item, self._tokenizer, self._config)
-        if len(tokens) > self._config.max_prompt_tokens:
+        if len(tokens) > self._limit:
             if self._config.too_long == "skip":
                 return None
             raise DataError(
-                f"task {self._task.name!r}, {split} item {place} (prompt {index}): the prompt has {len(tokens)} tokens, "
-                f"limit max_prompt_tokens={self._config.max_prompt_tokens}: raise data.max_prompt_tokens or set "
-                f"data.too_long = 'skip'; it begins {item.question[:80]!r}"
+                f"task {self._task.name!r}, {split} item {place} (prompt {index}{item.where and f', {item.where}'}): the prompt "
+                f"has {len(tokens)} tokens, limit {self._limit_words}: {self._remedy} or set data.too_long = 'skip'; it begins "
+                f"{item.question[:80]!r}"
             )
         metadata = dict(item.metadata)
         return Prompt(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, at_least, refuse
 
-__all__ = ["EngineConfig"]
+__all__ = ["QUANTIZATIONS", "EngineConfig"]
+
+QUANTIZATIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("native", "cpu"): ("none", "int8"),
+    ("native", "cuda"): ("none", "fp8"),
+    ("vllm", "cpu"): ("none",),
+    ("vllm", "cuda"): ("none", "fp8"),
+}
+"""(engine, kind of device) -> what ``generator.quantization`` may be there."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -49,12 +58,12 @@ class EngineConfig:
     """Whether quantization also covers the output head; embedding and norms are never quantized."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "kv_cache_bytes", "max_batch_tokens", "max_sequences"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"engine.{name} must be >= 1, got {value}")
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from at_least(self, 1, "block_size", "kv_cache_bytes", "max_batch_tokens", "max_sequences")
         if self.max_sequences > self.max_batch_tokens:
-            raise ValueError(
-                f"engine.max_sequences ({self.max_sequences}) must be <= engine.max_batch_tokens "
+            yield (
+                f"max_sequences ({self.max_sequences}) must be <= max_batch_tokens "
                 f"({self.max_batch_tokens}): every running sequence decodes one token a step; lower the first or raise the second"
             )

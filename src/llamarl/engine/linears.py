@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llamarl.engine.config import QUANTIZATIONS
 from llamarl.engine.kernels import Kernels
 from llamarl.engine.ranks import EngineRanks
 
@@ -34,10 +35,10 @@ _U8_ZERO = 128  # oneDNN multiplies unsigned activations by signed weights
 
 def supported_quantizations(device: torch.device) -> tuple[str, ...]:
     """What ``generator.quantization`` may be on ``device``; fp8 needs compute capability 8.9 (Ada, Hopper and later)."""
-    if device.type == "cpu":
-        return ("none", "int8")
-    has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return ("none", "fp8") if has_fp8 else ("none",)
+    names = QUANTIZATIONS.get(("native", device.type), ("none",))
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return tuple(name for name in names if name != "fp8")
+    return names
 
 
 class FusedLinear(nn.Module):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, refuse
 
 __all__ = ["RewardPoolConfig", "TaskConfig"]
 
@@ -26,12 +27,15 @@ class RewardPoolConfig:
     """Seconds that a worker may take to start: interpreter, imports, the task's data."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if self.num_workers < 1:
-            raise ValueError(f"num_workers must be >= 1, got {self.num_workers}")
+            yield f"num_workers must be >= 1, got {self.num_workers}"
         if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s must be > 0 seconds, got {self.timeout_s}")
+            yield f"timeout_s must be > 0 seconds, got {self.timeout_s}"
         if self.startup_timeout_s <= 0:
-            raise ValueError(f"startup_timeout_s must be > 0 seconds, got {self.startup_timeout_s}")
+            yield f"startup_timeout_s must be > 0 seconds, got {self.startup_timeout_s}"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -64,22 +68,25 @@ class TaskConfig:
     """The worker processes that judge."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if not 0.0 <= self.eval_fraction < 1.0:
-            raise ValueError(f"eval_fraction must be in [0, 1), got {self.eval_fraction}")
+            yield f"eval_fraction must be in [0, 1), got {self.eval_fraction}"
         kind = self.name.partition(":")[0]
         if kind not in ("steps", "reasoning_gym", "math", "function"):
-            raise ValueError(f"name must be steps, reasoning_gym:DATASET, math or function, got {self.name!r}")
+            yield f"name must be steps, reasoning_gym:DATASET, math or function, got {self.name!r}"
         if kind == "reasoning_gym" and not self.name.partition(":")[2]:
-            raise ValueError("name reasoning_gym needs a dataset, such as reasoning_gym:chain_sum")
+            yield "name reasoning_gym needs a dataset, such as reasoning_gym:chain_sum"
         if kind != "reasoning_gym" and ":" in self.name:
-            raise ValueError(f"name {self.name!r}: only reasoning_gym takes a dataset after the colon")
+            yield f"name {self.name!r}: only reasoning_gym takes a dataset after the colon"
         if kind in ("math", "function") and not self.train_file:
-            raise ValueError(f"train_file must name a JSONL file for task {self.name!r}")
+            yield f"train_file must name a JSONL file, as name is {self.name!r}"
         if kind not in ("math", "function") and (self.train_file or self.eval_file):
-            raise ValueError(f"task {self.name!r} makes its own questions: leave train_file and eval_file empty")
+            yield f"train_file and eval_file must be empty, as name is {self.name!r}, which makes its own questions"
         if kind in ("math", "function") and self.options:
-            raise ValueError(f"task {self.name!r} takes no options, got {sorted(self.options)}")
+            yield f"options must be empty, as name is {self.name!r}, got {sorted(self.options)}"
         if kind == "function" and not self.reward:
-            raise ValueError("reward must name a function for task 'function', such as my_rewards.py:score")
+            yield "reward must name a function, as name is 'function', such as my_rewards.py:score"
         if self.reward and ":" not in self.reward:
-            raise ValueError(f"reward must be module:function or file.py:function, got {self.reward!r}")
+            yield f"reward must be module:function or file.py:function, got {self.reward!r}"

@@ -7,22 +7,18 @@ exception, fails the sample.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import numbers
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from llamarl.data.items import Split, TaskItem
+from llamarl.data.items import Split, TaskItem, read_messages
 from llamarl.environments.base import Task
 from llamarl.environments.jsonl import JsonlSplits, text_field
-from llamarl.errors import DataError
+from llamarl.environments.user_code import check_function, import_function
 from llamarl.types import Prompt, Score
 
-__all__ = ["FunctionTask", "JsonlItems", "NotANumber", "as_score", "function_item", "import_function"]
+__all__ = ["FunctionTask", "JsonlItems", "NotANumber", "as_score", "function_item"]
 
 
 class NotANumber(ValueError):
@@ -49,34 +45,6 @@ def as_score(value: object) -> Score:
     return Score(value=number)
 
 
-def import_function(path: str) -> Callable[..., Any]:
-    """The function named by ``package.module:function`` or ``path/to/file.py:function``.
-
-    Raises:
-        DataError: The module or file cannot be imported, or has no such function.
-    """
-    module_path, _, name = path.rpartition(":")
-    try:
-        if module_path.endswith(".py"):
-            file = Path(module_path).expanduser().resolve()
-            spec = importlib.util.spec_from_file_location(f"llamarl_user_{file.stem}", file)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # dataclasses and pickling look a class's module up here
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(module_path)
-    except Exception as error:  # the user's module may raise anything
-        raise DataError(
-            f"task.reward {path!r}: cannot import {module_path}: {type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise DataError(f"task.reward {path!r}: {module_path} has no function {name!r}; it has {names[:20]}")
-    return function
-
-
 def function_item(record: Mapping[str, Any], where: str) -> TaskItem:
     """One line: ``question``, ``problem``, ``prompt`` (text) or ``messages`` (a conversation); ``answer`` if there is one.
 
@@ -87,13 +55,7 @@ def function_item(record: Mapping[str, Any], where: str) -> TaskItem:
     """
     messages = None
     if "messages" in record:
-        messages = record["messages"]
-        good = isinstance(messages, list) and messages
-        if not good or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in messages
-        ):
-            raise DataError(f"{where}: field 'messages' is {messages!r:.80}, expected a list of {{role, content}}")
+        messages = read_messages(record, where)
         question = "\n\n".join(message["content"] for message in messages)
     else:
         question = text_field(record, ("question", "problem", "prompt"), where)
@@ -103,7 +65,8 @@ def function_item(record: Mapping[str, Any], where: str) -> TaskItem:
         question=question,
         answer=None if answer is None else text_field(record, ("answer",), where),
         metadata={key: value for key, value in record.items() if key not in used},
-        messages=None if messages is None else tuple(messages),
+        messages=messages,
+        where=where,
     )
 
 
@@ -120,11 +83,27 @@ class JsonlItems(JsonlSplits):
 
 
 class FunctionTask:
-    """Another task's questions, judged by a user's function. Single-turn."""
+    """Another task's questions, judged by a user's function. Single-turn.
+
+    Made everywhere, but only where it judges is the user's module imported: see ``user_code``.
+
+    Raises:
+        DataError: There is no such module or function, as far as can be told without running it.
+    """
 
     def __init__(self, items: Task, path: str) -> None:
         self._items = items
-        self._function = import_function(path)
+        self._path = path
+        self._function: Callable[..., Any] | None = None
+        check_function(path)
+
+    def prepare(self) -> None:
+        """Import the user's module, which runs it.
+
+        Raises:
+            DataError: It cannot be imported, or has no such function.
+        """
+        self._function = import_function(self._path)
 
     @property
     def name(self) -> str:
@@ -142,4 +121,7 @@ class FunctionTask:
         Raises:
             NotANumber: The function returned no finite number. Whatever the function raises passes through.
         """
+        if self._function is None:
+            self.prepare()
+        assert self._function is not None
         return as_score(self._function(prompt.text, turns[-1], prompt.answer))

@@ -31,7 +31,8 @@ def load_jsonl(path: str | Path, to_item: Callable[[Mapping[str, Any], str], Tas
     """
     file = Path(path).expanduser()
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Lines end at newlines alone: splitlines would also cut at U+2028, which JSON allows inside text.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror}); give a JSONL file") from error
     except UnicodeDecodeError as error:
@@ -75,7 +76,11 @@ def text_field(record: Mapping[str, Any], names: tuple[str, ...], where: str) ->
 
 
 class JsonlSplits:
-    """The train and eval items of one or two JSONL files; an ``ItemSource`` but for its name."""
+    """The train and eval items of one or two JSONL files; an ``ItemSource`` but for its name.
+
+    Raises:
+        DataError: A file cannot be read as ``load_jsonl`` says, one line of the message each; or a split is empty.
+    """
 
     def __init__(
         self,
@@ -86,20 +91,32 @@ class JsonlSplits:
         seed: int,
         eval_fraction: float,
     ) -> None:
-        train = load_jsonl(train_file, to_item)
+        files = {"task.train_file": train_file} | ({"task.eval_file": eval_file} if eval_file else {})
+        loaded: dict[str, list[TaskItem]] = {}
+        problems = []
+        for key, file in files.items():
+            try:
+                loaded[key] = load_jsonl(file, to_item)
+            except DataError as error:
+                problems.append(f"{key}: {error}")
+        if problems:
+            raise DataError("\n".join(problems))
+        train = loaded["task.train_file"]
         if eval_file:
-            held = load_jsonl(eval_file, to_item)
+            held = loaded["task.eval_file"]
             asked = {item.question for item in held}
             kept = [item for item in train if item.question not in asked]
             if not kept:
-                raise DataError(f"{train_file}: every question is also in {eval_file}; the splits must be disjoint")
+                raise DataError(
+                    f"task.train_file: every question of {train_file} is also in {eval_file}; the splits must be disjoint"
+                )
             if len(kept) < len(train):
                 _log.warning("%s: left out %d items that %s holds too", train_file, len(train) - len(kept), eval_file)
         else:
             held = [item for item in train if held_out(item.question, seed=seed, fraction=eval_fraction)]
             kept = [item for item in train if not held_out(item.question, seed=seed, fraction=eval_fraction)]
             if not kept:
-                raise DataError(f"{train_file}: eval_fraction={eval_fraction} holds out every item; lower it")
+                raise DataError(f"task.eval_fraction: {eval_fraction} holds out every item of {train_file}; lower it")
         self._items: dict[Split, list[TaskItem]] = {"train": kept, "eval": held}
 
     def num_items(self, split: Split) -> int | None:

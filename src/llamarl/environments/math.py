@@ -37,7 +37,7 @@ def math_item(record: Mapping[str, Any], where: str) -> TaskItem:
         if not boxed:
             raise DataError(f"{where}: no field 'answer', and field 'solution' has no complete \\boxed{{...}}")
         answer = boxed
-    return TaskItem(question=question, answer=answer)
+    return TaskItem(question=question, answer=answer, where=where)
 
 
 def same_answer(given: str, reference: str) -> bool:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
+import math
 import os
 import pickle
 import selectors
@@ -36,6 +38,7 @@ from llamarl.types import Failure, Group, Prompt, Score
 
 __all__ = ["RewardPool"]
 
+_log = logging.getLogger(__name__)
 _HEADER_BYTES = 8
 _DETAIL_LINES = 8
 _EXIT_WAIT_S = 10.0
@@ -50,6 +53,7 @@ class _Worker:
         self.exiting = False
         """The worker's end of the reply pipe is closed: it ends by itself."""
         self.job: int | None = None
+        self._end: str | None = None
         self.outbox = memoryview(hello)
         self.inbox = bytearray()
         self.started = time.monotonic()
@@ -120,7 +124,9 @@ class _Worker:
         return reply
 
     def kill(self) -> str:
-        """End the process and its children; return how it ended and what it last wrote to standard error."""
+        """End the process and its children; return how it ended and what it last wrote to standard error. Safe twice."""
+        if self._end is not None:
+            return self._end
         if self.exiting:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_EXIT_WAIT_S)
@@ -140,7 +146,8 @@ class _Worker:
             cause = f"ended by signal {-ended} ({signal.strsignal(-ended)})"
         else:
             cause = f"exited with status {ended}"
-        return "\n".join([cause, *lines[-_DETAIL_LINES:]])
+        self._end = "\n".join([cause, *lines[-_DETAIL_LINES:]])
+        return self._end
 
 
 class RewardPool:
@@ -173,6 +180,7 @@ class RewardPool:
         self._hello = pack_message((task_config, seed))
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
+        self._suspect = f" (it imports task.reward {task_config.reward!r})" if task_config.reward else ""
         self._closed = False
         self.num_replaced = 0
         """Workers killed or lost, and replaced, since the start."""
@@ -190,11 +198,14 @@ class RewardPool:
         """Process ids, for supervision and tests."""
         return [worker.process.pid for worker in self._workers]
 
-    def score(self, groups: Sequence[Group]) -> list[Group]:
+    def score(self, groups: Sequence[Group], *, limit_s: float | None = None) -> list[Group]:
         """The same groups in the same order, every response with a ``Score`` or a ``Failure``.
 
         A response that already has an outcome keeps it; one whose generation ended in ``error`` or ``cancelled`` is
         failed without being judged. Waits at most ``timeout_s`` a sample, plus the start of replaced workers.
+
+        Args:
+            limit_s: Seconds that all of them may take together; those without a verdict by then are failed (``timeout``).
 
         Raises:
             ExecutorFailed, DeadlineExceeded, DataError: A replacement worker did not start.
@@ -217,8 +228,16 @@ class RewardPool:
                 jobs.append((group.prompt, (response.text,)))
             places.append(row)
         pending = deque(number for number in range(len(jobs)) if number not in outcomes)
+        started = time.monotonic()
+        end = math.inf if limit_s is None else started + limit_s
+        for worker in self._workers:
+            if not worker.ready:  # replaced at the end of the last call; nobody has looked at it since
+                worker.deadline = started + self._startup_timeout_s
         while len(outcomes) < len(jobs):
-            self._wait(jobs, pending, outcomes)
+            if time.monotonic() >= end:
+                self._give_up(len(jobs), pending, outcomes, limit_s=limit_s)
+                break
+            self._wait(jobs, pending, outcomes, end)
         scored = []
         for group, row in zip(groups, places, strict=True):
             responses = tuple(
@@ -249,8 +268,10 @@ class RewardPool:
 
     def _start(self, number: int) -> _Worker:
         worker = _Worker(number, self._hello, self._startup_timeout_s)
+        worker.write()  # at once, so that it starts while nobody waits for it
         self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
-        self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
+        if worker.outbox:
+            self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
         return worker
 
     def _forget(self, worker: _Worker) -> None:
@@ -270,8 +291,9 @@ class RewardPool:
         jobs: Sequence[tuple[Prompt, tuple[str, ...]]],
         pending: deque[int],
         outcomes: dict[int, Score | Failure],
+        end: float = math.inf,
     ) -> None:
-        """Hand samples to idle workers, then wait for the first event or deadline and act on it."""
+        """Hand samples to idle workers, then wait for the first event or deadline (``end`` at the latest) and act on it."""
         for worker in list(self._workers):
             if worker.ready and worker.job is None and pending:
                 if worker.process.poll() is not None:  # it died idle: no sample's fault
@@ -281,7 +303,7 @@ class RewardPool:
                 worker.assign(number, pack_message(jobs[number]), self._timeout_s)
                 self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
         watched = [worker for worker in self._workers if worker.job is not None or not worker.ready]
-        nearest = min(worker.deadline for worker in watched)
+        nearest = min(end, *(worker.deadline for worker in watched))
         for key, _ in self._selector.select(max(0.0, nearest - time.monotonic())):
             worker = key.data
             if self._workers[worker.number] is not worker:
@@ -304,6 +326,24 @@ class RewardPool:
             if (worker.job is not None or not worker.ready) and now >= worker.deadline:
                 self._expired(worker, outcomes)
 
+    def _give_up(
+        self, num_jobs: int, pending: deque[int], outcomes: dict[int, Score | Failure], *, limit_s: float | None
+    ) -> None:
+        """Fail what has no verdict, so that a judge that hangs on every sample cannot hold up the tick for ever."""
+        left = num_jobs - len(outcomes)
+        detail = (
+            f"{left} of {num_jobs} samples had no verdict after {limit_s:.1f} s, and were failed so that the tick keeps its "
+            f"deadline (deadlines.step_s): raise task.pool.num_workers ({len(self._workers)}) or deadlines.step_s, or lower "
+            f"task.pool.timeout_s ({self._timeout_s})"
+        )
+        _log.warning("reward pool: %s", detail)
+        for worker in list(self._workers):
+            if worker.job is not None:
+                outcomes[worker.job] = Failure(kind="timeout", detail=detail)
+                self._replace(worker)
+        outcomes.update((number, Failure(kind="timeout", detail=detail)) for number in pending)
+        pending.clear()
+
     def _replied(self, worker: _Worker, reply: tuple[str, Any], outcomes: dict[int, Score | Failure]) -> None:
         kind, value = reply
         if kind == "ready":
@@ -318,7 +358,7 @@ class RewardPool:
     def _lost(self, worker: _Worker, outcomes: dict[int, Score | Failure]) -> None:
         if not worker.ready:
             self._forget(worker)
-            raise ExecutorFailed(f"reward worker {worker.number} did not start: {worker.kill()}")
+            raise ExecutorFailed(f"reward worker {worker.number} did not start{self._suspect}: {worker.kill()}")
         job = worker.job
         detail = self._replace(worker)
         if job is not None:
@@ -329,8 +369,8 @@ class RewardPool:
         if not worker.ready:
             self._forget(worker)
             raise DeadlineExceeded(
-                f"the reward pool waited {waited:.1f} s for worker {worker.number} to start, limit startup_timeout_s="
-                f"{self._startup_timeout_s}: {worker.kill()}"
+                f"the reward pool waited {waited:.1f} s for worker {worker.number} to start{self._suspect}, limit "
+                f"task.pool.startup_timeout_s={self._startup_timeout_s}: {worker.kill()}"
             )
         job = worker.job
         assert job is not None

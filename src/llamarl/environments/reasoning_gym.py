@@ -44,14 +44,15 @@ class ReasoningGymTask:
             raise DataError("task.options: leave out 'seed'; questions follow run.seed")
         try:
             self._dataset = reasoning_gym.create_dataset(dataset, seed=0, **options)
-        except (TypeError, ValueError, AssertionError) as error:
+            self._entry = lru_cache(maxsize=1024)(self._make_entry)
+            self._entry(0)  # an option of the wrong type may only be found out by making a question
+        except Exception as error:  # each dataset checks its options in its own way, or not at all
             raise DataError(
-                f"task.options: reasoning_gym dataset {dataset!r} refuses {dict(options)}: {error}"
+                f"task.options: reasoning_gym dataset {dataset!r} refuses {dict(options)}: {type(error).__name__}: {error}"
             ) from error
         self._seed = seed
         self._eval_fraction = eval_fraction
         self._answer_from: AnswerFrom = answer_from
-        self._entry = lru_cache(maxsize=1024)(self._make_entry)
 
     def num_items(self, split: Split) -> int | None:
         return None

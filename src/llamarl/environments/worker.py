@@ -75,12 +75,14 @@ def main() -> None:
     # Only now the imports that take time, so that a parent lost meanwhile takes this process along.
     from llamarl.environments.base import Turn
     from llamarl.environments.factory import make_task
-    from llamarl.environments.functions import NotANumber, as_score
+    from llamarl.environments.functions import FunctionTask, NotANumber, as_score
     from llamarl.errors import LlamaRLError
 
     try:
         config, seed = read_message(requests)
         task = make_task(config, seed)
+        if isinstance(task, FunctionTask):
+            task.prepare()
     except EOFError:
         return
     except LlamaRLError as error:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llamarl.engine.config import EngineConfig
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, refuse
 
 __all__ = ["DynamicSamplingConfig", "EvaluationConfig", "GeneratorConfig", "SamplingConfig"]
+
+_DEVICE = r"(auto|cpu|cuda(:\d+)?)"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -37,18 +41,21 @@ class SamplingConfig:
     """A response ends when its text contains one of these. The end-of-text token always ends it."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+            yield f"max_new_tokens must be >= 1, got {self.max_new_tokens}"
         if self.temperature < 0:
-            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
+            yield f"temperature must be >= 0 (0 is greedy), got {self.temperature}"
         if self.top_k < 0:
-            raise ValueError(f"top_k must be >= 0 (0 keeps all tokens), got {self.top_k}")
+            yield f"top_k must be >= 0 (0 keeps all tokens), got {self.top_k}"
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+            yield f"top_p must be in (0, 1], got {self.top_p}"
         if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p must be in [0, 1), got {self.min_p}")
+            yield f"min_p must be in [0, 1), got {self.min_p}"
         if any(not s for s in self.stop_strings):
-            raise ValueError("stop_strings must not hold an empty string: it would end every response at once")
+            yield "stop_strings must not hold an empty string: it would end every response at once"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -94,31 +101,41 @@ class GeneratorConfig:
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if self.group_size < 1:
-            raise ValueError(f"group_size must be >= 1 response a prompt, got {self.group_size}")
+            yield f"group_size must be >= 1 response a prompt, got {self.group_size}"
         if self.max_segments < 1:
-            raise ValueError(f"max_segments must be >= 1 policy version a response, got {self.max_segments}")
+            yield f"max_segments must be >= 1 policy version a response, got {self.max_segments}"
         if not 1.0 <= self.oversubscription <= self.max_segments:
-            raise ValueError(
+            yield (
                 f"oversubscription must be between 1 and max_segments ({self.max_segments}), got {self.oversubscription}: "
                 f"a group has at most max_segments ticks to be delivered in; raise max_segments or lower oversubscription"
             )
         if self.sampling.temperature == 0 and self.group_size > 1:
-            raise ValueError(
-                "sampling.temperature is 0 (greedy), so all responses of a group are equal and teach nothing: "
-                "set it to 1.0"
+            yield (
+                f"sampling.temperature is 0 (greedy), so all responses of a group (group_size {self.group_size}) are equal "
+                f"and teach nothing: set it to 1.0"
             )
         if self.dp < 1:
-            raise ValueError(f"dp must be >= 1 replica, got {self.dp}")
+            yield f"dp must be >= 1 replica, got {self.dp}"
         if self.tp < 1:
-            raise ValueError(f"tp must be >= 1 rank, got {self.tp}")
+            yield f"tp must be >= 1 rank, got {self.tp}"
         if self.engine.name == "vllm" and (self.tp > 1 or self.quantization == "int8"):
-            raise ValueError(
+            yield (
                 f"engine.name is 'vllm', which runs here on one rank without int8, but tp is {self.tp} and quantization "
                 f"{self.quantization!r}: set tp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'"
             )
+        if self.engine.name == "vllm" and self.kv_on_update == "keep":
+            yield (
+                "kv_on_update is 'keep', but engine.name is 'vllm', whose KV cache does not outlive a change of weights: "
+                "set kv_on_update to 'recompute', or engine.name to 'native'"
+            )
         if self.threads < 0:
-            raise ValueError(f"threads must be >= 0 (0 divides the cores), got {self.threads}")
+            yield f"threads must be >= 0 (0 divides the cores), got {self.threads}"
+        if not re.fullmatch(rf"{_DEVICE}(\s*,\s*{_DEVICE})*", self.device):
+            yield f"device must be auto, cpu, cuda or cuda:N, or several joined by commas, one a rank, got {self.device!r}"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -138,10 +155,13 @@ class DynamicSamplingConfig:
     waits only as long as its own tokens allow (those of partial rollouts that were quick, and the first ticks')."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if not self.oversample >= 1:
-            raise ValueError(f"oversample must be >= 1, got {self.oversample}; 1.5 generates half a batch in excess")
+            yield f"oversample must be >= 1, got {self.oversample}; 1.5 generates half a batch in excess"
         if self.carry_ticks < 0:
-            raise ValueError(f"carry_ticks must be >= 0 trainer ticks, got {self.carry_ticks}")
+            yield f"carry_ticks must be >= 0 trainer ticks, got {self.carry_ticks}"
 
     def groups_per_tick(self, prompts_per_step: int, replicas: int) -> int:
         """Groups that all ``replicas`` together deliver a tick, a multiple of their number."""
@@ -173,13 +193,18 @@ class EvaluationConfig:
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if self.every < 0:
-            raise ValueError(f"every must be >= 0 trainer ticks (0 never evaluates), got {self.every}")
+            yield f"every must be >= 0 trainer ticks (0 never evaluates), got {self.every}"
         if self.num_prompts < 1:
-            raise ValueError(f"num_prompts must be >= 1, got {self.num_prompts}")
+            yield f"num_prompts must be >= 1, got {self.num_prompts}"
         if self.samples_per_prompt < 1:
-            raise ValueError(f"samples_per_prompt must be >= 1, got {self.samples_per_prompt}")
+            yield f"samples_per_prompt must be >= 1, got {self.samples_per_prompt}"
         if self.temperature < 0:
-            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
+            yield f"temperature must be >= 0 (0 is greedy), got {self.temperature}"
         if self.threads < 0:
-            raise ValueError(f"threads must be >= 0 (0 divides the cores), got {self.threads}")
+            yield f"threads must be >= 0 (0 divides the cores), got {self.threads}"
+        if not re.fullmatch(_DEVICE, self.device):
+            yield f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}"

@@ -14,14 +14,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.config import RunConfig
-from llamarl.data.prompts import PromptStream
 from llamarl.engine.base import Engine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.generator import make_engine, sampling_params, to_response
+from llamarl.executors.prompts import make_prompt_stream
+from llamarl.executors.reward import JUDGING_SHARE
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.seeding import derive_seed
@@ -47,8 +47,7 @@ class EvaluatorExecutor:
 
     def setup(self) -> None:
         self.tokenizer = load_tokenizer(self.config.model.path)
-        task = make_task(self.config.task, seed=self.config.run.seed)
-        stream = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
+        stream = make_prompt_stream(self.config, self.tokenizer)
         self.prompts = stream.eval_prompts(self.config.evaluation.num_prompts)
         self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
         self.version_loader = VersionLoader(self.engine, self.config.lora)
@@ -75,6 +74,7 @@ class EvaluatorExecutor:
         return StepResult(metrics=metrics, spans=spans)
 
     def _evaluate(self, version: int) -> dict[str, float]:
+        started = time.monotonic()
         groups = sample_groups(
             self.engine,
             self.prompts,
@@ -83,7 +83,12 @@ class EvaluatorExecutor:
             samples_per_prompt=self.config.evaluation.samples_per_prompt,
             seed=self.config.run.seed,
         )
-        scores = evaluate(self.pool.score(groups))
+        step_s = self.config.deadlines.step_s
+        left_s = JUDGING_SHARE * step_s - (time.monotonic() - started)
+        least_s = (
+            (1 - JUDGING_SHARE) / 2 * step_s
+        )  # after slow sampling, still within the tick's deadline if all goes well
+        scores = evaluate(self.pool.score(groups, limit_s=max(left_s, least_s)))
         return {f"eval/{key}": value for key, value in scores.items()} | {"eval/policy_version": float(version)}
 
     def save(self, folder: Path, tick: int) -> None:

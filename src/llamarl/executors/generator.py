@@ -29,12 +29,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.config import RunConfig
-from llamarl.data.prompts import PromptStream
 from llamarl.engine.base import Engine, KeepsKV, Parkable
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext, Feed, StepResult
 from llamarl.executors.config import SamplingConfig
@@ -42,6 +40,7 @@ from llamarl.executors.generator_ranks import generator_layout, generator_weight
 from llamarl.executors.hand_over import Served
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
 from llamarl.executors.partial_rollouts import deadline, num_startable, select_due, urgency_order
+from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.turns import Turns
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
@@ -99,8 +98,7 @@ class GeneratorExecutor:
 
     def setup(self) -> None:
         self.tokenizer = load_tokenizer(self.config.model.path)
-        task = make_task(self.config.task, seed=self.config.run.seed)
-        self.prompts = PromptStream(task, self.tokenizer, self.config.data, seed=self.config.run.seed)
+        self.prompts = make_prompt_stream(self.config, self.tokenizer)
         layout = generator_layout(self.config, self.context.device)
         colocated = self.config.schedule.colocated
         self.engine = make_engine(
@@ -355,10 +353,17 @@ def make_engine(
 
 
 def resolve_device(device: str) -> str:
-    """ "auto" is CUDA where there is one."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """ "auto" is CUDA where there is one.
+
+    Raises:
+        ConfigError: There is no such device here.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    there = torch.cuda.device_count()
+    if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= there:
+        raise ConfigError(f"there is no device {device!r} here ({there} CUDA devices): set it to cpu or auto")
+    return device
 
 
 def sampling_params(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> SamplingParams:

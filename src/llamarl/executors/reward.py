@@ -20,7 +20,10 @@ from llamarl.executors.dynamic_sampling import DynamicSampler
 from llamarl.observability.rollouts import RolloutWriter
 from llamarl.types import Failure, Group, Score
 
-__all__ = ["RewardExecutor", "reward_metrics"]
+__all__ = ["JUDGING_SHARE", "RewardExecutor", "reward_metrics"]
+
+JUDGING_SHARE = 0.9
+"""Of ``deadlines.step_s``, what judging may take; the samples that are left then are failed, and the run goes on."""
 
 
 class RewardExecutor:
@@ -51,7 +54,8 @@ class RewardExecutor:
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
-        groups = self.pool.score(inputs["completions"])
+        limit_s = JUDGING_SHARE * self.config.deadlines.step_s
+        groups = self.pool.score(inputs["completions"], limit_s=limit_s)
         scored = time.monotonic()
         if self._writer is not None and self.config.observability.rollouts_due(tick):
             self._writer.write(tick, groups)

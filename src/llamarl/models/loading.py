@@ -24,7 +24,7 @@ from llamarl.models.folders import resolve_model_path
 
 transformers_logging.disable_progress_bar()  # three processes would draw three bars into one console
 
-__all__ = ["load_model", "load_model_config", "load_tokenizer", "resolve_model_path"]
+__all__ = ["context_length", "load_model", "load_model_config", "load_tokenizer", "resolve_model_path"]
 
 
 def load_model_config(path: str | Path) -> PretrainedConfig:
@@ -34,6 +34,12 @@ def load_model_config(path: str | Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"model.path: {folder}/config.json is not usable: {error}") from error
+
+
+def context_length(path: str | Path) -> int | None:
+    """Tokens that a model can hold at once; None where its folder does not say."""
+    length = getattr(load_model_config(path).get_text_config(), "max_position_embeddings", None)
+    return None if length is None else int(length)
 
 
 def load_model(

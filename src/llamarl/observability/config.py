@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, refuse
 
 __all__ = ["ObservabilityConfig"]
 
@@ -40,18 +41,21 @@ class ObservabilityConfig:
     """Weights & Biases project of the run."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if self.console_every < 0:
-            raise ValueError(
+            yield (
                 f"observability.console_every must be >= 0 ticks (0 = chosen by the length of the run), "
                 f"got {self.console_every}"
             )
         if self.rollouts_every < 1:
-            raise ValueError(
+            yield (
                 f"observability.rollouts_every must be >= 1 ticks, got {self.rollouts_every}; "
                 f"set observability.rollouts = false to write none"
             )
         if self.wandb and not self.wandb_project:
-            raise ValueError("observability.wandb_project must not be empty while observability.wandb is true")
+            yield "observability.wandb_project must not be empty while observability.wandb is true"
 
     def rollouts_due(self, tick: int) -> bool:
         """Whether the batch of ``tick`` (from 0) is written to ``RUN/rollouts``."""

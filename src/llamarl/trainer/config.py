@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, at_least, refuse
 
 __all__ = ["CriticConfig", "LoraConfig", "OptimizerConfig", "ReferenceConfig", "SelectionConfig", "TrainerConfig"]
 
@@ -30,9 +31,10 @@ class SelectionConfig:
     times and others never (Shuffle-R1); needs trainer.minibatches >= 2 or tokens_per_step."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_step", "pairs"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0 (0 is off), got {getattr(self, name)}")
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from at_least(self, 0, "tokens_per_step", "pairs", what="(0 is off)")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -98,17 +100,18 @@ class TrainerConfig:
     """Precision of the exported Hugging Face folder; ``source`` is the one that the initial model was stored in."""
 
     def __post_init__(self) -> None:
-        for name in ("fsdp", "tp", "max_tokens_per_microbatch", "logprob_chunk_tokens", "minibatches", "epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from at_least(
+            self, 1, "fsdp", "tp", "max_tokens_per_microbatch", "logprob_chunk_tokens", "minibatches", "epochs"
+        )
         if self.selection.shuffle == "advantage" and self.minibatches == 1 and not self.selection.tokens_per_step:
-            raise ValueError(
+            yield (
                 "selection.shuffle 'advantage' draws a part of the batch for each step, but with minibatches = 1 a step is"
                 " the whole batch: set minibatches >= 2 or selection.tokens_per_step"
             )
-        for name in ("threads", "max_grad_norm", "max_skipped_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        yield from at_least(self, 0, "threads", "max_grad_norm", "max_skipped_steps")
 
     @property
     def steps_per_tick(self) -> int:
@@ -151,17 +154,18 @@ class OptimizerConfig:
     """Final rate over ``lr``, in [0, 1], for ``linear`` and ``cosine``."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         for name in ("lr", "eps"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+                yield f"{name} must be > 0, got {getattr(self, name)}"
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        for name in ("weight_decay", "warmup_ticks"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+                yield f"{name} must be in [0, 1), got {getattr(self, name)}"
+        yield from at_least(self, 0, "weight_decay", "warmup_ticks")
         if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
+            yield f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -185,12 +189,15 @@ class LoraConfig:
     """Besides the adapter folder (``RUN/adapter``), write the policy as a whole model (``RUN/model``)."""
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if self.rank < 0:
-            raise ValueError(f"rank must be >= 0 (0 trains all weights), got {self.rank}")
+            yield f"rank must be >= 0 (0 trains all weights), got {self.rank}"
         if not self.alpha > 0:
-            raise ValueError(f"alpha must be > 0, got {self.alpha}")
+            yield f"alpha must be > 0, got {self.alpha}"
         if not self.targets:
-            raise ValueError("targets must name at least one layer, such as q_proj")
+            yield "targets must name at least one layer, such as q_proj"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -229,9 +236,11 @@ class ReferenceConfig:
     """Tokens whose logits exist at once, >= 1."""
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "fsdp", "tp", "max_tokens_per_microbatch", "logprob_chunk_tokens")
-        if self.threads < 0:
-            raise ValueError(f"threads must be >= 0 (0 divides the cores), got {self.threads}")
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from at_least(self, 1, "fsdp", "tp", "max_tokens_per_microbatch", "logprob_chunk_tokens")
+        yield from at_least(self, 0, "threads", what="(0 divides the cores)")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -280,13 +289,8 @@ class CriticConfig:
     """The critic's own AdamW; its schedule counts ticks, as the policy's does."""
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "fsdp", "tp", "max_tokens_per_microbatch", "updates_per_tick")
-        for name in ("threads", "value_clip", "max_grad_norm", "max_skipped_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        refuse(self._mistakes())
 
-
-def _at_least_one(config: object, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be >= 1, got {getattr(config, name)}")
+    def _mistakes(self) -> Iterator[str]:
+        yield from at_least(self, 1, "fsdp", "tp", "max_tokens_per_microbatch", "updates_per_tick")
+        yield from at_least(self, 0, "threads", "value_clip", "max_grad_norm", "max_skipped_steps")

@@ -99,6 +99,31 @@ def test_skipping_replaces_long_prompts_by_the_seed_and_leaves_the_others_alone(
             assert prompt.answer == whole.get(index).answer
 
 
+def test_the_room_that_the_context_leaves_is_a_limit_too() -> None:
+    def stream(room: int, **config: Any) -> PromptStream:
+        return PromptStream(Items(12), Letters(), DataConfig(shuffle=False, **config), 0, room=room)
+
+    assert len(stream(10).get(9).tokens) == 10
+    with pytest.raises(
+        DataError, match=r"item 10 \(prompt 10\).*11 tokens, limit 10 tokens.*lower generator.sampling.max"
+    ):
+        stream(10).get(10)
+    with pytest.raises(DataError, match=r"limit data.max_prompt_tokens=9: raise data.max_prompt_tokens"):
+        stream(10, max_prompt_tokens=9).get(10)
+    skipping, limited = stream(10, too_long="skip"), _stream(12, shuffle=False, max_prompt_tokens=10, too_long="skip")
+    assert [skipping.get(i).answer for i in range(24)] == [limited.get(i).answer for i in range(24)]
+    assert [len(p.tokens) for p in skipping.eval_prompts(12)] == list(range(1, 11))
+
+
+def test_all_prompts_of_a_finite_task_are_checked_and_none_of_an_endless_one() -> None:
+    _stream(10, max_prompt_tokens=10).check_training_prompts()
+    with pytest.raises(DataError, match=r"2 of 12 training prompts.*: item 10 \(11 tokens\), item 11 \(12 tokens\)"):
+        _stream(12, max_prompt_tokens=10).check_training_prompts()
+    with pytest.raises(DataError, match=r"item 6 \(7 tokens\), \.\.\.: raise"):
+        _stream(12, max_prompt_tokens=2).check_training_prompts()
+    _stream(None, max_prompt_tokens=1).check_training_prompts()
+
+
 def test_skipping_ends_with_an_error_when_nothing_fits() -> None:
     with pytest.raises(DataError, match="100 items in a row"):
         PromptStream(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ from llamarl.data.items import TaskItem
 from llamarl.environments.answers import extract_answer, last_boxed, last_number
 from llamarl.environments.base import Task
 from llamarl.environments.config import TaskConfig
-from llamarl.environments.factory import make_task
-from llamarl.environments.functions import NotANumber, as_score, import_function
+from llamarl.environments.factory import make_task, task_mistakes
+from llamarl.environments.functions import NotANumber, as_score
 from llamarl.environments.steps import read_ledger, write_ledger, written_steps
+from llamarl.environments.user_code import check_function, import_function
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 
@@ -143,6 +145,10 @@ def test_an_entry_that_comes_out_otherwise_is_an_error_not_a_zero() -> None:
         (TaskConfig(name="reasoning_gym:chain_sum", options={"seed": 1}), "run.seed"),
         (TaskConfig(name="steps", options={"terms": 1}), "min_terms, max_terms"),
         (TaskConfig(name="steps", options={"min_terms": 1}), "got 1 and 9"),
+        (TaskConfig(name="steps", options={"min_terms": "two"}), r"integers, got \{'min_terms': 'two'\}"),
+        (TaskConfig(name="steps", options={"max_terms": 3.5}), r"integers, got \{'max_terms': 3.5\}"),
+        (TaskConfig(name="reasoning_gym:chain_sum", options={"min_terms": "two"}), "refuses .*'two'"),
+        (TaskConfig(name="reasoning_gym:chain_sum", options={"min_terms": 2.5, "max_terms": 3.5}), "refuses .*2.5"),
     ],
 )
 def test_unknown_datasets_and_options_are_refused_by_name(config: TaskConfig, words: str) -> None:
@@ -197,6 +203,31 @@ def test_a_malformed_line_is_named_with_what_was_got_and_expected(
     assert train in str(caught.value)
 
 
+def test_lines_end_at_newlines_alone_and_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    train = tmp_path / "train.jsonl"
+    text = '{"question": "one\u2028two\u0085\x1c\x0c", "answer": "1"}'
+    train.write_bytes(b"\xef\xbb\xbf" + f'{text}\r\n{{"question": "three", "answer": "3"}}\n'.encode())
+    with pytest.raises(DataError, match="train.jsonl:1"):  # control characters are no JSON; U+2028 and U+0085 are
+        make_task(TaskConfig(name="math", train_file=str(train), eval_fraction=0.0), 0)
+    train.write_bytes(train.read_bytes().replace(b"\x1c\x0c", b""))
+    task = make_task(TaskConfig(name="math", train_file=str(train), eval_fraction=0.0), 0)
+    assert [task.item("train", i).question for i in range(2)] == ["one\u2028two", "three"]
+    assert [task.item("train", i).where for i in range(2)] == [f"{train}:1", f"{train}:2"]
+
+
+def test_every_mistake_of_a_task_is_told(tmp_path: Path) -> None:
+    config = TaskConfig(
+        name="function",
+        train_file=_file(tmp_path / "train.jsonl", "{"),
+        eval_file=f"{tmp_path}/eval.jsonl",
+        reward=f"{tmp_path}/mine.py:score",
+    )
+    lines = list(task_mistakes(config, 0))
+    assert [line.split(" ")[0] for line in lines] == ["task.train_file:", "task.eval_file:", "task.reward"]
+    assert "train.jsonl:1: got '{'" in lines[0] and "eval.jsonl: cannot be read" in lines[1]
+    assert not list(task_mistakes(TaskConfig(), 0))
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere.jsonl: cannot be read"):
         make_task(TaskConfig(name="math", train_file=str(tmp_path / "nowhere.jsonl")), 0)
@@ -247,6 +278,64 @@ def test_functions_are_imported_from_modules_and_refused_with_the_names_there_ar
         import_function("no_such_module:f")
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import sys\nsys.exit(0)\n", None),
+        ("import time\ntime.sleep(3600)\n", None),
+        ("raise SystemExit\n", None),
+        ("def scores(p, r, a): ...\n", r"mine.py has no function 'score'; it has \['scores'\]"),
+        ("def score(p, r, a:\n", "mine.py:1 is not Python"),
+    ],
+)
+def test_a_users_module_is_read_but_never_run_where_questions_are_made(
+    tmp_path: Path, body: str, words: str | None
+) -> None:
+    (tmp_path / "mine.py").write_text(body + ("def score(p, r, a): return 1.0\n" if words is None else ""))
+    config = TaskConfig(reward=f"{tmp_path}/mine.py:score")
+    if words is None:
+        assert make_task(config, 0).item("train", 0).question
+        return
+    with pytest.raises(DataError, match=words):
+        make_task(config, 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "from math import floor as score",
+        "from math import *",
+        "try:\n    import numpy as score\nexcept ImportError:\n    score = None",
+        "score, other = lambda p, r, a: 1.0, 2",
+        "if True:\n    class score: ...",
+        "globals()['score'] = print",
+        "def __getattr__(name): return print",
+        "async def helper(): ...\nwith open(__file__) as score: pass",
+    ],
+)
+def test_every_way_to_bind_a_name_is_taken(tmp_path: Path, body: str) -> None:
+    (tmp_path / "mine.py").write_text(body)
+    check_function(f"{tmp_path}/mine.py:score")
+
+
+def test_modules_are_found_without_importing_the_packages_above_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "grim_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit(0)\n")
+    (package / "rewards.py").write_text("def score(p, r, a): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_function("grim_package.rewards:score")
+    with pytest.raises(DataError, match="grim_package.rewards has no function 'scare'"):
+        check_function("grim_package.rewards:scare")
+    check_function("math:floor")  # no source to read
+    for missing in ("no_such_module:f", f"{tmp_path}/no_such.py:f"):
+        with pytest.raises(DataError, match="no_such"):
+            check_function(missing)
+    assert "grim_package" not in sys.modules
+
+
 @pytest.mark.parametrize("value", [np.float32(0.5), 0.5, Score(value=0.5)])
 def test_real_numbers_and_scores_are_scores(value: object) -> None:
     assert as_score(value).value == 0.5
@@ -264,7 +353,7 @@ def test_anything_else_is_not_a_number(value: object) -> None:
         ({"name": "chess"}, "name must be"),
         ({"name": "reasoning_gym"}, "needs a dataset"),
         ({"name": "math"}, "train_file"),
-        ({"name": "steps", "train_file": "x.jsonl"}, "leave train_file"),
+        ({"name": "steps", "train_file": "x.jsonl"}, "train_file and eval_file must be empty"),
         ({"name": "function", "train_file": "x.jsonl"}, "reward must name"),
         ({"reward": "no_colon"}, "module:function"),
         ({"eval_fraction": 1.0}, "eval_fraction"),

@@ -1,0 +1,61 @@
+"""What verbs share: mistakes told in the names that the user typed, and files written under the user's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from llamarl.errors import ConfigError, LlamaRLError
+
+__all__ = ["OutputFile", "in_flags", "refuse_flags"]
+
+
+def in_flags(text: str, names: Mapping[str, str]) -> str:
+    """A message with the names of configuration keys replaced by those of flags."""
+    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.-])({pattern})(?![\w-]|\.\w)", lambda m: names[m[1]], text) if names else text
+
+
+def refuse_flags(lines: Sequence[str]) -> None:
+    """Raises ConfigError with all of them, if there are any."""
+    if lines:
+        from llamarl.mistakes import list_mistakes
+
+        raise ConfigError(lines[0] if len(lines) == 1 else list_mistakes(lines, "the command line"))
+
+
+class OutputFile:
+    """A text file that a flag names: opened before the work that fills it, so that a wrong path costs nothing.
+
+    Raises:
+        ConfigError: It cannot be opened.
+    """
+
+    def __init__(self, path: str, flag: str) -> None:
+        self._name = f"{flag} {path}"
+        try:
+            self._file = open(path, "w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{self._name}: cannot be written ({error.strerror}); give a file in a folder that exists"
+            ) from error
+
+    def write_line(self, text: str) -> None:
+        """Write a line and flush it.
+
+        Raises:
+            LlamaRLError: The disk is full, or gone.
+        """
+        try:
+            print(text, file=self._file, flush=True)
+        except OSError as error:
+            raise LlamaRLError(f"{self._name}: cannot write: {error.strerror}") from error
+
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,188 @@
+"""What a user may type wrong at ``generate``, ``eval`` and ``train``: exit code 2 and lines in the words that were typed.
+
+In this process, and before any model is loaded; ``tests/end_to_end`` has the same verbs as processes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llamarl.cli.main import main
+
+RECIPE = str(Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml")
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The lines that a refused command prints."""
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err and not captured.out
+    return [line.removeprefix("  - ") for line in captured.err.splitlines()]
+
+
+def test_every_wrong_flag_of_generate_is_told_at_once_by_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--temperature -1 --top-p 2 --top-k -1 --samples 0 --seed -1 --max-new-tokens 0 --stop=".split()
+    assert refused(capsys, "generate", "bundled:tiny", "--prompt", "a1", *flags) == [
+        "llamarl generate: 7 mistakes in the command line:",
+        "--samples must be >= 1, got 0",
+        "--seed must be >= 0, got -1",
+        "--max-new-tokens must be >= 1, got 0",
+        "--temperature must be >= 0 (0 is greedy), got -1.0",
+        "--top-k must be >= 0 (0 keeps all tokens), got -1",
+        "--top-p must be in (0, 1], got 2.0",
+        "--stop must not hold an empty string: it would end every response at once",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--top-p", "0"], "--top-p must be in (0, 1], got 0.0"),
+        (["--temperature", "nan"], "--temperature: input should be a finite number, got nan (float)"),
+        (["--quantization", "fp8"], "--quantization fp8 is not available on cpu: use one of none, int8"),
+        (
+            ["--output", "/no/such/folder/x"],
+            "--output /no/such/folder/x: cannot be written (No such file or directory); give a file in a folder that exists",
+        ),
+    ],
+)
+def test_one_wrong_flag_of_generate_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], line: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert refused(capsys, "generate", "bundled:tiny", "--prompt", "a1", *flags) == [f"llamarl generate: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt": 5}', "field 'prompt' is int 5, expected text"),
+        ('{"prompt": null}', "field 'prompt' is NoneType None, expected text"),
+        ('{"messages": "hello"}', "field 'messages' is 'hello', expected a list"),
+        ('{"messages": [{"role": "user", "content": 5}]}', "expected a list of {role, content}"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', 'no chat template: give "prompt" instead of "messages"'),
+        ('{"prompt": ""}', "gives a prompt without a token"),
+        ('{"question": "a"}', 'expected an object with "prompt" or "messages"'),
+        ('{"prompt": ', "not JSON"),
+    ],
+)
+def test_a_wrong_line_of_prompts_is_named_by_file_and_number(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, words: str
+) -> None:
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "a1 b2 =\\n"}\n\n' + line + "\n")
+    (told,) = refused(capsys, "generate", "bundled:tiny", "--input", str(prompts))
+    assert f"{prompts}:3: " in told and words in told
+
+
+def test_prompts_that_are_not_utf8_or_not_there_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    (told,) = refused(capsys, "generate", "bundled:tiny", "--input", f"{tmp_path}/in.jsonl")
+    assert "in.jsonl: not UTF-8 text (byte 12)" in told
+    (told,) = refused(capsys, "generate", "bundled:tiny", "--input", f"{tmp_path}/none.jsonl")
+    assert "none.jsonl: cannot be read (No such file or directory)" in told
+
+
+@pytest.mark.parametrize("source", ["file", "standard input"])
+def test_lines_of_prompts_end_at_newlines_alone_and_a_byte_order_mark_is_passed_over(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str
+) -> None:
+    records = [{"prompt": "a1 b2 =\n", "note": "one\u2028two"}, {"prompt": "a2 b2 =\n", "note": "three"}]
+    text = "\ufeff" + "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    (tmp_path / "in.jsonl").write_text(text, encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    name = str(tmp_path / "in.jsonl") if source == "file" else "-"
+    assert main(["generate", "bundled:tiny", "--input", name, "--max-new-tokens", "2"]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(answer["note"] for answer in answers) == ["one\u2028two", "three"]
+
+
+def test_wrong_flags_of_eval_are_told_by_their_own_names(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--prompts 0 --samples 0 --temperature -1 --evaluation.every -1".split()
+    assert refused(capsys, "eval", "no/such/model", *flags) == [
+        "llamarl eval: 5 mistakes in the configuration:",
+        "evaluation.every must be >= 0 trainer ticks (0 never evaluates), got -1",
+        "--prompts must be >= 1, got 0",
+        "--samples must be >= 1, got 0",
+        "--temperature must be >= 0 (0 is greedy), got -1.0",
+        "model: no folder no/such/model; give a Hugging Face folder, or one of bundled:tiny",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--responses", "/no/such/folder/x"], "--responses /no/such/folder/x: cannot be written"),
+        (["--generator.quantization", "fp8"], "'fp8', which the native engine does not have on cpu (evaluation.device"),
+        (["--evaluation.device", "gpu"], "evaluation.device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (["--task.options", "{ min_terms = 'two' }"], "min_terms and max_terms of steps are integers"),
+    ],
+)
+def test_eval_refuses_before_it_samples(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], words: str
+) -> None:
+    monkeypatch.setattr("llamarl.executors.evaluator.sample_groups", lambda *_, **__: pytest.fail("it sampled"))
+    monkeypatch.setattr("llamarl.controller.preflight.available_cuda_devices", lambda: 0)
+    assert words in refused(capsys, "eval", "bundled:tiny", *flags)[-1]
+
+
+def test_a_recipe_may_stand_behind_its_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    override = ["--schedule.max_staleness", "-1"]
+    said = [
+        refused(capsys, *words)
+        for words in (
+            ["train", RECIPE, *override],
+            ["train", *override, RECIPE],
+            ["train", *override, "--dry-run", RECIPE],
+            [*override, "train", RECIPE],
+        )
+    ]
+    assert said[0][1] == "schedule.max_staleness must be >= 0 trainer ticks, got -1"
+    assert said == [said[0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--seed", "3", RECIPE], "unexpected argument '--seed': did you mean --run.seed?"),
+        ([RECIPE, "--schedule.max_staleness"], "override --schedule.max_staleness has no value"),
+        (
+            ["--schedule.max_staleness", RECIPE],
+            f"which recipe? .*; --schedule.max_staleness took {RECIPE} for its value",
+        ),
+        ([RECIPE, "--run.dir", "5"], "run.dir: expected text, got 5"),
+        ([RECIPE, "--run.dir", ""], "run.dir must name a folder"),
+        ([RECIPE, "--run.dir", "runs/{seed}"], "run.dir has no placeholder {seed}"),
+    ],
+)
+def test_flags_of_train_that_make_no_sense_say_what_would(
+    capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    start, _, end = line.partition(".*")
+    told = refused(capsys, "train", *words)[-1]
+    assert start in told and told.endswith(end)
+
+
+def test_train_lists_what_is_missing_beside_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["--model.path", f"{tmp_path}/model", "--run.num_ticks", "0", "--task.reward", f"{tmp_path}/mine.py:score"]
+    first, *lines = refused(capsys, "train", RECIPE, *words, "--task.options", "{ min_terms = 9.5 }")
+    assert first == "llamarl train: 4 mistakes in the configuration:"
+    assert [line.split(" ")[0].rstrip(":") for line in lines] == [
+        "run.num_ticks",
+        "model.path",
+        "task.options",
+        "task.reward",
+    ]

@@ -1,0 +1,178 @@
+"""What a recipe asks of model, machine and files is refused before any process starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.config import RunConfig, validate
+from llamarl.controller.preflight import (
+    check_engine,
+    check_parallel_sizes,
+    check_prompts,
+    check_reward,
+    find_missing,
+)
+from llamarl.controller.training import plan_run
+from llamarl.errors import ConfigError, DataError, ModelError
+from llamarl.models.folders import resolve_model_path
+
+FOLDER = resolve_model_path("bundled:tiny")
+
+
+def mesh(fsdp: int, tp: int, runtime: str = "monarch") -> RunConfig:
+    plain = RunConfig()
+    return dataclasses.replace(
+        plain,
+        run=dataclasses.replace(plain.run, runtime=runtime),
+        trainer=dataclasses.replace(plain.trainer, fsdp=fsdp, tp=tp, device="cpu"),
+    )
+
+
+def test_a_mesh_that_fits_is_accepted() -> None:
+    check_parallel_sizes(mesh(2, 2), FOLDER, cores=1)
+
+
+def test_a_dry_run_refuses_a_size_that_does_not_divide_the_model_and_names_those_that_do() -> None:
+    with pytest.raises(ModelError, match=r"trainer.tp = 7 does not divide.*sizes that fit: 1, 2"):
+        plan_run(mesh(1, 7))
+
+
+def test_many_ranks_a_core_are_refused_with_the_sizes_that_fit() -> None:
+    with pytest.raises(ConfigError, match=r"8 \* 2 = 16 ranks on 2 cores.*fit.*: 1 \* 2, 2 \* 2, 3 \* 2, 4 \* 2$"):
+        check_parallel_sizes(mesh(8, 2), FOLDER, cores=2)
+
+
+def test_one_process_cannot_hold_a_mesh() -> None:
+    with pytest.raises(ConfigError, match="run.runtime 'inline'.*2 ranks.*set run.runtime to 'monarch'"):
+        check_parallel_sizes(mesh(2, 1, "inline"), FOLDER, cores=8)
+
+
+@pytest.mark.parametrize(
+    ("section", "on"),
+    [
+        ("generator", {}),
+        ("reference", {"reference": {"enabled": True, "tp": 7}}),
+        ("critic", {"algorithm": {"advantage": "gae"}, "critic": {"tp": 7}}),
+    ],
+)
+def test_every_tensor_parallel_size_must_divide_the_model(section: str, on: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=rf"{section}.tp = 7 does not divide.*sizes that fit: 1, 2"):
+        check_parallel_sizes(validate(on or {section: {"tp": 7}}), FOLDER, cores=8)
+    if on:  # nobody minds the size of an executor that does not run
+        check_parallel_sizes(validate({section: {"tp": 7}}), FOLDER, cores=8)
+
+
+@pytest.mark.parametrize(
+    ("generator", "message"),
+    [
+        (
+            {"quantization": "fp8", "device": "cpu"},
+            r"'fp8'.*native engine.*on cpu \(generator.device.*one of none, int8",
+        ),
+        ({"quantization": "int8", "device": "cuda"}, r"'int8'.*native engine.*on cuda.*one of none, fp8"),
+        ({"quantization": "int8", "device": "cuda:0,cuda:1"}, "'int8'.*native engine.*on cuda"),
+        ({"quantization": "int8", "device": "cpu"}, None),
+        ({"quantization": "fp8", "device": "cuda"}, None),
+        ({"engine": {"name": "vllm"}}, "engine.name is 'vllm', which is not installed here: pip install vllm"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused(
+    generator: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = validate({"generator": generator, "evaluation": {"every": 0}})
+    if message is None:
+        check_engine(config)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_engine(config)
+
+
+def test_the_evaluators_device_must_have_the_generators_quantization() -> None:
+    raw = {"generator": {"quantization": "fp8", "device": "cuda"}, "evaluation": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match=r"on cpu \(evaluation.device = 'cpu'\)"):
+        check_engine(validate(raw))
+    check_engine(validate(raw | {"evaluation": {"device": "cpu", "every": 0}}))
+
+
+def test_vllm_cannot_keep_its_cache() -> None:
+    with pytest.raises(ConfigError, match="generator.kv_on_update is 'keep', but engine.name is 'vllm'"):
+        validate({"generator": {"engine": {"name": "vllm"}, "kv_on_update": "keep"}})
+
+
+def test_everything_missing_is_found_and_named_by_its_key(tmp_path: Path) -> None:
+    raw = {
+        "model": {"path": f"{tmp_path}/policy"},
+        "reference": {"enabled": True, "path": f"{tmp_path}/reference"},
+        "critic": {"path": f"{tmp_path}/critic, which no executor reads"},
+        "task": {
+            "name": "function",
+            "train_file": f"{tmp_path}/train.jsonl",
+            "eval_file": f"{tmp_path}/eval.jsonl",
+            "reward": f"{tmp_path}/mine.py:score",
+        },
+        "run": {"seed": -1},
+    }
+    with pytest.raises(ConfigError, match="6 mistakes") as caught:
+        validate(raw, [find_missing])
+    heads = [line.split(" ")[3].rstrip(":") for line in str(caught.value).splitlines()[1:]]
+    assert heads == [
+        "run.seed", "model.path", "reference.path", "task.train_file", "task.eval_file", "task.reward",
+    ]  # fmt: skip
+
+
+def questions(folder: Path, *lengths: int, **sections: Any) -> RunConfig:
+    """A run on questions of so many words; the bundled model has a context of 256 tokens."""
+    train, held = folder / "train.jsonl", folder / "eval.jsonl"
+    lines = [
+        json.dumps({"question": f"{number} " + "1+" * length, "answer": "2"}) for number, length in enumerate(lengths)
+    ]
+    train.write_text("\n".join(lines) + "\n")
+    held.write_text('{"question": "1+1=", "answer": "2"}\n')
+    raw = {
+        "task": {"name": "math", "train_file": str(train), "eval_file": str(held)},
+        "schedule": {"prompts_per_step": 1},
+        "generator": {"sampling": {"max_new_tokens": 200}},
+        **sections,
+    }
+    return validate(raw)
+
+
+def test_a_prompt_that_is_too_long_is_found_wherever_it_stands_and_its_line_is_named(tmp_path: Path) -> None:
+    config = questions(tmp_path, *[1] * 40, 30, *[1] * 40, 2000)
+    with pytest.raises(DataError, match=r"2 of 82 training prompts are longer than 56 tokens \(all that the model's context "
+                                        r"leaves.*train.jsonl:41 \(\d+ tokens\), .*train.jsonl:82"):  # fmt: skip
+        check_prompts(config, FOLDER)
+    config = questions(tmp_path, 1, 30, generator={"sampling": {"max_new_tokens": 20}}, data={"max_prompt_tokens": 50})
+    with pytest.raises(
+        DataError, match=r"1 of 2 .* longer than data.max_prompt_tokens=50: .*:2 .*raise data.max_prompt"
+    ):
+        check_prompts(config, FOLDER)
+
+
+def test_prompts_that_are_too_long_are_counted_where_they_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_prompts(questions(tmp_path, 1, 30, 1, data={"too_long": "skip"}), FOLDER)
+    assert "1 of 3 training prompts" in caplog.text and "train.jsonl:2" in caplog.text
+    with pytest.raises(DataError, match="2 of 2 .* none is left"):
+        check_prompts(questions(tmp_path, 30, 30, data={"too_long": "skip"}), FOLDER)
+
+
+def test_a_response_that_leaves_no_room_for_a_prompt_is_refused(tmp_path: Path) -> None:
+    config = questions(tmp_path, 1, generator={"sampling": {"max_new_tokens": 256}})
+    with pytest.raises(ConfigError, match="max_new_tokens = 256 leaves no room .*256 tokens"):
+        check_prompts(config, FOLDER)
+
+
+def test_a_reward_module_is_run_by_a_worker_before_the_job_starts(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import sys\ndef score(p, r, a): ...\nsys.exit(0)\n")
+    with pytest.raises(DataError, match="mine.py ends its process when it is imported"):
+        check_reward(validate({"task": {"reward": f"{tmp_path}/mine.py:score"}}))

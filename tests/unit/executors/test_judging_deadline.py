@@ -1,0 +1,48 @@
+"""Judging ends before the tick's deadline does, so that a judge that hangs costs samples and not the run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llamarl.config import validate
+from llamarl.executors import evaluator
+from llamarl.executors.evaluator import EvaluatorExecutor
+from llamarl.executors.reward import RewardExecutor
+
+
+class Pool:
+    """Remembers what limit it was given."""
+
+    limit_s: float | None = None
+
+    def score(self, groups: list[Any], *, limit_s: float | None = None) -> list[Any]:
+        self.limit_s = limit_s
+        return groups
+
+
+CONFIG = validate({"deadlines": {"step_s": 10}})
+CONTEXT: Any = SimpleNamespace(name="judge", run_dir=None)
+
+
+def test_the_reward_executor_gives_judging_nine_tenths_of_the_tick() -> None:
+    executor = RewardExecutor(CONFIG, CONTEXT)
+    executor.pool = pool = Pool()  # type: ignore[assignment]
+    executor.step(0, {"completions": []})
+    assert pool.limit_s == 9.0
+
+
+def test_the_evaluator_takes_off_what_sampling_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = EvaluatorExecutor(CONFIG, CONTEXT)
+    executor.pool = pool = Pool()  # type: ignore[assignment]
+    executor.engine = executor.prompts = executor.params = executor.tokenizer = None  # type: ignore[assignment]
+    clock = iter([100.0, 103.0, 200.0, 230.0])
+    monkeypatch.setattr(evaluator, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(evaluator, "sample_groups", lambda *_, **__: [])
+    monkeypatch.setattr(evaluator, "evaluate", lambda groups: {})
+    executor.step(0, {"eval_weights": None})
+    assert pool.limit_s == 6.0
+    executor.step(0, {"eval_weights": None})
+    assert pool.limit_s == pytest.approx(0.5)  # never nothing, or slow sampling alone would fail every sample
