@@ -202,6 +202,27 @@ def test_every_key_is_explained() -> None:
     assert "--schedule.max_staleness  (default 1)" in field_help()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (["--schedule.max_staleness", "1"], "set max_staleness to 0 and weights to 'exact'"),
+        (["--schedule.weights", "latest"], "set max_staleness to 0 and weights to 'exact'"),
+        (["--trainer.device", "cpu"], "set both to 'auto', 'cpu' or 'cuda'"),
+        (["--generator.device", "cuda:1"], "set both to 'auto', 'cpu' or 'cuda'"),
+        (["--generator.kv_on_update", "keep"], "set it to 'recompute'"),
+        (["--generator.engine.name", "vllm"], "set it to 'native'"),
+        (["--lora.rank", "4", "--lora.hand_over", "adapter"], "set it to 'merged'"),
+        (["--schedule.transport", "cuda_ipc"], "set it to 'auto'"),
+    ],
+)
+def test_what_cannot_be_co_located_is_refused_with_the_fix(overrides: list[str], fix: str) -> None:
+    together = ["--schedule.max_staleness", "0", "--schedule.colocated", "true"]
+    assert load_config(None, together).schedule.colocated
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*together, *overrides])
+    assert "schedule.colocated" in str(caught.value) and fix in str(caught.value)
+
+
 def test_mistakes_travel_between_processes_whole() -> None:
     again = pickle.loads(pickle.dumps(Mistakes(["a must be 1", "b must be 2"])))
     assert again.messages == ("a must be 1", "b must be 2") and str(again) == "a must be 1; b must be 2"

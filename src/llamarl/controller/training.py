@@ -34,13 +34,14 @@ from llamarl.controller.replay import check_replay, needs_of, take_log
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.executors.sample_path import sample_path
 from llamarl.models.folders import resolve_model_path
 from llamarl.observability.events import REPLAY_FILE, EventLog
 from llamarl.observability.job import describe_job
 from llamarl.observability.recorder import Recorder
 from llamarl.runtime.base import Report
 from llamarl.runtime.factory import make_runtime
-from llamarl.runtime.placement import Placement, place
+from llamarl.runtime.placement import Placement, Turns, place
 
 __all__ = ["plan_run", "replay_run", "resume_run", "start_run"]
 
@@ -219,7 +220,7 @@ def _prepare(config: RunConfig) -> _Prepared:
     check_prompts(config, folder)
     _check_vocabularies(config, folder)
     graph = llamarl_graph(config)
-    placement = place(graph.executors, cores=config.run.cores or None)
+    placement = place(graph.executors, cores=config.run.cores or None, turns=_turns(config))
     settled = {spec.name: spec for spec in placement.executors}
     changes: dict[str, Any] = {
         section: dataclasses.replace(
@@ -235,6 +236,13 @@ def _prepare(config: RunConfig) -> _Prepared:
     executors = tuple(dataclasses.replace(spec, config=config) for spec in placement.executors)
     graph, weight_edges = settle_weight_edges(config, Graph(executors, graph.channels))
     return _Prepared(config, graph, placement, weight_edges)
+
+
+def _turns(config: RunConfig) -> Turns | None:
+    """Who takes turns in a co-located job: of everyone on the one long cycle a single executor works at a time."""
+    if not config.schedule.colocated:
+        return None
+    return Turns(sharing=("generator", "trainer"), members=("generator", *sample_path(config)))
 
 
 def _check_vocabularies(config: RunConfig, folder: Path) -> None:

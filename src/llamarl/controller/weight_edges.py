@@ -64,6 +64,8 @@ def settle_weight_edges(config: RunConfig, graph: Graph) -> tuple[Graph, tuple[W
         if channel.kind is ChannelKind.WEIGHTS:
             source, sink = executors[channel.source], executors[channel.sink]
             name, reason = choose_transport(_places(source, host), _places(sink, host))
+            if config.schedule.colocated and name == "cuda_ipc":
+                name, reason = "shared_memory", f"the {source.name}'s weights wait in host memory"
             if config.schedule.transport != "auto":
                 name, reason = config.schedule.transport, "schedule.transport says so"
             channel = replace(channel, transport=name)

@@ -207,6 +207,11 @@ class PaddedDecoder:
             self._graphs.clear()
         self._addresses = addresses
 
+    def drop(self) -> None:
+        """Forget every graph, and free their memory."""
+        self._graphs.clear()
+        self._pool = None
+
     def _capture(self, inputs: DecodeInputs) -> _Recorded:
         """Record the step. The warm-up computes with the real inputs: it writes what the replay will write again."""
         current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)

@@ -101,6 +101,14 @@ class FusedLinear(nn.Module):
         """Let go of the last input and output, which ``part`` keeps for the layers that share them."""
         self._input, self._output = None, torch.empty(0)
 
+    def drop_served(self) -> int:
+        """Free the served form and what the last product left, until the next ``refresh``; returns the served form's bytes."""
+        self.forget()
+        return self._drop_packed()
+
+    def _drop_packed(self) -> int:
+        return 0
+
     def part(self, x: Tensor, first: int, size: int) -> Tensor:
         """Output features ``first .. first + size`` for ``x``; the product is computed once per input tensor."""
         if self._input is not x:
@@ -150,6 +158,10 @@ class _OneDnnLinear(FusedLinear):
         self._packed = None  # its memory first: the new one has the same size
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
+    def _drop_packed(self) -> int:
+        packed, self._packed = self._packed, None
+        return _bytes(packed)
+
     def product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
@@ -159,12 +171,17 @@ class _Int8Linear(FusedLinear):
 
     kernels: Kernels | None = None
     """Compiled loops around the product, if the engine has them."""
+    _packed: Tensor | None = None
 
     def _pack(self, weight: Tensor) -> None:
         self._scale = (weight.abs().amax(dim=1).float() / 127).clamp_(min=1e-12)
         quantized = (weight / self._scale[:, None]).round_().to(torch.int8)
         self._zero = torch.zeros(len(weight), dtype=torch.int32)
         self._packed = torch.ops.onednn.qlinear_prepack(quantized, None)
+
+    def _drop_packed(self) -> int:
+        packed, self._packed = self._packed, None
+        return _bytes(packed)
 
     def product(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).float()
@@ -197,6 +214,10 @@ class _Fp8Linear(FusedLinear):
         packed, scale = _rows_to_fp8(_filled_up(weight, rows=True))
         self._packed, self._scale = _overwrite(self._packed, packed), _overwrite(self._scale, scale)
 
+    def _drop_packed(self) -> int:
+        packed, self._packed = self._packed, None
+        return _bytes(packed)
+
     def product(self, x: Tensor) -> Tensor:
         assert self._packed is not None and self._scale is not None
         codes, scale = _rows_to_fp8(_filled_up(x.reshape(-1, self.in_features)))
@@ -212,6 +233,10 @@ class _Fp8Linear(FusedLinear):
 def _overwrite(old: Tensor | None, new: Tensor) -> Tensor:
     """``new`` at the address of ``old``: a CUDA graph that reads it stays valid."""
     return new if old is None else old.copy_(new)
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
 def _filled_up(x: Tensor, *, rows: bool = False) -> Tensor:

@@ -8,13 +8,13 @@ decodes alone may go through ``cuda_graphs.py``, padded.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from llamarl.engine.lean_decoder import DecodeTables, LeanDecoder, reason_agains
 from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
+from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
 from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.repeatable import suspended
@@ -48,6 +49,7 @@ class ModelRunner:
         device: torch.device | str,
         quantization: str,
         layout: ParallelLayout | None = None,
+        parked: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -87,18 +89,26 @@ class ModelRunner:
         self._num_layers: int = c.num_hidden_layers
         self._final_softcap: float | None = getattr(c, "final_logit_softcapping", None)
         padded = self._pads_decodes(config)
-        blocks = config.kv_cache_bytes // self.block_bytes
-        self.num_blocks = blocks - padded  # the last one is scratch
+        self._cache_blocks = config.kv_cache_bytes // self.block_bytes
+        self.num_blocks = self._cache_blocks - padded  # the last one is scratch
         if self.num_blocks < 1:
             raise ValueError(
                 f"engine.kv_cache_bytes is {config.kv_cache_bytes}, less than {1 + padded} blocks of {config.block_size} "
                 f"tokens: {self.block_bytes} bytes each over {self._num_layers} layers"
             )
-        self._cache = self._zeros((2, self._num_layers, blocks, self.block_size, self._num_kv_heads, self._head_dim))
-        self._keys = list(self._cache[0].unbind(0))
-        self._values = list(self._cache[1].unbind(0))
+        self._cache = torch.empty(0)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._parked: list[tuple[torch.UntypedStorage, int]] | None = None  # storages taken away, and their sizes
+        self._awaits_version = False
+        self.padded_decoder: PaddedDecoder | None = None
+        if parked:
+            self.park()
+        else:
+            self._make_cache()
         self._lean = None if kernels is None else LeanDecoder(self.model, kernels, self._keys, self._values)
-        self.padded_decoder = self._make_padded_decoder(config) if padded else None
+        if padded:
+            self.padded_decoder = self._make_padded_decoder(config)
 
     def _pads_decodes(self, config: EngineConfig) -> bool:
         if config.cuda_graphs in ("off", "padded"):
@@ -144,12 +154,45 @@ class ModelRunner:
     def context_length(self) -> int:
         return self.model_config.max_position_embeddings
 
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        # calloc: pages of the cache that are never written are never committed
-        count = int(np.prod(shape))
-        return torch.from_numpy(np.zeros(count * self.dtype.itemsize, dtype=np.uint8)).view(self.dtype).view(shape)
+    def _make_cache(self) -> None:
+        shape = (2, self._num_layers, self._cache_blocks, self.block_size, self._num_kv_heads, self._head_dim)
+        if self.device.type == "cpu":
+            self._cache = zero_pages(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
+        else:
+            self._cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._keys[:], self._values[:] = self._cache[0].unbind(0), self._cache[1].unbind(0)
+
+    @property
+    def parked(self) -> bool:
+        return self._parked is not None
+
+    def park(self) -> int:
+        """Give back the KV cache, the served form of the weights and the weights, unless those are another's memory; returns
+        the bytes. Afterwards no parameter may be touched before ``unpark``."""
+        assert self._parked is None, "parked already"
+        if self.padded_decoder is not None:
+            self.padded_decoder.drop()  # what is recorded holds memory of its own, and reads addresses that go
+        freed = self._cache.numel() * self._cache.element_size() + sum(linear.drop_served() for linear in self.linears)
+        self._keys.clear()
+        self._values.clear()
+        self._cache = torch.empty(0)
+        self._parked = []
+        if not self._adopted:
+            self._parked = [(s, s.nbytes()) for s in own_storages(self._parameters.values(), self.device)]
+        for storage, nbytes in self._parked:
+            storage.resize_(0)
+            freed += nbytes
+        give_back_freed(self.device)
+        return freed
+
+    def unpark(self) -> None:
+        """Take memory for cache and weights again. The weights' values are gone: a version must be loaded next."""
+        assert self._parked is not None, "not parked"
+        for storage, nbytes in self._parked:
+            storage.resize_(nbytes)
+        self._parked = None
+        self._awaits_version = True
+        self._make_cache()
 
     def parameters_for_sync(self) -> Mapping[str, Tensor]:
         """Parameters, or this rank's parts, by their Hugging Face name; a tied one once, under its first name. They may be written."""
@@ -197,6 +240,7 @@ class ModelRunner:
         """The parameters hold new values: derive from them what is computed with."""
         for linear in self.linears:
             linear.refresh()
+        self._awaits_version = False
         if self.padded_decoder is not None:
             self.padded_decoder.served_from(self._addresses())
 
@@ -206,6 +250,7 @@ class ModelRunner:
 
         The rows of one prompt's members are equal. Of tensor-parallel ranks only rank 0 gets whole rows.
         """
+        assert self._parked is None and not self._awaits_version, "parked: unpark the engine and load a version first"
         with suspended(self.device):
             return self._execute(plan)
 

@@ -131,6 +131,24 @@ KEYS: tuple[MetricKey, ...] = (
         "How long the trainer's copies of the version before this one took on a thread of their own, beside its next tick.",
     ),
     _key(
+        "time/park_s",
+        "s",
+        "In a co-located job: what generator and trainer spent on giving their memory back and taking it again, summed.",
+    ),
+    _key(
+        "memory/generator_parked_bytes",
+        "bytes",
+        "In a co-located job: what generator rank 0 gave back at the end of its tick, that is its KV cache as configured, the "
+        "served form of its weights, and the weights unless they lie in the trainer's slot.",
+        integer=True,
+    ),
+    _key(
+        "memory/trainer_parked_bytes",
+        "bytes",
+        "In a co-located job: what trainer rank 0 moved from its GPU to host memory at the end of its tick; 0 on a CPU.",
+        integer=True,
+    ),
+    _key(
         "idle/generator",
         "share",
         "Bubble: of the time from the end of its tick before to the end of this one, the share in which the executor "

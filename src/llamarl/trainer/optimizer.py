@@ -144,6 +144,16 @@ class MasterWeights:
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    def tensors_on_device(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What makes up the state, and what ``copy_to_parameters`` makes of it; both as plain local tensors.
+
+        Masters, moments and step counts that were offloaded are on the host and count as state all the same.
+        """
+        kept = [value for entry in self.adamw.state.values() for value in entry.values() if isinstance(value, Tensor)]
+        kept += [tensor.detach() for tensor in self.tensors.values()]
+        derived = [local_tensor(self.parameters[name].detach()) for name in sorted(self._apart)]
+        return kept, derived
+
     def state(self) -> dict[str, Tensor]:
         """Everything that the next step depends on: ``weight/NAME``, and once stepped the moments and step counts."""
         state: dict[str, Tensor] = {f"weight/{name}": t.detach() for name, t in self.tensors.items()}
