@@ -41,6 +41,9 @@ __all__ = [
     "save_config",
 ]
 
+_MOST_TICKS = 1_000_000
+"""Far beyond any run; what is looked at tick by tick before a run then still takes under a second."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunSection:
@@ -65,13 +68,13 @@ class RunSection:
     def _mistakes(self) -> Iterator[str]:
         if not self.dir.strip():
             yield f"dir must name a folder, such as runs/{{name}}, got {self.dir!r}"
-        unknown = [place for place in re.findall(r"\{\w*\}", self.dir) if place != "{name}"]
-        if unknown:
+        if re.search("[{}]", self.dir.replace("{name}", "")):
             yield (
-                f"dir has no placeholder {', '.join(unknown)}: the only one is {{name}}, the recipe's file name; "
-                f"got {self.dir!r}"
+                f"dir may hold braces only as its one placeholder {{name}}, the recipe's file name; got {self.dir!r}"
             )
         yield from at_least(self, 1, "num_ticks", what="trainer tick")
+        if self.num_ticks > _MOST_TICKS:
+            yield f"num_ticks must be <= {_MOST_TICKS:,} trainer ticks, got {self.num_ticks}"
         yield from at_least(self, 0, "seed")
         yield from at_least(self, 0, "cores", what="(0 takes what there is)")
 

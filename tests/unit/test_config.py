@@ -144,7 +144,7 @@ def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_tha
         ({"run": {"dir": ""}}, "run.dir must name a folder, such as runs/{name}, got ''"),
         (
             {"run": {"dir": "runs/{seed}"}},
-            "run.dir has no placeholder {seed}: the only one is {name}, the recipe's file name; got 'runs/{seed}'",
+            "run.dir may hold braces only as its one placeholder {name}, the recipe's file name; got 'runs/{seed}'",
         ),
         ({"run": {"zzz": 1}}, "run.zzz: unknown key; [run] has dir, seed, num_ticks, runtime, cores"),
         ({"trainer": {"lr": 1}}, "trainer.lr: unknown key; did you mean 'optimizer.lr'?"),

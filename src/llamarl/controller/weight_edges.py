@@ -7,6 +7,7 @@ before anything is allocated.
 from __future__ import annotations
 
 import platform
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -91,8 +92,15 @@ def versions_held(capacity: int, num_ticks: int, sends: Callable[[int], bool]) -
     Args:
         sends: Whether the source sends a version at a tick.
     """
-    ticks = [sends(tick) for tick in range(num_ticks)]
-    return max(sum(ticks[start : start + capacity]) for start in range(num_ticks))
+    sent: deque[bool] = deque()
+    held = most = 0
+    for tick in range(num_ticks):
+        sent.append(sends(tick))
+        held += sent[-1]
+        if len(sent) > capacity:
+            held -= sent.popleft()
+        most = max(most, held)
+    return most
 
 
 def _places(spec: ExecutorSpec, host: str) -> list[Place]:

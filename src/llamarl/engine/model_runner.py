@@ -26,6 +26,7 @@ from llamarl.engine.lean_decoder import DecodeTables, LeanDecoder, reason_agains
 from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
+from llamarl.errors import ConfigError
 from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
 from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk
 from llamarl.models.parallel import ParallelLayout
@@ -65,7 +66,7 @@ class ModelRunner:
         self.model.requires_grad_(False)
         self.model_config = self.model.config
         if quantization not in supported_quantizations(self.device):
-            raise ValueError(
+            raise ConfigError(
                 f"generator.quantization={quantization!r} is not available on {self.device.type}; "
                 f"use one of {', '.join(supported_quantizations(self.device))}"
             )
@@ -92,7 +93,7 @@ class ModelRunner:
         self._cache_blocks = config.kv_cache_bytes // self.block_bytes
         self.num_blocks = self._cache_blocks - padded  # the last one is scratch
         if self.num_blocks < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"engine.kv_cache_bytes is {config.kv_cache_bytes}, less than {1 + padded} blocks of {config.block_size} "
                 f"tokens: {self.block_bytes} bytes each over {self._num_layers} layers"
             )
@@ -115,7 +116,7 @@ class ModelRunner:
             return config.cuda_graphs == "padded"
         reason = reason_against_graphs(self.model_config, device=self.device, num_ranks=self.ranks.size)
         if reason is not None and config.cuda_graphs == "on":
-            raise ValueError(f"engine.cuda_graphs is 'on', but decode steps cannot be recorded here: {reason}")
+            raise ConfigError(f"engine.cuda_graphs is 'on', but decode steps cannot be recorded here: {reason}")
         return reason is None
 
     def _make_padded_decoder(self, config: EngineConfig) -> PaddedDecoder:

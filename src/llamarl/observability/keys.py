@@ -56,8 +56,8 @@ KEYS: tuple[MetricKey, ...] = (
     _key(
         "staleness/max",
         "updates",
-        "The largest of these; at most `max_staleness + max_segments - 1`, plus `dynamic_sampling.carry_ticks` where "
-        "that is on.",
+        "The largest of these; at most `max_staleness + max_segments - 1` (`max_staleness` under the latest weights), plus "
+        "`dynamic_sampling.carry_ticks` where that is on.",
         integer=True,
     ),
     _key(
@@ -227,7 +227,13 @@ KEYS: tuple[MetricKey, ...] = (
     _key(
         "rollout/segments_max",
         "versions",
-        "Most policy versions in one response; at most `max_segments`.",
+        "Most policy versions in one response; at most `max_segments`, or `max_staleness + 1` under the latest weights.",
+        integer=True,
+    ),
+    _key(
+        "rollout/swaps",
+        "swaps",
+        'Under `schedule.weights = "latest"`: versions swapped in between the engine steps of the tick.',
         integer=True,
     ),
     _key(

@@ -28,7 +28,7 @@ def learning_rate(config: OptimizerConfig, tick: int, num_ticks: int | None) -> 
     """Learning rate of the optimizer step at ``tick`` (0-based).
 
     Warm-up: tick w of W takes (w + 1) / (W + 1) of the peak, so that the first step already moves. Then constant, or
-    down to ``min_lr_ratio`` of the peak at tick ``num_ticks - 1``.
+    down to ``min_lr_ratio`` of the peak at tick ``decay_ticks - 1``, where 0 stands for ``num_ticks``.
 
     Raises:
         ValueError: The schedule falls but the run has no known end.
@@ -37,6 +37,7 @@ def learning_rate(config: OptimizerConfig, tick: int, num_ticks: int | None) -> 
         return config.lr * (tick + 1) / (config.warmup_ticks + 1)
     if config.schedule == "constant":
         return config.lr
+    num_ticks = config.decay_ticks or num_ticks
     if num_ticks is None:
         raise ValueError(f"optimizer.schedule {config.schedule!r} needs the number of ticks of the run")
     falling = max(1, num_ticks - 1 - config.warmup_ticks)
