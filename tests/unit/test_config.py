@@ -144,7 +144,7 @@ def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_tha
         ({"run": {"dir": ""}}, "run.dir must name a folder, such as runs/{name}, got ''"),
         (
             {"run": {"dir": "runs/{seed}"}},
-            "run.dir has no placeholder {seed}: the only one is {name}, the recipe's file name; got 'runs/{seed}'",
+            "run.dir may hold braces only as its one placeholder {name}, the recipe's file name; got 'runs/{seed}'",
         ),
         ({"run": {"zzz": 1}}, "run.zzz: unknown key; [run] has dir, seed, num_ticks, runtime, cores"),
         ({"trainer": {"lr": 1}}, "trainer.lr: unknown key; did you mean 'optimizer.lr'?"),
@@ -200,6 +200,27 @@ def test_every_key_is_explained() -> None:
     unexplained = [key for key, info in known_keys().items() if not (info.description or "").strip()]
     assert unexplained in ([], ["generator.sampling"]), unexplained
     assert "--schedule.max_staleness  (default 1)" in field_help()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (["--schedule.max_staleness", "1"], "set max_staleness to 0 and weights to 'exact'"),
+        (["--schedule.weights", "latest"], "set max_staleness to 0 and weights to 'exact'"),
+        (["--trainer.device", "cpu"], "set both to 'auto', 'cpu' or 'cuda'"),
+        (["--generator.device", "cuda:1"], "set both to 'auto', 'cpu' or 'cuda'"),
+        (["--generator.kv_on_update", "keep"], "set it to 'recompute'"),
+        (["--generator.engine.name", "vllm"], "set it to 'native'"),
+        (["--lora.rank", "4", "--lora.hand_over", "adapter"], "set it to 'merged'"),
+        (["--schedule.transport", "cuda_ipc"], "set it to 'auto'"),
+    ],
+)
+def test_what_cannot_be_co_located_is_refused_with_the_fix(overrides: list[str], fix: str) -> None:
+    together = ["--schedule.max_staleness", "0", "--schedule.colocated", "true"]
+    assert load_config(None, together).schedule.colocated
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*together, *overrides])
+    assert "schedule.colocated" in str(caught.value) and fix in str(caught.value)
 
 
 def test_mistakes_travel_between_processes_whole() -> None:

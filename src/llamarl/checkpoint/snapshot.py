@@ -42,7 +42,9 @@ MANIFEST = "manifest.json"
 
 _CHUNK_BYTES = 1 << 22
 
-FREE_TO_CHANGE = frozenset({"run.dir", "run.num_ticks", "schedule.transport", "checkpoint", "observability"})
+FREE_TO_CHANGE = frozenset(
+    {"run.dir", "run.num_ticks", "schedule.transport", "schedule.colocated", "checkpoint", "observability"}
+)
 """Configuration keys (or whole tables) that may differ on resume: they say how long and where, not what is computed."""
 
 

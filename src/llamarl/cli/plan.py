@@ -208,8 +208,9 @@ def _write_recipe(
 
     cpu = hardware.device.train_precision == "fp32"
     runnable = [plan for plan in plans if plan.system == "separate" or (cpu and plan.system == "resharding")]
+    runnable = runnable or [plan for plan in plans if plan.system == "resharding"]  # a lone device
     if not runnable:
-        raise PlanError("a recipe needs a plan with separate generator and trainer: give at least 2 devices")
+        raise PlanError("a recipe needs a plan with a layout for each role, and none fits: give more devices")
     plan = recommend(runnable)
     settings = plan_settings(plan, model_path, hardware, options.oversubscription)
     header = (

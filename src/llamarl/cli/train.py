@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 __all__ = ["add_parser", "run"]
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.controller.training import plan_run, resume_run, start_run
 
     if args.dry_run:
+        if args.resume and not (Path(args.resume).expanduser() / "config.toml").is_file():
+            raise ConfigError(f"--resume: {args.resume} holds no run (no config.toml)")
         print(plan_run(config))
         return 0
     if args.resume:
@@ -75,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace, overrides: list[str]) -> int:
-    from pathlib import Path
 
     from llamarl.config import load_config
     from llamarl.controller.preflight import find_missing

@@ -25,6 +25,11 @@ class ScheduleConfig:
     "latest": the newest there is, swapped in between decode steps; no trained token is older than max_staleness. Such a run
     depends on timing; its decisions go to events.jsonl, from which ``llamarl train --replay RUN_DIR`` repeats it."""
 
+    colocated: bool = False
+    """Generator and trainer share their devices and take turns: the one that waits gives its memory back (the generator its
+    weights and KV cache, the trainer on GPUs everything, to host memory). Needs max_staleness 0, where they never work at the
+    same time; the bits are those of the same run without it. With ``threads`` 0 each gets all cores that are left."""
+
     transport: Literal["auto", "shared_memory", "cuda_ipc", "rdma"] = "auto"
     """What carries weight versions. "auto" chooses by where the ranks are and says so at the start: "cuda_ipc" between GPUs
     of one host, "rdma" between hosts, else "shared_memory"."""

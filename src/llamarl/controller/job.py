@@ -23,7 +23,8 @@ from llamarl.runtime.placement import available_cuda_devices
 __all__ = ["llamarl_graph"]
 
 _EVALUATION_ROOM = 2
-"""Ticks by which the trainer may be ahead of the evaluator. Each costs one copy of the weights in shared memory."""
+"""Ticks by which the trainer may be ahead of the evaluator, at least; else the ticks from one evaluation to the next. Only ticks
+that are due carry a version, so that much room costs one copy of the weights in shared memory, or two if every tick is due."""
 
 
 def llamarl_graph(config: RunConfig) -> Graph:
@@ -92,7 +93,7 @@ def llamarl_graph(config: RunConfig) -> Graph:
                 kind=ChannelKind.WEIGHTS,
                 source="trainer",
                 sink="evaluator",
-                capacity=_EVALUATION_ROOM,
+                capacity=max(_EVALUATION_ROOM, config.evaluation.every),
             )
         )
     return Graph(tuple(executors), tuple(channels))
@@ -114,7 +115,7 @@ def _executor(
 
 
 def _process_group(device: str) -> str:
-    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
 
 
 def _device(device: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,16 @@ from llamarl.controller.preflight import (
 from llamarl.controller.replay import check_replay, needs_of, take_log
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
-from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.errors import ConfigError, LlamaRLError, ModelError
+from llamarl.executors.sample_path import sample_path
 from llamarl.models.folders import resolve_model_path
 from llamarl.observability.events import REPLAY_FILE, EventLog
 from llamarl.observability.job import describe_job
 from llamarl.observability.recorder import Recorder
 from llamarl.runtime.base import Report
 from llamarl.runtime.factory import make_runtime
-from llamarl.runtime.placement import Placement, place
+from llamarl.runtime.placement import Placement, Turns, place
+from llamarl.trainer.config import OptimizerConfig
 
 __all__ = ["plan_run", "replay_run", "resume_run", "start_run"]
 
@@ -148,20 +150,19 @@ def resume_run(config: RunConfig) -> None:
         ConfigError: There is no run, or this recipe or machine would not give the bits of the uninterrupted run.
         CheckpointError: Every checkpoint is torn.
     """
-    prepared = _prepare(config)
-    run_dir = _absolute(prepared.config)
+    run_dir = _absolute(config)
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"--resume: {run_dir} holds no run (no {CONFIG_FILE}); start one without --resume")
+    begun = load_config(run_dir / CONFIG_FILE)
+    prepared = _prepare(_settle_rate(config, begun.optimizer.decay_ticks or begun.run.num_ticks))
     check_reward(prepared.config)
     with held(run_dir):
         store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
         for note in store.clean():
             print(note, file=sys.stderr)
         if not store.list():
-            begun = to_plain(load_config(run_dir / CONFIG_FILE))
-            _refuse(
-                run_differences({"config": begun}, {"config": to_plain(prepared.config)}), prepared, run_dir, run_dir
-            )
+            differences = run_differences({"config": to_plain(begun)}, {"config": to_plain(prepared.config)})
+            _refuse(differences, prepared, run_dir, run_dir)
             _save(prepared, run_dir)
             _execute(prepared, run_dir, resume_after_tick=-1, load_from=None)
             return
@@ -171,21 +172,37 @@ def resume_run(config: RunConfig) -> None:
             differences += platform_differences(checkpoint.manifest.platform)
         _refuse(differences, prepared, run_dir, checkpoint.path)
         if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
+            if not any((run_dir / made).is_dir() for made in ("model", "adapter")):
+                raise ConfigError(
+                    f"--run.num_ticks {prepared.config.run.num_ticks}: {run_dir} has passed that tick without writing its "
+                    f"model, which the last tick does: give at least {checkpoint.tick + 2}"
+                )
             print(f"{run_dir} is complete at {checkpoint.tick + 1} ticks; raise --run.num_ticks to prolong it")
             return
-        _tell_of_a_new_end(checkpoint.run, prepared.config)
+        _tell_of_a_rate_of_zero(prepared.config)
         _save(prepared, run_dir)
         store.clean(after_tick=checkpoint.tick)
         _execute(prepared, run_dir, resume_after_tick=checkpoint.tick, load_from=checkpoint.path)
 
 
-def _tell_of_a_new_end(saved: Mapping[str, Any], config: RunConfig) -> None:
-    old = saved["config"]["run"]["num_ticks"]
-    if config.optimizer.schedule != "constant" and old != config.run.num_ticks:
+def _settle_rate(config: RunConfig, num_ticks: int) -> RunConfig:
+    """Falling rates end where they were said to end, or with a run of ``num_ticks``."""
+
+    def settled(optimizer: OptimizerConfig) -> OptimizerConfig:
+        if optimizer.schedule == "constant" or optimizer.decay_ticks:
+            return optimizer
+        return dataclasses.replace(optimizer, decay_ticks=num_ticks)
+
+    critic = dataclasses.replace(config.critic, optimizer=settled(config.critic.optimizer))
+    return dataclasses.replace(config, optimizer=settled(config.optimizer), critic=critic)
+
+
+def _tell_of_a_rate_of_zero(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.schedule != "constant" and not optimizer.min_lr_ratio and config.run.num_ticks > optimizer.decay_ticks:
         print(
-            f"optimizer.schedule = {config.optimizer.schedule!r} falls to its end at run.num_ticks, which was {old} and is "
-            f"{config.run.num_ticks}: from here on the rate is that of {config.run.num_ticks} ticks, so this is not the "
-            f"run that {config.run.num_ticks} ticks from the start would be",
+            f"optimizer.schedule {optimizer.schedule!r} has fallen to 0 at tick {optimizer.decay_ticks}: the ticks after it change "
+            f"no weight. To go on learning, start a new run with model.path = RUN/model",
             file=sys.stderr,
         )
 
@@ -215,11 +232,12 @@ def _refuse(differences: Sequence[str], prepared: _Prepared, run_dir: Path, made
 
 def _prepare(config: RunConfig) -> _Prepared:
     """Refuse what cannot run, before any process starts; settle threads and devices."""
+    config = _settle_rate(config, config.run.num_ticks)
     folder = resolve_model_path(config.model.path)
     check_prompts(config, folder)
     _check_vocabularies(config, folder)
     graph = llamarl_graph(config)
-    placement = place(graph.executors, cores=config.run.cores or None)
+    placement = place(graph.executors, cores=config.run.cores or None, turns=_turns(config))
     settled = {spec.name: spec for spec in placement.executors}
     changes: dict[str, Any] = {
         section: dataclasses.replace(
@@ -229,12 +247,36 @@ def _prepare(config: RunConfig) -> _Prepared:
         if name in settled
     }
     config = dataclasses.replace(config, **changes)
-    check_parallel_sizes(config, folder, cores=placement.cores)
-    check_lora(config)
-    check_engine(config)
+    _raise_all(
+        lambda: check_parallel_sizes(config, folder, cores=placement.cores),
+        lambda: check_lora(config),
+        lambda: check_engine(config),
+    )
     executors = tuple(dataclasses.replace(spec, config=config) for spec in placement.executors)
     graph, weight_edges = settle_weight_edges(config, Graph(executors, graph.channels))
     return _Prepared(config, graph, placement, weight_edges)
+
+
+def _turns(config: RunConfig) -> Turns | None:
+    """Who takes turns in a co-located job: of everyone on the one long cycle a single executor works at a time."""
+    if not config.schedule.colocated:
+        return None
+    return Turns(sharing=("generator", "trainer"), members=("generator", *sample_path(config)))
+
+
+def _raise_all(*checks: Callable[[], None]) -> None:
+    """Run every check; raise what one found, or what all found as one ConfigError."""
+    found: list[ConfigError | ModelError] = []
+    for check in checks:
+        try:
+            check()
+        except (ConfigError, ModelError) as error:
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        lines = "\n".join(f"  - {error}" for error in found)
+        raise ConfigError(f"{len(found)} mistakes in the configuration:\n{lines}")
 
 
 def _check_vocabularies(config: RunConfig, folder: Path) -> None:
@@ -307,8 +349,10 @@ class _RunCheckpoints:
         self._raise_failures(wait=True)
 
     def settle(self) -> None:
-        """Return when nothing is being proved any more, well or ill."""
+        """Return when nothing is being proved any more, well or ill; what was begun and not finished is removed."""
         self._thread.shutdown(wait=True)
+        for tick in self._folders:
+            self._store.abort(tick)
 
     def _raise_failures(self, *, wait: bool) -> None:
         while self._finishing and (wait or self._finishing[0].done()):

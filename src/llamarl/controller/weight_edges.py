@@ -7,6 +7,7 @@ before anything is allocated.
 from __future__ import annotations
 
 import platform
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -75,6 +76,8 @@ def settle_weight_edges(config: RunConfig, graph: Graph) -> tuple[Graph, tuple[W
             source, sink = executors[channel.source], executors[channel.sink]
             process = "controller" if config.run.runtime == "inline" else ""
             name, reason = choose_transport(_places(source, host, process), _places(sink, host, process))
+            if config.schedule.colocated and name == "cuda_ipc":
+                name, reason = "shared_memory", f"the {source.name}'s weights wait in host memory"
             if config.schedule.transport != "auto":
                 name, reason = config.schedule.transport, "schedule.transport says so"
             channel = replace(channel, transport=name)
@@ -106,8 +109,15 @@ def versions_held(capacity: int, num_ticks: int, sends: Callable[[int], bool]) -
     Args:
         sends: Whether the source sends a version at a tick.
     """
-    ticks = [sends(tick) for tick in range(num_ticks)]
-    return max(sum(ticks[start : start + capacity]) for start in range(num_ticks))
+    sent: deque[bool] = deque()
+    held = most = 0
+    for tick in range(num_ticks):
+        sent.append(sends(tick))
+        held += sent[-1]
+        if len(sent) > capacity:
+            held -= sent.popleft()
+        most = max(most, held)
+    return most
 
 
 def edge_copies_held(staleness: int, num_ticks: int, saves: Callable[[int], bool]) -> int:
@@ -119,9 +129,18 @@ def edge_copies_held(staleness: int, num_ticks: int, saves: Callable[[int], bool
     Args:
         saves: Whether a checkpoint is taken after a tick.
     """
-    due = [saves(tick) for tick in range(num_ticks + staleness)]
-    copied = [version for version in range(num_ticks + 1) if any(due[version : version + staleness])]
-    return max((sum(v - staleness <= old <= v for old in copied) for v in copied), default=0)
+    last_due = max((tick for tick in range(staleness - 1) if saves(tick)), default=-1)
+    copied: deque[int] = deque()
+    most = 0
+    for version in range(num_ticks + 1 if staleness else 0):
+        if saves(version + staleness - 1):
+            last_due = version + staleness - 1
+        if last_due >= version:
+            copied.append(version)
+        while copied and copied[0] < version - staleness:
+            copied.popleft()
+        most = max(most, len(copied))
+    return most
 
 
 def _places(spec: ExecutorSpec, host: str, process: str) -> list[Place]:

@@ -15,7 +15,7 @@ from llamarl.engine.sequence import Sequence as TokenSequence
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AdoptsWeights", "Engine", "KeepsKV"]
+__all__ = ["AdoptsWeights", "Engine", "KeepsKV", "Parkable"]
 
 
 class Engine(Protocol):
@@ -118,4 +118,21 @@ class AdoptsWeights(Protocol):
         Raises:
             ValueError: One is missing or of another shape.
         """
+        ...
+
+
+@runtime_checkable
+class Parkable(Protocol):
+    """An engine that gives its memory back while another works on the same devices (``schedule.colocated``)."""
+
+    def park(self) -> int:
+        """Give back KV cache and weights; returns the bytes. Sequences have left it before (``suspend``).
+
+        Raises:
+            ValueError: A sequence is still inside.
+        """
+        ...
+
+    def unpark(self) -> None:
+        """Take the memory again, empty: a version is loaded and ``weights_updated`` called before the next step."""
         ...

@@ -26,7 +26,7 @@ class EngineConfig:
 
     name: Literal["native", "vllm"] = "native"
     """"native" is llamarl's own engine; "vllm" uses the installed vLLM behind the same interface: fast on GPUs, but its bits
-    depend on the batch, so runs with it do not repeat bit for bit. block_size, kernels and quantize_head are the native one's."""
+    depend on the batch, so runs with it do not repeat bit for bit. block_size, kernels, cuda_graphs and quantize_head are the native one's."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of weights, activations and KV cache."""
@@ -47,6 +47,12 @@ class EngineConfig:
     """What computes between the matrix products of float32 on CPU. "torch" gives the same bits on every machine of one kind.
     "compiled" builds vector loops with this machine's C++ compiler, once: 1.3 to 1.5 times the tokens a second of a small
     model. Without a compiler it says so and computes with torch. Bits depend on the choice, and on the compiler."""
+
+    cuda_graphs: Literal["auto", "on", "off", "padded"] = "auto"
+    """Whether a step in which every sequence decodes is replayed from a CUDA graph: a small model's step is then bound by its
+    kernels, not by launching them. "auto": where it can be, on CUDA, on one rank; "on": there, else an error that says why not;
+    "off"; "padded": the same padded batches, launched one by one, on any device, to tell a fault of a graph from one of padding.
+    Costs one KV block, and memory for the widest step. Bits depend on whether batches are padded."""
 
     quantize_head: bool = True
     """Whether quantization also covers the output head; embedding and norms are never quantized."""

@@ -31,7 +31,7 @@ __all__ = ["NativeEngine"]
 
 
 class NativeEngine:
-    """Implements :class:`llamarl.engine.base.Engine`, and :class:`llamarl.engine.base.KeepsKV`.
+    """Implements :class:`llamarl.engine.base.Engine`, ``KeepsKV``, ``AdoptsWeights`` and ``Parkable`` beside it.
 
     Args:
         model_path: Hugging Face folder, or ``bundled:NAME``.
@@ -42,6 +42,7 @@ class NativeEngine:
         clock: Seconds, monotonic; for deadlines.
         layout: This rank's place among the tensor-parallel ranks of the engine; None is a single rank. All ranks make the
             same calls with the same sequences, in the same order, and get the same tokens.
+        parked: Come up as ``park`` leaves the engine; the KV cache is then never held beside what else is being set up.
     """
 
     def __init__(
@@ -55,12 +56,15 @@ class NativeEngine:
         eos_token_ids: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
         layout: ParallelLayout | None = None,
+        parked: bool = False,
     ) -> None:
         self.config = config
         self._tokenizer = tokenizer
         self._clock = clock
         self._ranks = EngineRanks(layout)
-        self._runner = ModelRunner(model_path, config, device=device, quantization=quantization, layout=layout)
+        self._runner = ModelRunner(
+            model_path, config, device=device, quantization=quantization, layout=layout, parked=parked
+        )
         self._scheduler = Scheduler(
             num_blocks=self._runner.num_blocks,
             block_size=config.block_size,
@@ -145,6 +149,22 @@ class NativeEngine:
             prompt = member.prompt if member.prompt is not None else self._scheduler.prompts.get(member.key)
             if member.num_computed or (prompt is not None and prompt.num_computed):
                 member.sequence.kept_kv = True
+
+    def park(self) -> int:
+        """Give the memory of weights and KV cache back; returns its bytes.
+
+        Raises:
+            ValueError: A sequence is still inside; it would lose its cache.
+        """
+        if self.has_work:
+            raise ValueError(
+                f"{len(self._members)} unfinished sequences are in the engine: suspend them before parking"
+            )
+        return self._runner.park()
+
+    def unpark(self) -> None:
+        """Take the memory again; ``weights_updated`` must follow before the next step."""
+        self._runner.unpark()
 
     def withdraw(self, prompt_index: int) -> None:
         for member in [m for m in self._members.values() if m.sequence.prompt_index == prompt_index]:

@@ -29,11 +29,16 @@ from llamarl.engine.ranks import EngineRanks
 __all__ = ["FusedLinear", "fused_of", "serve_linears", "supported_quantizations"]
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_FP8_MULTIPLE = 16
 _U8_ZERO = 128  # oneDNN multiplies unsigned activations by signed weights
 
 
 def supported_quantizations(device: torch.device) -> tuple[str, ...]:
-    return QUANTIZATIONS.get(("native", device.type), ("none",))
+    """What ``generator.quantization`` may be on ``device`` as it is: fp8 needs compute capability 8.9 (Ada, Hopper, later)."""
+    offered = QUANTIZATIONS.get(("native", device.type), ("none",))
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return tuple(kind for kind in offered if kind != "fp8")
+    return offered
 
 
 class FusedLinear(nn.Module):
@@ -75,16 +80,34 @@ class FusedLinear(nn.Module):
             zeros = [self._weights[0].new_zeros(size) for size in self.sizes]
             bias = torch.cat([zero if b is None else b for zero, b in zip(zeros, self._biases, strict=True)])
             self._bias = _overwrite(self._bias, bias.detach())
-        self._input = None
+        self.forget()
         self._pack(self._weight().detach())
 
     def _weight(self) -> Tensor:
         return self._weights[0] if len(self._weights) == 1 else torch.cat(self._weights)
 
     @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the tensors lie that are computed with, as far as they are tensors."""
+        served = (self._bias, *(getattr(self, name, None) for name in ("_served", "_packed", "_scale")))
+        return tuple(0 if tensor is None or tensor.is_mkldnn else tensor.data_ptr() for tensor in served)
+
+    @property
     def follows_parameters(self) -> bool:
         """Whether ``refresh`` sees parameters whose storage was exchanged: it reads the parameters, not views of them."""
         return self.packs and all(isinstance(weight, nn.Parameter) for weight in self._weights)
+
+    def forget(self) -> None:
+        """Let go of the last input and output, which ``part`` keeps for the layers that share them."""
+        self._input, self._output = None, torch.empty(0)
+
+    def drop_served(self) -> int:
+        """Free the served form and what the last product left, until the next ``refresh``; returns the served form's bytes."""
+        self.forget()
+        return self._drop_packed()
+
+    def _drop_packed(self) -> int:
+        return 0
 
     def part(self, x: Tensor, first: int, size: int) -> Tensor:
         """Output features ``first .. first + size`` for ``x``; the product is computed once per input tensor."""
@@ -135,6 +158,10 @@ class _OneDnnLinear(FusedLinear):
         self._packed = None  # its memory first: the new one has the same size
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
+    def _drop_packed(self) -> int:
+        packed, self._packed = self._packed, None
+        return _bytes(packed)
+
     def product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
@@ -144,12 +171,17 @@ class _Int8Linear(FusedLinear):
 
     kernels: Kernels | None = None
     """Compiled loops around the product, if the engine has them."""
+    _packed: Tensor | None = None
 
     def _pack(self, weight: Tensor) -> None:
         self._scale = (weight.abs().amax(dim=1).float() / 127).clamp_(min=1e-12)
         quantized = (weight / self._scale[:, None]).round_().to(torch.int8)
         self._zero = torch.zeros(len(weight), dtype=torch.int32)
         self._packed = torch.ops.onednn.qlinear_prepack(quantized, None)
+
+    def _drop_packed(self) -> int:
+        packed, self._packed = self._packed, None
+        return _bytes(packed)
 
     def product(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).float()
@@ -172,26 +204,45 @@ class _Int8Linear(FusedLinear):
 
 
 class _Fp8Linear(FusedLinear):
+    """The kernel wants both sizes of the weight to be multiples of 16: zeros fill them up."""
+
     packs = True
     _packed: Tensor | None = None
     _scale: Tensor | None = None
 
     def _pack(self, weight: Tensor) -> None:
-        packed, scale = _rows_to_fp8(weight)
+        packed, scale = _rows_to_fp8(_filled_up(weight, rows=True))
         self._packed, self._scale = _overwrite(self._packed, packed), _overwrite(self._scale, scale)
+
+    def _drop_packed(self) -> int:
+        packed, self._packed = self._packed, None
+        return _bytes(packed)
 
     def product(self, x: Tensor) -> Tensor:
         assert self._packed is not None and self._scale is not None
-        rows, scale = _rows_to_fp8(x.reshape(-1, self.in_features))
+        codes, scale = _rows_to_fp8(_filled_up(x.reshape(-1, self.in_features)))
         out = torch._scaled_mm(
-            rows, self._packed.t(), scale_a=scale, scale_b=self._scale.t(), bias=self._bias, out_dtype=torch.bfloat16
+            codes, self._packed.t(), scale_a=scale, scale_b=self._scale.t(), out_dtype=torch.bfloat16
         )
-        return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+        out = out[:, : self.out_features].to(x.dtype)
+        if self._bias is not None:
+            out = out + self._bias
+        return out.reshape(*x.shape[:-1], self.out_features)
 
 
 def _overwrite(old: Tensor | None, new: Tensor) -> Tensor:
     """``new`` at the address of ``old``: a CUDA graph that reads it stays valid."""
     return new if old is None else old.copy_(new)
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def _filled_up(x: Tensor, *, rows: bool = False) -> Tensor:
+    """[N, K] with columns (and ``rows``) of zeros up to the next size that the fp8 product takes."""
+    missing = (-x.shape[1] % _FP8_MULTIPLE, -x.shape[0] % _FP8_MULTIPLE if rows else 0)
+    return F.pad(x, (0, missing[0], 0, missing[1])) if any(missing) else x
 
 
 def _rows_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,28 +1,38 @@
 """Runs one step plan on the model: tensors in, logits of the sampling rows out. Holds the weights and the KV cache.
 
 StepPlan ──▶ [1, T] token row + PagedBatch ──▶ transformers decoder ──▶ hidden states of sampling rows ──▶ logits
+
+On a GPU nothing in a step waits: integers go over in queued copies, and who reads the logits waits for them. A step of
+decodes alone may go through ``cuda_graphs.py``, padded.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from llamarl.engine.config import EngineConfig
+from llamarl.engine.cuda_graphs import Buckets, DecodeInputs, PaddedDecoder
+from llamarl.engine.cuda_graphs import reason_against as reason_against_graphs
 from llamarl.engine.kernels import Kernels, KernelsUnavailable, load_kernels
 from llamarl.engine.lean_decoder import DecodeTables, LeanDecoder, reason_against
 from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
+from llamarl.errors import ConfigError
+from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
 from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk
 from llamarl.models.parallel import ParallelLayout
+from llamarl.models.repeatable import suspended
 from llamarl.models.sharded_loading import load_tensor_parallel
+from llamarl.models.transfer import indices
 
 __all__ = ["ModelRunner"]
 
@@ -40,6 +50,7 @@ class ModelRunner:
         device: torch.device | str,
         quantization: str,
         layout: ParallelLayout | None = None,
+        parked: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -55,7 +66,7 @@ class ModelRunner:
         self.model.requires_grad_(False)
         self.model_config = self.model.config
         if quantization not in supported_quantizations(self.device):
-            raise ValueError(
+            raise ConfigError(
                 f"generator.quantization={quantization!r} is not available on {self.device.type}; "
                 f"use one of {', '.join(supported_quantizations(self.device))}"
             )
@@ -78,18 +89,58 @@ class ModelRunner:
         self._num_kv_heads: int = c.num_key_value_heads // self.ranks.size
         self._num_layers: int = c.num_hidden_layers
         self._final_softcap: float | None = getattr(c, "final_logit_softcapping", None)
-        self.num_blocks = config.kv_cache_bytes // self.block_bytes
+        padded = self._pads_decodes(config)
+        self._cache_blocks = config.kv_cache_bytes // self.block_bytes
+        self.num_blocks = self._cache_blocks - padded  # the last one is scratch
         if self.num_blocks < 1:
-            raise ValueError(
-                f"engine.kv_cache_bytes is {config.kv_cache_bytes}, less than one block of {config.block_size} tokens: "
-                f"{self.block_bytes} bytes over {self._num_layers} layers"
+            raise ConfigError(
+                f"engine.kv_cache_bytes is {config.kv_cache_bytes}, less than {1 + padded} blocks of {config.block_size} "
+                f"tokens: {self.block_bytes} bytes each over {self._num_layers} layers"
             )
-        self._cache = self._zeros(
-            (2, self._num_layers, self.num_blocks, self.block_size, self._num_kv_heads, self._head_dim)
-        )
-        self._keys = list(self._cache[0].unbind(0))
-        self._values = list(self._cache[1].unbind(0))
+        self._cache = torch.empty(0)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._parked: list[tuple[torch.UntypedStorage, int]] | None = None  # storages taken away, and their sizes
+        self._awaits_version = False
+        self.padded_decoder: PaddedDecoder | None = None
+        if parked:
+            self.park()
+        else:
+            self._make_cache()
         self._lean = None if kernels is None else LeanDecoder(self.model, kernels, self._keys, self._values)
+        if padded:
+            self.padded_decoder = self._make_padded_decoder(config)
+
+    def _pads_decodes(self, config: EngineConfig) -> bool:
+        if config.cuda_graphs in ("off", "padded"):
+            return config.cuda_graphs == "padded"
+        reason = reason_against_graphs(self.model_config, device=self.device, num_ranks=self.ranks.size)
+        if reason is not None and config.cuda_graphs == "on":
+            raise ConfigError(f"engine.cuda_graphs is 'on', but decode steps cannot be recorded here: {reason}")
+        return reason is None
+
+    def _make_padded_decoder(self, config: EngineConfig) -> PaddedDecoder:
+        def forget() -> None:
+            for linear in self.linears:
+                linear.forget()
+
+        buckets = Buckets(max_rows=config.max_sequences, max_tokens=self.context_length, block_size=self.block_size)
+        decoder = PaddedDecoder(
+            self._decode_padded,
+            buckets,
+            device=self.device,
+            block_size=self.block_size,
+            scratch=self.num_blocks,
+            record=config.cuda_graphs != "padded",
+            forget=forget,
+        )
+        decoder.served_from(self._addresses())
+        return decoder
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Where everything lies that a recorded step reads besides its inputs."""
+        tensors = [*self._parameters.values(), *self.model.buffers(), self._cache]
+        return (*(t.data_ptr() for t in tensors), *(a for linear in self.linears for a in linear.addresses))
 
     @property
     def token_bytes(self) -> int:
@@ -104,12 +155,45 @@ class ModelRunner:
     def context_length(self) -> int:
         return self.model_config.max_position_embeddings
 
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        # calloc: pages of the cache that are never written are never committed
-        count = int(np.prod(shape))
-        return torch.from_numpy(np.zeros(count * self.dtype.itemsize, dtype=np.uint8)).view(self.dtype).view(shape)
+    def _make_cache(self) -> None:
+        shape = (2, self._num_layers, self._cache_blocks, self.block_size, self._num_kv_heads, self._head_dim)
+        if self.device.type == "cpu":
+            self._cache = zero_pages(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
+        else:
+            self._cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._keys[:], self._values[:] = self._cache[0].unbind(0), self._cache[1].unbind(0)
+
+    @property
+    def parked(self) -> bool:
+        return self._parked is not None
+
+    def park(self) -> int:
+        """Give back the KV cache, the served form of the weights and the weights, unless those are another's memory; returns
+        the bytes. Afterwards no parameter may be touched before ``unpark``."""
+        assert self._parked is None, "parked already"
+        if self.padded_decoder is not None:
+            self.padded_decoder.drop()  # what is recorded holds memory of its own, and reads addresses that go
+        freed = self._cache.numel() * self._cache.element_size() + sum(linear.drop_served() for linear in self.linears)
+        self._keys.clear()
+        self._values.clear()
+        self._cache = torch.empty(0)
+        self._parked = []
+        if not self._adopted:
+            self._parked = [(s, s.nbytes()) for s in own_storages(self._parameters.values(), self.device)]
+        for storage, nbytes in self._parked:
+            storage.resize_(0)
+            freed += nbytes
+        give_back_freed(self.device)
+        return freed
+
+    def unpark(self) -> None:
+        """Take memory for cache and weights again. The weights' values are gone: a version must be loaded next."""
+        assert self._parked is not None, "not parked"
+        for storage, nbytes in self._parked:
+            storage.resize_(nbytes)
+        self._parked = None
+        self._awaits_version = True
+        self._make_cache()
 
     def parameters_for_sync(self) -> Mapping[str, Tensor]:
         """Parameters, or this rank's parts, by their Hugging Face name; a tied one once, under its first name. They may be written."""
@@ -121,11 +205,13 @@ class ModelRunner:
 
     def read_blocks(self, blocks: list[int]) -> Tensor:
         """[2, layers, n, block_size, KV heads, head_dim] copy of some blocks, keys then values, on the CPU."""
-        return self._cache[:, :, torch.tensor(blocks, dtype=torch.long, device=self.device)].to("cpu", copy=True)
+        return self._cache.index_select(2, *indices([blocks], self.device)).to("cpu", copy=True)
 
     def write_blocks(self, blocks: list[int], values: Tensor) -> None:
         """Put back what ``read_blocks`` gave."""
-        self._cache[:, :, torch.tensor(blocks, dtype=torch.long, device=self.device)] = values.to(self.device)
+        with suspended(self.device):
+            (places,) = indices([blocks], self.device)
+            self._cache.index_copy_(2, places, values.to(self.device))
 
     def can_adopt(self, dtypes: Mapping[str, str]) -> bool:
         """Whether ``adopt`` takes whole parameters of these names and types (``float32``, ``bfloat16``, ...)."""
@@ -155,6 +241,9 @@ class ModelRunner:
         """The parameters hold new values: derive from them what is computed with."""
         for linear in self.linears:
             linear.refresh()
+        self._awaits_version = False
+        if self.padded_decoder is not None:
+            self.padded_decoder.served_from(self._addresses())
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor:
@@ -162,12 +251,23 @@ class ModelRunner:
 
         The rows of one prompt's members are equal. Of tensor-parallel ranks only rank 0 gets whole rows.
         """
+        assert self._parked is None and not self._awaits_version, "parked: unpark the engine and load a version first"
+        with suspended(self.device):
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> Tensor:
+        fresh, sources, targets = indices(
+            [plan.fresh, [source for source, _ in plan.copies], [target for _, target in plan.copies]], self.device
+        )
         # attention multiplies slots it must not see by zero, and zero times a NaN that another request left is NaN
         if plan.fresh:
-            self._cache[:, :, torch.tensor(plan.fresh, device=self.device)] = 0
+            self._cache.index_fill_(2, fresh, 0)
         if plan.copies:
-            sources, targets = (torch.tensor(blocks, device=self.device) for blocks in zip(*plan.copies, strict=True))
-            self._cache[:, :, targets] = self._cache[:, :, sources]
+            self._cache.index_copy_(2, targets, self._cache.index_select(2, sources))
+        if self.padded_decoder is not None and _only_decodes(plan):
+            logits = self.padded_decoder.run(plan.chunks)
+            if logits is not None:
+                return logits
         hidden_TE, last_row = self._forward(plan.chunks)
         for prompt, chunk in plan.completed:
             prompt.end_state = hidden_TE[last_row[chunk]].clone()
@@ -184,7 +284,7 @@ class ModelRunner:
         if not states:
             return torch.empty(0, self.model_config.vocab_size)
         logits = self._logits(torch.stack(states))
-        return logits if rows == list(range(len(states))) else logits[torch.tensor(rows, device=self.device)]
+        return logits if rows == list(range(len(states))) else logits.index_select(0, *indices([rows], self.device))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.ranks.gather_logits(self.model.get_output_embeddings()(hidden), self.model_config.vocab_size)
@@ -207,7 +307,7 @@ class ModelRunner:
         slots: list[int] = []
         size = self.block_size
         decoding: list[Chunk] = []
-        prefills: list[PrefillChunk] = []
+        filling: list[tuple[int, Chunk]] = []
         for i in order:
             chunk = chunks[i]
             n = len(chunk.tokens)
@@ -219,26 +319,28 @@ class ModelRunner:
             if chunk.decode:
                 decoding.append(chunk)
             else:
-                blocks = torch.tensor(chunk.blocks[: -(-end // size)], device=self.device)
-                prefills.append(PrefillChunk(first, n, chunk.start, blocks))
+                filling.append((first, chunk))
+        filled = [chunk.blocks[: -(-(chunk.start + len(chunk.tokens)) // size)] for _, chunk in filling]
+        cuts = [] if self._lean is not None else self._cut_decodes(decoding)
+        tables = [values for cut in cuts for values in (cut.blocks, cut.lengths)]
+        moved = iter(indices([tokens, positions, slots, *filled, *tables], self.device))
+        token_ids, position_ids, slot_ids = next(moved), next(moved), next(moved)
+        prefills = [PrefillChunk(first, len(chunk.tokens), chunk.start, next(moved)) for first, chunk in filling]
         if self._lean is not None:
-            hidden = self._lean.forward(
-                torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots), self._tables(decoding), prefills
-            )
-            return hidden, last_row
-        batch = PagedBatch(
-            self._keys,
-            self._values,
-            torch.tensor(slots, device=self.device),
-            self._decode_batches(decoding),
-            prefills,
-        )
-        row: dict[str, Any] = {
-            "input_ids": torch.tensor(tokens, device=self.device)[None],
-            "position_ids": torch.tensor(positions, device=self.device)[None],
-        }
-        hidden = self.model.base_model(**row, use_cache=False, paged_batch=batch).last_hidden_state[0]
-        return hidden, last_row
+            return self._lean.forward(token_ids, position_ids, slot_ids, self._tables(decoding), prefills), last_row
+        decodes = [DecodeBatch(cut.first, next(moved), next(moved), cut.width * size) for cut in cuts]
+        batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills)
+        return self._hidden(token_ids, position_ids, batch), last_row
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
+        """Hidden states [T, E] of a row of tokens [T]."""
+        row: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None]}
+        return self.model.base_model(**row, use_cache=False, paged_batch=batch).last_hidden_state[0]
+
+    def _decode_padded(self, inputs: DecodeInputs) -> Tensor:
+        decode = DecodeBatch(0, inputs.tables, inputs.lengths, inputs.bucket.width * self.block_size)
+        batch = PagedBatch(self._keys, self._values, inputs.slots, [decode], [])
+        return self._logits(self._hidden(inputs.tokens, inputs.positions, batch))
 
     def _tables(self, decoding: list[Chunk]) -> DecodeTables:
         blocks: list[int] = []
@@ -249,11 +351,11 @@ class ModelRunner:
         lengths = [chunk.start + 1 for chunk in decoding]
         return DecodeTables(torch.tensor(blocks), torch.tensor(offsets), torch.tensor(lengths))
 
-    def _decode_batches(self, decoding: list[Chunk]) -> list[DecodeBatch]:
+    def _cut_decodes(self, decoding: list[Chunk]) -> list[_Cut]:
         """Cut the decodes (sorted by context, longest first) into batches with little padding."""
         size = self.block_size
         counts = [chunk.start // size + 1 for chunk in decoding]
-        batches: list[DecodeBatch] = []
+        cuts: list[_Cut] = []
         first = 0
         while first < len(decoding):
             width, held, last = counts[first], 0, first
@@ -264,10 +366,26 @@ class ModelRunner:
             for chunk, count in zip(decoding[first:last], counts[first:last], strict=True):
                 blocks += chunk.blocks[:count]
                 blocks += [chunk.blocks[count - 1]] * (width - count)
-            lengths = torch.tensor([chunk.start + 1 for chunk in decoding[first:last]], device=self.device)
-            batches.append(DecodeBatch(first, torch.tensor(blocks, device=self.device), lengths, width * size))
+            cuts.append(_Cut(first, width, blocks, [chunk.start + 1 for chunk in decoding[first:last]]))
             first = last
-        return batches
+        return cuts
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A ``DecodeBatch`` before its integers have gone to the device."""
+
+    first: int
+    width: int
+    blocks: list[int]
+    lengths: list[int]
+
+
+def _only_decodes(plan: StepPlan) -> bool:
+    """Whether row i of the step is a decoded token, and sample i its successor."""
+    return all(chunk.decode for chunk in plan.chunks) and [source for _, source in plan.samples] == list(
+        range(len(plan.chunks))
+    )
 
 
 def _kernels(model: torch.nn.Module, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:

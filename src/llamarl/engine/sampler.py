@@ -8,6 +8,9 @@ passes over the logits and no sort. Filters (in the order top-k, top-p, min-p, e
 
 Two log-probs come back: under the distribution sampled from, which is the mu of importance sampling, and under the unfiltered
 distribution at temperature 1.
+
+On a GPU everything is queued and read back once, at the end; only top-p without top-k asks in between, whether the tokens it
+looked at first were enough.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 from llamarl.engine.sequence import SamplingParams
+from llamarl.models.transfer import indices, to_device
 
 __all__ = ["Draws", "sample", "uniforms"]
 
@@ -61,10 +65,16 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
         seeds: [N] 64-bit seeds of the sequences.
         positions: [N] index in its response of the token being drawn.
     """
+    tokens, logprobs, raw, ok = _draw(logits, params, seeds, positions).tolist()
+    return Draws([int(token) for token in tokens], logprobs, raw, [bool(value) for value in ok])
+
+
+def _draw(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """[4, N] fp64, which holds each exactly: tokens, their log-probs, their unfiltered log-probs, whether the row is ok."""
     logits_NV = logits.float()
     N = len(params)
     top_N = logits_NV.amax(dim=-1)
-    u_N = torch.from_numpy(uniforms(seeds, positions)).to(logits.device)
+    u_N = to_device(torch.from_numpy(uniforms(seeds, positions)), logits.device)
 
     raw_NV = logits_NV.softmax(dim=-1)  # NaN in a row stays in that row
     log_norm_N = top_N - raw_NV.amax(dim=-1).log()  # the likeliest token has probability exp(top) / total
@@ -73,34 +83,43 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
     tokens_N = torch.zeros(N, dtype=torch.int64, device=logits.device)
     logprobs_N = torch.zeros_like(log_norm_N)
     if greedy:
-        rows = torch.tensor(greedy, device=logits.device)
-        tokens_N[rows] = (logits_NV if len(greedy) == N else logits_NV[rows]).argmax(dim=-1)
+        whole = len(greedy) == N
+        rows = _rows(greedy, N, logits.device)
+        tokens_N[rows] = (logits_NV if whole else logits_NV[rows]).argmax(dim=-1)
 
     dense = [i for i, p in enumerate(params) if p.temperature > 0 and not _needs_candidates(p)]
     ranked = [i for i, p in enumerate(params) if p.temperature > 0 and _needs_candidates(p)]
     if dense:
         tempered = any(params[i].temperature != 1.0 for i in dense)
         whole = len(dense) == N
-        rows = torch.tensor(dense, device=logits.device)
+        rows = _rows(dense, N, logits.device)
         weights = raw_NV if whole else raw_NV[rows]
         if tempered:
-            temperature = torch.tensor([params[i].temperature for i in dense], device=logits.device)[:, None]
+            temperature = _column([params[i].temperature for i in dense], logits.device)
             weights = ((logits_NV if whole else logits_NV[rows]) / temperature).softmax(dim=-1)
         if any(params[i].min_p > 0 for i in dense):
-            floor = torch.tensor([params[i].min_p for i in dense], device=logits.device)[:, None]
+            floor = _column([params[i].min_p for i in dense], logits.device)
             weights = torch.where(weights >= floor * weights.amax(dim=-1, keepdim=True), weights, 0.0)
         chosen, total = _invert(weights, u_N if whole else u_N[rows])
         tokens_N[rows] = chosen
         logprobs_N[rows] = (weights.gather(1, chosen[:, None])[:, 0].double() / total).log().float()
     for rows_list in _by_width(ranked, params):
-        rows = torch.tensor(rows_list, device=logits.device)
+        (rows,) = indices([rows_list], logits.device)
         chosen, logprob = _sample_ranked(logits_NV[rows] - top_N[rows, None], [params[i] for i in rows_list], u_N[rows])
         tokens_N[rows] = chosen
         logprobs_N[rows] = logprob
 
     raw_N = logits_NV.gather(1, tokens_N[:, None])[:, 0] - log_norm_N
     tokens_N = torch.where(ok_N, tokens_N, -1)
-    return Draws(tokens_N.tolist(), logprobs_N.tolist(), raw_N.tolist(), ok_N.tolist())
+    return torch.stack([tokens_N.double(), logprobs_N.double(), raw_N.double(), ok_N.double()])
+
+
+def _rows(chosen: list[int], total: int, device: torch.device) -> Tensor | slice:
+    return slice(None) if len(chosen) == total else indices([chosen], device)[0]
+
+
+def _column(values: list[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return to_device(torch.tensor(values, dtype=dtype), device)[:, None]
 
 
 def _needs_candidates(params: SamplingParams) -> bool:
@@ -119,17 +138,24 @@ def _invert(weights: Tensor, u_N: Tensor) -> tuple[Tensor, Tensor]:
     if V % _SLICE:
         weights = torch.nn.functional.pad(weights, (0, slices * _SLICE - V))
     weights_NSW = weights.view(N, slices, _SLICE)
-    sums = weights_NSW.sum(dim=-1).double().cumsum(dim=-1)  # [N, S]
+    sums = _running_sums(weights_NSW.sum(dim=-1).double())  # [N, S]
     total = sums[:, -1]
     target = u_N * total
     index = (sums <= target[:, None]).sum(dim=-1).clamp_(max=slices - 1)
     before = torch.where(index > 0, sums.gather(1, (index - 1).clamp(min=0)[:, None])[:, 0], 0.0)
     inside = weights_NSW[torch.arange(N, device=weights.device), index].double()  # [N, W]
-    running = inside.cumsum(dim=-1)
+    running = _running_sums(inside)
     # rounding may leave the target at or past the slice's own sum: then it is the slice's last possible token
     target = torch.minimum(target - before, torch.nextafter(running[:, -1], torch.zeros_like(total)))
     offset = (running <= target[:, None]).sum(dim=-1).clamp_(max=_SLICE - 1)
     return (index * _SLICE + offset).clamp_(max=V - 1), total  # a row that is not finite must stay in range
+
+
+def _running_sums(rows: Tensor) -> Tensor:
+    """Along the last dimension. A single row has company on CUDA: alone it would take a scan whose order of sums varies."""
+    if rows.is_cuda and len(rows) == 1:
+        return rows.expand(2, -1).cumsum(dim=-1)[:1]
+    return rows.cumsum(dim=-1)
 
 
 def _by_width(rows: list[int], params: Sequence[SamplingParams]) -> list[list[int]]:
@@ -143,9 +169,9 @@ def _by_width(rows: list[int], params: Sequence[SamplingParams]) -> list[list[in
 def _sample_ranked(shifted: Tensor, params: list[SamplingParams], u: Tensor) -> tuple[Tensor, Tensor]:
     """Rows with top-k (the same for all) or top-p. ``shifted``: [n, V] logits less their maximum, at temperature 1."""
     device, V = shifted.device, shifted.shape[1]
-    temperature = torch.tensor([p.temperature for p in params], device=device)[:, None]
-    top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64)[:, None]
-    min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
+    temperature = _column([p.temperature for p in params], device)
+    top_p = _column([p.top_p for p in params], device, torch.float64)
+    min_p = _column([p.min_p for p in params], device)
     scaled = shifted / temperature
     top_k = min(params[0].top_k, V)
     mass = None if top_k else scaled.exp().sum(dim=-1, keepdim=True).double()
@@ -153,7 +179,7 @@ def _sample_ranked(shifted: Tensor, params: list[SamplingParams], u: Tensor) -> 
     while True:
         values, indices = scaled.topk(width, dim=-1)  # sorted, likeliest first
         weights = values.exp()
-        share = weights.double().cumsum(dim=-1)
+        share = _running_sums(weights.double())
         total = share[:, -1:] if mass is None else mass
         # NaN rows compare False everywhere and must not widen the search
         if top_k or width == V or not bool((share[:, -1:] < top_p * total).any()):

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.config import RunConfig
-from llamarl.engine.base import Engine, KeepsKV
+from llamarl.engine.base import Engine, KeepsKV, Parkable
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
@@ -41,6 +41,7 @@ from llamarl.executors.hand_over import Served
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
 from llamarl.executors.partial_rollouts import deadline, num_startable, select_due, urgency_order
 from llamarl.executors.prompts import make_prompt_stream
+from llamarl.executors.turns import Turns
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.models.parallel import ParallelLayout
@@ -93,12 +94,19 @@ class GeneratorExecutor:
         self._steps = 0  # engine steps of this tick
         self._swaps: list[tuple[int, int]] = []  # (engine step, version) of this tick
         self._sync_spans: list[tuple[str, float, float]] = []
+        self._turns: Turns | None = None  # of a co-located job
 
     def setup(self) -> None:
         self.tokenizer = load_tokenizer(self.config.model.path)
         self.prompts = make_prompt_stream(self.config, self.tokenizer)
         layout = generator_layout(self.config, self.context.device)
-        self.engine = make_engine(self.config, self.tokenizer, device=self.context.device, layout=layout)
+        colocated = self.config.schedule.colocated
+        self.engine = make_engine(
+            self.config, self.tokenizer, device=self.context.device, layout=layout, parked=colocated
+        )
+        if colocated:
+            assert isinstance(self.engine, Parkable)  # the configuration has been checked
+            self._turns = Turns(self.name, self.engine, parked=True)
         self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
         if self._keep_kv and not isinstance(self.engine, KeepsKV):
             raise ConfigError(
@@ -115,6 +123,8 @@ class GeneratorExecutor:
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         self._steps, self._swaps, self._sync_spans = 0, [], []
+        if self._turns is not None:
+            self._turns.take()
         self._take_weights(tick, inputs["weights"])
         loaded = time.monotonic()
         self._admit(tick)
@@ -122,6 +132,8 @@ class GeneratorExecutor:
         delivered = self._decode(tick, inputs["weights"])
         self._served.check()
         finished = time.monotonic()
+        if self._turns is not None:
+            self._turns.give_back()
         generated = sum(len(s.tokens) for g in [*delivered, *self._active] for s in g.sequences) - before
         groups = [self._to_group(g) for g in delivered]
         metrics = _metrics(groups, delivered, tick)
@@ -136,6 +148,9 @@ class GeneratorExecutor:
             events = (event.to_plain(),)
             metrics["rollout/swaps"] = float(len(self._swaps) - 1)
         spans = (*self._sync_spans, ("generate", loaded, finished))
+        if self._turns is not None:
+            metrics |= self._turns.metrics
+            spans += self._turns.spans
         outputs = {"completions": groups if self._speaks else []}
         return StepResult(outputs=outputs, metrics=metrics, spans=spans, events=events)
 
@@ -158,7 +173,8 @@ class GeneratorExecutor:
             weights = feed.take(version - 1)
             self._served.check()  # what the last steps were computed with
         changed = bool(weights.version != self.engine.policy_version)
-        if changed or self._served.in_place is not None:
+        lost = self._served.in_place is not None or self._turns is not None  # what was served did not outlive its tick
+        if changed or lost:
             self._served = self.version_loader.load(weights)
             arrived = self._served.arrived_s
             self._sync_spans += [("weight_sync", started, arrived), ("repack", arrived, time.monotonic())]
@@ -308,12 +324,18 @@ def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
 
 
 def make_engine(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: str, layout: ParallelLayout | None = None
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: str,
+    layout: ParallelLayout | None = None,
+    parked: bool = False,
 ) -> Engine:
     """The engine that the recipe's generator section asks for.
 
     Args:
         layout: This rank's place among tensor-parallel ranks; None holds the whole model.
+        parked: Without its memory until ``unpark``; the native engine only.
     """
     if config.generator.engine.name == "vllm":
         from llamarl.engine.vllm import VllmEngine
@@ -326,6 +348,7 @@ def make_engine(
         device=device,
         quantization=config.generator.quantization,
         layout=layout,
+        parked=parked,
     )
 
 

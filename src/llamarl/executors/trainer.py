@@ -25,6 +25,7 @@ from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.evaluator import evaluation_due
 from llamarl.executors.generator_ranks import generator_weights
 from llamarl.executors.sample_path import sample_channel_into
+from llamarl.executors.turns import Turns
 from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group
@@ -68,6 +69,8 @@ class TrainerExecutor:
         """Spans of this tick in which training stood still for such a copy."""
         self._edge_versions: dict[int, dict[str, torch.Tensor]] = {}
         """Earlier versions that the next checkpoint must hold: copies, made only in the ticks before one is due."""
+        self._turns: Turns | None = None
+        """Of a co-located job."""
 
     def setup(self) -> None:
         self.trainer = Trainer(
@@ -84,6 +87,8 @@ class TrainerExecutor:
         )
         self.trainer.before_update = self._wait_for_readers
         self._remember(0)
+        if self.config.schedule.colocated:
+            self._turns = Turns(self.name, self.trainer)
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
         """The version made at ``source_tick``: version 0 before the run began, saved ones after a resume."""
@@ -99,26 +104,34 @@ class TrainerExecutor:
         )
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
+        if self._turns is not None:
+            self._turns.take()
         started = time.monotonic()
         metrics = self._train(inputs[sample_channel_into(self.config, "trainer")], tick)
         trained = time.monotonic()
         version = self.trainer.policy_version
         self._remember(version)
+        if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None and not self._stop:
+            if self.config.lora.rank:
+                self._export(self.context.run_dir / "adapter", self.trainer.export_adapter)
+            if not self.config.lora.rank or self.config.lora.export_merged:
+                self._export(self.context.run_dir / "model", self.trainer.export)
+        if self._turns is not None:
+            self._wait_for_readers()  # a tick without an update has not waited for them
+            self._turns.give_back()
         outputs: dict[str, Any] = {
             "weights": self._payload(version, background=True, sink_layout=generator_weights(self.config))
         }
         if self.config.evaluation.every:
             due = evaluation_due(version, every=self.config.evaluation.every, num_ticks=self.config.run.num_ticks)
             outputs["eval_weights"] = self._payload(version, background=True) if due else None
-        if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None and not self._stop:
-            if self.config.lora.rank:
-                self._export(self.context.run_dir / "adapter", self.trainer.export_adapter)
-            if not self.config.lora.rank or self.config.lora.export_merged:
-                self._export(self.context.run_dir / "model", self.trainer.export)
         metrics = {**metrics, "time/weight_copy_s": self._copied_s}
         self._copied_s = 0.0
         spans = (("train", started, trained), *self._waits)
         self._waits.clear()
+        if self._turns is not None:
+            metrics |= self._turns.metrics
+            spans += self._turns.spans
         return StepResult(outputs=outputs, metrics=metrics, spans=spans, stop=self._stop)
 
     def _train(self, groups: list[Group], tick: int) -> Mapping[str, float]:
@@ -199,7 +212,11 @@ class TrainerExecutor:
         return writing
 
     def load(self, folder: Path, tick: int) -> None:
+        if self._turns is not None:
+            self._turns.take()
         edge = self.trainer.load(folder.parent / "state")
+        if self._turns is not None:
+            self._turns.give_back()
         assert self.trainer.policy_version == tick + 1, f"{folder}: version {self.trainer.policy_version}, tick {tick}"
         staleness = self.config.schedule.max_staleness
         self._edge_versions = {v: edge[_edge(v)] for v in range(max(0, tick + 1 - staleness), tick + 1)}

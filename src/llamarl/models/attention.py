@@ -29,11 +29,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig
 
 from llamarl.errors import ModelError
+from llamarl.models.transfer import to_device
 
 __all__ = [
     "SUPPORTED_MODEL_TYPES",
     "PackedSequences",
     "check_attention_supported",
+    "fused_attention",
     "packed_attention_context",
     "softcapped_attention",
 ]
@@ -90,12 +92,12 @@ class PackedSequences:
 
     def position_ids(self, device: torch.device | str) -> Tensor:
         """[1, T] int64: the position of each token in its own sequence, as the model call needs it."""
-        return torch.cat([torch.arange(n) for n in self.lengths])[None].to(device)
+        return to_device(torch.cat([torch.arange(n) for n in self.lengths])[None], device)
 
     def cu_tensor(self, device: torch.device) -> Tensor:
         key = ("cu", device)
         if key not in self._cache:
-            self._cache[key] = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=device)
+            self._cache[key] = to_device(torch.tensor(self.cu_seqlens, dtype=torch.int32), device)
         return self._cache[key]
 
     def buckets(self, device: torch.device) -> tuple[tuple[_Bucket, ...], Tensor]:
@@ -118,8 +120,8 @@ class PackedSequences:
             slots = torch.cat([row * longest + torch.arange(lengths[i]) for row, i in enumerate(group)])
             place[tokens] = base + torch.arange(len(tokens))
             base += len(tokens)
-            buckets.append(_Bucket(len(group), longest, tokens.to(device), slots.to(device)))
-        self._cache[key] = (tuple(buckets), place.to(device))
+            buckets.append(_Bucket(len(group), longest, to_device(tokens, device), to_device(slots, device)))
+        self._cache[key] = (tuple(buckets), to_device(place, device))
         return self._cache[key]
 
     def window_mask(self, length: int, window: int, device: torch.device) -> Tensor:
@@ -171,6 +173,32 @@ def check_attention_supported(config: PretrainedConfig) -> None:
         raise ModelError(f"model.path: {config.model_type} with use_bidirectional_attention is not a causal decoder")
 
 
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """``scaled_dot_product_attention`` by a kernel that never holds all scores.
+
+    On CUDA only the flash kernel knows heads that share K and V, and it takes neither float32 nor a mask: there they are
+    repeated for the memory-efficient one, which would otherwise leave the work to plain products.
+
+    Args:
+        query: [B, H, Q, D].
+        key, value: [B, KV, L, D], H a multiple of KV.
+        mask: Broadcasts to [B, H, Q, L]; bool (True: may look) or added to the scores.
+
+    Returns:
+        [B, H, Q, D].
+    """
+    H, KV = query.shape[1], key.shape[1]
+    if H != KV and query.is_cuda and (mask is not None or query.dtype == torch.float32):
+        key, value = (
+            x[:, :, None].expand(-1, -1, H // KV, -1, -1).reshape(x.shape[0], H, *x.shape[2:]) for x in (key, value)
+        )
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=H != key.shape[1]
+    )
+
+
 def softcapped_attention(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, *, scale: float, softcap: float
 ) -> Tensor:
@@ -216,8 +244,14 @@ def _softcapped_causal(
 
 
 def _can_use_varlen(query: Tensor, softcap: float | None) -> bool:
+    D = query.shape[-1]
     return (
-        query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and softcap is None and query.shape[-1] <= 256
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and softcap is None
+        and D <= 256
+        and D % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 
 
@@ -289,9 +323,9 @@ def packed_attention_forward(
             out = _softcapped_causal(q, k, v, scale=scale, softcap=softcap, window=window)
         elif window < L:
             mask = packed.window_mask(L, window, query.device)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=H != KV)
+            out = fused_attention(q, k, v, scale=scale, mask=mask)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=H != KV)
+            out = fused_attention(q, k, v, scale=scale, causal=True)
         rows = out.transpose(1, 2).reshape(N * L, H, D)
         outputs.append(rows if full else rows.index_select(0, bucket.slots))
     return torch.cat(outputs).index_select(0, place)[None], None

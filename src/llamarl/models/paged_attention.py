@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from llamarl.models.attention import softcapped_attention
+from llamarl.models.attention import fused_attention, softcapped_attention
 
 __all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk", "prefill_attention"]
 
@@ -171,7 +171,7 @@ def prefill_attention(
         [num_tokens, H, D].
     """
     end, L = chunk.first + chunk.num_tokens, chunk.start + chunk.num_tokens
-    (H, D), KV = query.shape[1:], key.shape[1]
+    D, KV = query.shape[2], key.shape[1]
     window = window if window is not None and window < L else None
     q = query[chunk.first : end].transpose(0, 1)[None]
     if chunk.start == 0:
@@ -182,10 +182,9 @@ def prefill_attention(
     if softcap is not None:
         out = softcapped_attention(q, k, v, chunk.allowed(window), scale=scale, softcap=softcap)
     elif chunk.start == 0 and window is None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=H != KV)
+        out = fused_attention(q, k, v, scale=scale, causal=True)
     else:
-        mask = chunk.allowed(window)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=H != KV)
+        out = fused_attention(q, k, v, scale=scale, mask=chunk.allowed(window))
     return out[0].transpose(0, 1)
 
 

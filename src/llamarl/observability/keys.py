@@ -56,8 +56,8 @@ KEYS: tuple[MetricKey, ...] = (
     _key(
         "staleness/max",
         "updates",
-        "The largest of these; at most `max_staleness + max_segments - 1`, plus `dynamic_sampling.carry_ticks` where "
-        "that is on.",
+        "The largest of these; at most `max_staleness + max_segments - 1` (`max_staleness` under the latest weights), plus "
+        "`dynamic_sampling.carry_ticks` where that is on.",
         integer=True,
     ),
     _key(
@@ -129,6 +129,24 @@ KEYS: tuple[MetricKey, ...] = (
         "time/weight_copy_s",
         "s",
         "How long the trainer's copies of the version before this one took on a thread of their own, beside its next tick.",
+    ),
+    _key(
+        "time/park_s",
+        "s",
+        "In a co-located job: what generator and trainer spent on giving their memory back and taking it again, summed.",
+    ),
+    _key(
+        "memory/generator_parked_bytes",
+        "bytes",
+        "In a co-located job: what generator rank 0 gave back at the end of its tick, that is its KV cache as configured, the "
+        "served form of its weights, and the weights unless they lie in the trainer's slot.",
+        integer=True,
+    ),
+    _key(
+        "memory/trainer_parked_bytes",
+        "bytes",
+        "In a co-located job: what trainer rank 0 moved from its GPU to host memory at the end of its tick; 0 on a CPU.",
+        integer=True,
     ),
     _key(
         "idle/generator",
@@ -209,7 +227,13 @@ KEYS: tuple[MetricKey, ...] = (
     _key(
         "rollout/segments_max",
         "versions",
-        "Most policy versions in one response; at most `max_segments`.",
+        "Most policy versions in one response; at most `max_segments`, or `max_staleness + 1` under the latest weights.",
+        integer=True,
+    ),
+    _key(
+        "rollout/swaps",
+        "swaps",
+        'Under `schedule.weights = "latest"`: versions swapped in between the engine steps of the tick.',
         integer=True,
     ),
     _key(

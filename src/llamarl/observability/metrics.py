@@ -91,7 +91,7 @@ class MetricsLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if resume_after_tick is not None:
                 self.rows = _cut_after(self.path, resume_after_tick)
-            elif self.path.exists():
+            elif self.path.exists() and self.path.stat().st_size:
                 raise ConfigError(
                     f"run.dir: {self.path.parent} already holds a run ({METRICS_FILE}): resume it with "
                     f"--resume {self.path.parent}, or choose another run.dir"

@@ -81,33 +81,31 @@ def plan_settings(
 ) -> dict[str, dict[str, Any]]:
     """Recipe sections that make llamarl run ``plan``; hybrid sharding becomes plain sharding over all data ranks.
 
-    On CPU cores a co-located, synchronous plan is a run at staleness 0 whose executors, working in turn, each use all cores.
-
-    Raises:
-        PlanError: A co-located plan on other devices: there llamarl's executors always have devices of their own.
+    A co-located, synchronous plan becomes a run at staleness 0 with ``schedule.colocated``: generator and trainer take turns on
+    all devices; on CPU cores, each with all of them in one process.
     """
     g, t, work = plan.generator, plan.trainer.layout, plan.generator.demand
     cpu = hardware.device.train_precision == "fp32"
     shared = plan.system != "separate"
-    if shared and not cpu:
-        raise PlanError("a recipe needs a plan with separate generator and trainer: give at least 2 devices")
     dtype = "float32" if cpu else "bfloat16"
     quantized = g.layout.precision != hardware.device.train_precision
     sequence = work.prompt_tokens + work.lengths.mean
-    together = g.replicas if shared else 1  # on CPU cores one process does the work of all planned replicas
+    one = shared and cpu  # on CPU cores one process does the work of all planned replicas
+    together = g.replicas if one else 1
     threads = {"threads": plan.devices if shared else 1} if cpu else {}
     return {
         "model": {"path": model_path},
         "schedule": {
             "prompts_per_step": work.total_sequences // work.group_size,
             "max_staleness": plan.max_staleness,
+            **({"colocated": True} if shared else {}),
         },
         "generator": {
             "group_size": work.group_size,
             "max_segments": work.max_segments if work.partial else 1,
             "oversubscription": oversubscription if work.partial else 1.0,
-            "dp": 1 if shared else g.replicas,
-            "tp": 1 if shared else g.layout.tp,
+            "dp": 1 if one else g.replicas,
+            "tp": 1 if one else g.layout.tp,
             "pp": g.layout.pp,
             "quantization": g.layout.precision if quantized else "none",
             **threads,
@@ -119,8 +117,8 @@ def plan_settings(
             },
         },
         "trainer": {
-            "fsdp": 1 if shared else t.data_ranks,
-            "tp": 1 if shared else t.tp,
+            "fsdp": 1 if one else t.data_ranks,
+            "tp": 1 if one else t.tp,
             "pp": t.pp,
             "dtype": dtype,
             **threads,

@@ -7,10 +7,13 @@ run the executor.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 
 __all__ = ["environment", "pin"]
+
+_CUBLAS, _CUBLAS_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # cuBLAS repeats itself only with fixed workspaces
 
 
 def environment(threads: int) -> Mapping[str, str]:
@@ -23,7 +26,7 @@ def environment(threads: int) -> Mapping[str, str]:
         "NUMEXPR_NUM_THREADS": count,
         "MKL_DYNAMIC": "FALSE",  # else MKL may take fewer threads than asked, as load suits
         "OMP_DYNAMIC": "FALSE",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS repeats itself only with fixed workspaces
+        _CUBLAS: _CUBLAS_WORKSPACES,
         "TOKENIZERS_PARALLELISM": "false",
         # Memory that a step frees is kept for the next: glibc would give it back and fault every page in again, measured
         # at 400,000 to 650,000 faults and 15 to 20 % of a 135M trainer's step; the peak stays the same.
@@ -36,12 +39,14 @@ def pin(threads: int, *, deterministic: bool) -> None:
     """Pin the calling thread's torch, if torch is loaded; a later import obeys :func:`environment`.
 
     ``deterministic`` takes repeatable kernels where torch has them and warns where it has none (an operator without
-    one is named in the warning, the job goes on).
+    one is named in the warning, the job goes on). Training demands more: see ``models/repeatable.py``.
     """
     torch = sys.modules.get("torch")
     if torch is None:
         return
     torch.set_num_threads(threads)
     if deterministic:
+        # read when cuBLAS is first used: in time where nothing has computed on a GPU yet
+        os.environ.setdefault(_CUBLAS, _CUBLAS_WORKSPACES)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # costs a write of every torch.empty, adds no bits

@@ -33,6 +33,7 @@ class OutputReader:
         self._buffers: dict[int, bytes] = {}
         self._lock = threading.Lock()
         self._stop_by: float | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._loop, name="llamarl-output", daemon=True)
         self._thread.start()
 
@@ -55,11 +56,15 @@ class OutputReader:
 
     def close(self, timeout_s: float) -> None:
         """Read what is still in the pipes until every writer has gone, for at most ``timeout_s`` seconds."""
-        if not self._thread.is_alive():
+        if self._closed:
             return
+        self._closed = True
         self._stop_by = time.monotonic() + timeout_s
         os.write(self._wake_w, b"x")
         self._thread.join(timeout_s + 1.0)
+        if not self._thread.is_alive():  # the thread may end before it has been woken, so the pipe is not its to close
+            os.close(self._wake_r)
+            os.close(self._wake_w)
         self.unlink()
 
     def _loop(self) -> None:
@@ -80,8 +85,6 @@ class OutputReader:
             self._emit(label, stream, rest)
             os.close(fd)
         self._selector.close()
-        os.close(self._wake_r)
-        os.close(self._wake_w)
 
     def _read(self, fd: int, label: str, stream: str) -> None:
         data = os.read(fd, 1 << 16)

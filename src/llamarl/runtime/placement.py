@@ -6,6 +6,9 @@ least one each. All ranks of an executor get the same number, because bits depen
 CUDA devices: ranks with a device by number get it; the others get the device that fewest ranks have so far, lowest number
 first. So executors lie apart while there are devices enough and share devices when there are not; ranks of one executor
 never share one, because their collectives could not run.
+
+Executors that take turns (``Turns``) count as one among the cores: each that asks for threads gets all that the others
+leave. Those of them that give their memory back while they wait share devices, from cuda:0 on.
 """
 
 from __future__ import annotations
@@ -19,7 +22,16 @@ from dataclasses import dataclass, replace
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 
-__all__ = ["Placement", "available_cores", "available_cuda_devices", "place"]
+__all__ = ["Placement", "Turns", "available_cores", "available_cuda_devices", "place"]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Executors of which only one works at a time."""
+
+    members: tuple[str, ...]
+    sharing: tuple[str, ...]
+    """Those that share devices: each gives back its memory while another works."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,7 @@ class Placement:
     executors: tuple[ExecutorSpec, ...]
     cores: int
     cuda_devices: int
+    turns: Turns | None = None
 
     def table(self) -> str:
         """One row a rank, and what a reader should know about sharing."""
@@ -45,19 +58,30 @@ class Placement:
 
     def notes(self) -> list[str]:
         """What is shared, in words."""
-        threads = sum(spec.threads * spec.num_ranks for spec in self.executors)
+        members = self.turns.members if self.turns is not None else ()
+        sharing = self.turns.sharing if self.turns is not None else ()
+        threads = sum(spec.threads * spec.num_ranks for spec in self.executors if spec.name not in members)
+        threads += max((spec.threads * spec.num_ranks for spec in self.executors if spec.name in members), default=0)
         notes = [f"{threads} threads on {_count(self.cores, 'core')}"]
+        if members:
+            notes[0] += f", one at a time of {', '.join(members)}"
         if threads > self.cores:
             notes[0] += ": executors that work at the same time take turns"
+        if sharing:
+            notes.append(f"{' and '.join(sharing)} are co-located: the one that waits gives its memory back")
         users: dict[str, list[str]] = {}
         for spec in self.executors:
             for device in spec.device.split(","):
                 users.setdefault(device, []).append(spec.name)
         for device, names in sorted(users.items()):
+            held = [name for name in names if name not in sharing]
             if device.startswith("cuda") and len(names) > 1:
-                notes.append(
-                    f"{device} is shared by {', '.join(names)}: they take turns, and its memory must hold them all"
-                )
+                if len(names) - len(held) > 1:
+                    held.append(f"the larger of {' and '.join(sharing)}")
+                    must = f"its memory must hold {' and '.join(held)}"
+                else:
+                    must = "they take turns, and its memory must hold them all"
+                notes.append(f"{device} is shared by {', '.join(names)}: {must}")
         return notes
 
 
@@ -75,7 +99,13 @@ def available_cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
-def place(executors: Sequence[ExecutorSpec], *, cores: int | None = None, cuda_devices: int | None = None) -> Placement:
+def place(
+    executors: Sequence[ExecutorSpec],
+    *,
+    cores: int | None = None,
+    cuda_devices: int | None = None,
+    turns: Turns | None = None,
+) -> Placement:
     """Settle the threads and devices of ``executors``.
 
     Args:
@@ -83,6 +113,7 @@ def place(executors: Sequence[ExecutorSpec], *, cores: int | None = None, cuda_d
             ``cuda``, ``cuda:N``, or a comma-separated list with one a rank.
         cores: Cores to share; None takes what this process may use.
         cuda_devices: Number of CUDA devices; None asks torch.
+        turns: Of a co-located job: who takes turns.
 
     Raises:
         ConfigError: The request cannot be met here. The message lists every mistake and what would mend it.
@@ -94,15 +125,16 @@ def place(executors: Sequence[ExecutorSpec], *, cores: int | None = None, cuda_d
         mistakes.append(f"cores must be >= 1, got {cores}")
     if mistakes:
         raise ConfigError("this job cannot be placed here:\n" + "\n".join(f"  - {mistake}" for mistake in mistakes))
-    share = _thread_share(executors, cores)
+    threads = _threads(executors, cores, turns)
     used: Counter[int] = Counter()
     for spec in executors:
         used.update(int(device.removeprefix("cuda:")) for device in _devices(spec) if ":" in device)
-    settled = []
-    for spec in executors:
-        device = _settle_device(spec, cuda_devices, used)
-        settled.append(replace(spec, threads=spec.threads or share, device=device))
-    return Placement(tuple(settled), cores, cuda_devices)
+    together = turns.sharing if turns is not None else ()
+    devices: dict[str, str] = {}
+    for spec in sorted(executors, key=lambda spec: spec.name not in together):  # those that share come first
+        devices[spec.name] = _settle_device(spec, cuda_devices, used, from_first=spec.name in together)
+    settled = tuple(replace(spec, threads=threads[spec.name], device=devices[spec.name]) for spec in executors)
+    return Placement(settled, cores, cuda_devices, turns)
 
 
 def _mistakes(spec: ExecutorSpec, cuda_devices: int) -> list[str]:
@@ -139,20 +171,32 @@ def _devices(spec: ExecutorSpec) -> list[str]:
     return [device.strip() for device in spec.device.split(",")]
 
 
-def _thread_share(executors: Sequence[ExecutorSpec], cores: int) -> int:
-    """Threads of each rank that asked for a share."""
-    fixed = sum(spec.threads * spec.num_ranks for spec in executors)
-    sharing = sum(spec.num_ranks for spec in executors if spec.threads == 0)
-    return max(1, (cores - fixed) // sharing) if sharing else 1
+def _threads(executors: Sequence[ExecutorSpec], cores: int, turns: Turns | None) -> dict[str, int]:
+    """Threads of each rank, by executor. All that take turns and ask for a share are one sharer, with as many ranks as the
+    largest of them."""
+    members = turns.members if turns is not None else ()
+    beside = [spec for spec in executors if spec.name not in members]
+    in_turn = [spec for spec in executors if spec.name in members]
+    left = cores - sum(spec.threads * spec.num_ranks for spec in beside)
+    ranks = sum(spec.num_ranks for spec in beside if spec.threads == 0)
+    units = max((spec.num_ranks for spec in in_turn if spec.threads == 0), default=0)
+    if not units:
+        left -= max((spec.threads * spec.num_ranks for spec in in_turn), default=0)
+    share = max(1, left // (ranks + units)) if ranks + units else 1
+    left -= share * ranks
+    return {
+        spec.name: spec.threads or (max(1, left // spec.num_ranks) if spec in in_turn else share) for spec in executors
+    }
 
 
-def _settle_device(spec: ExecutorSpec, cuda_devices: int, used: Counter[int]) -> str:
+def _settle_device(spec: ExecutorSpec, cuda_devices: int, used: Counter[int], *, from_first: bool) -> str:
     devices = _devices(spec)
     if devices == ["auto"]:
         devices = ["cuda"] if cuda_devices else ["cpu"]
     if devices != ["cuda"]:
         return ",".join(devices)
-    chosen = sorted(range(cuda_devices), key=lambda device: (used[device], device))[: spec.num_ranks]
+    order = sorted(range(cuda_devices), key=lambda device: 0 if from_first else used[device])  # stable: lowest first
+    chosen = order[: spec.num_ranks]
     used.update(chosen)
     return ",".join(f"cuda:{device}" for device in sorted(chosen))
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from llamarl.algorithms.advantages import compute_advantages
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.attention import PackedSequences
+from llamarl.models.transfer import to_device
 from llamarl.trainer.credit import response_reward, standardize, token_advantages
 from llamarl.trainer.shared_prompts import SharedPrompts
 from llamarl.types import Group, Response, Score
@@ -195,7 +196,7 @@ def make_microbatch(
 
     def tensor(parts: list[npt.NDArray[Any]], dtype: torch.dtype) -> Tensor:
         joined = np.concatenate(parts) if parts else np.zeros(0)
-        return torch.as_tensor(joined).to(dtype=dtype).to(device)
+        return to_device(torch.as_tensor(joined).to(dtype=dtype), device)
 
     def per_token(values: Sequence[float]) -> list[npt.NDArray[Any]]:
         return [np.full(count, value) for count, value in zip(counts, values, strict=True)]
@@ -226,13 +227,15 @@ def _reference_logprobs(sequences: Sequence[TrainingSequence], device: torch.dev
     rows = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
     if len(rows) < len(sequences):
         return None
-    return torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.float32)])).to(device)
+    return to_device(torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.float32)])), device)
 
 
 def _proximal_logprobs(sequences: Sequence[TrainingSequence], device: torch.device) -> Tensor | None:
     """All of them, or None: a tick computes them for every response or for none."""
     known = [s.proximal_logprobs for s in sequences if s.proximal_logprobs is not None]
-    return torch.from_numpy(np.concatenate(known)).to(device) if known and len(known) == len(sequences) else None
+    if not known or len(known) < len(sequences):
+        return None
+    return to_device(torch.from_numpy(np.concatenate(known)), device)
 
 
 def training_sequence(

@@ -148,7 +148,11 @@ class OptimizerConfig:
     """Ticks over which the rate rises linearly to ``lr``, >= 0."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio * lr`` at the run's last tick."""
+    """Shape after the warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio * lr`` at tick ``decay_ticks`` and stay there."""
+
+    decay_ticks: int = 0
+    """Tick by which a falling rate is down. 0: the length that the run was started with, which its config.toml then says; a
+    run that is prolonged or repeated in part keeps it, so that its bits do not depend on where it stops."""
 
     min_lr_ratio: float = 0.0
     """Final rate over ``lr``, in [0, 1], for ``linear`` and ``cosine``."""
@@ -163,7 +167,7 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 yield f"{name} must be in [0, 1), got {getattr(self, name)}"
-        yield from at_least(self, 0, "weight_decay", "warmup_ticks")
+        yield from at_least(self, 0, "weight_decay", "warmup_ticks", "decay_ticks")
         if not 0 <= self.min_lr_ratio <= 1:
             yield f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}"
 

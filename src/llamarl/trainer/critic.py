@@ -32,6 +32,7 @@ from llamarl.models.parallel import (
     make_layout,
     parameter_shards,
 )
+from llamarl.models.repeatable import demanded
 from llamarl.models.value import load_value_model, value_head
 from llamarl.trainer.annotate import Located, annotate, locate, microbatches, pack_sequences, per_sequence
 from llamarl.trainer.batch import Microbatch
@@ -158,13 +159,14 @@ class Critic:
         for update in range(self.config.updates_per_tick):
             loss, clipped = torch.zeros((), device=self.device), 0.0
             for m, batch in enumerate(batches):
-                estimates = self.model(batch)
-                if update == 0:
-                    values.append(estimates.detach())
-                    targets.append(self._targets(groups, [located[i] for i in packing[m]], values[m]))
-                terms, outside = value_loss(estimates, targets[m], values[m], clip=self.config.value_clip)
-                part = terms.sum() / max(1, num_tokens)
-                part.backward()
+                with demanded(self.device):
+                    estimates = self.model(batch)
+                    if update == 0:
+                        values.append(estimates.detach())
+                        targets.append(self._targets(groups, [located[i] for i in packing[m]], values[m]))
+                    terms, outside = value_loss(estimates, targets[m], values[m], clip=self.config.value_clip)
+                    part = terms.sum() / max(1, num_tokens)
+                    part.backward()
                 loss += part.detach()
                 clipped += float(outside.sum()) if self.config.value_clip and update else 0.0
             grad_norm, stepped = self._update(lr, empty=num_tokens == 0)

@@ -28,7 +28,7 @@ def learning_rate(config: OptimizerConfig, tick: int, num_ticks: int | None) -> 
     """Learning rate of the optimizer step at ``tick`` (0-based).
 
     Warm-up: tick w of W takes (w + 1) / (W + 1) of the peak, so that the first step already moves. Then constant, or
-    down to ``min_lr_ratio`` of the peak at tick ``num_ticks - 1``.
+    down to ``min_lr_ratio`` of the peak at tick ``decay_ticks - 1``, where 0 stands for ``num_ticks``.
 
     Raises:
         ValueError: The schedule falls but the run has no known end.
@@ -37,6 +37,7 @@ def learning_rate(config: OptimizerConfig, tick: int, num_ticks: int | None) -> 
         return config.lr * (tick + 1) / (config.warmup_ticks + 1)
     if config.schedule == "constant":
         return config.lr
+    num_ticks = config.decay_ticks or num_ticks
     if num_ticks is None:
         raise ValueError(f"optimizer.schedule {config.schedule!r} needs the number of ticks of the run")
     falling = max(1, num_ticks - 1 - config.warmup_ticks)
@@ -143,6 +144,16 @@ class MasterWeights:
         self.adamw.zero_grad(set_to_none=True)
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def tensors_on_device(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What makes up the state, and what ``copy_to_parameters`` makes of it; both as plain local tensors.
+
+        Masters, moments and step counts that were offloaded are on the host and count as state all the same.
+        """
+        kept = [value for entry in self.adamw.state.values() for value in entry.values() if isinstance(value, Tensor)]
+        kept += [tensor.detach() for tensor in self.tensors.values()]
+        derived = [local_tensor(self.parameters[name].detach()) for name in sorted(self._apart)]
+        return kept, derived
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the next step depends on: ``weight/NAME``, and once stepped the moments and step counts."""

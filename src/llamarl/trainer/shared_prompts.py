@@ -17,11 +17,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig
 
-from llamarl.models.attention import PackedSequences, packed_attention_forward
+from llamarl.models.attention import PackedSequences, fused_attention, packed_attention_forward
+from llamarl.models.transfer import to_device
 
 __all__ = ["SharedPrompts", "can_share_prompts"]
 
@@ -85,7 +85,7 @@ class SharedPrompts:
         for prompt, responses in self.units:
             parts.append(torch.arange(prompt))
             parts += [torch.arange(prompt, prompt + n) for n in responses]
-        return torch.cat(parts)[None].to(device)
+        return to_device(torch.cat(parts)[None], device)
 
     def plan(self, device: torch.device) -> tuple[Tensor, tuple[_Bucket, ...], Tensor]:
         """Rows of the prompts, padded batches of the responses, and each row's place in their concatenated outputs."""
@@ -110,16 +110,20 @@ class SharedPrompts:
                         len(members),
                         prompt_length,
                         length,
-                        prompt_tokens.to(device),
-                        tokens.to(device),
-                        slots.to(device),
+                        to_device(prompt_tokens, device),
+                        to_device(tokens, device),
+                        to_device(slots, device),
                     )
                 )
                 order.append(tokens)
             rows = torch.cat(order)
             place = torch.empty_like(rows)
             place[rows] = torch.arange(len(rows))
-            self._cache[device] = (torch.cat(prompt_rows).to(device), tuple(buckets), place.to(device))
+            self._cache[device] = (
+                to_device(torch.cat(prompt_rows), device),
+                tuple(buckets),
+                to_device(place, device),
+            )
         return self._cache[device]
 
     def mask(self, length: int, prompt_length: int, device: torch.device) -> Tensor:
@@ -165,7 +169,6 @@ def _shared_prompt_attention(
     if sliding_window is not None or softcap is not None or attention_mask is not None or dropout:
         raise ValueError("llamarl_shared_prompts has no sliding window, soft cap, attention mask or dropout")
     H, N, D = query.shape[1:]
-    KV = key.shape[1]
     if packed_sequences.num_tokens != N:
         raise ValueError(f"the units hold {packed_sequences.num_tokens} tokens, the packed row {N}")
     scale = D**-0.5 if scaling is None else scaling
@@ -195,9 +198,9 @@ def _shared_prompt_attention(
             prompt = x.index_select(0, bucket.prompt_tokens).view(B, P, *x.shape[1:])
             return torch.cat([prompt, pad(x)], dim=1).transpose(1, 2)
 
-        out = F.scaled_dot_product_attention(
+        out = fused_attention(
             pad(q_NHD).transpose(1, 2), after_prompt(k_NKD), after_prompt(v_NKD),
-            attn_mask=packed_sequences.mask(R, P, query.device), scale=scale, enable_gqa=H != KV,
+            scale=scale, mask=packed_sequences.mask(R, P, query.device),
         )  # fmt: skip
         rows = out.transpose(1, 2).reshape(B * R, H, D)
         outputs.append(rows if full else rows.index_select(0, bucket.slots))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +38,11 @@ from llamarl.models.parallel import (
     apply_fully_shard,
     apply_tensor_parallel,
     gather_parameters,
+    local_tensor,
     make_layout,
     parameter_shards,
 )
+from llamarl.models.repeatable import demanded
 from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts
 from llamarl.seeding import derive_seed
 from llamarl.trainer.batch import Microbatch, TrainingSequence, make_microbatch, make_sequences, token_weight
@@ -48,6 +50,7 @@ from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.optimizer import MasterWeights, learning_rate
 from llamarl.trainer.packing import pack, shared_units
+from llamarl.trainer.parking import Parking
 from llamarl.trainer.policy import Policy, check_output_layer
 from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
 from llamarl.trainer.shared_prompts import can_share_prompts
@@ -117,6 +120,8 @@ class Trainer:
             initial=initial,
             offload=config.offload_optimizer,
         )
+        self.parking = Parking(self.device)
+        self._handed_over: dict[str, Tensor] = {}  # while parked: merged copies in host memory
         self._shards = parameter_shards(self.policy.parameters_by_name(), cuts, self.layout, "float32")
         self._sync_shards = self._shards if self.lora is None else whole_shards(self.parameters_for_sync())
 
@@ -135,6 +140,7 @@ class Trainer:
         """
         if tick != self.policy_version:
             raise ValueError(f"the trainer holds version {self.policy_version}, so its next tick is that, got {tick}")
+        assert not self.parking.parked, "the trainer is parked: call unpark first"
         sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
         steps, planned = self._plan_steps(groups, sequences, tick)
         statistics = [StepStatistics(step, self.policy_version, self.layout, self.device) for step in steps]
@@ -163,7 +169,8 @@ class Trainer:
     def _update(self, sequences: list[TrainingSequence], statistics: StepStatistics, lr: float) -> float:
         """One optimizer step; returns the gradient's norm before clipping. One that is not finite changes nothing."""
         for microbatch in self._microbatches(self._worth_computing(sequences), statistics):
-            self._forward_backward(microbatch, statistics)
+            with demanded(self.device):
+                self._forward_backward(microbatch, statistics)
         self.weights.collect_gradients()
         norm = self.weights.gradient_norm()
         grad_norm = norm.item()  # the step's host sync: everything was queued before it
@@ -312,16 +319,39 @@ class Trainer:
                 " of them: lower optimizer.lr or algorithm.rho, or look at the rewards of these ticks"
             )
 
+    def park(self) -> int:
+        """Move this rank's parameters, master weights and moments out of the device, and give back what the tick has freed;
+        returns the bytes moved (on a CPU none). Nobody may be reading what an earlier ``parameters_for_sync`` gave."""
+        if self.parking.moves and self.lora is not None and self.lora.hand_over == "merged":
+            self._handed_over = {name: tensor.to("cpu", copy=True) for name, tensor in self._merge()}
+        kept, derived = self.weights.tensors_on_device()
+        trained = self.policy.parameters_by_name()
+        kept += [local_tensor(p.detach()) for n, p in self.policy.model.named_parameters() if n not in trained]
+        return self.parking.park(kept, derived)
+
+    def unpark(self) -> None:
+        """Bring back what ``park`` moved, bit for bit."""
+        self.parking.unpark()
+        self.weights.copy_to_parameters()
+        self._handed_over = {}
+
     def parameters_for_sync(self) -> dict[str, Tensor]:
         """What is handed over: this rank's part of every parameter by its Hugging Face name, tied ones once; live float32
-        tensors. With adapters those alone, or merged copies, as ``lora.hand_over`` says."""
-        trained = {name: tensor.detach() for name, tensor in self.weights.tensors.items()}
-        return self._merged() if self.lora is not None and self.lora.hand_over == "merged" else trained
+        tensors, in host memory while parked. With adapters those alone, or merged copies, as ``lora.hand_over`` says."""
+        if self.lora is not None and self.lora.hand_over == "merged":
+            return self._merged()
+        return {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
 
     def _merged(self) -> dict[str, Tensor]:
+        return self._handed_over or dict(self._merge())
+
+    def _merge(self) -> Iterator[tuple[str, Tensor]]:
+        """One by one; where the weights lie now."""
         assert self.lora is not None
-        weights = {base_name(n): p for n, p in self.policy.model.named_parameters() if not p.requires_grad}
-        return dict(merged(weights, self.weights.tensors, scaling=self.lora.alpha / self.lora.rank))
+        where = self.parking.where
+        frozen = {base_name(n): where(p) for n, p in self.policy.model.named_parameters() if not p.requires_grad}
+        adapters = {name: where(tensor) for name, tensor in self.weights.tensors.items()}
+        return merged(frozen, adapters, scaling=self.lora.alpha / self.lora.rank)
 
     def sync_layout(self) -> dict[str, ParameterShard]:
         """Global shape, dtype and this rank's slice of every parameter of ``parameters_for_sync``."""
@@ -341,7 +371,8 @@ class Trainer:
             "tp": self.layout.tp,
             "kinds": sorted(extra or {}),
         }
-        state = stage(self.weights.state(), self._shards, values, copy=copy)
+        tensors = {key: self.parking.where(tensor) for key, tensor in self.weights.state().items()}
+        state = stage(tensors, self._shards, values, copy=copy)
         more = {f"{kind}/{name}": tensor for kind, tensors in (extra or {}).items() for name, tensor in tensors.items()}
         shards = stage(more, self.sync_layout(), {}, copy=False).shards
         return StagedState({**state.shards, **shards}, values)
@@ -385,8 +416,9 @@ class Trainer:
     def export_adapter(self, folder: Path) -> None:
         """Write the adapters as a folder that ``peft`` loads."""
         assert self.lora is not None, "no adapters are trained"
+        adapters = {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
         write_adapter_folder(
-            Path(folder), self.weights.tensors, rank=self.lora.rank, alpha=self.lora.alpha, targets=self.lora.targets,
+            Path(folder), adapters, rank=self.lora.rank, alpha=self.lora.alpha, targets=self.lora.targets,
             base=str(resolve_model_path(self.model_path)),
         )  # fmt: skip
 

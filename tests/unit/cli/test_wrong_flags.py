@@ -165,7 +165,7 @@ def test_a_recipe_may_stand_behind_its_overrides(capsys: pytest.CaptureFixture[s
         ),
         ([RECIPE, "--run.dir", "5"], "run.dir: expected text, got 5"),
         ([RECIPE, "--run.dir", ""], "run.dir must name a folder"),
-        ([RECIPE, "--run.dir", "runs/{seed}"], "run.dir has no placeholder {seed}"),
+        ([RECIPE, "--run.dir", "runs/{seed}"], "run.dir may hold braces only"),
     ],
 )
 def test_flags_of_train_that_make_no_sense_say_what_would(

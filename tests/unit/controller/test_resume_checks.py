@@ -88,11 +88,33 @@ def test_the_same_configuration_and_machine_go_on(
     assert len(executed) == 1
 
 
-def test_a_new_length_under_a_falling_rate_is_told(
+def test_a_prolonged_run_keeps_the_rate_that_it_was_started_with(
     tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpointed(tmp_path / "run", monkeypatch, dict(platform_facts()))
+    assert load_config(tmp_path / "run" / "config.toml").optimizer.decay_ticks == 100
     asked = config(tmp_path / "run")
     training.resume_run(dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=200)))
     assert len(executed) == 1
-    assert "'cosine' falls to its end at run.num_ticks, which was 100 and is 200" in capsys.readouterr().err
+    assert load_config(tmp_path / "run" / "config.toml").optimizer.decay_ticks == 100
+    assert "'cosine' has fallen to 0 at tick 100" in capsys.readouterr().err
+
+
+def test_a_run_that_ended_early_without_its_model_is_not_called_complete(
+    tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointed(tmp_path / "run", monkeypatch, dict(platform_facts()))  # after tick 4
+    asked = config(tmp_path / "run")
+    with pytest.raises(ConfigError, match="without writing its model.*give at least 6"):
+        training.resume_run(dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=5)))
+    assert executed == []
+
+
+def test_what_several_checks_find_is_told_at_once() -> None:
+    def refuse(text: str) -> None:
+        raise ConfigError(text)
+
+    with pytest.raises(ConfigError, match="2 mistakes.*\n  - one\n  - two"):
+        training._raise_all(lambda: refuse("one"), lambda: None, lambda: refuse("two"))
+    with pytest.raises(ConfigError, match="^one$"):
+        training._raise_all(lambda: refuse("one"), lambda: None)

@@ -67,6 +67,13 @@ def test_memory_of_copies_for_checkpoints_is_said() -> None:
     assert edges["eval_weights"].checkpoint_copies == 0
 
 
+def test_co_located_weights_go_through_host_memory_where_they_wait() -> None:
+    config = load_config(None, ["--schedule.max_staleness", "0", "--schedule.colocated", "true"])
+    _, edges = settled(config, {"trainer": "cuda:0", "generator": "cuda:0", "evaluator": "cuda:1"})
+    assert {edge.transport for edge in edges.values()} == {"shared_memory"}
+    assert edges["weights"].reason == "the trainer's weights wait in host memory"
+
+
 def test_recipe_may_name_the_transport() -> None:
     config = load_config(None, ["--schedule.transport", "shared_memory"])
     _, edges = settled(config, {"trainer": "cuda:0", "generator": "cuda:1"})

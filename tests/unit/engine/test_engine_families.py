@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
-from llamarl.errors import ModelError
+from llamarl.errors import ConfigError, ModelError
 from llamarl.models.loading import load_model
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_sequences=8, max_batch_tokens=24)
@@ -105,5 +105,5 @@ def test_a_row_in_int8_does_not_depend_on_the_rest_of_its_batch(tmp_path: Path) 
 
 def test_quantization_that_the_device_does_not_have_is_refused(tmp_path: Path) -> None:
     tiny_model("llama", "eager").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'fp8' is not available on cpu; use one of none, int8"):
+    with pytest.raises(ConfigError, match="'fp8' is not available on cpu; use one of none, int8"):
         NativeEngine(tmp_path, CONFIG, quantization="fp8")

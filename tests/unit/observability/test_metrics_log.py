@@ -181,3 +181,8 @@ def test_the_page_on_metrics_holds_the_table_of_the_code() -> None:
     assert markdown_table() in page.read_text(encoding="utf-8"), (
         "run: python -m llamarl.observability.keys docs/metrics.md"
     )
+
+
+def test_an_empty_file_of_a_run_that_ended_before_its_first_tick_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    MetricsLog(tmp_path).close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.cli import plan as verb
+from llamarl.config import load_config
 from llamarl.errors import PlanError
 from llamarl.planner.calibrate import Sample, fit, load_calibration, save_calibration
 from llamarl.planner.choices import Options, Workload
@@ -125,14 +127,25 @@ def test_a_recipe_keeps_unknown_settings_as_comments() -> None:
     assert "# tp = 2" in fewer and "tp" not in tomllib.loads(fewer)["generator"]
 
 
-def test_co_located_plans_become_recipes_on_cpu_cores_only() -> None:
+def test_co_located_plans_become_co_located_recipes() -> None:
     cpu = this_machine()
     settings = plan_settings(best_resharding(cpu, _work(), Options(), 2), "m", cpu, 1.0)
     assert settings["generator"]["threads"] == settings["trainer"]["threads"] == 2
-    assert settings["schedule"]["max_staleness"] == 0
+    assert settings["schedule"]["max_staleness"] == 0 and settings["schedule"]["colocated"] is True
     gpu = find_hardware("h100")
-    with pytest.raises(PlanError, match="separate"):
-        plan_settings(best_resharding(gpu, _work(), Options(), 2), "m", gpu, 1.0)
+    settings = plan_settings(best_resharding(gpu, _work(), Options(), 2), "m", gpu, 1.0)
+    assert settings["schedule"]["max_staleness"] == 0 and settings["schedule"]["colocated"] is True
+    for sizes in (("generator", "dp", "tp"), ("trainer", "fsdp", "tp")):  # each takes both devices in its turn
+        assert math.prod(settings[sizes[0]][key] for key in sizes[1:]) == 2
+
+
+def test_a_lone_device_gets_a_co_located_recipe_that_loads(tmp_path: Path) -> None:
+    file = tmp_path / "one.toml"
+    asked = "--model SmolLM2-135M --devices 1 --hardware h100 --prompts 8 --group-size 4 --response-tokens 64"
+    assert plan(f"{asked} --recipe {file}") == 0
+    config = load_config(file)
+    assert config.schedule.colocated and config.schedule.max_staleness == 0
+    assert config.generator.dp * config.generator.tp == config.trainer.fsdp * config.trainer.tp == 1
 
 
 def test_a_recipe_and_a_run_pose_the_question(tmp_path: Path) -> None:

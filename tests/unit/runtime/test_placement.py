@@ -6,7 +6,7 @@ import pytest
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.placement import place
+from llamarl.runtime.placement import Turns, place
 
 
 def executor(name: str, *, num_ranks: int = 1, threads: int = 0, device: str = "auto") -> ExecutorSpec:
@@ -84,3 +84,51 @@ def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         place([executor("generator", device="cuda"), executor("trainer", threads=-2)], cores=0, cuda_devices=0)
     assert str(caught.value).count("\n  - ") == 3
+
+
+IN_TURN = Turns(sharing=("generator", "trainer"), members=("generator", "reward", "trainer"))
+
+
+def co_located(*executors: ExecutorSpec, cores: int = 8, cuda_devices: int = 0) -> dict[str, tuple[int, str]]:
+    placement = place(executors, cores=cores, cuda_devices=cuda_devices, turns=IN_TURN)
+    return {spec.name: (spec.threads, spec.device) for spec in placement.executors}
+
+
+def test_executors_that_take_turns_each_get_all_cores_that_the_others_leave() -> None:
+    job = (executor("generator"), executor("reward", threads=1), executor("trainer"), executor("evaluator", threads=2))
+    assert [threads for threads, _ in co_located(*job).values()] == [6, 1, 6, 2]
+    assert [threads for threads, _ in co_located(*job[:3], cores=2).values()] == [2, 1, 2]
+
+
+def test_ranks_of_one_that_takes_turns_divide_its_cores() -> None:
+    job = (executor("generator", num_ranks=3), executor("reward", threads=1), executor("trainer"))
+    assert [threads for threads, _ in co_located(*job).values()] == [2, 1, 8]
+
+
+def test_one_beside_them_that_asks_for_threads_gets_a_share_of_the_largest() -> None:
+    job = (executor("generator", num_ranks=2), executor("trainer"), executor("evaluator"))
+    assert [threads for threads, _ in co_located(*job, cores=8).values()] == [3, 6, 2]  # three sharers, rounded down
+
+
+def test_thread_counts_that_are_given_stand() -> None:
+    job = (executor("generator", threads=3), executor("trainer", threads=5), executor("evaluator"))
+    assert [threads for threads, _ in co_located(*job).values()] == [3, 5, 3]
+
+
+def test_co_located_executors_share_devices_from_the_first_on() -> None:
+    job = (executor("generator", num_ranks=2), executor("reference"), executor("trainer"), executor("evaluator"))
+    placed = co_located(*job, cuda_devices=4)
+    assert [device for _, device in placed.values()] == ["cuda:0,cuda:1", "cuda:2", "cuda:0", "cuda:3"]
+
+
+def test_table_says_what_a_shared_device_must_hold() -> None:
+    job = (executor("generator"), executor("reward", device="cpu", threads=1), executor("trainer"))
+    assert place(job, cores=4, cuda_devices=1, turns=IN_TURN).notes() == [
+        "4 threads on 4 cores, one at a time of generator, reward, trainer",
+        "generator and trainer are co-located: the one that waits gives its memory back",
+        "cuda:0 is shared by generator, trainer: its memory must hold the larger of generator and trainer",
+    ]
+    crowded = place((*job, executor("evaluator", threads=1)), cores=4, cuda_devices=1, turns=IN_TURN).notes()
+    assert crowded[-1].endswith(
+        "generator, trainer, evaluator: its memory must hold evaluator and the larger of generator and trainer"
+    )

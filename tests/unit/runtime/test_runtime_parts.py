@@ -77,3 +77,20 @@ def test_processes_of_one_kernel_know_that_they_share_their_pids() -> None:
     code = "from llamarl.runtime.process_watch import process_space; print(process_space())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert other == process_space()
+
+
+def test_output_closes_in_peace_when_its_thread_has_ended_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = OutputReader()
+    prefix = reader.open("one")
+    writers = [os.open(f"{prefix}.{stream}", os.O_WRONLY) for stream in ("stdout", "stderr")]
+    write = os.write
+
+    def late(fd: int, data: bytes) -> int:  # the last process ends between the request to stop and the wake-up
+        for writer in writers:
+            os.close(writer)
+        reader._thread.join(10.0)
+        assert not reader._thread.is_alive()
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", late)
+    reader.close(5.0)

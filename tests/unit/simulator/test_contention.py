@@ -75,9 +75,8 @@ def test_the_evaluator_works_when_the_real_one_does_and_slows_the_others() -> No
     result = simulate(scenario)
     spent = [r.finished_s - r.started_s for r in result.reports if r.executor == "evaluator"]
     assert [k for k, seconds in enumerate(spent) if seconds] == [0, 3, 7, 11]
-    # Three threads on two cores: 3 s of a tick do 2 s of its work. The trainer may be two ticks ahead at most, so it waits
-    # while the last second of work is done beside the generator alone.
-    assert spent[3] == spent[7] == pytest.approx(4.0)
+    # Three threads on two cores: 3 s of a tick do 2 s of its work, and nobody waits for an evaluation of 4.5 s.
+    assert spent[3] == spent[7] == pytest.approx(4.5)
     assert spent[11] == pytest.approx(3.0)
 
 

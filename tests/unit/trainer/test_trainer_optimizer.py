@@ -20,6 +20,16 @@ def test_learning_rate_by_hand() -> None:
     assert [learning_rate(linear, k, 5) for k in range(6)] == [2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
     cosine = OptimizerConfig(lr=1.0, warmup_ticks=1, schedule="cosine")
     assert learning_rate(cosine, 0, 4) == 0.5
+    ends = OptimizerConfig(lr=2.0, schedule="linear", min_lr_ratio=0.5, decay_ticks=5)
+    assert [learning_rate(ends, k, 9) for k in range(7)] == [
+        2.0,
+        1.75,
+        1.5,
+        1.25,
+        1.0,
+        1.0,
+        1.0,
+    ]  # not the run's length
     assert [learning_rate(cosine, k, 4) for k in (1, 2, 3)] == pytest.approx([1.0, 0.5, 0.0])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
@@ -35,11 +35,14 @@ _TRAITS: dict[str, dict[str, object]] = {
 }
 
 
+def tiny_config(family: str) -> PretrainedConfig:
+    return AutoConfig.for_model(family, **{**_COMMON, **_TRAITS[family]})
+
+
 def write_model(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """A tiny random model folder."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**_COMMON, **_TRAITS[family]})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:

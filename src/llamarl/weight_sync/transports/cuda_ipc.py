@@ -7,7 +7,8 @@ The source alone decides how long its memory lives: it closes a buffer only when
 then gives up every handle's count, opened or not. So a sink that restarts may open its handle again, and one that was
 killed, or never came, keeps no memory of the source. A sink's waits for its device have the pull's deadline.
 
-Blocks are larger than on the CPU: each costs the sink one wait for its checksum.
+Blocks are larger than on the CPU: each costs the sink one wait for its checksum. CUDA cannot open a handle in the process
+that made it, so where both ends share a process (runtime ``inline``) the sink is given the source's buffer itself.
 
 **Not yet run on a GPU.** What does not touch a device (the control part, the mix64 checksum, the protocol around both) is
 tested on the CPU; the device calls below are reviewed against torch 2.13's ``torch.multiprocessing.reductions``, whose
@@ -22,6 +23,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -60,6 +62,7 @@ class _Buffer:
         whole[control_bytes:] = torch.frombuffer(bytearray(handles), dtype=torch.uint8)
         self.control = whole[:control_bytes]
         self._address = CudaIpcAddress(self._segment.handle, control_bytes, len(handles), data_bytes)
+        _of_this_process[self._segment.handle.nonce] = self
 
     @property
     def address(self) -> CudaIpcAddress:
@@ -72,6 +75,10 @@ class _Buffer:
         self.control = torch.empty(0, dtype=torch.uint8)
         self.data = torch.empty(0, dtype=torch.uint8)
         self._segment.close()
+
+
+_of_this_process: WeakValueDictionary[bytes, _Buffer] = WeakValueDictionary()
+"""Registered buffers by the nonce of their control segment."""
 
 
 class CudaIpcSource:
@@ -111,13 +118,8 @@ class _Remote:
         self._address = address
         self._segment = segment
         self._control = tensor_over(segment.bytes)
-        at = address.control_bytes
-        uuid, start, shares = pickle.loads(segment.bytes[at : at + address.handles_bytes].tobytes())
-        if not 0 <= rank < len(shares):
-            raise WeightSyncError(f"the source shares its buffer with {len(shares)} sink ranks, this is rank {rank}")
-        device = _device_of(uuid)
-        storage = torch.UntypedStorage._new_shared_cuda(device.index, *shares[rank][1:])
-        self._data = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, start, (address.data_bytes,), (1,))
+        own = _of_this_process.get(address.segment.nonce)
+        self._data = _shared_data(address, segment, rank) if own is None else own.data
 
     def view(self) -> None:
         return None
@@ -191,6 +193,17 @@ class CudaIpcSink:
 
     def close(self) -> None:
         pass
+
+
+def _shared_data(address: CudaIpcAddress, segment: MappedSegment, rank: int) -> torch.Tensor:
+    """The source's device memory, mapped here."""
+    at = address.control_bytes
+    uuid, start, shares = pickle.loads(segment.bytes[at : at + address.handles_bytes].tobytes())
+    if not 0 <= rank < len(shares):
+        raise WeightSyncError(f"the source shares its buffer with {len(shares)} sink ranks, this is rank {rank}")
+    device = _device_of(uuid)
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *shares[rank][1:])
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, start, (address.data_bytes,), (1,))
 
 
 def _check_device(device: torch.device) -> None:

@@ -1,0 +1,249 @@
+"""Decode steps of few shapes, so that each can be recorded once as a CUDA graph and replayed.
+
+A decode step of a small model is a thousand short kernels; launching them one by one can take longer than they run. A graph
+launches all of them at once, but only for the shapes and addresses that it was recorded with. So a step in which every
+sequence decodes is padded to a *bucket* of so many rows and so many blocks of context::
+
+    chunks ──pad_decodes──▶ one int64 array ──one copy──▶ the bucket's inputs ──replay──▶ logits [rows, V], the first N count
+
+- Rows beyond the sequences hold token 0 and write and read the *scratch block*, one block more than the cache has otherwise;
+  no sequence ever looks there.
+- A graph is recorded when its bucket is first needed: twice the step runs as it is, on a side stream, so that libraries set
+  themselves up, then once more for the record. Graphs share one pool of memory, since one runs at a time: the logits of
+  a step are valid until the next step.
+- Weights are written in place, so graphs outlive them. If an address has moved after all, all graphs are forgotten.
+
+Steps with prompt tokens, and batches that no bucket fits, go the ordinary way. Which way a step goes, and in which bucket,
+depends on its batch alone, so a resumed run takes the same one.
+
+**Not yet run on a GPU.** Buckets and padding are tested on the CPU, where the padded step runs without being recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from llamarl.engine.scheduler import Chunk
+from llamarl.models.transfer import to_device
+
+__all__ = ["Bucket", "Buckets", "DecodeInputs", "PaddedDecoder", "pad_decodes", "reason_against", "sizes_between"]
+
+_MOST_ROWS = 512
+_LEAST_TOKENS = 64  # of context that the narrowest bucket holds
+_MAX_PADDED_RATIO = 4  # a padded step may gather so many times the blocks that its sequences hold
+_FREE_TOKENS = 1 << 15  # below so many padded tokens the ratio does not matter
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Shape of a padded decode step."""
+
+    rows: int
+    width: int
+    """Blocks of each row's table."""
+
+
+def sizes_between(smallest: int, largest: int) -> tuple[int, ...]:
+    """``smallest``, then by turns half as much again and a third: 4, 6, 8, 12, 16, ...; the last one is ``largest``."""
+    sizes, size = [], smallest
+    while size < largest:
+        sizes += [size, size + size // 2]
+        size *= 2
+    return (*sorted({size for size in sizes if size < largest}), largest)
+
+
+class Buckets:
+    """The shapes that an engine has, and which one a step takes.
+
+    Args:
+        max_rows: Most sequences in a step.
+        max_tokens: Longest context.
+    """
+
+    def __init__(self, *, max_rows: int, max_tokens: int, block_size: int) -> None:
+        self._block_size = block_size
+        widest = -(-max_tokens // block_size)
+        self.rows = sizes_between(1, min(max_rows, _MOST_ROWS))
+        self.widths = sizes_between(min(widest, -(-_LEAST_TOKENS // block_size)), widest)
+
+    def choose(self, counts: Sequence[int]) -> Bucket | None:
+        """The smallest bucket for sequences that hold so many blocks each.
+
+        None if there is none, or if it would gather far more than the sequences hold: one long context among many short.
+        """
+        rows = next((size for size in self.rows if size >= len(counts)), None)
+        width = next((size for size in self.widths if size >= max(counts)), None)
+        if rows is None or width is None:
+            return None
+        if rows * width * self._block_size > _FREE_TOKENS and rows * width > _MAX_PADDED_RATIO * sum(counts):
+            return None
+        return Bucket(rows, width)
+
+
+def pad_decodes(chunks: Sequence[Chunk], bucket: Bucket, *, block_size: int, scratch: int) -> npt.NDArray[np.int64]:
+    """Inputs of a decode step, [rows * (4 + width)]: tokens, positions, slots, lengths, block tables, one after another.
+
+    Args:
+        chunks: One decoded token each; row i is chunk i. A table shorter than the bucket repeats its own last block, so
+            that a NaN of one sequence cannot reach another.
+        scratch: The block of the rows beyond them.
+    """
+    rows, width, n = bucket.rows, bucket.width, len(chunks)
+    flat = np.empty(rows * (4 + width), np.int64)
+    tokens, positions, slots, lengths = flat[: 4 * rows].reshape(4, rows)
+    tables = flat[4 * rows :].reshape(rows, width)
+    tokens[n:], positions[n:], slots[n:], lengths[n:], tables[n:] = 0, 0, scratch * block_size, 1, scratch
+    for i, chunk in enumerate(chunks):
+        last, offset = divmod(chunk.start, block_size)
+        tokens[i], positions[i], lengths[i] = chunk.tokens[0], chunk.start, chunk.start + 1
+        slots[i] = chunk.blocks[last] * block_size + offset
+        tables[i, : last + 1] = chunk.blocks[: last + 1]
+        tables[i, last + 1 :] = chunk.blocks[last]
+    return flat
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """Views of ``pad_decodes``' array on the device; a graph reads it at this address."""
+
+    flat: Tensor
+    bucket: Bucket
+
+    def _row(self, index: int) -> Tensor:
+        return self.flat.narrow(0, index * self.bucket.rows, self.bucket.rows)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[rows]."""
+        return self._row(0)
+
+    @property
+    def positions(self) -> Tensor:
+        """[rows]."""
+        return self._row(1)
+
+    @property
+    def slots(self) -> Tensor:
+        """[rows] where each token's K and V go."""
+        return self._row(2)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[rows] cached tokens, the new one included."""
+        return self._row(3)
+
+    @property
+    def tables(self) -> Tensor:
+        """[rows * width] block ids."""
+        return self.flat.narrow(0, 4 * self.bucket.rows, self.bucket.rows * self.bucket.width)
+
+
+@dataclass(slots=True)
+class _Recorded:
+    graph: Any
+    inputs: DecodeInputs
+    logits: Tensor
+
+
+class PaddedDecoder:
+    """Runs decode steps by bucket.
+
+    Args:
+        compute: The step itself: inputs -> logits [rows, V]. Asks nothing of the host, and always does the same work.
+        record: Whether to record and replay; else ``compute`` runs each time.
+        forget: Called when a graph has been recorded: lets go of tensors that ``compute`` has kept for itself.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[DecodeInputs], Tensor],
+        buckets: Buckets,
+        *,
+        device: torch.device,
+        block_size: int,
+        scratch: int,
+        record: bool,
+        forget: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._compute, self._buckets, self._forget = compute, buckets, forget
+        self._device, self._block_size, self._scratch = device, block_size, scratch
+        self._record = record
+        self._graphs: dict[Bucket, _Recorded] = {}
+        self._pool: Any = None
+        self._addresses: tuple[int, ...] | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        """Logits [len(chunks), V] of a step of decodes, valid until the next call; None if no bucket fits."""
+        bucket = self._buckets.choose([chunk.start // self._block_size + 1 for chunk in chunks])
+        if bucket is None:
+            return None
+        padded = pad_decodes(chunks, bucket, block_size=self._block_size, scratch=self._scratch)
+        host = torch.from_numpy(padded)
+        if not self._record:
+            return self._compute(DecodeInputs(to_device(host, self._device), bucket))[: len(chunks)]
+        recorded = self._graphs.get(bucket)
+        if recorded is None:
+            recorded = self._graphs[bucket] = self._capture(DecodeInputs(to_device(host, self._device), bucket))
+        else:
+            recorded.inputs.flat.copy_(host.pin_memory(), non_blocking=True)
+        recorded.graph.replay()
+        return recorded.logits[: len(chunks)]
+
+    def served_from(self, addresses: tuple[int, ...]) -> None:
+        """Tell where the weights lie now; graphs that read them elsewhere are forgotten."""
+        if self._addresses not in (None, addresses):
+            self._graphs.clear()
+        self._addresses = addresses
+
+    def drop(self) -> None:
+        """Forget every graph, and free their memory."""
+        self._graphs.clear()
+        self._pool = None
+
+    def _capture(self, inputs: DecodeInputs) -> _Recorded:
+        """Record the step. The warm-up computes with the real inputs: it writes what the replay will write again."""
+        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                self._compute(inputs)
+        current.wait_stream(side)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # other threads of the process may allocate meanwhile: a copy of the weights, a checkpoint
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            logits = self._compute(inputs)
+        self._forget()
+        return _Recorded(graph, inputs, logits)
+
+
+def reason_against(config: Any, *, device: torch.device, num_ranks: int) -> str | None:
+    """Why decode steps of this engine cannot be recorded; None if they can.
+
+    Args:
+        config: The model's.
+        num_ranks: Tensor-parallel ranks.
+    """
+    if device.type != "cuda":
+        return f"they need a CUDA device, the engine computes on {device.type}"
+    if num_ranks > 1:
+        return "with tensor parallelism a step holds collectives"
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+    changing = [kind for kind in ("dynamic", "longrope") if kind in kinds]
+    if changing:
+        return f"rotary embedding {changing[0]!r} asks the host for the longest context in every step"
+    return None
