@@ -53,10 +53,10 @@ BFLOAT16 = {"generator.engine.dtype": '"bfloat16"', "trainer.dtype": '"bfloat16"
         {"run.runtime": '"inline"'},
         {"run.runtime": '"inline"', **BFLOAT16},
         {"run.runtime": '"inline"', **BFLOAT16, "generator.engine.cuda_graphs": '"off"'},
-        {"run.runtime": '"inline"', "schedule.transport": '"shared_memory"'},
+        {"run.runtime": '"inline"', "schedule.transport": '"cuda_ipc"'},
         {"run.runtime": '"monarch"'},
     ],
-    ids=["inline", "inline_bfloat16", "inline_bfloat16_without_graphs", "inline_shared_memory", "processes"],
+    ids=["inline", "inline_bfloat16", "inline_bfloat16_without_graphs", "inline_cuda_ipc", "processes"],
 )
 def test_a_job_repeats_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     one, two = (train(tmp_path / name, settings) for name in ("one", "two"))

@@ -58,6 +58,7 @@ def serve(weights: WeightVersion, engine: Engine, layout: Layout | None = None, 
     in_place = (
         layout is None
         and isinstance(engine, AdoptsWeights)
+        and weights.can_map
         and engine.can_adopt({name: spec.dtype for name, spec in weights.parameters.items()})
         and weights.worth_mapping()
     )

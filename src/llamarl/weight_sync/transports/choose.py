@@ -24,7 +24,7 @@ def choose_transport(sources: Sequence[Place], sinks: Sequence[Place]) -> tuple[
 
     Hosts decide first: where any two ranks that may talk sit on different hosts, all use ``rdma``. On one host, GPUs on
     both sides use ``cuda_ipc``, anything else ``shared_memory``; so do GPUs of one process, because CUDA opens no memory
-    handle in the process that made it.
+    handle in the process that made it, and runs in one process are for looking, not for speed.
 
     Raises:
         ValueError: A side has no ranks.
