@@ -32,7 +32,7 @@ class ScheduleConfig:
 
     transport: Literal["auto", "shared_memory", "cuda_ipc", "rdma"] = "auto"
     """What carries weight versions. "auto" chooses by where the ranks are and says so at the start: "cuda_ipc" between GPUs
-    of one host, "rdma" between hosts, else "shared_memory"."""
+    of one host in processes of their own, "rdma" between hosts, else "shared_memory"."""
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())
