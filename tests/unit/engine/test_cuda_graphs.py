@@ -27,6 +27,7 @@ from llamarl.engine.cuda_graphs import (
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.scheduler import Chunk
 from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.errors import ConfigError
 
 
 def _decode(token: int, start: int, blocks: list[int]) -> Chunk:
@@ -190,7 +191,7 @@ def test_scratch_block_counts_toward_the_limit_and_is_nobodys(folder: Path) -> N
     assert runner.num_blocks == 99 and runner._cache.shape[2] == 100
     _run(engine, _sequences())
     assert engine.stats()["kv_bytes_used_max"] <= 99 * 4 * 384
-    with pytest.raises(ValueError, match="less than 2 blocks of 4 tokens"):
+    with pytest.raises(ConfigError, match="less than 2 blocks of 4 tokens"):
         _engine(folder, "padded", kv_cache_bytes=4 * 384)
 
 
@@ -321,6 +322,6 @@ def test_recording_is_refused_where_it_cannot_work(folder: Path) -> None:
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert "dynamic" in str(reason_against(config, device=cuda, num_ranks=1))
     assert reason_against(tiny_config("gemma3_text"), device=cuda, num_ranks=1) is None  # a rope for each kind of layer
-    with pytest.raises(ValueError, match="engine.cuda_graphs is 'on'.*CUDA device"):
+    with pytest.raises(ConfigError, match="engine.cuda_graphs is 'on'.*CUDA device"):
         _engine(folder, "on")
     assert _engine(folder, "auto")._runner.padded_decoder is None
