@@ -154,7 +154,7 @@ def resume_run(config: RunConfig) -> None:
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"--resume: {run_dir} holds no run (no {CONFIG_FILE}); start one without --resume")
     begun = load_config(run_dir / CONFIG_FILE)
-    prepared = _prepare(_settle_rate(config, begun.optimizer.decay_ticks or begun.run.num_ticks))
+    prepared = _prepare(_settle_rate(config, begun))
     check_reward(prepared.config)
     with held(run_dir):
         store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
@@ -185,16 +185,16 @@ def resume_run(config: RunConfig) -> None:
         _execute(prepared, run_dir, resume_after_tick=checkpoint.tick, load_from=checkpoint.path)
 
 
-def _settle_rate(config: RunConfig, num_ticks: int) -> RunConfig:
-    """Falling rates end where they were said to end, or with a run of ``num_ticks``."""
+def _settle_rate(config: RunConfig, begun: RunConfig) -> RunConfig:
+    """A falling rate whose end ``config`` leaves open ends where that of ``begun`` does, or with the run that it describes."""
 
-    def settled(optimizer: OptimizerConfig) -> OptimizerConfig:
+    def settled(optimizer: OptimizerConfig, earlier: OptimizerConfig) -> OptimizerConfig:
         if optimizer.schedule == "constant" or optimizer.decay_ticks:
             return optimizer
-        return dataclasses.replace(optimizer, decay_ticks=num_ticks)
+        return dataclasses.replace(optimizer, decay_ticks=earlier.decay_ticks or begun.run.num_ticks)
 
-    critic = dataclasses.replace(config.critic, optimizer=settled(config.critic.optimizer))
-    return dataclasses.replace(config, optimizer=settled(config.optimizer), critic=critic)
+    critic = dataclasses.replace(config.critic, optimizer=settled(config.critic.optimizer, begun.critic.optimizer))
+    return dataclasses.replace(config, optimizer=settled(config.optimizer, begun.optimizer), critic=critic)
 
 
 def _tell_of_a_rate_of_zero(config: RunConfig) -> None:
@@ -232,7 +232,7 @@ def _refuse(differences: Sequence[str], prepared: _Prepared, run_dir: Path, made
 
 def _prepare(config: RunConfig) -> _Prepared:
     """Refuse what cannot run, before any process starts; settle threads and devices."""
-    config = _settle_rate(config, config.run.num_ticks)
+    config = _settle_rate(config, config)
     folder = resolve_model_path(config.model.path)
     check_prompts(config, folder)
     _check_vocabularies(config, folder)

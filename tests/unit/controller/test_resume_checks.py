@@ -118,3 +118,15 @@ def test_what_several_checks_find_is_told_at_once() -> None:
         training._raise_all(lambda: refuse("one"), lambda: None, lambda: refuse("two"))
     with pytest.raises(ConfigError, match="^one$"):
         training._raise_all(lambda: refuse("one"), lambda: None)
+
+
+def test_each_falling_rate_keeps_its_own_end_through_a_second_prolonging() -> None:
+    asked = config(Path("run"), lr=1e-4)
+    falling = dataclasses.replace(asked.critic.optimizer, schedule="linear")
+    constant = dataclasses.replace(asked.optimizer, schedule="constant")
+    asked = dataclasses.replace(asked, optimizer=constant, critic=dataclasses.replace(asked.critic, optimizer=falling))
+    begun = training._settle_rate(asked, asked)
+    for num_ticks in (200, 300):
+        longer = dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=num_ticks))
+        begun = training._settle_rate(longer, begun)
+        assert (begun.optimizer.decay_ticks, begun.critic.optimizer.decay_ticks) == (0, 100)
