@@ -68,10 +68,18 @@ def test_generate_repeats_with_one_seed_and_carries_jsonl_keys_over(llamarl: Com
         out = tmp_path / f"{name}.jsonl"
         done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts), "--output", str(out), "--seed", "5"])
         assert done.returncode == 0, done.stderr
-        answers.append(sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda a: a["id"]))
+        answers.append([json.loads(line) for line in out.read_text().splitlines()])
     assert answers[0] == answers[1]
     assert [a["id"] for a in answers[0]] == [7, 8]
     assert all(len(a["tokens"]) == len(a["logprobs"]) > 0 for a in answers[0])
+
+
+def test_plain_answers_come_in_the_order_of_the_prompts_under_their_numbers(llamarl: CommandLine) -> None:
+    prompts = "a3 b9 c4 =\n" * 3 + "a1 b2 =\n"
+    done = llamarl.run(["generate", "bundled:tiny", "--samples", "2"], stdin=prompts)
+    assert done.returncode == 0, done.stderr
+    labels = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert labels == [f"[prompt {p}, sample {s}]" for p in (1, 2, 3, 4) for s in (1, 2)]
 
 
 def test_a_malformed_prompt_line_is_named(llamarl: CommandLine, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +18,17 @@ from llamarl.models.folders import resolve_model_path
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
-Samples responses with the native engine: many prompts at once, printed as they finish.
+Samples responses with the native engine: many prompts at once, answers in the order of the prompts.
 
   llamarl generate bundled:tiny --prompt "..."             one prompt, streamed to the terminal
   echo "..." | llamarl generate path/to/model              one prompt a line on standard input
   llamarl generate path/to/model --input in.jsonl --output out.jsonl
 
+Where there are several answers, each is printed under a line "[prompt 3]" or "[prompt 3, sample 1]".
 A JSONL line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}; other keys are carried over.
 An answer line adds "response", "finish_reason", "tokens" and "logprobs" (of the distribution sampled from)."""
+
+_PROGRESS_EVERY_S = 5.0
 
 
 class _Request(NamedTuple):
@@ -140,22 +144,57 @@ def _generate(args: argparse.Namespace, model: str, requests: list[_Request], ou
         engine.add(sequences)
     except ValueError as error:
         raise DataError(str(error)) from error
-    stream = len(sequences) == 1 and args.output is None and args.input is None
+    as_json = args.input is not None or args.output is not None
+    if len(sequences) == 1 and not as_json:
+        _stream(engine, sequences[0], tokenizer)
+        return
     write = _print if output is None else output.write_line
+    progress = _Progress(len(sequences)) if output is not None or not sys.stdout.isatty() else None
+    written = 0
+    while engine.has_work:
+        engine.step()
+        while written < len(sequences) and sequences[written].finished:  # in order; later ones wait for their turn
+            sequence = sequences[written]
+            answer = _answer(requests[sequence.prompt_index], sequence, tokenizer, as_json=as_json)
+            write(answer if as_json else f"{_label(sequence, args.samples)}\n{answer}")
+            written += 1
+        if progress is not None:
+            progress.show(sequences)
+
+
+def _stream(engine: Any, sequence: Any, tokenizer: Any) -> None:
+    """A single answer, as it comes."""
     shown = 0
     while engine.has_work:
-        finished = engine.step()
-        if stream:
-            text = str(tokenizer.decode(sequences[0].tokens, skip_special_tokens=True))
-            if not text.endswith("\ufffd"):  # half of a multi-byte character
-                print(text[shown:], end="", flush=True)
-                shown = len(text)
-        else:
-            for sequence in finished:
-                request = requests[sequence.prompt_index]
-                write(_answer(request, sequence, tokenizer, as_json=args.input is not None or args.output is not None))
-    if stream:
-        print()
+        engine.step()
+        text = str(tokenizer.decode(sequence.tokens, skip_special_tokens=True))
+        if not text.endswith("\ufffd"):  # half of a multi-byte character
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+    print()
+
+
+def _label(sequence: Any, samples: int) -> str:
+    """Which prompt the answer below is for, counted from 1."""
+    sample = f", sample {sequence.sample_index + 1}" if samples > 1 else ""
+    return f"[prompt {sequence.prompt_index + 1}{sample}]"
+
+
+class _Progress:
+    """A line on standard error every few seconds, where answers do not go to the terminal."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._began = self._shown = time.monotonic()
+
+    def show(self, sequences: list[Any]) -> None:
+        now = time.monotonic()
+        if now - self._shown < _PROGRESS_EVERY_S:
+            return
+        self._shown = now
+        finished = sum(sequence.finished for sequence in sequences)
+        rate = sum(len(sequence.tokens) for sequence in sequences) / (now - self._began)
+        print(f"{finished} of {self._total} answers, {rate:.0f} tokens/s", file=sys.stderr, flush=True)
 
 
 def _print(text: str) -> None:

@@ -207,6 +207,16 @@ def _tell_of_a_rate_of_zero(config: RunConfig) -> None:
         )
 
 
+def _tell_of_a_long_warmup(config: RunConfig) -> None:
+    optimizer, num_ticks = config.optimizer, config.run.num_ticks
+    if optimizer.warmup_ticks >= num_ticks:
+        print(
+            f"optimizer.warmup_ticks {optimizer.warmup_ticks} outlasts run.num_ticks {num_ticks}: the rate ends at "
+            f"{num_ticks / (optimizer.warmup_ticks + 1):.0%} of optimizer.lr",
+            file=sys.stderr,
+        )
+
+
 def _refuse(differences: Sequence[str], prepared: _Prepared, run_dir: Path, made: Path) -> None:
     """Raises ConfigError if ``made`` (a checkpoint, or a run that has none yet) was made otherwise."""
     if prepared.config.checkpoint.reshard:
@@ -254,6 +264,7 @@ def _prepare(config: RunConfig) -> _Prepared:
     )
     executors = tuple(dataclasses.replace(spec, config=config) for spec in placement.executors)
     graph, weight_edges = settle_weight_edges(config, Graph(executors, graph.channels))
+    _tell_of_a_long_warmup(config)
     return _Prepared(config, graph, placement, weight_edges)
 
 

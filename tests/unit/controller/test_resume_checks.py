@@ -130,3 +130,13 @@ def test_each_falling_rate_keeps_its_own_end_through_a_second_prolonging() -> No
         longer = dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=num_ticks))
         begun = training._settle_rate(longer, begun)
         assert (begun.optimizer.decay_ticks, begun.critic.optimizer.decay_ticks) == (0, 100)
+
+
+def test_a_warm_up_that_outlasts_the_run_is_told(
+    tmp_path: Path, executed: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    training.start_run(config(tmp_path / "run", warmup_ticks=399))  # of 100 ticks
+    assert "the rate ends at 25% of optimizer.lr" in capsys.readouterr().err
+    training.start_run(config(tmp_path / "other", warmup_ticks=99))
+    assert "warmup" not in capsys.readouterr().err
+    assert len(executed) == 2
