@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from llamarl.observability.keys import KEYS
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "recipes" / "tiny.toml"
 SMALL = {
@@ -83,8 +85,12 @@ def llamarl() -> CommandLine:
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """A run's metrics; every key of every run that a test looks at stands in docs/metrics.md."""
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    names = {name for row in found for name in row if not name.startswith("reward/parts/")}
+    assert names <= {key.name for key in KEYS}, f"not in the table of metrics: {names - {key.name for key in KEYS}}"
+    return found
 
 
 def wait_until(condition: Callable[[], bool], *, limit_s: float, what: str) -> None:

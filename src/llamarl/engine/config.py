@@ -44,7 +44,7 @@ class EngineConfig:
     """Sequences in the running batch; the rest wait in admission order."""
 
     kernels: Literal["torch", "compiled"] = "torch"
-    """What computes between the matrix products of float32 on CPU. "torch" gives the same bits on every machine of one kind.
+    """What computes between the matrix products of float32 and bfloat16 on CPU. "torch" gives the same bits on every machine of one kind.
     "compiled" builds vector loops with this machine's C++ compiler, once: 1.3 to 1.5 times the tokens a second of a small
     model. Without a compiler it says so and computes with torch. Bits depend on the choice, and on the compiler."""
 

@@ -47,22 +47,31 @@ _SIGNATURES = {
 }  # fmt: skip
 
 
+_FLOAT32_ONLY = ("quantize_rows", "scale_rows")
+
+
 class KernelsUnavailable(Exception):
     """There is no compiled library here; the text says why."""
 
 
 class Kernels:
-    """The compiled loops on float32 CPU tensors; all are contiguous, and nobody checks again."""
+    """The compiled loops on CPU tensors of one type; all are contiguous, and nobody checks again.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    Args:
+        dtype: float32 or bfloat16: of what products read and write, of norms' weights and cache. int8 products read and write float32.
+    """
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
+            kind = torch.float32 if name in _FLOAT32_ONLY else dtype
+            function = getattr(library, f"{name}_{str(kind).removeprefix('torch.')}")
             function.argtypes, function.restype = arguments, None
             setattr(self, f"_{name}", function)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """``x += delta``; returns the RMS norm of ``x``, [T, E]."""
-        out = torch.empty_like(x)
+        """``x += delta``; returns the RMS norm of ``x``, [T, E], in this ``dtype``; ``x`` is float32."""
+        out = torch.empty_like(x, dtype=self.dtype)
         T, E = x.shape
         self._add_norm(  # type: ignore[attr-defined]
             x.data_ptr(), _pointer(delta), weight.data_ptr(), eps, out.data_ptr(), T, E, torch.get_num_threads()
@@ -84,7 +93,7 @@ class Kernels:
 
         Args:
             qkv: [T, (H + 2 KV) * D].
-            cos, sin: [T, R]; the first R features of a head are rotated.
+            cos, sin: [T, R] float32; the first R features of a head are rotated.
             slots: [T].
             keys, values: [num_blocks, block_size, KV, D].
         """
@@ -130,7 +139,7 @@ class Kernels:
         return out
 
     def quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, K] as uint8 around 128, and the scale of each row; of a row that is not finite the scale is NaN."""
+        """[T, K] float32 as uint8 around 128, and the scale of each row; of a row that is not finite the scale is NaN."""
         T, K = x.shape
         out, scales = torch.empty(T, K, dtype=torch.uint8), torch.empty(T)
         self._quantize_rows(  # type: ignore[attr-defined]
@@ -139,7 +148,7 @@ class Kernels:
         return out, scales
 
     def scale_rows(self, x: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        """``x`` [T, N] times each row's scale plus the bias, in place."""
+        """``x`` [T, N] float32 times each row's scale plus the bias, in place."""
         T, N = x.shape
         self._scale_rows(  # type: ignore[attr-defined]
             x.data_ptr(), scales.data_ptr(), _pointer(bias), T, N, torch.get_num_threads()
@@ -147,13 +156,17 @@ class Kernels:
         return x
 
 
-@cache
-def load_kernels() -> Kernels:
-    """The compiled kernels.
+def load_kernels(dtype: torch.dtype = torch.float32) -> Kernels:
+    """The compiled kernels for float32 or bfloat16.
 
     Raises:
         KernelsUnavailable: No compiler, or it failed.
     """
+    return Kernels(_load_library(), dtype)
+
+
+@cache
+def _load_library() -> ctypes.CDLL:
     compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if compiler is None:
         raise KernelsUnavailable("no C++ compiler (c++, g++ or clang++) is on the PATH")
@@ -173,7 +186,7 @@ def load_kernels() -> Kernels:
         except OSError:
             continue
         try:
-            return Kernels(ctypes.CDLL(str(folder / name)))
+            return ctypes.CDLL(str(folder / name))
         except OSError as error:
             raise KernelsUnavailable(f"the compiled library does not load: {error}") from error
     raise KernelsUnavailable("neither the cache folder nor the temporary folder can be written")

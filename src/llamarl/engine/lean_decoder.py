@@ -1,12 +1,14 @@
-"""The decoder without its modules: one engine step as matrix products and compiled loops, for float32 on CPU.
+"""The decoder without its modules: one engine step as matrix products and compiled loops, for float32 and bfloat16 on CPU.
 
 A step of a small model spends a third of its time between the products: in some twenty short operations a layer, each a pass
 over memory and a call through Python. Here a layer is four products and four loops::
 
     norm ─▶ [q k v] ─▶ head norms, rotation, cache ─▶ attention ─▶ [o] ─▶ add, norm ─▶ [gate up] ─▶ silu · ─▶ [down] ─▶ add, norm
 
-The products are the engine's own served linear layers, so int8 and tensor parallelism work as they do in the module. The
-arithmetic is the module's in another order of sums: log-probs agree to about 1e-6, tests compare the two.
+The products are the engine's own served linear layers, so int8 and tensor parallelism work as they do in the module. In float32 the
+arithmetic is the module's in another order of sums: log-probs agree to about 1e-6, tests compare the two. In bfloat16 only
+products, cache and their inputs are; the residual stream and everything between load and store stay float32, so this way
+lies nearer to the float32 model than the module does.
 
 Families whose layer is exactly this: Llama, Qwen2, Qwen3, Mistral, Phi-3. Gemma's has more norms and soft caps and goes through its
 module.
@@ -58,8 +60,8 @@ class _Layer:
 def reason_against(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why this model cannot go this way; None if it can."""
     config = model.config
-    if device.type != "cpu" or dtype != torch.float32:
-        return f"they compute in float32 on CPU, the engine in {str(dtype).removeprefix('torch.')} on {device.type}"
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return f"they compute in float32 or bfloat16 on CPU, the engine in {str(dtype).removeprefix('torch.')} on {device.type}"
     if config.model_type not in _FAMILIES:
         return f"they know {', '.join(_FAMILIES)}, not {config.model_type}"
     if config.hidden_act != "silu":
@@ -98,7 +100,7 @@ class LeanDecoder:
             tokens, positions, slots: [T]; the decoding sequences come first.
         """
         kernels, eps = self._kernels, self._eps
-        x = F.embedding(tokens, self._embedding)
+        x = F.embedding(tokens, self._embedding).float()
         cos, sin = (part[0].contiguous() for part in self._rotary(x[None], positions[None]))
         h = kernels.add_norm(x, None, self._layers[0].norm, eps)
         after = [layer.norm for layer in self._layers[1:]] + [self._last_norm]

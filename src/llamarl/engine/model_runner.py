@@ -395,7 +395,7 @@ def _kernels(model: torch.nn.Module, config: EngineConfig, dtype: torch.dtype, d
     reason = reason_against(model, dtype, device)  # type: ignore[arg-type]
     if reason is None:
         try:
-            return load_kernels()
+            return load_kernels(dtype)
         except KernelsUnavailable as error:
             reason = str(error)
     print(f"llamarl: engine.kernels = 'compiled' has no effect here: {reason}", file=sys.stderr)

@@ -55,6 +55,8 @@ def question_from_config(config: Mapping[str, Any], run_dir: Path | None = None)
         response = read_lengths(rollouts)
         prompt_tokens = _mean_prompt(rollouts)
         note = f"lengths measured in {rollouts}"
+    if left_out := _left_out(config):
+        note += f"; not in the plan: {', '.join(left_out)}"
     return RecipeQuestion(
         model=model,
         prompts_per_step=prompts,
@@ -64,6 +66,17 @@ def question_from_config(config: Mapping[str, Any], run_dir: Path | None = None)
         prompt_tokens=prompt_tokens,
         note=note,
     )
+
+
+def _left_out(config: Mapping[str, Any]) -> list[str]:
+    """What the run does beside the work that a plan counts."""
+    algorithm = config.get("algorithm", {})
+    wanted = {
+        "the extra groups of dynamic_sampling": config.get("dynamic_sampling", {}).get("enabled"),
+        "the reference executor": config.get("reference", {}).get("enabled") or algorithm.get("kl_coef"),
+        "the critic": algorithm.get("advantage") == "gae",
+    }
+    return [name for name, asked in wanted.items() if asked]
 
 
 def _mean_prompt(rollouts: Path) -> int | None:

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.batch import Microbatch, TrainingSequence, make_microbatch, trainable, training_sequence
-from llamarl.trainer.packing import pack, shared_units
 from llamarl.types import Group, Response
 
-__all__ = ["Located", "annotate", "locate", "microbatches", "pack_sequences", "per_sequence"]
+__all__ = ["Located", "annotate", "locate", "microbatches", "per_sequence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +41,6 @@ def locate(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Located]
         for r, response in enumerate(group.responses)
         if trainable(response, algorithm)
     ]
-
-
-def pack_sequences(
-    sequences: Sequence[TrainingSequence], *, max_tokens: int, share_prompts: bool, layout: ParallelLayout, device: str
-) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch; as many micro-batches on every rank, the surplus empty."""
-    units = [[i] for i in range(len(sequences))]
-    if share_prompts:
-        prompts = [s.num_prompt for s in sequences]
-        responses = [len(s.tokens) - s.num_prompt for s in sequences]
-        units = shared_units([s.group for s in sequences], prompts, responses, max_tokens)
-    costs = [sum(len(sequences[i].tokens) for i in u) - (len(u) - 1) * sequences[u[0]].num_prompt for u in units]
-    packing = pack(costs, max_tokens)
-    count = int(layout.max_over_data(torch.tensor(len(packing), device=device)).item())
-    if len(packing) < count:
-        packing = pack(costs, max_tokens, min_microbatches=count)
-    return [[i for unit in items for i in units[unit]] for items in packing]
 
 
 def per_sequence(

@@ -21,8 +21,10 @@ from torch import Tensor
 from llamarl.algorithms.advantages import compute_advantages
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.attention import PackedSequences
+from llamarl.models.parallel import ParallelLayout
 from llamarl.models.transfer import to_device
 from llamarl.trainer.credit import response_reward, standardize, token_advantages
+from llamarl.trainer.packing import pack, shared_units
 from llamarl.trainer.shared_prompts import SharedPrompts
 from llamarl.types import Group, Response, Score
 
@@ -31,6 +33,7 @@ __all__ = [
     "TrainingSequence",
     "make_microbatch",
     "make_sequences",
+    "pack_sequences",
     "token_weight",
     "trainable",
     "training_sequence",
@@ -275,3 +278,20 @@ def training_sequence(
         token_advantages=of_tokens,
         reference_logprobs=None if response.reference_logprobs is None else response.reference_logprobs[trained],
     )
+
+
+def pack_sequences(
+    sequences: Sequence[TrainingSequence], *, max_tokens: int, share_prompts: bool, layout: ParallelLayout, device: str | torch.device
+) -> list[list[int]]:
+    """Indices of the sequences of each micro-batch; as many micro-batches on every rank, the surplus empty."""
+    units = [[i] for i in range(len(sequences))]
+    if share_prompts:
+        prompts = [s.num_prompt for s in sequences]
+        responses = [len(s.tokens) - s.num_prompt for s in sequences]
+        units = shared_units([s.group for s in sequences], prompts, responses, max_tokens)
+    costs = [sum(len(sequences[i].tokens) for i in u) - (len(u) - 1) * sequences[u[0]].num_prompt for u in units]
+    packing = pack(costs, max_tokens)
+    count = int(layout.max_over_data(torch.tensor(len(packing), device=device)).item())
+    if len(packing) < count:
+        packing = pack(costs, max_tokens, min_microbatches=count)
+    return [[i for unit in items for i in units[unit]] for items in packing]

@@ -34,8 +34,8 @@ from llamarl.models.parallel import (
 )
 from llamarl.models.repeatable import demanded
 from llamarl.models.value import load_value_model, value_head
-from llamarl.trainer.annotate import Located, annotate, locate, microbatches, pack_sequences, per_sequence
-from llamarl.trainer.batch import Microbatch
+from llamarl.trainer.annotate import Located, annotate, locate, microbatches, per_sequence
+from llamarl.trainer.batch import Microbatch, pack_sequences
 from llamarl.trainer.config import CriticConfig
 from llamarl.trainer.credit import value_targets
 from llamarl.trainer.optimizer import MasterWeights, learning_rate

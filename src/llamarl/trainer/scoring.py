@@ -12,14 +12,12 @@ from pathlib import Path
 import torch
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.models.loading import load_model, load_model_config
-from llamarl.models.onednn import use_onednn_linears
-from llamarl.models.parallel import apply_fully_shard, apply_tensor_parallel, make_layout, parameter_shards
-from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts
-from llamarl.trainer.annotate import annotate, locate, microbatches, pack_sequences, per_sequence
+from llamarl.models.loading import load_model_config
+from llamarl.models.parallel import make_layout
+from llamarl.trainer.annotate import annotate, locate, microbatches, per_sequence
+from llamarl.trainer.batch import pack_sequences
+from llamarl.trainer.building import build_policy
 from llamarl.trainer.config import ReferenceConfig
-from llamarl.trainer.logprobs import LogitTransform
-from llamarl.trainer.policy import Policy, check_output_layer
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.types import Group
 
@@ -51,7 +49,16 @@ class FrozenScorer:
         self.config, self.algorithm, self.device = config, algorithm, device
         self.layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
-        self.policy = self._build(model_path, temperature)
+        self.policy = build_policy(
+            model_path,
+            self.layout,
+            temperature=temperature,
+            dtype=getattr(torch, config.dtype),
+            chunk_tokens=config.logprob_chunk_tokens,
+            share_prompts=self.share_prompts,
+            device=torch.device(device),
+            trained=False,
+        ).policy
 
     @torch.no_grad()
     def score(self, groups: Sequence[Group]) -> list[Group]:
@@ -68,31 +75,3 @@ class FrozenScorer:
         batches = microbatches(sequences, packing, device=self.device, share_prompts=self.share_prompts)
         rows = [self.policy(batch)[0] for batch in batches]
         return annotate(groups, located, per_sequence(sequences, packing, rows), "reference_logprobs")
-
-    def _build(self, model_path: str | Path, temperature: float) -> Policy:
-        dtype = getattr(torch, self.config.dtype)
-        attention = "llamarl_shared_prompts" if self.share_prompts else "llamarl_packed"
-        streamed = False
-        if self.layout.num_ranks > 1:  # no rank may need memory for the whole
-            model = make_skeleton(model_path, attention=attention)
-            streamed = can_stream(model_path, model)
-        if not streamed:
-            model = load_model(model_path, dtype=torch.float32, device=self.device, attention=attention)
-        transform = LogitTransform.of_model(model.config, temperature)
-        if not streamed:
-            check_output_layer(model, transform)
-        cuts = apply_tensor_parallel(model, self.layout)
-        if self.layout.num_ranks == 1:
-            use_onednn_linears(model)
-        policy = Policy(
-            model, transform, chunk_tokens=self.config.logprob_chunk_tokens, entropy_needs_grad=False
-        ).requires_grad_(False)
-        apply_fully_shard(policy, policy.layers, self.layout, dtype)
-        if streamed:
-            give_storage(policy, torch.device(self.device))
-            parameters = dict(policy.model.named_parameters())
-            read_parts(model_path, parameters, parameter_shards(parameters, cuts, self.layout, "float32"))
-        if self.layout.fsdp == 1 and dtype != torch.float32:  # FSDP2 rounds as it gathers
-            for parameter in policy.parameters():
-                parameter.data = parameter.data.to(dtype)
-        return policy

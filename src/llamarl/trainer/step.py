@@ -29,29 +29,30 @@ from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from llamarl.algorithms.masking import ratio_keep_mask
 from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY
 from llamarl.errors import CheckpointError, TrainingDiverged
-from llamarl.models.adapters import add_adapters, base_name, merged, whole_shards, write_adapter_folder
+from llamarl.models.adapters import base_name, merged, whole_shards, write_adapter_folder
 from llamarl.models.folders import resolve_model_path
-from llamarl.models.loading import load_model, load_model_config
-from llamarl.models.onednn import use_onednn_linears
+from llamarl.models.loading import load_model_config
 from llamarl.models.parallel import (
     ParameterShard,
-    apply_fully_shard,
-    apply_tensor_parallel,
     gather_parameters,
     local_tensor,
     make_layout,
     parameter_shards,
 )
 from llamarl.models.repeatable import demanded
-from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts
 from llamarl.seeding import derive_seed
-from llamarl.trainer.batch import Microbatch, TrainingSequence, make_microbatch, make_sequences, token_weight
+from llamarl.trainer.batch import (
+    Microbatch,
+    TrainingSequence,
+    make_microbatch,
+    make_sequences,
+    pack_sequences,
+    token_weight,
+)
+from llamarl.trainer.building import build_policy
 from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
-from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.optimizer import MasterWeights, learning_rate
-from llamarl.trainer.packing import pack, shared_units
 from llamarl.trainer.parking import Parking
-from llamarl.trainer.policy import Policy, check_output_layer
 from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.trainer.statistics import StepStatistics, tick_metrics
@@ -62,6 +63,7 @@ from llamarl.types import Group
 __all__ = ["Trainer"]
 
 _ADAPTER_SEED = 3
+_CHECKPOINT_EVERY = {"none": 0, "selective": 2, "full": 1}
 
 
 class Trainer:
@@ -111,18 +113,31 @@ class Trainer:
         self._save_group = dist.new_group(backend="gloo") if self.layout.num_ranks > 1 else None
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
-        self.policy, cuts, initial = self._build(temperature, self.lora)
+        built = build_policy(
+            model_path,
+            self.layout,
+            temperature=temperature,
+            dtype=getattr(torch, config.dtype),
+            chunk_tokens=config.logprob_chunk_tokens,
+            share_prompts=self.share_prompts,
+            device=self.device,
+            entropy_needs_grad=algorithm.entropy_coef != 0,
+            checkpoint_every=_CHECKPOINT_EVERY[config.activation_checkpointing],
+            lora=self.lora,
+            lora_seed=derive_seed(seed, _ADAPTER_SEED),
+        )
+        self.policy = built.policy
         self.weights = MasterWeights(
             self.policy.parameters_by_name(),
             optimizer,
             self.layout,
-            tensor_parallel_cuts=cuts,
-            initial=initial,
+            tensor_parallel_cuts=built.cuts,
+            initial=built.initial,
             offload=config.offload_optimizer,
         )
         self.parking = Parking(self.device)
         self._handed_over: dict[str, Tensor] = {}  # while parked: merged copies in host memory
-        self._shards = parameter_shards(self.policy.parameters_by_name(), cuts, self.layout, "float32")
+        self._shards = parameter_shards(self.policy.parameters_by_name(), built.cuts, self.layout, "float32")
         self._sync_shards = self._shards if self.lora is None else whole_shards(self.parameters_for_sync())
 
     def train(self, groups: Sequence[Group], tick: int) -> dict[str, float]:
@@ -271,19 +286,13 @@ class Trainer:
         return [s for s in sequences if s.has_signal]
 
     def _pack(self, sequences: list[TrainingSequence]) -> list[list[int]]:
-        """Sequences of each micro-batch; as many micro-batches on every rank, because gathering weights takes all."""
-        budget = self.config.max_tokens_per_microbatch
-        units = [[i] for i in range(len(sequences))]
-        if self.share_prompts:
-            prompts = [s.num_prompt for s in sequences]
-            responses = [len(s.tokens) - s.num_prompt for s in sequences]
-            units = shared_units([s.group for s in sequences], prompts, responses, budget)
-        costs = [sum(len(sequences[i].tokens) for i in u) - (len(u) - 1) * sequences[u[0]].num_prompt for u in units]
-        packing = pack(costs, budget)
-        count = self.layout.max_over_data(torch.tensor(len(packing), device=self.device)).item()
-        if len(packing) < count:
-            packing = pack(costs, budget, min_microbatches=int(count))
-        return [[i for unit in bins for i in units[unit]] for bins in packing]
+        return pack_sequences(
+            sequences,
+            max_tokens=self.config.max_tokens_per_microbatch,
+            share_prompts=self.share_prompts,
+            layout=self.layout,
+            device=self.device,
+        )
 
     def _microbatches(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> list[Microbatch]:
         """Packed and weighted."""
@@ -442,49 +451,3 @@ class Trainer:
             source=self.model_path,
             dtype=dtype or source_dtype(self.model_path),
         )
-
-    def _build(
-        self, temperature: float, lora: LoraConfig | None = None
-    ) -> tuple[Policy, dict[str, int], dict[str, Tensor] | None]:
-        """Load, prove the output layer, cut over the mesh; also the dimensions cut and the values before rounding."""
-        dtype = getattr(torch, self.config.dtype)
-        attention = "llamarl_shared_prompts" if self.share_prompts else "llamarl_packed"
-        streamed = False
-        if self.layout.num_ranks > 1:  # no rank may need memory for the whole
-            model = make_skeleton(self.model_path, attention=attention)
-            streamed = can_stream(self.model_path, model)
-        if not streamed:
-            model = load_model(self.model_path, dtype=torch.float32, device=self.device, attention=attention)
-        transform = LogitTransform.of_model(model.config, temperature)
-        if not streamed:
-            check_output_layer(model, transform)
-        if lora is not None:
-            add_adapters(
-                model,
-                rank=lora.rank,
-                alpha=lora.alpha,
-                targets=lora.targets,
-                seed=derive_seed(self.seed, _ADAPTER_SEED),
-            )
-        cuts = apply_tensor_parallel(model, self.layout)
-        if self.layout.num_ranks == 1:  # on a mesh, weights are wrapped tensors that take the ordinary product
-            use_onednn_linears(model)
-        policy = Policy(
-            model,
-            transform,
-            chunk_tokens=self.config.logprob_chunk_tokens,
-            entropy_needs_grad=self.algorithm.entropy_coef != 0,
-        )
-        if self.config.activation_checkpointing != "none":
-            policy.checkpoint_activations(every=1 if self.config.activation_checkpointing == "full" else 2)
-        apply_fully_shard(policy, policy.layers, self.layout, dtype)
-        if streamed:
-            give_storage(policy, self.device)
-            parameters = policy.parameters_by_name()
-            read_parts(self.model_path, parameters, parameter_shards(parameters, cuts, self.layout, "float32"))
-        if self.layout.fsdp > 1 or dtype == torch.float32:  # FSDP2 rounds as it gathers
-            return policy, cuts, None
-        initial = {name: p.detach().clone() for name, p in policy.parameters_by_name().items()}
-        for parameter in policy.parameters():
-            parameter.data = parameter.data.to(dtype)
-        return policy, cuts, initial

@@ -15,6 +15,7 @@ from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.kernels import Kernels, KernelsUnavailable, load_kernels
 from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.models.loading import load_model
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,10 @@ def _sequences() -> list[Sequence]:
     ]
 
 
-def _run(folder: Path, kind: str, quantization: str = "none") -> list[Sequence]:
-    config = EngineConfig(block_size=4, kv_cache_bytes=1 << 17, max_sequences=5, max_batch_tokens=16, kernels=kind)  # type: ignore[arg-type]
+def _run(folder: Path, kind: str, quantization: str = "none", dtype: str = "float32") -> list[Sequence]:
+    config = EngineConfig(
+        block_size=4, kv_cache_bytes=1 << 17, max_sequences=5, max_batch_tokens=16, kernels=kind, dtype=dtype  # type: ignore[arg-type]
+    )
     engine = NativeEngine(folder, config, eos_token_ids=(), quantization=quantization)
     sequences = _sequences()
     engine.add(sequences)
@@ -59,6 +62,25 @@ def test_lean_decoder_samples_the_tokens_of_the_module(kernels: Kernels, family:
         assert got.tokens == expected.tokens
         torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(expected.logprobs), atol=5e-5, rtol=0)
         assert got.logprobs != [] and got.finish_reason == "length"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bfloat16_through_the_loops_is_nearer_to_float32_than_the_module_is(
+    kernels: Kernels, family: str, tmp_path: Path
+) -> None:
+    tiny_model(family, "sdpa").save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=torch.bfloat16, attention="sdpa").float()  # rounded weights, exact arithmetic
+    errors = {}
+    for kind in ("torch", "compiled"):
+        off = []
+        for s in _run(tmp_path, kind, dtype="bfloat16"):
+            if s.params.temperature:
+                with torch.no_grad():
+                    logits = model(torch.tensor([s.prompt_tokens + s.tokens])).logits[0, len(s.prompt_tokens) - 1 : -1]
+                exact = logits.log_softmax(-1).gather(1, torch.tensor(s.tokens)[:, None])[:, 0]
+                off.append((torch.tensor(s.logprobs) - exact).square())
+        errors[kind] = torch.cat(off).mean().sqrt().item()
+    assert errors["compiled"] < errors["torch"] < 0.1
 
 
 def test_int8_through_the_loops_is_int8_through_torch(kernels: Kernels, tmp_path: Path) -> None:
@@ -83,25 +105,49 @@ def test_loops_equal_torch_in_shapes_that_fill_no_vector(kernels: Kernels) -> No
     torch.testing.assert_close(kernels.scale_rows(rows.clone(), scales, None), rows * scales[:, None])
 
 
+def test_bfloat16_loops_round_once_and_to_nearest(kernels: Kernels) -> None:
+    loops, bf16 = load_kernels(torch.bfloat16), torch.bfloat16
+    torch.manual_seed(3)
+    x, delta, weight = torch.randn(5, 37), torch.randn(5, 37).to(bf16), torch.rand(37).to(bf16)
+    kept = x.clone()
+    got = loops.add_norm(x, delta, weight, 1e-5)
+    assert torch.equal(x, kept + delta.float())
+    assert torch.equal(got, kernels.add_norm(kept, delta.float(), weight.float(), 1e-5).to(bf16))
+    rows = (torch.randn(4, 2 * 19) * 30).to(bf16)
+    assert torch.equal(loops.gated_silu(rows), kernels.gated_silu(rows.float()).to(bf16))
+    angles = torch.rand(3, 16) * 6
+    qkv, slots = torch.randn(3, 4 * 24).to(bf16), torch.tensor([5, 0, 2])  # two heads, one of K and V
+    caches = [torch.zeros(2, 4, 1, 24, dtype=dtype) for dtype in (bf16, bf16, torch.float32, torch.float32)]
+    plain = qkv.float()
+    loops.rotate_and_store(qkv, angles.cos(), angles.sin(), None, 1e-5, slots, *caches[:2])
+    kernels.rotate_and_store(plain, angles.cos(), angles.sin(), None, 1e-5, slots, *caches[2:])
+    assert torch.equal(qkv, plain.to(bf16))
+    assert all(torch.equal(a, b.to(bf16)) for a, b in zip(caches[:2], caches[2:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "window"), [(64, None), (128, 9), (24, None)])
 def test_decode_attention_reads_each_sequence_through_its_own_blocks(
-    kernels: Kernels, size: int, window: int | None
+    kernels: Kernels, size: int, window: int | None, dtype: torch.dtype
 ) -> None:
+    loops = load_kernels(dtype)
     torch.manual_seed(1)
     block, heads, kv_heads, lengths = 3, 4, 2, [1, 7, 20]
-    keys, values = torch.randn(16, block, kv_heads, size), torch.randn(16, block, kv_heads, size)
+    keys, values = (torch.randn(16, block, kv_heads, size).to(dtype) for _ in range(2))
     tables = [[5], [9, 2, 11], [0, 15, 3, 8, 1, 12, 7]]
-    qkv = torch.randn(3, (heads + 2 * kv_heads) * size)
-    out = torch.full((3, heads * size), math.nan)
+    qkv = torch.randn(3, (heads + 2 * kv_heads) * size).to(dtype)
+    out = torch.full((3, heads * size), math.nan, dtype=dtype)
     offsets = torch.tensor([0, 1, 4])
     flat = torch.tensor([b for table in tables for b in table])
-    kernels.decode_attention(qkv, keys, values, flat, offsets, torch.tensor(lengths), window, 0.2, out)
+    loops.decode_attention(qkv, keys, values, flat, offsets, torch.tensor(lengths), window, 0.2, out)
+    qkv, keys, values = qkv.float(), keys.float(), values.float()
     for n, (table, length) in enumerate(zip(tables, lengths, strict=True)):
         first = 0 if window is None else max(0, length - window)
         k, v = (c[table].view(-1, kv_heads, size)[first:length].repeat_interleave(2, 1) for c in (keys, values))
         query = qkv[n].view(-1, size)[:heads]
         weights = torch.einsum("hd,thd->ht", query, k).mul(0.2).softmax(-1)
-        torch.testing.assert_close(out[n].view(heads, size), torch.einsum("ht,thd->hd", weights, v))
+        expected = torch.einsum("ht,thd->hd", weights, v).to(dtype)
+        torch.testing.assert_close(out[n].view(heads, size), expected)
 
 
 def test_nan_of_one_row_stays_in_that_row(kernels: Kernels) -> None:
@@ -138,9 +184,9 @@ def test_without_a_compiler_the_engine_says_so_and_computes_with_torch(
     tiny_model("llama", "sdpa").save_pretrained(tmp_path)
     expected = _run(tmp_path, "torch")
     monkeypatch.setattr(kernels_module.shutil, "which", lambda name: None)
-    load_kernels.cache_clear()
+    kernels_module._load_library.cache_clear()
     got = _run(tmp_path, "compiled")
-    load_kernels.cache_clear()
+    kernels_module._load_library.cache_clear()
     assert [s.logprobs for s in got] == [s.logprobs for s in expected]
     assert "no effect here: no C++ compiler" in capsys.readouterr().err
 

@@ -155,6 +155,10 @@ def test_a_recipe_and_a_run_pose_the_question(tmp_path: Path) -> None:
     }  # fmt: skip
     question = question_from_config(config)
     assert (question.response.limit, question.prompt_tokens, question.max_segments) == (40, None, 2)
+    assert "not in the plan" not in question.note
+    more = config | {"dynamic_sampling": {"enabled": True}, "algorithm": {"kl_coef": 0.1, "advantage": "group_mean"}}
+    note = question_from_config(more).note
+    assert note.endswith("not in the plan: the extra groups of dynamic_sampling, the reference executor")
     (tmp_path / "rollouts").mkdir()
     lines = [{"prompt_tokens": [0] * 6, "tokens": [0] * n} for n in (3, 5)]
     (tmp_path / "rollouts" / "tick_000000.jsonl").write_text("\n".join(map(json.dumps, lines)))
