@@ -37,6 +37,7 @@ from vllm_child import VllmChild
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
+from llamarl.engine.sampler import sample
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.models.attention import PackedSequences
@@ -176,12 +177,16 @@ def memory_use(engine: NativeEngine, requests: Sequence[Request]) -> dict[str, f
     return {"overall": used_bytes / held_bytes, "worst_step": worst}
 
 
-def decode_share(engine: NativeEngine, requests: Sequence[Request], repeats: int, device: str) -> dict[str, float]:
-    """A steady decode step of all requests, and how much of it their linear layers take, by medians in turn."""
+def decode_share(
+    engine: NativeEngine, requests: Sequence[Request], repeats: int, device: str, vocabulary: int
+) -> dict[str, float]:
+    """A steady decode step of all requests, and how much of it their linear layers and the sampler take, by medians in turn."""
+    logits = torch.randn(len(requests), vocabulary, device=device)
+    params = [SamplingParams(max_new_tokens=1)] * len(requests)
     engine.add(sequences_of(requests))
     for _ in range(4):
         engine.step()
-    steps, linears = [], []
+    steps, linears, draws = [], [], []
     for _ in range(max(5, repeats)):
         dtype = getattr(torch, engine.config.dtype)
         linears.append(time_calls(engine.served_linears, len(requests), 1, dtype, device))
@@ -189,9 +194,28 @@ def decode_share(engine: NativeEngine, requests: Sequence[Request], repeats: int
             start = _clock()
             engine.step()
             steps.append(_clock() - start)
+            start = _clock()
+            sample(logits, params, range(len(requests)), [7] * len(requests))
+            draws.append(_clock() - start)
     engine.suspend()
-    step, linear = sorted(steps)[len(steps) // 2], sorted(linears)[len(linears) // 2]
-    return {"step_s": step, "linears_s": linear, "share_of_linears": linear / step}
+    step, linear, draw = (sorted(values)[len(values) // 2] for values in (steps, linears, draws))
+    return {
+        "step_s": step,
+        "linears_s": linear,
+        "share_of_linears": linear / step,
+        "sampling_s": draw,
+        "share_of_sampling": draw / step,
+    }
+
+
+def derive_s(engine: NativeEngine, repeats: int) -> float:
+    """Median seconds of making what is computed with (packed, fused, quantized) from a new version's weights."""
+    seconds = []
+    for version in range(1, repeats + 2):
+        start = _clock()
+        engine.weights_updated(version)
+        seconds.append(_clock() - start)
+    return sorted(seconds[1:])[repeats // 2]
 
 
 def products_s(engine: NativeEngine, requests: Sequence[Request], repeats: int, device: str) -> float:
@@ -323,7 +347,16 @@ def main() -> None:
             every = sum(n for _, n in requests) / products_s(engine, requests, arguments.repeats, device)
             result[name]["bound_all_products_tokens_per_s"] = every
             result[name]["share_of_all_products"] = rate(result, name) / every
-            result[name]["decode"] = decode_share(engine, requests, arguments.repeats, device)
+            result[name]["decode"] = decode_share(engine, requests, arguments.repeats, device, vocabulary)
+            decode = result[name]["decode"]
+            share = decode["share_of_sampling"]
+            claims.append(claim(f"{name}: share of a decode step spent sampling", share, 0.10, at_least=False))
+            decode["derive_s"] = derive_s(engine, arguments.repeats)
+            a_step_each = library.config.num_hidden_layers * decode["step_s"]
+            claims.append(
+                claim(f"{name}: served weights derived anew, over a decode step a layer",
+                      decode["derive_s"] / a_step_each, 1.0, at_least=False)
+            )  # fmt: skip
         if "fp32" in engines:
             claims.append(claim("fp32: share of the library's linear-only bound", rate(result, "fp32") / bound, 0.65))
             own_share = result["fp32"]["share_of_own_bound"]
