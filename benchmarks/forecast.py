@@ -29,7 +29,8 @@ from harness import claim, write_report
 from llamarl.config import RunConfig, load_config
 from llamarl.observability.metrics import read_metrics
 from llamarl.runtime.base import Report
-from llamarl.simulator.calibration import RecipeCalibration, calibrate_recipe, calibrated_scenario
+from llamarl.simulator.calibration import calibrate_recipe, calibrated_scenario
+from llamarl.simulator.kept_calibration import RecipeCalibration
 from llamarl.simulator.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[1]

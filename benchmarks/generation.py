@@ -360,7 +360,9 @@ def main() -> None:
         if "fp32" in engines:
             claims.append(claim("fp32: share of the library's linear-only bound", rate(result, "fp32") / bound, 0.65))
             own_share = result["fp32"]["share_of_own_bound"]
-            claims.append(claim("fp32: share of the bound of the linears as served, prompts not in the bound", own_share, 0.65))
+            claims.append(
+                claim("fp32: share of the bound of the linears as served, prompts not in the bound", own_share, 0.65)
+            )
             all_share = result["fp32"]["share_of_all_products"]
             claims.append(claim("fp32: share of the bound of all products, the prompts' too", all_share, 0.65))
             share = result["fp32"]["decode"]["share_of_linears"]

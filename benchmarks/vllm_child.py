@@ -83,7 +83,9 @@ def main() -> None:
     print(json.dumps(facts), flush=True)
     for line in sys.stdin:
         sequences = sequences_of(workloads[json.loads(line)["workload"]])
-        engine.weights_updated(0)  # forgets cached prefixes: every round has the same prompts, none may know them already
+        engine.weights_updated(
+            0
+        )  # forgets cached prefixes: every round has the same prompts, none may know them already
         start = clock()
         engine.add(sequences)
         while engine.has_work:

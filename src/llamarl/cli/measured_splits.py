@@ -11,9 +11,9 @@ from typing import Any
 from llamarl.config import RunConfig, load_config
 from llamarl.planner.lengths import grouped
 from llamarl.planner.recipe import RecipeQuestion
-from llamarl.simulator.calibration import (
+from llamarl.simulator.calibration import calibrate_recipe
+from llamarl.simulator.kept_calibration import (
     RecipeCalibration,
-    calibrate_recipe,
     keep_calibration,
     kept_calibration,
     recipe_calibration_path,

@@ -274,7 +274,8 @@ def _changed(config: RunConfig, args: argparse.Namespace) -> RunConfig:
 
 def _calibrated(config: RunConfig, args: argparse.Namespace) -> Scenario | None:
     """The recipe with the costs, lengths and contention that ``llamarl plan RECIPE --calibrate`` measured, if it did."""
-    from llamarl.simulator.calibration import calibrated_scenario, kept_calibration, recipe_calibration_path
+    from llamarl.simulator.calibration import calibrated_scenario
+    from llamarl.simulator.kept_calibration import kept_calibration, recipe_calibration_path
 
     path = recipe_calibration_path(config, args.calibration)
     if not path.is_file() or args.model or args.response_tokens:

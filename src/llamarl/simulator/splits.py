@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamarl.config import RunConfig, to_plain, validate
-from llamarl.simulator.calibration import RecipeCalibration, calibrated_scenario, settled_threads
+from llamarl.simulator.calibration import calibrated_scenario, settled_threads
+from llamarl.simulator.kept_calibration import RecipeCalibration
 from llamarl.simulator.simulate import SimulationResult, simulate
 
 __all__ = ["Split", "apply", "candidates", "forecast_splits", "recommend_split", "split_table", "variants_of"]

@@ -281,7 +281,12 @@ def training_sequence(
 
 
 def pack_sequences(
-    sequences: Sequence[TrainingSequence], *, max_tokens: int, share_prompts: bool, layout: ParallelLayout, device: str | torch.device
+    sequences: Sequence[TrainingSequence],
+    *,
+    max_tokens: int,
+    share_prompts: bool,
+    layout: ParallelLayout,
+    device: str | torch.device,
 ) -> list[list[int]]:
     """Indices of the sequences of each micro-batch; as many micro-batches on every rank, the surplus empty."""
     units = [[i] for i in range(len(sequences))]

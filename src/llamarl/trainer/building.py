@@ -1,6 +1,6 @@
 """From a Hugging Face folder to a policy that lies over the ranks of a mesh, trained or frozen.
 
-    folder ─▶ read whole, or every rank its own part ─▶ prove the output layer ─▶ adapters ─▶ cut (tp, then fsdp) ─▶ compute dtype
+folder ─▶ read whole, or every rank its own part ─▶ prove the output layer ─▶ adapters ─▶ cut (tp, then fsdp) ─▶ compute dtype
 """
 
 from __future__ import annotations

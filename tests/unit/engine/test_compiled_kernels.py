@@ -44,7 +44,12 @@ def _sequences() -> list[Sequence]:
 
 def _run(folder: Path, kind: str, quantization: str = "none", dtype: str = "float32") -> list[Sequence]:
     config = EngineConfig(
-        block_size=4, kv_cache_bytes=1 << 17, max_sequences=5, max_batch_tokens=16, kernels=kind, dtype=dtype  # type: ignore[arg-type]
+        block_size=4,
+        kv_cache_bytes=1 << 17,
+        max_sequences=5,
+        max_batch_tokens=16,
+        kernels=kind,
+        dtype=dtype,  # type: ignore[arg-type]
     )
     engine = NativeEngine(folder, config, eos_token_ids=(), quantization=quantization)
     sequences = _sequences()

@@ -14,19 +14,18 @@ from llamarl.cli import plan as plan_verb
 from llamarl.cli import simulate as simulate_verb
 from llamarl.config import RunConfig, load_config, validate
 from llamarl.errors import PlanError
-from llamarl.simulator.calibration import (
+from llamarl.simulator.calibration import calibrate_recipe, calibrated_scenario
+from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
+from llamarl.simulator.kept_calibration import (
     RecipeCalibration,
     RoleCosts,
-    calibrate_recipe,
-    calibrated_scenario,
     keep_calibration,
     kept_calibration,
-    non_negative_line,
     recipe_calibration_path,
 )
-from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
 from llamarl.simulator.simulate import simulate
 from llamarl.simulator.splits import apply, forecast_splits, recommend_split, variants_of
+from llamarl.simulator.watched_run import non_negative_line
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 

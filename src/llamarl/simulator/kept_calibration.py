@@ -1,0 +1,135 @@
+"""What a recipe's calibration holds, and the file that keeps it for later plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamarl.config import RunConfig, to_plain
+from llamarl.errors import PlanError
+from llamarl.planner.calibrate import calibration_path
+from llamarl.planner.lengths import grouped
+from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
+
+__all__ = ["RecipeCalibration", "RoleCosts", "keep_calibration", "kept_calibration", "recipe_calibration_path"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleCosts:
+    """A role's constants at one thread count (and precision), and how far they are from what was measured."""
+
+    cost: LinearGeneratorCost | TrainerCost
+    jitter: float
+    """Standard deviation of the logarithm of (measured tick / fitted tick)."""
+    ticks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeCalibration:
+    """What decides a recipe's step on this machine."""
+
+    cores: int
+    generators: Mapping[str, RoleCosts]
+    """``THREADS:QUANTIZATION`` -> decode and prefill as straight lines, and the tick's overhead."""
+    trainers: Mapping[str, RoleCosts]
+    """``THREADS`` -> a tick's overhead and seconds a batch token: shared prompts and skipped samples are in it."""
+    reward_s: float
+    round_s: float
+    """Seconds of a synchronous round that belong to no executor's tick: messages and hand-over."""
+    slowdowns: Mapping[str, Mapping[str, float]]
+    """``GENERATOR_THREADS+TRAINER_THREADS`` -> role -> how many times as long it takes beside the other."""
+    groups: tuple[tuple[int, ...], ...]
+    """Response lengths, group by group."""
+    prompt_tokens: int
+
+    def describe(self) -> list[str]:
+        """For people, one line a constant."""
+        lengths = grouped(self.groups)
+        lines = [f"responses  {lengths.label}; prompts {self.prompt_tokens} tokens"]
+        for name, found in self.generators.items():
+            g = found.cost
+            assert isinstance(g, LinearGeneratorCost)
+            lines.append(
+                f"generator  threads:precision {name}: tick {g.tick_s * 1e3:.1f} ms, decode step {g.step_s * 1e3:.3g} ms + "
+                f"{g.sequence_s * 1e6:.3g} us a sequence + {g.cache_token_s * 1e9:.3g} ns a cached token, prompt token "
+                f"{g.prefill_token_s * 1e6:.3g} us (ticks differ by {found.jitter:.1%})"
+            )
+        for name, found in self.trainers.items():
+            t = found.cost
+            assert isinstance(t, TrainerCost)
+            lines.append(
+                f"trainer    threads {name}: tick {t.tick_s * 1e3:.1f} ms + {t.token_s * 1e6:.3g} us a token of the batch "
+                f"(ticks differ by {found.jitter:.1%})"
+            )
+        lines.append(
+            f"reward     {self.reward_s * 1e3:.1f} ms a tick; messages and hand-over {self.round_s * 1e3:.1f} ms"
+        )
+        for name, factors in self.slowdowns.items():
+            both = ", ".join(f"{role} takes {factor:.2f} times as long" for role, factor in factors.items())
+            lines.append(f"together   threads {name}: {both}")
+        return lines
+
+
+def recipe_calibration_path(config: RunConfig, kept: Path | None = None) -> Path:
+    """Where the calibration of a recipe lies: beside the machine's, by what decides its costs."""
+    raw = to_plain(config)
+    engine = {k: v for k, v in raw["generator"].items() if k not in ("max_segments", "oversubscription", "dp")}
+    own = {
+        "model": raw["model"], "task": raw["task"], "data": raw["data"], "generator": engine,
+        "trainer": raw["trainer"], "algorithm": raw["algorithm"], "cores": raw["run"]["cores"],
+        "runtime": raw["run"]["runtime"], "prompts_per_step": raw["schedule"]["prompts_per_step"],
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    base = kept or calibration_path()
+    return base.with_name(f"{base.stem}-recipe-{digest}.json")
+
+
+def keep_calibration(path: Path, found: RecipeCalibration) -> None:
+    """Write it whole or not at all.
+
+    Raises:
+        PlanError: The file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(found)}), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise PlanError(f"calibration file {path} cannot be written: {error}") from error
+
+
+def kept_calibration(path: Path) -> RecipeCalibration:
+    """What ``keep_calibration`` wrote.
+
+    Raises:
+        PlanError: No such file, or it is not a calibration of this version.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record.pop("format") != _FORMAT:
+            raise PlanError(f"calibration file {path} is of another version: calibrate again")
+        kinds: dict[str, Callable[..., LinearGeneratorCost | TrainerCost]] = {
+            "generators": LinearGeneratorCost,
+            "trainers": TrainerCost,
+        }
+        for role, kind in kinds.items():
+            record[role] = {
+                key: RoleCosts(cost=kind(**value["cost"]), jitter=value["jitter"], ticks=value["ticks"])
+                for key, value in record[role].items()
+            }
+        record["groups"] = tuple(tuple(group) for group in record["groups"])
+        return RecipeCalibration(**record)
+    except FileNotFoundError:
+        raise PlanError(
+            f"calibration file {path} does not exist: make it with llamarl plan RECIPE --calibrate"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"calibration file {path} is not usable ({error!r}): calibrate again") from error
