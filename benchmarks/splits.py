@@ -3,10 +3,10 @@
 1. Calibrate with the recipe's own executors, as ``llamarl plan RECIPE --calibrate --splits`` does: one and two threads a role, int8.
 2. Forecast every split of the cores by simulation; the planner proposes one.
 3. Run splits of every kind (in turn and at once, threads 1+1, 2+2, 1+2, 2+1, int8, half the concurrency, more staleness, partial
-   rollouts or whole batches), the proposed one and the fastest other ones a second time, in opposite order.
+   rollouts or whole batches); the proposed one and the fastest other ones twice more, in opposite orders.
 
 The bar: the proposed split's measured step is at most that of every other split tried, to 3% (the search itself takes splits
-within 2% of each other for equal and prefers less staleness). Measure on an idle machine.
+within 2% of each other for equal and prefers less staleness, and proposes another precision only for more than 15%). Measure on an idle machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llamarl.simulator.calibration import calibrate_recipe
 from llamarl.simulator.splits import Split, apply, forecast_splits, recommend_split, split_table, variants_of
 
 _AGAIN = 2
-"""Fastest other splits that are run a second time."""
+"""Fastest other splits that are run twice more."""
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
             config, variants=variants, ticks=args.calibration_ticks, log=lambda line: print(line, flush=True)
         )
         splits = forecast_splits(config, found)
-        chosen = recommend_split(splits)
+        chosen = recommend_split(splits, config.generator.quantization)
         print("\n".join(found.describe()), split_table(splits, chosen), sep="\n\n", flush=True)
         tried = chosen_to_try(splits, chosen)
         steps: dict[str, list[float]] = {split.name: [] for split in tried}
@@ -66,7 +66,8 @@ def main() -> None:
         for split in tried:
             run(split)
         others = sorted((s for s in tried if s is not chosen), key=lambda s: steps[s.name][0])
-        for split in [*reversed(others[:_AGAIN]), chosen]:
+        again = others[:_AGAIN]
+        for split in [*reversed(again), chosen, chosen, *again]:
             run(split)
     medians = {name: statistics.median(values) for name, values in steps.items()}
     fastest = min(medians, key=lambda name: medians[name])

@@ -34,7 +34,7 @@ class MeasuredSplits:
 
     @property
     def chosen(self) -> Split:
-        return recommend_split(self.splits)
+        return recommend_split(self.splits, self.config.generator.quantization)
 
     def question(self, asked: RecipeQuestion) -> RecipeQuestion:
         """The recipe's question with the lengths that were measured."""

@@ -27,7 +27,7 @@ from llamarl.simulator.kept_calibration import RecipeCalibration, RoleCosts
 from llamarl.simulator.scenario import Scenario
 from llamarl.simulator.watched_run import WatchedRun
 
-__all__ = ["calibrate_recipe", "calibrated_scenario", "settled_threads"]
+__all__ = ["calibrate_recipe", "calibrated_scenario", "mean_costs", "settled_threads"]
 
 _MAX_GROUPS = 512
 """Measured groups that a kept calibration holds at most."""
@@ -44,6 +44,9 @@ def calibrate_recipe(
 ) -> RecipeCalibration:
     """Run the recipe's job for a few ticks in turn and together, and fit.
 
+    Where variants are to be compared, each is measured twice, in opposite order: a machine that grows slower meanwhile favours
+    none of them.
+
     Args:
         variants: More (generator threads, quantization, trainer threads) to measure beside the recipe's own.
         ticks: Of each run, at least 4.
@@ -56,14 +59,18 @@ def calibrate_recipe(
         raise PlanError(f"a calibration needs at least 4 ticks a run, got {ticks}")
     threads = settled_threads(config)
     own = (threads["generator"], config.generator.quantization, threads["trainer"])
-    generators: dict[str, RoleCosts] = {}
-    trainers: dict[str, RoleCosts] = {}
+    order = list(dict.fromkeys([own, *variants]))
+    if len(order) > 1:
+        ticks = max(4, 1 + (ticks + 1) // 2)
+        order += reversed(order)
+    generators: dict[str, list[RoleCosts]] = {}
+    trainers: dict[str, list[RoleCosts]] = {}
     slowdowns: dict[str, dict[str, float]] = {}
     groups: list[tuple[int, ...]] = []
     prompts: list[int] = []
     rewards: list[float] = []
     rounds: list[float] = []
-    for variant in dict.fromkeys([own, *variants]):
+    for variant in order:
         generator_threads, quantization, trainer_threads = variant
         pair = f"{generator_threads}+{trainer_threads}"
         changed = _quiet(config, variant, ticks)
@@ -73,8 +80,9 @@ def calibrate_recipe(
             lengths, prompt = alone.lengths()
             groups += lengths
             prompts += prompt
-            generator = generators[f"{generator_threads}:{quantization}"] = alone.generator_costs()
-            trainer = trainers[str(trainer_threads)] = alone.trainer_costs()
+            generator, trainer = alone.generator_costs(), alone.trainer_costs()
+            generators.setdefault(f"{generator_threads}:{quantization}", []).append(generator)
+            trainers.setdefault(str(trainer_threads), []).append(trainer)
             rewards += alone.durations("reward")
             rounds += alone.rounds()
             if pair not in slowdowns:
@@ -83,13 +91,24 @@ def calibrate_recipe(
                 slowdowns[pair] = both.slowdowns(generator, trainer, generator_threads, trainer_threads)
     return RecipeCalibration(
         cores=config.run.cores or available_cores(),
-        generators=generators,
-        trainers=trainers,
+        generators={key: mean_costs(found) for key, found in generators.items()},
+        trainers={key: mean_costs(found) for key, found in trainers.items()},
         reward_s=statistics.fmean(rewards),
         round_s=statistics.median(rounds),
         slowdowns=slowdowns,
         groups=tuple(groups[:_MAX_GROUPS]),
         prompt_tokens=max(1, round(statistics.fmean(prompts))),
+    )
+
+
+def mean_costs(found: Sequence[RoleCosts]) -> RoleCosts:
+    """The mean of each constant, and so of each forecast, over several runs; all are of one role."""
+    cost = found[0].cost
+    means = {f.name: statistics.fmean(getattr(one.cost, f.name) for one in found) for f in dataclasses.fields(cost)}
+    return RoleCosts(
+        cost=dataclasses.replace(cost, **means),
+        jitter=statistics.fmean(one.jitter for one in found),
+        ticks=sum(one.ticks for one in found),
     )
 
 

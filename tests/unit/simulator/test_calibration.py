@@ -14,7 +14,7 @@ from llamarl.cli import plan as plan_verb
 from llamarl.cli import simulate as simulate_verb
 from llamarl.config import RunConfig, load_config, validate
 from llamarl.errors import PlanError
-from llamarl.simulator.calibration import calibrate_recipe, calibrated_scenario
+from llamarl.simulator.calibration import calibrate_recipe, calibrated_scenario, mean_costs
 from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
 from llamarl.simulator.kept_calibration import (
     RecipeCalibration,
@@ -86,7 +86,7 @@ def test_the_split_proposed_is_the_fastest_of_all_that_were_measured() -> None:
     splits = forecast_splits(recipe(), made(), num_ticks=30)
     names = {split.name for split in splits}
     assert {"synchronous, threads 2+2", "staleness 1, threads 1+1", "staleness 1, threads 1+1, int8"} <= names
-    chosen = recommend_split(splits)
+    chosen = recommend_split(splits, "none")
     assert chosen.settings["schedule.max_staleness"] >= 1
     assert (chosen.settings["generator.threads"], chosen.settings["trainer.threads"]) == (1, 1)
     assert chosen.result.step_s <= 1.02 * min(split.result.step_s for split in splits)
@@ -102,7 +102,29 @@ def test_where_cores_hardly_share_work_in_turn_with_all_threads_wins() -> None:
         trainers={"1": base.trainers["1"], "2": RoleCosts(cost=TrainerCost(token_s=5e-5), jitter=0.0, ticks=4)},
         slowdowns={"1+1": {"generator": 3.0, "trainer": 3.0}},
     )  # fmt: skip
-    assert recommend_split(forecast_splits(recipe(), found, num_ticks=20)).name == "synchronous, threads 2+2"
+    assert recommend_split(forecast_splits(recipe(), found, num_ticks=20), "none").name == "synchronous, threads 2+2"
+
+
+def test_another_precision_is_proposed_only_for_more_than_forecasts_err() -> None:
+    base = made()
+    for quicker, quantization in ((0.90, "none"), (0.80, "int8")):
+        other = RoleCosts(cost=LinearGeneratorCost(step_s=0.01 * quicker), jitter=0.0, ticks=4)
+        found = made(
+            generators={"1:none": base.generators["1:none"], "1:int8": other},
+            trainers={"1": RoleCosts(cost=TrainerCost(token_s=1e-6), jitter=0.0, ticks=4)},
+        )
+        splits = forecast_splits(recipe(), found, num_ticks=20)
+        assert recommend_split(splits, "none").settings["generator.quantization"] == quantization
+        assert recommend_split(splits, "int8").settings["generator.quantization"] == "int8"
+
+
+def test_constants_of_several_runs_are_averaged() -> None:
+    runs = [
+        RoleCosts(cost=LinearGeneratorCost(tick_s=t, step_s=2 * t, prefill_token_s=t * t), jitter=j, ticks=3)
+        for t, j in ((1.0, 0.1), (3.0, 0.3))
+    ]
+    expected = LinearGeneratorCost(tick_s=2.0, step_s=4.0, prefill_token_s=5.0)
+    assert mean_costs(runs) == RoleCosts(cost=expected, jitter=pytest.approx(0.2), ticks=6)
 
 
 def test_a_kept_calibration_reads_back_equal_and_belongs_to_its_recipe(tmp_path: Path) -> None:
