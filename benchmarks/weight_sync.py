@@ -153,8 +153,7 @@ def one_source(pipe: Connection, to_sink: Connection, model: str) -> None:
     torch.set_num_threads(1)
     layout = replicated_layout(llama_parameters(model), 1)
     tensors = local_tensors(layout, 0, fill=True)
-    largest = max(t.numel() for t in tensors.values())
-    pool = torch.zeros(max(largest, min(sum(t.numel() for t in tensors.values()), 256 << 20)))
+    pool = torch.zeros(sum(t.numel() for t in tensors.values()))  # as large as what is copied: its pages count too
     publisher = Publisher(rank=0, num_source_ranks=1, num_slots=1, transport=SharedMemorySource())
     version = 0
     pipe.send("ready")
@@ -162,7 +161,6 @@ def one_source(pipe: Connection, to_sink: Connection, model: str) -> None:
         if what == "memcpy":
             started, cpu, at = time.monotonic(), time.process_time(), 0
             for tensor in tensors.values():
-                at = 0 if at + tensor.numel() > pool.numel() else at
                 pool[at : at + tensor.numel()].view(tensor.shape).copy_(tensor)
                 at += tensor.numel()
             pipe.send({"s": time.monotonic() - started, "cpu_s": time.process_time() - cpu})
