@@ -111,9 +111,9 @@ def chosen_to_try(splits: list[Split], chosen: Split) -> list[Split]:
         s for s in splits
         if threads_of(s.settings) == threads_of(chosen.settings) and s.settings["schedule.max_staleness"] > 0
     ]  # fmt: skip
-    tried = {split.name: split for split in [chosen, *kinds.values(), *same[:4]]}
+    tried = {split.name: split for split in [chosen, *same[:4], *kinds.values()]}
     keep = [s for s in tried.values() if s is chosen or s.result.step_s < 2.5 * splits[0].result.step_s]
-    return keep[:12]
+    return keep[:14]
 
 
 def precision_of(split: Split) -> str:

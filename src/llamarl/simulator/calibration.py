@@ -103,7 +103,7 @@ def calibrate_recipe(
 
 def mean_costs(found: Sequence[RoleCosts]) -> RoleCosts:
     """The mean of each constant, and so of each forecast, over several runs; all are of one role."""
-    cost = found[0].cost
+    cost: Any = found[0].cost
     means = {f.name: statistics.fmean(getattr(one.cost, f.name) for one in found) for f in dataclasses.fields(cost)}
     return RoleCosts(
         cost=dataclasses.replace(cost, **means),
