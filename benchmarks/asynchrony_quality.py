@@ -138,7 +138,7 @@ def draw(curves: dict[str, dict[str, list[dict[int, float]]]], path: Path) -> No
                 versions, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.12, lw=0
             )
         axis.set(xlabel="policy version (optimizer steps)", ylabel="held-out accuracy", ylim=(0, 1), title=study)
-        axis.legend(frameon=False, loc="lower right", fontsize=8)
+        axis.legend(loc="lower right", fontsize=8, framealpha=0.8, edgecolor="none")
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
