@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,34 @@ def test_the_example_graph_runs_and_shows_its_delay() -> None:
     assert [line.split("'total': ")[1] for line in totals] == ["6.0}", "66.0}", "126.0}", "186.0}", "246.0}"]
     fed_back = [line for line in done.stdout.splitlines() if "source" in line and "'feedback'" in line]
     assert [line.split("'feedback': ")[1] for line in fed_back] == ["0.0}", "0.0}", "6.0}", "66.0}", "126.0}"]
+
+
+def test_an_answers_file_survives_a_bad_prompt_and_is_never_the_prompts_file(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"prompt": "a1 " * 2000}) + "\n")
+    out.write_text("earlier answers\n")
+    done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts), "--output", str(out)])
+    assert done.returncode == 2 and "in.jsonl:1" in done.stderr and "context" in done.stderr
+    assert out.read_text() == "earlier answers\n"
+    prompts.write_text('{"prompt": "a1 b2 =\\n"}\n')
+    done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts), "--output", str(prompts)])
+    assert done.returncode == 2 and "is the file of --input" in done.stderr
+    assert prompts.read_text() == '{"prompt": "a1 b2 =\\n"}\n'
+    done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts), "--output", str(out)])
+    assert done.returncode == 0 and len(out.read_text().splitlines()) == 1
+
+
+def test_an_answer_that_failed_says_so_and_ends_with_status_1(llamarl: CommandLine, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from llamarl.models.folders import resolve_model_path
+
+    shutil.copytree(resolve_model_path("bundled:tiny"), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, file, metadata={"format": "pt"})
+    done = llamarl.run(["generate", str(tmp_path / "model"), "--prompt", "a1 b2 =\n"])
+    assert done.returncode == 1 and "--prompt: no answer: logits are not finite" in done.stderr

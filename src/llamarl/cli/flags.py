@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
@@ -26,7 +28,8 @@ def refuse_flags(lines: Sequence[str]) -> None:
 
 
 class OutputFile:
-    """A text file that a flag names: opened before the work that fills it, so that a wrong path costs nothing.
+    """A text file that a flag names: opened before the work that fills it, so that a wrong path costs nothing. What it held
+    before stays until the first line is written, or the work has ended well.
 
     Raises:
         ConfigError: It cannot be opened.
@@ -35,11 +38,17 @@ class OutputFile:
     def __init__(self, path: str, flag: str) -> None:
         self._name = f"{flag} {path}"
         try:
-            self._file = open(path, "w", encoding="utf-8")
+            self._file = open(path, "a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"{self._name}: cannot be written ({error.strerror}); give a file in a folder that exists"
             ) from error
+        self._holds_earlier = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+
+    def _drop_earlier(self) -> None:
+        if self._holds_earlier:
+            self._file.truncate(0)
+            self._holds_earlier = False
 
     def write_line(self, text: str) -> None:
         """Write a line and flush it.
@@ -48,6 +57,7 @@ class OutputFile:
             LlamaRLError: The disk is full, or gone.
         """
         try:
+            self._drop_earlier()
             print(text, file=self._file, flush=True)
         except OSError as error:
             raise LlamaRLError(f"{self._name}: cannot write: {error.strerror}") from error
@@ -58,4 +68,6 @@ class OutputFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None:
+            self._drop_earlier()
         self._file.close()

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llamarl.cli.flags import OutputFile, in_flags, refuse_flags
 from llamarl.errors import ConfigError, DataError
 from llamarl.models.folders import resolve_model_path
+
+if TYPE_CHECKING:
+    from llamarl.data.config import DataConfig
 
 __all__ = ["add_parser", "run"]
 
@@ -26,7 +31,10 @@ Samples responses with the native engine: many prompts at once, answers in the o
 
 Where there are several answers, each is printed under a line "[prompt 3]" or "[prompt 3, sample 1]".
 A JSONL line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}; other keys are carried over.
-An answer line adds "response", "finish_reason", "tokens" and "logprobs" (of the distribution sampled from)."""
+An answer line adds "sample", "response", "finish_reason", "tokens" and "logprobs" (of the distribution sampled from), and
+"error" where an answer failed; then the exit status is 1. A run folder's prompts go through its own data section."""
+
+_ADDED = ("sample", "response", "finish_reason", "tokens", "logprobs", "error")
 
 _PROGRESS_EVERY_S = 5.0
 
@@ -71,9 +79,10 @@ def run(args: argparse.Namespace) -> int:
     requests = list(_requests(args))
     if not requests:
         raise DataError("no prompt: give --prompt, --input FILE.jsonl, or lines on standard input")
+    data = _data_config(folder if model != args.model else None, chat=not args.no_chat_template)
     with OutputFile(args.output, "--output") if args.output else contextlib.nullcontext() as output:
-        _generate(args, model, requests, output)
-    return 0
+        failed = _generate(args, model, requests, output, data)
+    return 1 if failed else 0
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -93,6 +102,10 @@ def _check_flags(args: argparse.Namespace) -> None:
     }
     if args.max_new_tokens is not None:
         values["max_new_tokens"] = args.max_new_tokens
+    if args.prompt is not None and args.input is not None:
+        lines.append("give --prompt or --input, not both")
+    if args.output is not None and args.input not in (None, "-") and _same_file(args.input, args.output):
+        lines.append(f"--output {args.output} is the file of --input: answers would replace the prompts")
     try:
         SamplingConfig(**values)
     except ValidationError as error:
@@ -101,7 +114,26 @@ def _check_flags(args: argparse.Namespace) -> None:
     refuse_flags(lines)
 
 
-def _generate(args: argparse.Namespace, model: str, requests: list[_Request], output: OutputFile | None) -> None:
+def _same_file(a: str, b: str) -> bool:
+    try:
+        return os.path.samefile(a, b)
+    except OSError:
+        return False  # one is not there (yet)
+
+
+def _data_config(run_dir: Path | None, *, chat: bool) -> DataConfig:
+    """How prompts are rendered: as in the run, or as plain questions."""
+    from llamarl.config import load_config
+    from llamarl.data.config import DataConfig
+
+    data = DataConfig() if run_dir is None else load_config(run_dir / "config.toml").data
+    return data if chat else dataclasses.replace(data, chat_template="none")
+
+
+def _generate(
+    args: argparse.Namespace, model: str, requests: list[_Request], output: OutputFile | None, data: DataConfig
+) -> int:
+    """How many answers failed."""
     from llamarl.engine.config import QUANTIZATIONS, EngineConfig
     from llamarl.engine.engine import NativeEngine
     from llamarl.engine.sequence import SamplingParams, Sequence
@@ -116,7 +148,7 @@ def _generate(args: argparse.Namespace, model: str, requests: list[_Request], ou
             f"{', '.join(QUANTIZATIONS['native', device])}"
         )
     tokenizer = load_tokenizer(model)
-    prompts = [_encode(request, tokenizer, chat=not args.no_chat_template) for request in requests]
+    prompts = [_encode(request, tokenizer, data) for request in requests]
     engine = NativeEngine(model, EngineConfig(), tokenizer=tokenizer, device=device, quantization=args.quantization)
     eos = tokenizer.eos_token_id
     context = context_length(model) or 1 << 20
@@ -129,6 +161,12 @@ def _generate(args: argparse.Namespace, model: str, requests: list[_Request], ou
         stop_strings=tuple(args.stop),
         stop_token_ids=() if eos is None else (int(eos),),
     )
+    refuse_flags([
+        f"{request.where}: {len(prompt)} prompt tokens and --max-new-tokens {params.max_new_tokens} exceed the model's context "
+        f"of {context} tokens: shorten the prompt or lower --max-new-tokens"
+        for request, prompt in zip(requests, prompts, strict=True)
+        if len(prompt) + params.max_new_tokens > context
+    ])  # fmt: skip
     sequences = [
         Sequence(
             prompt_index=index,
@@ -147,7 +185,7 @@ def _generate(args: argparse.Namespace, model: str, requests: list[_Request], ou
     as_json = args.input is not None or args.output is not None
     if len(sequences) == 1 and not as_json:
         _stream(engine, sequences[0], tokenizer)
-        return
+        return _tell_failures(requests, sequences)
     write = _print if output is None else output.write_line
     progress = _Progress(len(sequences)) if output is not None or not sys.stdout.isatty() else None
     written = 0
@@ -160,6 +198,14 @@ def _generate(args: argparse.Namespace, model: str, requests: list[_Request], ou
             written += 1
         if progress is not None:
             progress.show(sequences)
+    return _tell_failures(requests, sequences)
+
+
+def _tell_failures(requests: list[_Request], sequences: list[Any]) -> int:
+    failed = [sequence for sequence in sequences if sequence.finish_reason == "error"]
+    for sequence in failed:
+        print(f"{requests[sequence.prompt_index].where}: no answer: {sequence.error}", file=sys.stderr)
+    return len(failed)
 
 
 def _stream(engine: Any, sequence: Any, tokenizer: Any) -> None:
@@ -171,7 +217,7 @@ def _stream(engine: Any, sequence: Any, tokenizer: Any) -> None:
         if not text.endswith("\ufffd"):  # half of a multi-byte character
             print(text[shown:], end="", flush=True)
             shown = len(text)
-    print()
+    print(str(tokenizer.decode(sequence.tokens, skip_special_tokens=True))[shown:])
 
 
 def _label(sequence: Any, samples: int) -> str:
@@ -239,20 +285,26 @@ def _request_of(line: str, where: str) -> dict[str, Any]:
     elif not isinstance(record["prompt"], str):
         value = record["prompt"]
         raise DataError(f"{where}: field 'prompt' is {type(value).__name__} {value!r:.60}, expected text")
+    if taken := sorted(set(record) & set(_ADDED)):
+        raise DataError(f"{where}: answers add {', '.join(_ADDED)}: rename {', '.join(taken)}, which would be lost")
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: holds half of a surrogate pair, which is no character ({error.reason})") from error
     return record
 
 
-def _encode(request: _Request, tokenizer: Any, *, chat: bool) -> list[int]:
+def _encode(request: _Request, tokenizer: Any, config: DataConfig) -> list[int]:
     """The tokens of a request, as a run's prompts are made."""
     from llamarl.data.chat import render_prompt
-    from llamarl.data.config import DataConfig
     from llamarl.data.items import TaskItem
 
     messages = request.record.get("messages")
     if messages is not None and not tokenizer.chat_template:
         raise DataError(f'{request.where}: this model has no chat template: give "prompt" instead of "messages"')
     item = TaskItem(question=request.record.get("prompt", ""), messages=None if messages is None else tuple(messages))
-    config = DataConfig(chat_template="auto" if chat or messages is not None else "none")
+    if messages is not None:
+        config = dataclasses.replace(config, chat_template="auto")
     try:
         _, tokens = render_prompt(item, tokenizer, config)
     except DataError as error:
@@ -271,4 +323,6 @@ def _answer(request: _Request, sequence: Any, tokenizer: Any, *, as_json: bool) 
         "tokens": sequence.tokens,
         "logprobs": sequence.logprobs,
     }
+    if sequence.error is not None:
+        answer["error"] = sequence.error
     return json.dumps(request.record | answer)

@@ -184,6 +184,9 @@ class NativeEngine:
     ) -> None:
         members = import_state(self._scheduler, self._runner, state, tensors, sequences)
         self._members = {member.order: member for member in members}
+        now = self._clock()  # clocks do not outlive a process: limits count from here, in the order of admission
+        limits = {order: member.sequence.params.deadline_s for order, member in sorted(self._members.items())}
+        self._deadlines = {order: now + limit for order, limit in limits.items() if limit is not None}
 
     def stats(self) -> Mapping[str, float]:
         """Counters since the last call, and the state of the KV cache now."""
@@ -242,6 +245,12 @@ class NativeEngine:
                 f"{where}: {len(sequence.prompt_tokens)} prompt tokens and max_new_tokens={params.max_new_tokens} exceed the "
                 f"model's context of {self._runner.context_length} tokens: shorten the prompt or lower max_new_tokens"
             )
+        vocabulary = self._runner.model_config.vocab_size
+        strange = next((t for t in (*sequence.prompt_tokens, *sequence.tokens) if not 0 <= t < vocabulary), None)
+        if strange is not None:
+            raise ValueError(f"{where}: token {strange} is not in the model's vocabulary of {vocabulary}")
+        if not 0 <= sequence.seed < 1 << 64:
+            raise ValueError(f"{where}: a seed has 64 bits without a sign, got {sequence.seed}")
         if params.stop_strings and self._tokenizer is None:
             raise ValueError(f"{where}: stop_strings {params.stop_strings} need an engine that was given a tokenizer")
         self._scheduler.check(sequence)

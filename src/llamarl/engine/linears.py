@@ -187,7 +187,8 @@ class _Int8Linear(FusedLinear):
         rows = x.reshape(-1, self.in_features).float()
         if self.kernels is not None:
             quantized, scales = self.kernels.quantize_rows(rows.contiguous())
-            out = self.kernels.scale_rows(self._multiply(quantized), scales, self._bias)
+            bias = None if self._bias is None else self._bias.float()
+            out = self.kernels.scale_rows(self._multiply(quantized), scales, bias)
             return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
         scale = rows.abs().amax(dim=1, keepdim=True).div_(127).clamp_(min=1e-12)
         # adding 128.5 and cutting off rounds to nearest; a NaN row keeps a NaN scale, and with it a NaN result

@@ -109,6 +109,7 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int]
         tokens_N[rows] = chosen
         logprobs_N[rows] = logprob
 
+    ok_N &= logprobs_N.isfinite()
     raw_N = logits_NV.gather(1, tokens_N[:, None])[:, 0] - log_norm_N
     tokens_N = torch.where(ok_N, tokens_N, -1)
     return torch.stack([tokens_N.double(), logprobs_N.double(), raw_N.double(), ok_N.double()])

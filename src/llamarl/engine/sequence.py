@@ -6,11 +6,15 @@ under later weights: its KV cache is never part of it, the cache is recomputed b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from llamarl.types import FinishReason
 
-__all__ = ["SamplingParams", "Sequence"]
+__all__ = ["LEAST_TEMPERATURE", "SamplingParams", "Sequence"]
+
+LEAST_TEMPERATURE = 1e-6
+"""Below it float32 cannot hold logits divided by it; 0 stands for greedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,19 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     deadline_s: float | None = None
     """Wall-clock limit from admission; None is none (the only repeatable choice)."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on what no distribution has."""
+        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, got {self.temperature}"
+            )
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0 (0 keeps all tokens), got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p must be in [0, 1), got {self.min_p}")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llamarl.engine.config import EngineConfig
+from llamarl.engine.sequence import LEAST_TEMPERATURE
 from llamarl.strict import STRICT, refuse
 
 __all__ = ["DynamicSamplingConfig", "EvaluationConfig", "GeneratorConfig", "SamplingConfig"]
@@ -46,8 +47,8 @@ class SamplingConfig:
     def _mistakes(self) -> Iterator[str]:
         if self.max_new_tokens < 1:
             yield f"max_new_tokens must be >= 1, got {self.max_new_tokens}"
-        if self.temperature < 0:
-            yield f"temperature must be >= 0 (0 is greedy), got {self.temperature}"
+        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
+            yield f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, got {self.temperature}"
         if self.top_k < 0:
             yield f"top_k must be >= 0 (0 keeps all tokens), got {self.top_k}"
         if not 0 < self.top_p <= 1:

@@ -163,7 +163,8 @@ def check_attention_supported(config: PretrainedConfig) -> None:
     """Refuse, before any weight is loaded, a model whose attention ours would compute wrongly.
 
     Raises:
-        ModelError: The architecture is not one of ``SUPPORTED_MODEL_TYPES``, or asks for attention that is not causal.
+        ModelError: The architecture is not one of ``SUPPORTED_MODEL_TYPES``, asks for attention that is not causal, or for
+            rotary factors that depend on what else is computed at the same time.
     """
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise ModelError(
@@ -171,6 +172,13 @@ def check_attention_supported(config: PretrainedConfig) -> None:
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelError(f"model.path: {config.model_type} with use_bidirectional_attention is not a causal decoder")
+    rope = getattr(config, "rope_parameters", None) or {}
+    short = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    if rope.get("rope_type") == "longrope" and (short is None or config.max_position_embeddings > short):
+        raise ModelError(
+            f"model.path: {config.model_type} with rotary embedding 'longrope' is not supported: transformers chooses its short or "
+            "long factors by the longest sequence of a call, so log-probs would depend on what shares the batch"
+        )
 
 
 def fused_attention(

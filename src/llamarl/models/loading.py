@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -57,12 +58,18 @@ def load_model(
     if attention.startswith("llamarl_"):
         check_attention_supported(load_model_config(folder))
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
         )
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelError(f"model.path: cannot load {folder}: {error}") from error
-    return model.to(torch.device(device)).eval()  # type: ignore[arg-type]  # decorated upstream without its signature
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
+        raise ModelError(
+            f"model.path: {folder} lacks {len(missing)} tensors of its architecture: {', '.join(missing[:4])}"
+            f"{', ...' if len(missing) > 4 else ''}"
+        )
+    return model.to(torch.device(device)).eval()
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -40,7 +40,7 @@ def test_every_wrong_flag_of_generate_is_told_at_once_by_its_own_name(capsys: py
         "--samples must be >= 1, got 0",
         "--seed must be >= 0, got -1",
         "--max-new-tokens must be >= 1, got 0",
-        "--temperature must be >= 0 (0 is greedy), got -1.0",
+        "--temperature must be 0 (greedy) or at least 1e-06, got -1.0",
         "--top-k must be >= 0 (0 keeps all tokens), got -1",
         "--top-p must be in (0, 1], got 2.0",
         "--stop must not hold an empty string: it would end every response at once",
@@ -117,7 +117,7 @@ def test_wrong_flags_of_eval_are_told_by_their_own_names(capsys: pytest.CaptureF
         "evaluation.every must be >= 0 trainer ticks (0 never evaluates), got -1",
         "--prompts must be >= 1, got 0",
         "--samples must be >= 1, got 0",
-        "--temperature must be >= 0 (0 is greedy), got -1.0",
+        "--temperature must be 0 (greedy) or at least 1e-06, got -1.0",
         "model: no folder no/such/model; give a Hugging Face folder, or one of bundled:tiny",
     ]
 

@@ -202,3 +202,18 @@ def test_a_model_that_the_loops_do_not_fit_goes_through_its_module(
     tiny_model("gemma2", "eager").save_pretrained(tmp_path)
     assert all(s.finish_reason == "length" for s in _run(tmp_path, "compiled"))
     assert "no effect here: they know llama" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_with_biases_is_the_same_through_the_loops(kernels: Kernels, dtype: str, tmp_path: Path) -> None:
+    model = tiny_model("qwen2", "sdpa")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    model.save_pretrained(tmp_path)
+    plain, lean = _run(tmp_path, "torch", "int8", dtype), _run(tmp_path, "compiled", "int8", dtype)
+    assert all(s.finish_reason == "length" for s in lean)
+    same = [(s, t) for s, t in zip(plain, lean, strict=True) if s.tokens[0] == t.tokens[0]]  # rounding may tip a draw
+    assert len(same) >= 5
+    assert max(abs(s.logprobs[0] - t.logprobs[0]) for s, t in same) < 0.1

@@ -1,0 +1,88 @@
+"""What the engine refuses before it computes anything, so that neighbours never pay for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.sampler import sample
+from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.errors import ModelError
+from llamarl.models.loading import load_model
+
+
+def sequence(**changes: Any) -> Sequence:
+    made = Sequence(
+        prompt_index=0, sample_index=0, prompt_tokens=[3, 4, 5], params=SamplingParams(max_new_tokens=4), seed=1
+    )
+    return dataclasses.replace(made, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt_tokens": [3, 100_000]}, "token 100000 is not in the model's vocabulary"),
+        ({"prompt_tokens": [-1]}, "token -1 is not"),
+        ({"seed": -1}, "a seed has 64 bits"),
+        ({"seed": 1 << 64}, "a seed has 64 bits"),
+    ],
+)
+def test_a_bad_request_is_refused_and_the_others_go_on(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path)
+    engine = NativeEngine(tmp_path, EngineConfig(kv_cache_bytes=1 << 20), eos_token_ids=())
+    good = sequence(prompt_index=1)
+    engine.add([good])
+    with pytest.raises(ValueError, match=words):
+        engine.add([sequence(**changes)])
+    while engine.has_work:
+        engine.step()
+    assert good.finish_reason == "length" and len(good.tokens) == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": t} for t in (-1.0, math.nan, math.inf, 1e-39)]
+    + [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 1.5}, {"min_p": -0.1}],
+)
+def test_parameters_that_no_distribution_has_are_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        SamplingParams(max_new_tokens=4, **changes)
+
+
+def test_the_least_temperature_still_gives_a_finite_log_prob() -> None:
+    draws = sample(torch.randn(1, 50) * 30, [SamplingParams(max_new_tokens=1, temperature=1e-6)], [7], [0])
+    assert draws.ok == [True] and math.isfinite(draws.logprobs[0])
+
+
+def test_a_folder_that_lacks_a_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 tensors .*layers\.1\.mlp\.down_proj"):
+        load_model(tmp_path, dtype=torch.float32)
+
+
+def test_rotary_factors_that_depend_on_the_batch_are_refused(tmp_path: Path) -> None:
+    tiny_model("phi3", "sdpa").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    half = config["hidden_size"] // config["num_attention_heads"] // 2
+    config["rope_parameters"] = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * half, "long_factor": [2.0] * half,
+        "original_max_position_embeddings": 40,
+    }  # fmt: skip
+    config["original_max_position_embeddings"] = 40
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="longrope"):
+        load_model(tmp_path, dtype=torch.float32, attention="llamarl_paged")
