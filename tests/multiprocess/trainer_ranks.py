@@ -16,11 +16,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
-from training_fixtures import make_groups
+from training_fixtures import make_groups, write_model
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.trainer import scoring
-from llamarl.trainer import step as trainer_step
+from llamarl.errors import ModelError
+from llamarl.trainer import building
 from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, SelectionConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.scoring import FrozenScorer
@@ -111,6 +111,20 @@ def _refuse_whole_model(*args: object, **kwargs: object) -> None:
     raise AssertionError("a rank of a mesh asked for the whole model")
 
 
+def refuse_unknown_logits(folder: Path, world: int) -> None:
+    """Qwen3 ignores this key, the trainer would obey it: on a mesh too it must say so."""
+    changed = folder / f"scaled-{world}-{dist.get_rank()}"
+    write_model(changed, "qwen3")
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {"logits_scaling": 8.0}))
+    try:
+        Trainer(changed, TrainerConfig(fsdp=world), OptimizerConfig(lr=1e-3), AlgorithmConfig(), temperature=1.0)
+    except ModelError as error:
+        assert "changes its logits" in str(error), error
+    else:
+        raise AssertionError("a mesh trained a model whose logits it does not know")
+
+
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     if world > 1:
@@ -118,8 +132,9 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
             "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,
             timeout=timedelta(seconds=120),
         )  # fmt: skip
-        trainer_step.load_model = _refuse_whole_model  # type: ignore[assignment]
-        scoring.load_model = _refuse_whole_model  # type: ignore[assignment]
+        assert callable(building.load_model)  # so that this replaces what is called
+        building.load_model = _refuse_whole_model  # type: ignore[assignment]
+        refuse_unknown_logits(folder, world)
     for case in cases:
         family, sizes, dtype = case.split(":")
         fsdp, tp = (int(n) for n in sizes.split("x"))

@@ -72,6 +72,11 @@ def _locate(model: str, recipe: str | None) -> tuple[str, str | None]:
     """(model folder, recipe) of what the user named: a run folder holds both."""
     folder = Path(model)
     if (folder / "config.toml").is_file():
+        if not (folder / "model" / "config.json").is_file() and (folder / "adapter").is_dir():
+            raise ConfigError(
+                f"{folder} wrote its adapter alone (lora.export_merged is off): merge {folder / 'adapter'} into its base model with "
+                "peft (merge_and_unload, save_pretrained) and give that folder with --recipe"
+            )
         if not (folder / "model" / "config.json").is_file():
             raise ConfigError(
                 f"{folder} is a run without a final policy in {folder / 'model'}: let it finish "

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from llamarl.config import RunConfig
 from llamarl.engine.config import QUANTIZATIONS
@@ -35,29 +36,35 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
         ModelError: A ``tp`` does not divide the model (the message names the sizes that do), or the model has a plan
             that is not supported.
     """
-    trainer = config.trainer
-    ranks = trainer.fsdp * trainer.tp
-    mesh = f"trainer.fsdp * trainer.tp = {trainer.fsdp} * {trainer.tp} = {ranks} ranks"
     generator = config.generator
+    meshes: dict[str, Any] = {"trainer": config.trainer}
+    if config.has_reference:
+        meshes["reference"] = config.reference
+    if config.has_critic:
+        meshes["critic"] = config.critic
     _check_tensor_parallel("generator", generator.tp, folder)
-    _check_tensor_parallel("trainer", trainer.tp, folder)
+    _check_tensor_parallel("trainer", config.trainer.tp, folder)
     if config.has_reference:
         _check_tensor_parallel("reference", config.reference.tp, config.reference.path or folder)
     if config.has_critic:
         _check_tensor_parallel("critic", config.critic.tp, config.critic.path or folder)
-    if config.run.runtime == "inline" and max(ranks, generator.dp * generator.tp) > 1:
-        raise ConfigError(
-            f"run.runtime 'inline' holds one rank an executor, but {mesh} and generator.dp * generator.tp = "
-            f"{generator.dp} * {generator.tp}: "
-            f"set run.runtime to 'monarch', or all of these sizes to 1"
-        )
+    sizes = {f"{name}.fsdp * {name}.tp": (mesh.fsdp, mesh.tp) for name, mesh in meshes.items()}
+    if config.run.runtime == "inline":
+        several = {**sizes, "generator.dp * generator.tp": (generator.dp, generator.tp)}
+        found = [f"{keys} = {a} * {b}" for keys, (a, b) in several.items() if a * b > 1]
+        if found:
+            raise ConfigError(
+                f"run.runtime 'inline' holds one rank an executor, but {' and '.join(found)}: "
+                f"set run.runtime to 'monarch', or all of these sizes to 1"
+            )
     most = _RANKS_PER_CORE * cores
-    if trainer.device == "cpu" and ranks > most:
-        fitting = [f"{fsdp} * {trainer.tp}" for fsdp in range(1, trainer.fsdp) if fsdp * trainer.tp <= most]
-        raise ConfigError(
-            f"{mesh} on {cores} cores: more than {_RANKS_PER_CORE} ranks a core would only wait for each other; sizes "
-            f"that fit with this trainer.tp: {', '.join(fitting) or 'none, lower trainer.tp'}"
-        )
+    for (name, mesh), (keys, (fsdp, tp)) in zip(meshes.items(), sizes.items(), strict=True):
+        if mesh.device == "cpu" and fsdp * tp > most:
+            fitting = [f"{size} * {tp}" for size in range(1, fsdp) if size * tp <= most]
+            raise ConfigError(
+                f"{keys} = {fsdp} * {tp} = {fsdp * tp} ranks on {cores} cores: more than {_RANKS_PER_CORE} ranks a core would only "
+                f"wait for each other; sizes that fit with this {name}.tp: {', '.join(fitting) or f'none, lower {name}.tp'}"
+            )
 
 
 def _check_tensor_parallel(section: str, tp: int, folder: Path | str) -> None:

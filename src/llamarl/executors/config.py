@@ -203,8 +203,8 @@ class EvaluationConfig:
             yield f"num_prompts must be >= 1, got {self.num_prompts}"
         if self.samples_per_prompt < 1:
             yield f"samples_per_prompt must be >= 1, got {self.samples_per_prompt}"
-        if self.temperature < 0:
-            yield f"temperature must be >= 0 (0 is greedy), got {self.temperature}"
+        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
+            yield f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, got {self.temperature}"
         if self.threads < 0:
             yield f"threads must be >= 0 (0 divides the cores), got {self.threads}"
         if not re.fullmatch(_DEVICE, self.device):

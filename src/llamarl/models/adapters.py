@@ -34,14 +34,20 @@ def add_adapters(model: PreTrainedModel, *, rank: int, alpha: float, targets: Se
     """Freeze ``model`` and put an adapter beside each target layer, in place. The same seed gives the same adapters.
 
     Raises:
-        ModelError: The model has no layer of one of these names.
+        ModelError: The model has no layer of one of these names, or it is the output layer, which stays frozen: its weight
+            is multiplied chunk by chunk, without an adapter.
     """
     import peft
 
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    head = model.get_output_embeddings()
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
     if unknown := sorted(set(targets) - names):
         raise ModelError(
-            f"lora.targets: {', '.join(unknown)} is no linear layer of {type(model).__name__}; it has "
+            f"lora.targets: {', '.join(unknown)} is no linear layer inside {type(model).__name__}'s decoder; it has "
             f"{', '.join(sorted(names))}"
         )
     with torch.random.fork_rng(devices=[]):

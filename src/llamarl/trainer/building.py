@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from llamarl.models.adapters import add_adapters
 from llamarl.models.loading import load_model
@@ -21,6 +22,11 @@ from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy, check_output_layer
 
 __all__ = ["BuiltPolicy", "build_policy"]
+
+_SMALL = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 32, "vocab_size": 128,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +76,7 @@ def build_policy(
     if not streamed:
         model = load_model(model_path, dtype=torch.float32, device=device, attention=attention)
     transform = LogitTransform.of_model(model.config, temperature)
-    if not streamed:
-        check_output_layer(model, transform)
+    check_output_layer(_small_copy(model.config, attention) if streamed else model, transform)
     if lora is not None:
         add_adapters(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=lora_seed)
     cuts = apply_tensor_parallel(model, layout)
@@ -93,3 +98,15 @@ def build_policy(
     for parameter in policy.parameters():
         parameter.data = parameter.data.to(dtype)
     return BuiltPolicy(policy, cuts, initial)
+
+
+def _small_copy(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    """The same architecture with random weights and few of them: what it does after its output layer does not depend on sizes,
+    and no rank of a mesh has memory for the whole."""
+    values = config.to_dict() | _SMALL | {"pad_token_id": None}
+    if values.get("layer_types"):
+        values["layer_types"] = values["layer_types"][:1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        small = type(config).from_dict(values)
+        return AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=attention).eval()

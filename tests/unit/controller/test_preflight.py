@@ -49,8 +49,27 @@ def test_many_ranks_a_core_are_refused_with_the_sizes_that_fit() -> None:
 
 
 def test_one_process_cannot_hold_a_mesh() -> None:
-    with pytest.raises(ConfigError, match="run.runtime 'inline'.*2 ranks.*set run.runtime to 'monarch'"):
+    with pytest.raises(
+        ConfigError, match="run.runtime 'inline'.*trainer.fsdp \\* trainer.tp = 2 \\* 1: set run.runtime to 'monarch'"
+    ):
         check_parallel_sizes(mesh(2, 1, "inline"), FOLDER, cores=8)
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        {"reference": {"enabled": True, "fsdp": 16, "device": "cpu"}},
+        {"algorithm": {"advantage": "gae"}, "critic": {"fsdp": 16, "device": "cpu"}},
+    ],
+)
+def test_reference_and_critic_meshes_are_refused_like_the_trainers(on: dict[str, Any]) -> None:
+    section = list(on)[-1]
+    with pytest.raises(
+        ConfigError, match=rf"{section}.fsdp \* {section}.tp = 16 \* 1 = 16 ranks on 2 cores.*with this {section}.tp"
+    ):
+        check_parallel_sizes(validate(on), FOLDER, cores=2)
+    with pytest.raises(ConfigError, match=rf"'inline' holds one rank.*{section}.fsdp \* {section}.tp = 16 \* 1: set"):
+        check_parallel_sizes(validate(on | {"run": {"runtime": "inline"}}), FOLDER, cores=8)
 
 
 @pytest.mark.parametrize(

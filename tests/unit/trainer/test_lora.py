@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.config import validate
 from llamarl.errors import ConfigError, ModelError
-from llamarl.models.adapters import AdapterReceiver
+from llamarl.models.adapters import AdapterReceiver, add_adapters
 from llamarl.models.loading import load_model
 from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.sharded_state import in_background
@@ -142,9 +142,18 @@ def test_resume_gives_the_same_bits(model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(model_folder: Path) -> None:
-    with pytest.raises(ModelError, match="lora.targets: qkv is no linear layer of LlamaForCausalLM; it has down_proj"):
+    with pytest.raises(
+        ModelError, match="lora.targets: qkv is no linear layer inside LlamaForCausalLM's decoder; it has down_proj"
+    ):
         make(model_folder, LoraConfig(rank=2, targets=("q_proj", "qkv")))
     with pytest.raises(ConfigError, match="lora.rank 2 trains on one rank"):
         validate({"lora": {"rank": 2}, "trainer": {"fsdp": 2}})
     with pytest.raises(ConfigError, match="lora.rank must be >= 0"):
         validate({"lora": {"rank": -1}})
+
+
+def test_the_output_layer_takes_no_adapter(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="lora.targets: lm_head is no linear layer inside"):
+        add_adapters(
+            load_model(write_model(tmp_path), dtype=torch.float32), rank=2, alpha=4.0, targets=("lm_head",), seed=0
+        )
