@@ -12,7 +12,7 @@ import pytest
 
 from llamarl.cli import plan as plan_verb
 from llamarl.cli import simulate as simulate_verb
-from llamarl.config import RunConfig, load_config, validate
+from llamarl.config import RunConfig, load_config, to_plain, validate
 from llamarl.errors import PlanError
 from llamarl.simulator.calibration import calibrate_recipe, calibrated_scenario, mean_costs
 from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
@@ -80,6 +80,18 @@ def test_a_forecast_is_the_sum_of_its_parts_in_turn_and_the_slowed_maximum_toget
     assert together.step_s == pytest.approx(0.4 * 1.1, rel=0.01)
     with pytest.raises(PlanError, match="3:none"):
         calibrated_scenario(recipe(threads=3), found)
+
+
+def test_a_recipe_of_the_latest_weights_is_forecast_with_them() -> None:
+    config = validate(to_plain(recipe()) | {"schedule": {"prompts_per_step": 40, "max_staleness": 1, "weights": "latest"}})
+    found = made(slowdowns={"1+1": {"generator": 1.0, "trainer": 1.0}}, groups=((40, 40),))
+    latest = calibrated_scenario(config, found)
+    assert (latest.weights, latest.kv_on_update) == ("latest", "recompute")
+    # Generator 0.4 s and trainer 0.2 s of a tick: half of the tokens are one version old, under exact weights all.
+    quick = dataclasses.replace(latest, trainer=TrainerCost(tick_s=0.2))
+    assert simulate(quick).staleness_mean == pytest.approx(0.5, abs=0.05)
+    assert simulate(dataclasses.replace(quick, weights="exact")).staleness_mean == pytest.approx(1.0, abs=0.05)
+    assert all(split.result.scenario.weights == "latest" for split in forecast_splits(config, found, num_ticks=12))
 
 
 def test_the_split_proposed_is_the_fastest_of_all_that_were_measured() -> None:
