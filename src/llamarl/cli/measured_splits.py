@@ -37,12 +37,13 @@ class MeasuredSplits:
         return recommend_split(self.splits, self.config.generator.quantization)
 
     def question(self, asked: RecipeQuestion) -> RecipeQuestion:
-        """The recipe's question with the lengths that were measured."""
+        """The recipe's question with the lengths that were measured; what the plan leaves out is still named."""
+        _, mark, left_out = asked.note.partition("; not in the plan: ")
         return dataclasses.replace(
             asked,
             response=grouped(self.calibration.groups),
             prompt_tokens=self.calibration.prompt_tokens,
-            note="measured while calibrating, under the initial policy",
+            note=f"measured while calibrating, under the initial policy{mark}{left_out}",
         )
 
     def text(self) -> str:

@@ -124,7 +124,8 @@ def _quiet(config: RunConfig, variant: tuple[int, str, int], ticks: int) -> Call
     raw["trainer"]["threads"] = variant[2]
 
     def at(staleness: int) -> RunConfig:
-        return validate({**raw, "schedule": {**raw["schedule"], "max_staleness": staleness}})
+        turns = config.schedule.colocated and staleness == 0
+        return validate({**raw, "schedule": {**raw["schedule"], "max_staleness": staleness, "colocated": turns}})
 
     return at
 

@@ -179,13 +179,23 @@ def test_plan_and_simulate_use_what_a_recipe_was_measured_to_need(
         run("plan --model Llama-3.1-8B --splits")
 
 
-def test_the_recipes_own_executors_are_measured(tmp_path: Path) -> None:
+def test_a_co_located_recipe_is_compared_with_roles_apart() -> None:
+    raw = to_plain(recipe())
+    together = validate(raw | {"schedule": raw["schedule"] | {"colocated": True}})
+    for split in forecast_splits(together, made(), num_ticks=12):
+        settled = apply(together, split.settings)
+        assert settled.schedule.colocated == (settled.schedule.max_staleness == 0)
+    assert all("schedule.colocated" not in split.settings for split in forecast_splits(recipe(), made(), num_ticks=12))
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_the_recipes_own_executors_are_measured(tmp_path: Path, colocated: bool) -> None:
     config = validate(
         {
             "run": {"dir": str(tmp_path / "run"), "runtime": "inline", "cores": 2},
             "model": {"path": "bundled:tiny"},
             "task": {"name": "steps"},
-            "schedule": {"prompts_per_step": 2},
+            "schedule": {"prompts_per_step": 2, "max_staleness": 0 if colocated else 1, "colocated": colocated},
             "generator": {"group_size": 2, "threads": 1, "sampling": {"max_new_tokens": 12}},
             "trainer": {"threads": 1},
         }
