@@ -12,8 +12,10 @@ import pytest
 
 from llamarl.cli import plan as plan_verb
 from llamarl.cli import simulate as simulate_verb
+from llamarl.cli.measured_splits import MeasuredSplits
 from llamarl.config import RunConfig, load_config, to_plain, validate
 from llamarl.errors import PlanError
+from llamarl.planner.recipe import question_from_config
 from llamarl.simulator.calibration import calibrate_recipe, calibrated_scenario, mean_costs
 from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
 from llamarl.simulator.kept_calibration import (
@@ -177,6 +179,17 @@ def test_plan_and_simulate_use_what_a_recipe_was_measured_to_need(
     assert "calibrated" in found["title"]
     with pytest.raises(PlanError, match="--calibrate --splits"):
         run("plan --model Llama-3.1-8B --splits")
+
+
+def test_what_a_plan_leaves_out_is_named_with_measured_lengths_too() -> None:
+    config = to_plain(recipe())
+    splits = MeasuredSplits(config=recipe(), calibration=made(), splits=[])
+    assert splits.question(question_from_config(config)).note == "measured while calibrating, under the initial policy"
+    asked = question_from_config(config | {"algorithm": {"advantage": "gae", "kl_coef": 0.1}})
+    found = splits.question(asked)
+    assert found.note.startswith("measured while calibrating")
+    assert found.note.endswith("; not in the plan: the reference executor, the critic")
+    assert (found.response.mean, found.prompt_tokens) == (35.0, 10)
 
 
 def test_a_co_located_recipe_is_compared_with_roles_apart() -> None:
