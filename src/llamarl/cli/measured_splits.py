@@ -78,7 +78,13 @@ class MeasuredSplits:
 
 
 def measure_splits(
-    recipe: Path, kept: Path | None, *, measure: bool, variants: bool, log: Callable[[str], None]
+    recipe: Path,
+    kept: Path | None,
+    *,
+    measure: bool,
+    variants: bool,
+    reward_s: float | None = None,
+    log: Callable[[str], None],
 ) -> MeasuredSplits | None:
     """Calibrate with the recipe, or take what an earlier calibration kept; None if there is none.
 
@@ -86,6 +92,7 @@ def measure_splits(
         kept: The machine's calibration file, beside which the recipe's lies; None: the default one.
         measure: Calibrate now.
         variants: Also with other threads and precisions than the recipe's.
+        reward_s: Seconds of the rewards of a step; None: as measured. What is kept is as measured.
     """
     config = load_config(recipe)
     path = recipe_calibration_path(config, kept)
@@ -100,4 +107,6 @@ def measure_splits(
         found = kept_calibration(path)
     else:
         return None
+    if reward_s is not None:
+        found = dataclasses.replace(found, reward_s=reward_s)
     return MeasuredSplits(config=config, calibration=found, splits=forecast_splits(config, found))

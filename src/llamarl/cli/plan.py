@@ -16,6 +16,7 @@ from llamarl.cli.questions import (
     device_count,
     hardware_of,
     options_of,
+    reward_seconds,
     staleness_levels,
     workload_of,
 )
@@ -192,7 +193,14 @@ def _measured(args: argparse.Namespace, hardware: Hardware) -> MeasuredSplits | 
         return None
     from llamarl.cli.measured_splits import measure_splits
 
-    return measure_splits(recipe, args.calibration, measure=args.calibrate, variants=args.splits, log=_to_stderr)
+    return measure_splits(
+        recipe,
+        args.calibration,
+        measure=args.calibrate,
+        variants=args.splits,
+        reward_s=reward_seconds(args),
+        log=_to_stderr,
+    )
 
 
 def _to_stderr(line: str) -> None:

@@ -14,6 +14,8 @@ from llamarl.cli.questions import (
     device_count,
     hardware_of,
     options_of,
+    refuse_flags,
+    reward_seconds,
     staleness_levels,
     workload_of,
 )
@@ -152,6 +154,10 @@ def _from_durations(args: argparse.Namespace) -> list[Scenario]:
 
     if args.source or args.model:
         raise PlanError("--durations stands alone: leave the recipe, plan or --model out")
+    refuse_flags(
+        args, *_JOB_FLAGS, "--reward-s", "--hardware", "--devices", "--precision", "--max-segments", "--oversubscription",
+        because="--durations says what every tick takes; leave that out, or simulate a recipe or --model",
+    )  # fmt: skip
     try:
         values = [float(part) for part in args.durations.split(",")]
     except ValueError:
@@ -169,6 +175,9 @@ def _from_durations(args: argparse.Namespace) -> list[Scenario]:
     ]  # fmt: skip
 
 
+_JOB_FLAGS = ("--prompts", "--group-size", "--prompt-tokens", "--response-tokens")
+
+
 def _from_plans(args: argparse.Namespace) -> list[Scenario]:
     from llamarl.planner.search import best_separate, best_split
     from llamarl.simulator.sources import scenario_from_plan
@@ -180,6 +189,11 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
     work = workload_of(args, model, None)
     options = options_of(args.precision, args.max_segments if args.max_segments is not None else 1)
     if args.oversubscription is not None:
+        if args.oversubscription != 1.0 and options.max_segments == 1:
+            raise PlanError(
+                f"--oversubscription {args.oversubscription:g} keeps groups from tick to tick, which whole batches do not: "
+                "add --max-segments 2 or more"
+            )
         options = dataclasses.replace(options, oversubscription=args.oversubscription)
     devices = device_count(args.devices, hardware)
     candidates = best_split(hardware, work, options, devices)
@@ -210,7 +224,7 @@ def _take_plan(args: argparse.Namespace, path: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(f"{path} is not the JSON of llamarl plan --json: {error!r}") from None
     for key, value in filled.items():
-        if getattr(args, key) in (None, 0.0):
+        if getattr(args, key) is None:
             setattr(args, key, value)
     if not args.response_tokens:
         args.response_tokens = _lengths_of_label(label, path)
@@ -236,11 +250,20 @@ def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
     from llamarl.simulator.sources import fit_runs, scenario_from_recipe, scenario_from_run
 
     run_dir = path if path.is_dir() else None
+    refuse_flags(
+        args, "--devices",
+        because="a recipe or run says its own layout: set generator.dp, trainer.fsdp, threads or run.cores in the recipe, or "
+        "simulate plans for a number of devices with --model",
+    )  # fmt: skip
+    refuse_flags(args, "--precision", because="set generator.quantization in the recipe, or simulate plans with --model")
     config = _changed(load_config(path / "config.toml" if run_dir else path), args)
     scenario: Scenario | None
     if run_dir is not None and (run_dir / "metrics.jsonl").is_file() and not args.hardware:
+        refuse_flags(
+            args, "--model", because="a run's measured times are those of its own model: add --hardware for rooflines instead"
+        )
         measured = load_config(run_dir / "config.toml")
-        scenario = scenario_from_run(config, run_dir, fit_runs([(measured, run_dir)]))
+        scenario = _overridden(scenario_from_run(config, run_dir, fit_runs([(measured, run_dir)])), args)
     else:
         hardware = hardware_of(args.hardware, args.calibration)
         scenario = None if args.hardware or run_dir else _calibrated(config, args)
@@ -278,9 +301,26 @@ def _calibrated(config: RunConfig, args: argparse.Namespace) -> Scenario | None:
     from llamarl.simulator.kept_calibration import kept_calibration, recipe_calibration_path
 
     path = recipe_calibration_path(config, args.calibration)
-    if not path.is_file() or args.model or args.response_tokens:
+    if not path.is_file() or args.model:
         return None
-    return calibrated_scenario(config, kept_calibration(path))
+    return _overridden(calibrated_scenario(config, kept_calibration(path)), args)
+
+
+def _overridden(scenario: Scenario, args: argparse.Namespace) -> Scenario:
+    """Measured costs, with the lengths, prompts and rewards that the command line gives instead of the measured ones."""
+    from llamarl.planner.lengths import parse_lengths
+    from llamarl.simulator.costs import RewardCost
+
+    changes: dict[str, Any] = {}
+    if args.response_tokens:
+        changes["lengths"] = parse_lengths(args.response_tokens)
+    if args.prompt_tokens is not None:
+        if args.prompt_tokens < 1:
+            raise PlanError(f"--prompt-tokens: prompt_tokens must be at least 1, got {args.prompt_tokens}")
+        changes["prompt_tokens"] = args.prompt_tokens
+    if (reward_s := reward_seconds(args)) is not None:
+        changes["reward"] = RewardCost(tick_s=reward_s)
+    return dataclasses.replace(scenario, **changes)
 
 
 def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:

@@ -177,6 +177,14 @@ def test_plan_and_simulate_use_what_a_recipe_was_measured_to_need(
     assert load_config(tmp_path / "out.toml").schedule.max_staleness == best["settings"]["schedule.max_staleness"]
     (found,) = json.loads(run(f"simulate {RECIPE} --ticks 30 --json"))["simulations"]
     assert "calibrated" in found["title"]
+    slow = f"simulate {RECIPE} --ticks 30 --reward-s 60 --response-tokens 10 --prompt-tokens 5 --staleness 0 --json"
+    (given,) = json.loads(run(slow))["simulations"]
+    assert "calibrated" in given["title"] and given["role_s"]["reward"] == 60 and given["step_s"] > 60
+    samples = load_config(RECIPE).schedule.prompts_per_step * load_config(RECIPE).generator.group_size
+    assert given["role_s"]["trainer"] == pytest.approx(samples * 15 * 1e-4)
+    for split in json.loads(run(f"plan {RECIPE} --reward-s 60 --json"))["splits"]["splits"]:
+        assert split["step_s"] >= 60 * 0.99
+    assert kept_calibration(recipe_calibration_path(load_config(RECIPE))).reward_s == 0.0  # as measured
     with pytest.raises(PlanError, match="--calibrate --splits"):
         run("plan --model Llama-3.1-8B --splits")
 

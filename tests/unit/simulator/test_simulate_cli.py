@@ -16,6 +16,7 @@ from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.errors import ConfigError, LlamaRLError, PlanError
 from llamarl.simulator.sources import fit_runs
 
+RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 H100 = "--model Llama-3.1-8B --devices 8 --hardware h100 --prompts 16 --group-size 8 --response-tokens 300:lognormal"
 
 
@@ -105,6 +106,11 @@ def test_trace_and_picture_are_written(capsys: pytest.CaptureFixture[str], tmp_p
         ("--durations 6,5,5 --slow-replicas 1.5:2", "0 to 1"),
         ("--durations 6,5,5 --mtbf-hours 0", "above 0 hours"),
         ("--model Llama-3.1-8B --hardware h100", "how many h100-sxm"),
+        ("--durations 6,5,5 --prompts 4 --reward-s 2", "--prompts, --reward-s: --durations says what every tick takes"),
+        (f"{H100} --oversubscription 2", "add --max-segments 2 or more"),
+        (f"{RECIPE} --devices 8", "--devices: a recipe or run says its own layout"),
+        (f"{RECIPE} --precision fp8", "--precision: set generator.quantization in the recipe"),
+        (f"{RECIPE} --reward-s -1", "must be >= 0 seconds"),
         ("missing.json", "not the JSON of llamarl plan"),
         ("missing.toml", "does not exist"),
     ],
@@ -155,6 +161,18 @@ def test_a_runs_folder_is_simulated_with_what_it_measured(capsys: pytest.Capture
     (found,) = simulations(capsys)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert found["step_s"] == pytest.approx(np.mean([row["time/step_s"] for row in rows]), rel=0.03)
+
+
+def test_flags_override_what_a_run_measured_or_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run, _ = tmp_path / "run", write_run(tmp_path / "run", 6, ticks=30)
+    # Generator 0.5 + 0.02 * 100 + 0.003 * 1200, reward 3, trainer 0.25 + 0.004 * 12 * (100 + 25), round 0.05.
+    simulate(f"{run} --response-tokens 100 --prompt-tokens 25 --reward-s 3 --ticks 10 --json")
+    (found,) = simulations(capsys)
+    assert found["step_s"] == pytest.approx(6.1 + 3 + 6.25 + 0.05, rel=1e-3)
+    with pytest.raises(PlanError, match="--model: a run's measured times"):
+        simulate(f"{run} --model SmolLM2-135M")
+    with pytest.raises(PlanError, match="prompt_tokens must be at least 1"):
+        simulate(f"{run} --prompt-tokens 0")
 
 
 def test_a_run_that_cannot_be_fitted_says_why(tmp_path: Path) -> None:
