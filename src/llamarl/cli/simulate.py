@@ -61,7 +61,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, max_pipeline=1, reference_model=False)  # the latter two: a plan's JSON may say more
     if not full:
         return
     parser.add_argument("source", nargs="?", help="recipe (TOML), run folder, or the JSON of llamarl plan --json")
@@ -186,8 +186,9 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
     if not model:
         raise PlanError("nothing to simulate: give a recipe, a run folder, a plan's JSON, --durations or --model")
     hardware = hardware_of(args.hardware, args.calibration)
-    work = workload_of(args, model, None)
-    options = options_of(args.precision, args.max_segments if args.max_segments is not None else 1)
+    work = workload_of(args, model, None, reference_model=args.reference_model)
+    segments = args.max_segments if args.max_segments is not None else 1
+    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline)
     if args.oversubscription is not None:
         if args.oversubscription != 1.0 and options.max_segments == 1:
             raise PlanError(
@@ -206,11 +207,11 @@ def _take_plan(args: argparse.Namespace, path: Path) -> None:
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
         work, separate = plan["workload"], [p for p in plan["plans"] if p["system"] == "separate"]
-        name, hardware = plan["model"]["name"], plan["hardware"]["device"]["name"]
+        model, hardware, options = plan["model"]["path"], plan["hardware"]["device"]["name"], plan["options"]
         if not separate:
             raise PlanError(f"{path}: no plan in it has separate generator and trainer; plan for 2 devices or more")
         filled = {
-            "model": name,
+            "model": model,
             "hardware": hardware,
             "devices": separate[0]["devices"],
             "prompts": work["prompts_per_step"],
@@ -218,11 +219,13 @@ def _take_plan(args: argparse.Namespace, path: Path) -> None:
             "prompt_tokens": work["prompt_tokens"],
             "reward_s": work["reward_s"],
             "staleness": ",".join(str(p["max_staleness"]) for p in separate),
-            "max_segments": max(p["generator"]["max_segments"] for p in separate),
+            "precision": ",".join(options["precisions"]) or None,
+            "max_segments": options["max_segments"],
         }
+        args.max_pipeline, args.reference_model = options["max_pipeline"], work["reference_model"]
         label = work["response"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"{path} is not the JSON of llamarl plan --json: {error!r}") from None
+        raise PlanError(f"{path} is not the JSON of this version's llamarl plan --json: {error!r}") from None
     for key, value in filled.items():
         if getattr(args, key) is None:
             setattr(args, key, value)

@@ -72,6 +72,31 @@ def test_the_json_of_a_plan_gives_the_simulation_of_its_flags(
     assert simulations(capsys) == [from_json]
 
 
+def test_the_json_of_a_plan_keeps_its_model_folder_and_options(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 16, "vocab_size": 32000}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    plan_verb.add_parser(parser.add_subparsers())
+    flags = "--precision bf16 --reference-model --max-pipeline 2 --max-segments 3 --staleness 0,1"
+    args = parser.parse_args(["plan", *H100.replace("Llama-3.1-8B", "own").split(), *flags.split(), "--json"])
+    args.run(args)
+    text = capsys.readouterr().out
+    Path("plan.json").write_text(text, encoding="utf-8")
+    monkeypatch.chdir("/")
+    simulate(f"{tmp_path / 'plan.json'} --ticks 5 --json")
+    planned = [p["step_s"] for p in json.loads(text)["plans"] if p["system"] == "separate"]
+    assert [s["planned_step_s"] for s in simulations(capsys)] == pytest.approx(planned)
+    old = json.loads(text)
+    del old["options"]
+    (tmp_path / "old.json").write_text(json.dumps(old), encoding="utf-8")
+    with pytest.raises(PlanError, match=r"not the JSON of this version's .*options"):
+        simulate(f"{tmp_path / 'old.json'}")
+
+
 def test_a_recipe_is_simulated_with_its_own_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = Path(__file__).parents[3] / "recipes" / "tiny.toml"
     simulate(f"{recipe} --response-tokens 40:lognormal:limit=96 --ticks 12 --json")
@@ -111,7 +136,7 @@ def test_trace_and_picture_are_written(capsys: pytest.CaptureFixture[str], tmp_p
         (f"{RECIPE} --devices 8", "--devices: a recipe or run says its own layout"),
         (f"{RECIPE} --precision fp8", "--precision: set generator.quantization in the recipe"),
         (f"{RECIPE} --reward-s -1", "must be >= 0 seconds"),
-        ("missing.json", "not the JSON of llamarl plan"),
+        ("missing.json", "not the JSON of this version's llamarl plan"),
         ("missing.toml", "does not exist"),
     ],
 )
