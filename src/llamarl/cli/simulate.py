@@ -34,7 +34,9 @@ each staleness: time a step (beside the theory's), idle shares, tokens/s, stalen
 What is simulated:
   recipe.toml            the recipe's own layout, on --hardware or on this machine: there with measured costs, where
                          llamarl plan RECIPE --calibrate has been run, else with rooflines
-  a run's folder         the same schedule with the times and lengths that the run measured
+  a run's folder         the same schedule with the times and lengths that the run measured; of a run with partial
+                         rollouts (max_segments > 1), whose times cannot be fitted, its recipe with its lengths:
+                         RUN/config.toml --response-tokens file:RUN/rollouts
   plan.json              what llamarl plan --json printed: its plans, with lengths drawn for each response
   --model, --devices     the best separate plans, as llamarl plan finds them
   --durations 6,1,5      generator, reward and trainer always take these seconds (a fourth number: hand-over)"""
@@ -47,6 +49,7 @@ examples:
   llamarl simulate --durations 6,5,5 --staleness 0,1,2
   llamarl simulate --durations 6,1,4 --staleness 1,2 --weights exact,latest
   llamarl simulate recipes/tiny.toml --staleness 0,1,2 --trace trace.json
+  llamarl simulate runs/tiny/config.toml --response-tokens file:runs/tiny/rollouts
   llamarl simulate --model Llama-3.1-70B --devices 256 --hardware h100 --response-tokens 4096:lognormal \\
       --slow-replicas 0.05:1.5 --mtbf-hours 50000 --picture simulation.png
 
@@ -258,12 +261,16 @@ def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
         because="a recipe or run says its own layout: set generator.dp, trainer.fsdp, threads or run.cores in the recipe, or "
         "simulate plans for a number of devices with --model",
     )  # fmt: skip
-    refuse_flags(args, "--precision", because="set generator.quantization in the recipe, or simulate plans with --model")
+    refuse_flags(
+        args, "--precision", because="set generator.quantization in the recipe, or simulate plans with --model"
+    )
     config = _changed(load_config(path / "config.toml" if run_dir else path), args)
     scenario: Scenario | None
     if run_dir is not None and (run_dir / "metrics.jsonl").is_file() and not args.hardware:
         refuse_flags(
-            args, "--model", because="a run's measured times are those of its own model: add --hardware for rooflines instead"
+            args,
+            "--model",
+            because="a run's measured times are those of its own model: add --hardware for rooflines instead",
         )
         measured = load_config(run_dir / "config.toml")
         scenario = _overridden(scenario_from_run(config, run_dir, fit_runs([(measured, run_dir)])), args)

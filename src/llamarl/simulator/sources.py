@@ -24,7 +24,14 @@ from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime, 
 from llamarl.simulator.costs import LinearGeneratorCost, RewardCost, RooflineGeneratorCost, TrainerCost
 from llamarl.simulator.scenario import Scenario
 
-__all__ = ["FittedCosts", "fit_runs", "scenario_from_plan", "scenario_from_recipe", "scenario_from_run", "weights_policy"]
+__all__ = [
+    "FittedCosts",
+    "fit_runs",
+    "scenario_from_plan",
+    "scenario_from_recipe",
+    "scenario_from_run",
+    "weights_policy",
+]
 
 _WARM_UP = 2
 """First ticks of a run that a fit leaves out."""
@@ -154,8 +161,10 @@ def fit_runs(runs: Sequence[tuple[RunConfig, Path]]) -> FittedCosts:
     for config, folder in runs:
         if config.generator.max_segments != 1:
             raise PlanError(
-                f"{folder}: a fit needs a run that finishes every response in its tick: --generator.max_segments 1 "
-                "--generator.oversubscription 1.0"
+                f"{folder}: a fit needs a run that finishes every response in its tick, and this one has "
+                f"generator.max_segments {config.generator.max_segments}: simulate its recipe with the lengths that it measured, "
+                f"llamarl simulate {folder / 'config.toml'} --response-tokens file:{folder / 'rollouts'}, or run it with "
+                "--generator.max_segments 1 --generator.oversubscription 1.0"
             )
         for row in _metrics(folder)[_WARM_UP:]:
             file = folder / "rollouts" / f"tick_{int(row['step'] or 0):06d}.jsonl"

@@ -85,7 +85,9 @@ def test_a_forecast_is_the_sum_of_its_parts_in_turn_and_the_slowed_maximum_toget
 
 
 def test_a_recipe_of_the_latest_weights_is_forecast_with_them() -> None:
-    config = validate(to_plain(recipe()) | {"schedule": {"prompts_per_step": 40, "max_staleness": 1, "weights": "latest"}})
+    config = validate(
+        to_plain(recipe()) | {"schedule": {"prompts_per_step": 40, "max_staleness": 1, "weights": "latest"}}
+    )
     found = made(slowdowns={"1+1": {"generator": 1.0, "trainer": 1.0}}, groups=((40, 40),))
     latest = calibrated_scenario(config, found)
     assert (latest.weights, latest.kv_on_update) == ("latest", "recompute")

@@ -205,3 +205,14 @@ def test_a_run_that_cannot_be_fitted_says_why(tmp_path: Path) -> None:
         fit_runs([write_run(tmp_path / "short", 4, ticks=3)])
     with pytest.raises(LlamaRLError, match="finishes every response in its tick"):
         fit_runs([write_run(tmp_path / "cut", 4, max_segments=2, oversubscription=1.5)])
+
+
+def test_a_run_of_partial_rollouts_names_the_way_that_works(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_run(tmp_path / "cut", 4, max_segments=2, oversubscription=1.5)
+    with pytest.raises(PlanError) as caught:
+        simulate(str(tmp_path / "cut"))
+    line = str(caught.value).split("llamarl simulate ")[1].split(",")[0]
+    assert line == f"{tmp_path}/cut/config.toml --response-tokens file:{tmp_path}/cut/rollouts"
+    simulate(f"{line} --ticks 10 --json")
+    (found,) = simulations(capsys)
+    assert (found["max_segments"], found["prompts_per_step"]) == (2, 4) and found["step_s"] > 0
