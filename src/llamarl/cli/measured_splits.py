@@ -37,12 +37,13 @@ class MeasuredSplits:
         return recommend_split(self.splits, self.config.generator.quantization)
 
     def question(self, asked: RecipeQuestion) -> RecipeQuestion:
-        """The recipe's question with the lengths that were measured."""
+        """The recipe's question with the lengths that were measured; what the plan leaves out is still named."""
+        _, mark, left_out = asked.note.partition("; not in the plan: ")
         return dataclasses.replace(
             asked,
             response=grouped(self.calibration.groups),
             prompt_tokens=self.calibration.prompt_tokens,
-            note="measured while calibrating, under the initial policy",
+            note=f"measured while calibrating, under the initial policy{mark}{left_out}",
         )
 
     def text(self) -> str:
@@ -77,7 +78,13 @@ class MeasuredSplits:
 
 
 def measure_splits(
-    recipe: Path, kept: Path | None, *, measure: bool, variants: bool, log: Callable[[str], None]
+    recipe: Path,
+    kept: Path | None,
+    *,
+    measure: bool,
+    variants: bool,
+    reward_s: float | None = None,
+    log: Callable[[str], None],
 ) -> MeasuredSplits | None:
     """Calibrate with the recipe, or take what an earlier calibration kept; None if there is none.
 
@@ -85,6 +92,7 @@ def measure_splits(
         kept: The machine's calibration file, beside which the recipe's lies; None: the default one.
         measure: Calibrate now.
         variants: Also with other threads and precisions than the recipe's.
+        reward_s: Seconds of the rewards of a step; None: as measured. What is kept is as measured.
     """
     config = load_config(recipe)
     path = recipe_calibration_path(config, kept)
@@ -99,4 +107,6 @@ def measure_splits(
         found = kept_calibration(path)
     else:
         return None
+    if reward_s is not None:
+        found = dataclasses.replace(found, reward_s=reward_s)
     return MeasuredSplits(config=config, calibration=found, splits=forecast_splits(config, found))

@@ -16,6 +16,7 @@ from llamarl.cli.questions import (
     device_count,
     hardware_of,
     options_of,
+    reward_seconds,
     staleness_levels,
     workload_of,
 )
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.recipe:
         _write_recipe(args.recipe, plans, config, model_path, hardware, options)
     if args.json:
-        report = report_json(plans, chosen, work, hardware, price)
+        report = report_json(plans, chosen, work, hardware, price, model_path=_absolute(model_path), options=options)
         print(json.dumps({**report, "splits": measured.as_json() if measured else None}, indent=1))
     else:
         print(report_text(plans, chosen, work, hardware, price))
@@ -140,6 +141,12 @@ def run(args: argparse.Namespace) -> int:
         for path in filter(None, (args.picture, args.recipe)):
             print(f"  wrote      {path}")
     return 0
+
+
+def _absolute(model_path: str) -> str:
+    """The model's folder or file from wherever the plan is read; a name stays as it is."""
+    path = Path(model_path).expanduser()
+    return str(path.resolve()) if path.exists() else model_path
 
 
 def _model_source(args: argparse.Namespace) -> str | None:
@@ -192,7 +199,14 @@ def _measured(args: argparse.Namespace, hardware: Hardware) -> MeasuredSplits | 
         return None
     from llamarl.cli.measured_splits import measure_splits
 
-    return measure_splits(recipe, args.calibration, measure=args.calibrate, variants=args.splits, log=_to_stderr)
+    return measure_splits(
+        recipe,
+        args.calibration,
+        measure=args.calibrate,
+        variants=args.splits,
+        reward_s=reward_seconds(args),
+        log=_to_stderr,
+    )
 
 
 def _to_stderr(line: str) -> None:

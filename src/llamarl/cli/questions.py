@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ __all__ = [
     "device_count",
     "hardware_of",
     "options_of",
+    "refuse_flags",
+    "reward_seconds",
     "staleness_levels",
     "workload_of",
 ]
@@ -36,7 +39,7 @@ def add_job(parser: argparse.ArgumentParser, of: str) -> Any:
     job.add_argument("--group-size", type=int, help="responses a prompt (default 16)")
     job.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default 256)")
     job.add_argument("--response-tokens", metavar="MEAN[:KIND[:k=v,...]]", help="see below (default 1024:lognormal)")
-    job.add_argument("--reward-s", type=float, default=0.0, help="seconds the rewards of a step take (default 0)")
+    job.add_argument("--reward-s", type=float, help="seconds the rewards of a step take (default 0)")
     return job
 
 
@@ -81,6 +84,28 @@ def device_count(given: int | None, hardware: Hardware) -> int:
     return hardware.device.devices_per_node
 
 
+def refuse_flags(args: argparse.Namespace, *flags: str, because: str) -> None:
+    """For what would otherwise be ignored.
+
+    Raises:
+        PlanError: One of the flags was given; it names them.
+    """
+    if given := [flag for flag in flags if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None]:
+        raise PlanError(f"{', '.join(given)}: {because}")
+
+
+def reward_seconds(args: argparse.Namespace) -> float | None:
+    """``--reward-s``; None: not given.
+
+    Raises:
+        PlanError: No time.
+    """
+    given: float | None = args.reward_s
+    if given is not None and not 0 <= given < math.inf:
+        raise PlanError(f"--reward-s: reward_s must be >= 0 seconds, got {given}")
+    return given
+
+
 def workload_of(
     args: argparse.Namespace, model: str, question: RecipeQuestion | None, *, reference_model: bool = False
 ) -> Workload:
@@ -103,7 +128,7 @@ def workload_of(
         prompts_per_step=pick(args.prompts, question.prompts_per_step if question else None, 128),
         group_size=pick(args.group_size, question.group_size if question else None, 16),
         prompt_tokens=pick(args.prompt_tokens, question.prompt_tokens if question else None, 64 if question else 256),
-        reward_s=args.reward_s,
+        reward_s=reward_seconds(args) or 0.0,
         reference_model=reference_model,
     )
 

@@ -14,6 +14,8 @@ from llamarl.cli.questions import (
     device_count,
     hardware_of,
     options_of,
+    refuse_flags,
+    reward_seconds,
     staleness_levels,
     workload_of,
 )
@@ -32,7 +34,9 @@ each staleness: time a step (beside the theory's), idle shares, tokens/s, stalen
 What is simulated:
   recipe.toml            the recipe's own layout, on --hardware or on this machine: there with measured costs, where
                          llamarl plan RECIPE --calibrate has been run, else with rooflines
-  a run's folder         the same schedule with the times and lengths that the run measured
+  a run's folder         the same schedule with the times and lengths that the run measured; of a run with partial
+                         rollouts (max_segments > 1), whose times cannot be fitted, its recipe with its lengths:
+                         RUN/config.toml --response-tokens file:RUN/rollouts
   plan.json              what llamarl plan --json printed: its plans, with lengths drawn for each response
   --model, --devices     the best separate plans, as llamarl plan finds them
   --durations 6,1,5      generator, reward and trainer always take these seconds (a fourth number: hand-over)"""
@@ -45,6 +49,7 @@ examples:
   llamarl simulate --durations 6,5,5 --staleness 0,1,2
   llamarl simulate --durations 6,1,4 --staleness 1,2 --weights exact,latest
   llamarl simulate recipes/tiny.toml --staleness 0,1,2 --trace trace.json
+  llamarl simulate runs/tiny/config.toml --response-tokens file:runs/tiny/rollouts
   llamarl simulate --model Llama-3.1-70B --devices 256 --hardware h100 --response-tokens 4096:lognormal \\
       --slow-replicas 0.05:1.5 --mtbf-hours 50000 --picture simulation.png
 
@@ -59,7 +64,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, max_pipeline=1, reference_model=False)  # the latter two: a plan's JSON may say more
     if not full:
         return
     parser.add_argument("source", nargs="?", help="recipe (TOML), run folder, or the JSON of llamarl plan --json")
@@ -152,6 +157,10 @@ def _from_durations(args: argparse.Namespace) -> list[Scenario]:
 
     if args.source or args.model:
         raise PlanError("--durations stands alone: leave the recipe, plan or --model out")
+    refuse_flags(
+        args, *_JOB_FLAGS, "--reward-s", "--hardware", "--devices", "--precision", "--max-segments", "--oversubscription",
+        because="--durations says what every tick takes; leave that out, or simulate a recipe or --model",
+    )  # fmt: skip
     try:
         values = [float(part) for part in args.durations.split(",")]
     except ValueError:
@@ -169,6 +178,9 @@ def _from_durations(args: argparse.Namespace) -> list[Scenario]:
     ]  # fmt: skip
 
 
+_JOB_FLAGS = ("--prompts", "--group-size", "--prompt-tokens", "--response-tokens")
+
+
 def _from_plans(args: argparse.Namespace) -> list[Scenario]:
     from llamarl.planner.search import best_separate, best_split
     from llamarl.simulator.sources import scenario_from_plan
@@ -177,9 +189,15 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
     if not model:
         raise PlanError("nothing to simulate: give a recipe, a run folder, a plan's JSON, --durations or --model")
     hardware = hardware_of(args.hardware, args.calibration)
-    work = workload_of(args, model, None)
-    options = options_of(args.precision, args.max_segments if args.max_segments is not None else 1)
+    work = workload_of(args, model, None, reference_model=args.reference_model)
+    segments = args.max_segments if args.max_segments is not None else 1
+    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline)
     if args.oversubscription is not None:
+        if args.oversubscription != 1.0 and options.max_segments == 1:
+            raise PlanError(
+                f"--oversubscription {args.oversubscription:g} keeps groups from tick to tick, which whole batches do not: "
+                "add --max-segments 2 or more"
+            )
         options = dataclasses.replace(options, oversubscription=args.oversubscription)
     devices = device_count(args.devices, hardware)
     candidates = best_split(hardware, work, options, devices)
@@ -192,11 +210,11 @@ def _take_plan(args: argparse.Namespace, path: Path) -> None:
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
         work, separate = plan["workload"], [p for p in plan["plans"] if p["system"] == "separate"]
-        name, hardware = plan["model"]["name"], plan["hardware"]["device"]["name"]
+        model, hardware, options = plan["model"]["path"], plan["hardware"]["device"]["name"], plan["options"]
         if not separate:
             raise PlanError(f"{path}: no plan in it has separate generator and trainer; plan for 2 devices or more")
         filled = {
-            "model": name,
+            "model": model,
             "hardware": hardware,
             "devices": separate[0]["devices"],
             "prompts": work["prompts_per_step"],
@@ -204,13 +222,15 @@ def _take_plan(args: argparse.Namespace, path: Path) -> None:
             "prompt_tokens": work["prompt_tokens"],
             "reward_s": work["reward_s"],
             "staleness": ",".join(str(p["max_staleness"]) for p in separate),
-            "max_segments": max(p["generator"]["max_segments"] for p in separate),
+            "precision": ",".join(options["precisions"]) or None,
+            "max_segments": options["max_segments"],
         }
+        args.max_pipeline, args.reference_model = options["max_pipeline"], work["reference_model"]
         label = work["response"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"{path} is not the JSON of llamarl plan --json: {error!r}") from None
+        raise PlanError(f"{path} is not the JSON of this version's llamarl plan --json: {error!r}") from None
     for key, value in filled.items():
-        if getattr(args, key) in (None, 0.0):
+        if getattr(args, key) is None:
             setattr(args, key, value)
     if not args.response_tokens:
         args.response_tokens = _lengths_of_label(label, path)
@@ -236,11 +256,24 @@ def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
     from llamarl.simulator.sources import fit_runs, scenario_from_recipe, scenario_from_run
 
     run_dir = path if path.is_dir() else None
+    refuse_flags(
+        args, "--devices",
+        because="a recipe or run says its own layout: set generator.dp, trainer.fsdp, threads or run.cores in the recipe, or "
+        "simulate plans for a number of devices with --model",
+    )  # fmt: skip
+    refuse_flags(
+        args, "--precision", because="set generator.quantization in the recipe, or simulate plans with --model"
+    )
     config = _changed(load_config(path / "config.toml" if run_dir else path), args)
     scenario: Scenario | None
     if run_dir is not None and (run_dir / "metrics.jsonl").is_file() and not args.hardware:
+        refuse_flags(
+            args,
+            "--model",
+            because="a run's measured times are those of its own model: add --hardware for rooflines instead",
+        )
         measured = load_config(run_dir / "config.toml")
-        scenario = scenario_from_run(config, run_dir, fit_runs([(measured, run_dir)]))
+        scenario = _overridden(scenario_from_run(config, run_dir, fit_runs([(measured, run_dir)])), args)
     else:
         hardware = hardware_of(args.hardware, args.calibration)
         scenario = None if args.hardware or run_dir else _calibrated(config, args)
@@ -278,9 +311,26 @@ def _calibrated(config: RunConfig, args: argparse.Namespace) -> Scenario | None:
     from llamarl.simulator.kept_calibration import kept_calibration, recipe_calibration_path
 
     path = recipe_calibration_path(config, args.calibration)
-    if not path.is_file() or args.model or args.response_tokens:
+    if not path.is_file() or args.model:
         return None
-    return calibrated_scenario(config, kept_calibration(path))
+    return _overridden(calibrated_scenario(config, kept_calibration(path)), args)
+
+
+def _overridden(scenario: Scenario, args: argparse.Namespace) -> Scenario:
+    """Measured costs, with the lengths, prompts and rewards that the command line gives instead of the measured ones."""
+    from llamarl.planner.lengths import parse_lengths
+    from llamarl.simulator.costs import RewardCost
+
+    changes: dict[str, Any] = {}
+    if args.response_tokens:
+        changes["lengths"] = parse_lengths(args.response_tokens)
+    if args.prompt_tokens is not None:
+        if args.prompt_tokens < 1:
+            raise PlanError(f"--prompt-tokens: prompt_tokens must be at least 1, got {args.prompt_tokens}")
+        changes["prompt_tokens"] = args.prompt_tokens
+    if (reward_s := reward_seconds(args)) is not None:
+        changes["reward"] = RewardCost(tick_s=reward_s)
+    return dataclasses.replace(scenario, **changes)
 
 
 def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import PlanError
-from llamarl.planner.choices import Workload
+from llamarl.planner.choices import Options, Workload
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.search import Plan
 
@@ -175,13 +175,26 @@ def plan_to_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
 
 
 def report_json(
-    plans: Sequence[Plan], chosen: Plan, work: Workload, hardware: Hardware, price: float | None = None
+    plans: Sequence[Plan],
+    chosen: Plan,
+    work: Workload,
+    hardware: Hardware,
+    price: float | None = None,
+    *,
+    model_path: str,
+    options: Options,
 ) -> dict[str, Any]:
-    """The whole answer: question, hardware with its sources, every plan, and which one is recommended."""
+    """The whole answer: question, hardware with its sources, every plan, and which one is recommended.
+
+    Args:
+        model_path: The model as it was asked for, which finds it again: a bundled shape's name, a folder or a config.json.
+        options: What the search might use.
+    """
     model = work.model
     return {
         "model": {
             **dataclasses.asdict(model),
+            "path": model_path,
             "total_params": model.total_params,
             "active_params": model.active_params,
             "kv_bytes_per_token": model.kv_bytes_per_token(),
@@ -196,6 +209,7 @@ def report_json(
             "reward_s": work.reward_s,
             "reference_model": work.reference_model,
         },
+        "options": dataclasses.asdict(options),
         "hardware": {
             "device": dataclasses.asdict(hardware.device),
             "efficiency": dataclasses.asdict(hardware.efficiency),

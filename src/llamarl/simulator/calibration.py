@@ -25,6 +25,7 @@ from llamarl.simulator.contention import Contention
 from llamarl.simulator.costs import EvaluationCost, LinearGeneratorCost, RewardCost, TrainerCost, Variation
 from llamarl.simulator.kept_calibration import RecipeCalibration, RoleCosts
 from llamarl.simulator.scenario import Scenario
+from llamarl.simulator.sources import weights_policy
 from llamarl.simulator.watched_run import WatchedRun
 
 __all__ = ["calibrate_recipe", "calibrated_scenario", "mean_costs", "settled_threads"]
@@ -123,7 +124,8 @@ def _quiet(config: RunConfig, variant: tuple[int, str, int], ticks: int) -> Call
     raw["trainer"]["threads"] = variant[2]
 
     def at(staleness: int) -> RunConfig:
-        return validate({**raw, "schedule": {**raw["schedule"], "max_staleness": staleness}})
+        turns = config.schedule.colocated and staleness == 0
+        return validate({**raw, "schedule": {**raw["schedule"], "max_staleness": staleness, "colocated": turns}})
 
     return at
 
@@ -180,6 +182,7 @@ def calibrated_scenario(config: RunConfig, found: RecipeCalibration, **changes: 
         reward=RewardCost(tick_s=found.reward_s),
         weights_latency_s=found.round_s,
         max_staleness=config.schedule.max_staleness,
+        **weights_policy(config),
         max_segments=config.generator.max_segments,
         oversubscription=config.generator.oversubscription,
         replicas=config.generator.dp,

@@ -8,7 +8,8 @@ from event to event. With no slow-down this is ``VirtualClockRuntime``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import heapq
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.errors import DeadlineExceeded, ExecutorFailed, PlanError
@@ -85,6 +86,10 @@ class SharedMachineRuntime(VirtualClockRuntime):
             ends = [self._clock + r.left_s * f for r, f in zip(working, factors, strict=True)]
             begins = [r.start_s for r in self._running if r.start_s > self._clock]
             event = min([*ends, *begins])
+            if self._news and self._news[0][0] < min(event, until):
+                self._advance(working, factors, self._news[0][0])
+                self._revise()
+                continue
             if event > until:
                 self._clock = max(self._clock, until)
                 out = ", ".join(f"{r.order.executor!r} works on tick {r.order.tick}" for r in self._running[:4])
@@ -92,12 +97,25 @@ class SharedMachineRuntime(VirtualClockRuntime):
                     raise ExecutorFailed(f"a simulated failure at {until:g} s, while {out}")
                 raise DeadlineExceeded(f"nobody reported within {deadline_s:g} virtual seconds; out: {out}")
             done = next((r for r, end in zip(working, ends, strict=True) if end <= event), None)
-            for r, factor in zip(working, factors, strict=True):
-                r.left_s = max(0.0, r.left_s - (event - self._clock) / factor)
-            self._clock = event
+            self._advance(working, factors, event)
             if done is not None:
                 self._running.remove(done)
                 return self._report(done)
+
+    def _advance(self, working: Sequence[_Running], factors: Sequence[float], to: float) -> None:
+        for r, factor in zip(working, factors, strict=True):
+            r.left_s = max(0.0, r.left_s - (to - self._clock) / factor)
+        self._clock = to
+
+    def _revise(self) -> None:
+        """Hand out the earliest news, which arrives now. The executor is told the work it has done, in seconds alone."""
+        _, _, executor, payload = heapq.heappop(self._news)
+        for r in self._running:
+            if r.order.executor == executor:
+                done_s = r.step.duration_s - r.left_s
+                r.step = self._revised(r.order, done_s, payload)
+                r.left_s = max(0.0, r.step.duration_s - done_s)
+                return
 
     def close(self) -> None:
         super().close()

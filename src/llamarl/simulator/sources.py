@@ -24,7 +24,14 @@ from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime, 
 from llamarl.simulator.costs import LinearGeneratorCost, RewardCost, RooflineGeneratorCost, TrainerCost
 from llamarl.simulator.scenario import Scenario
 
-__all__ = ["FittedCosts", "fit_runs", "scenario_from_plan", "scenario_from_recipe", "scenario_from_run"]
+__all__ = [
+    "FittedCosts",
+    "fit_runs",
+    "scenario_from_plan",
+    "scenario_from_recipe",
+    "scenario_from_run",
+    "weights_policy",
+]
 
 _WARM_UP = 2
 """First ticks of a run that a fit leaves out."""
@@ -102,7 +109,7 @@ def scenario_from_recipe(
         trainer=TrainerCost(tick_s=cost.tick_s / speed, token_s=cost.token_s / speed),
         reward=RewardCost(tick_s=work.reward_s),
         max_staleness=config.schedule.max_staleness,
-        **_weights_policy(config),
+        **weights_policy(config),
         max_segments=g.max_segments,
         oversubscription=g.oversubscription,
         replicas=g.dp,
@@ -154,8 +161,10 @@ def fit_runs(runs: Sequence[tuple[RunConfig, Path]]) -> FittedCosts:
     for config, folder in runs:
         if config.generator.max_segments != 1:
             raise PlanError(
-                f"{folder}: a fit needs a run that finishes every response in its tick: --generator.max_segments 1 "
-                "--generator.oversubscription 1.0"
+                f"{folder}: a fit needs a run that finishes every response in its tick, and this one has "
+                f"generator.max_segments {config.generator.max_segments}: simulate its recipe with the lengths that it measured, "
+                f"llamarl simulate {folder / 'config.toml'} --response-tokens file:{folder / 'rollouts'}, or run it with "
+                "--generator.max_segments 1 --generator.oversubscription 1.0"
             )
         for row in _metrics(folder)[_WARM_UP:]:
             file = folder / "rollouts" / f"tick_{int(row['step'] or 0):06d}.jsonl"
@@ -206,7 +215,7 @@ def scenario_from_run(config: RunConfig, run_dir: Path, costs: FittedCosts, **ch
         reward=costs.reward,
         weights_latency_s=costs.round_s,
         max_staleness=config.schedule.max_staleness,
-        **_weights_policy(config),
+        **weights_policy(config),
         max_segments=config.generator.max_segments,
         oversubscription=config.generator.oversubscription,
         replicas=config.generator.dp,
@@ -217,7 +226,8 @@ def scenario_from_run(config: RunConfig, run_dir: Path, costs: FittedCosts, **ch
     return dataclasses.replace(scenario, **changes)
 
 
-def _weights_policy(config: RunConfig) -> dict[str, Any]:
+def weights_policy(config: RunConfig) -> dict[str, Any]:
+    """The fields of a scenario that say which version makes a batch, as the recipe has them."""
     latest = config.schedule.weights == "latest"
     kv = config.generator.kv_on_update if latest else "recompute"
     return {"weights": config.schedule.weights, "kv_on_update": kv}

@@ -53,6 +53,7 @@ def candidates(config: RunConfig, found: RecipeCalibration) -> dict[str, Setting
     """Name -> settings of every split that the calibration can forecast."""
     named: dict[str, Settings] = {}
     precision = config.generator.quantization
+    apart = {"schedule.colocated": False} if config.schedule.colocated else {}
     for generator in found.generators:
         generator_threads, quantization = generator.split(":")
         for trainer_threads in found.trainers:
@@ -65,7 +66,7 @@ def candidates(config: RunConfig, found: RecipeCalibration) -> dict[str, Setting
             }
             named[f"synchronous, {label}"] = {**base, "schedule.max_staleness": 0, **_WHOLE}
             for staleness in (1, 2):
-                at = {**base, "schedule.max_staleness": staleness}
+                at = {**base, "schedule.max_staleness": staleness, **apart}
                 named[f"staleness {staleness}, {label}"] = {**at, **_WHOLE}
                 named[f"staleness {staleness}, partial, {label}"] = {**at, **_PARTIAL}
     return named

@@ -164,14 +164,19 @@ class VirtualClockRuntime:
         at, _, executor, payload = heapq.heappop(self._news)
         for place, (_, fired, start, order, _) in enumerate(self._out):
             if order.executor == executor:
-                sink = self._executors[executor]
-                assert isinstance(sink, RevisingExecutor), f"{executor!r} has a latest channel and no revise"
-                step = sink.revise(max(0.0, at - start), payload)
-                if order.save_to is not None:
-                    self._snapshots[order.save_to, executor] = sink.save()
+                step = self._revised(order, max(0.0, at - start), payload)
                 self._out[place] = (start + step.duration_s, fired, start, order, step)
                 heapq.heapify(self._out)
                 return
+
+    def _revised(self, order: Order, elapsed_s: float, payload: Any) -> TimedStep:
+        """The tick of ``order`` as it now will be, and its state where that is saved."""
+        sink = self._executors[order.executor]
+        assert isinstance(sink, RevisingExecutor), f"{order.executor!r} has a latest channel and no revise"
+        step = sink.revise(elapsed_s, payload)
+        if order.save_to is not None:
+            self._snapshots[order.save_to, order.executor] = sink.save()
+        return step
 
     def wait(self, deadline_s: float) -> Report:
         """Jump to the earliest finish."""

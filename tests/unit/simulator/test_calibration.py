@@ -12,8 +12,10 @@ import pytest
 
 from llamarl.cli import plan as plan_verb
 from llamarl.cli import simulate as simulate_verb
-from llamarl.config import RunConfig, load_config, validate
+from llamarl.cli.measured_splits import MeasuredSplits
+from llamarl.config import RunConfig, load_config, to_plain, validate
 from llamarl.errors import PlanError
+from llamarl.planner.recipe import question_from_config
 from llamarl.simulator.calibration import calibrate_recipe, calibrated_scenario, mean_costs
 from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
 from llamarl.simulator.kept_calibration import (
@@ -80,6 +82,20 @@ def test_a_forecast_is_the_sum_of_its_parts_in_turn_and_the_slowed_maximum_toget
     assert together.step_s == pytest.approx(0.4 * 1.1, rel=0.01)
     with pytest.raises(PlanError, match="3:none"):
         calibrated_scenario(recipe(threads=3), found)
+
+
+def test_a_recipe_of_the_latest_weights_is_forecast_with_them() -> None:
+    config = validate(
+        to_plain(recipe()) | {"schedule": {"prompts_per_step": 40, "max_staleness": 1, "weights": "latest"}}
+    )
+    found = made(slowdowns={"1+1": {"generator": 1.0, "trainer": 1.0}}, groups=((40, 40),))
+    latest = calibrated_scenario(config, found)
+    assert (latest.weights, latest.kv_on_update) == ("latest", "recompute")
+    # Generator 0.4 s and trainer 0.2 s of a tick: half of the tokens are one version old, under exact weights all.
+    quick = dataclasses.replace(latest, trainer=TrainerCost(tick_s=0.2))
+    assert simulate(quick).staleness_mean == pytest.approx(0.5, abs=0.05)
+    assert simulate(dataclasses.replace(quick, weights="exact")).staleness_mean == pytest.approx(1.0, abs=0.05)
+    assert all(split.result.scenario.weights == "latest" for split in forecast_splits(config, found, num_ticks=12))
 
 
 def test_the_split_proposed_is_the_fastest_of_all_that_were_measured() -> None:
@@ -163,17 +179,46 @@ def test_plan_and_simulate_use_what_a_recipe_was_measured_to_need(
     assert load_config(tmp_path / "out.toml").schedule.max_staleness == best["settings"]["schedule.max_staleness"]
     (found,) = json.loads(run(f"simulate {RECIPE} --ticks 30 --json"))["simulations"]
     assert "calibrated" in found["title"]
+    slow = f"simulate {RECIPE} --ticks 30 --reward-s 60 --response-tokens 10 --prompt-tokens 5 --staleness 0 --json"
+    (given,) = json.loads(run(slow))["simulations"]
+    assert "calibrated" in given["title"] and given["role_s"]["reward"] == 60 and given["step_s"] > 60
+    samples = load_config(RECIPE).schedule.prompts_per_step * load_config(RECIPE).generator.group_size
+    assert given["role_s"]["trainer"] == pytest.approx(samples * 15 * 1e-4)
+    for split in json.loads(run(f"plan {RECIPE} --reward-s 60 --json"))["splits"]["splits"]:
+        assert split["step_s"] >= 60 * 0.99
+    assert kept_calibration(recipe_calibration_path(load_config(RECIPE))).reward_s == 0.0  # as measured
     with pytest.raises(PlanError, match="--calibrate --splits"):
         run("plan --model Llama-3.1-8B --splits")
 
 
-def test_the_recipes_own_executors_are_measured(tmp_path: Path) -> None:
+def test_what_a_plan_leaves_out_is_named_with_measured_lengths_too() -> None:
+    config = to_plain(recipe())
+    splits = MeasuredSplits(config=recipe(), calibration=made(), splits=[])
+    assert splits.question(question_from_config(config)).note == "measured while calibrating, under the initial policy"
+    asked = question_from_config(config | {"algorithm": {"advantage": "gae", "kl_coef": 0.1}})
+    found = splits.question(asked)
+    assert found.note.startswith("measured while calibrating")
+    assert found.note.endswith("; not in the plan: the reference executor, the critic")
+    assert (found.response.mean, found.prompt_tokens) == (35.0, 10)
+
+
+def test_a_co_located_recipe_is_compared_with_roles_apart() -> None:
+    raw = to_plain(recipe())
+    together = validate(raw | {"schedule": raw["schedule"] | {"colocated": True}})
+    for split in forecast_splits(together, made(), num_ticks=12):
+        settled = apply(together, split.settings)
+        assert settled.schedule.colocated == (settled.schedule.max_staleness == 0)
+    assert all("schedule.colocated" not in split.settings for split in forecast_splits(recipe(), made(), num_ticks=12))
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_the_recipes_own_executors_are_measured(tmp_path: Path, colocated: bool) -> None:
     config = validate(
         {
             "run": {"dir": str(tmp_path / "run"), "runtime": "inline", "cores": 2},
             "model": {"path": "bundled:tiny"},
             "task": {"name": "steps"},
-            "schedule": {"prompts_per_step": 2},
+            "schedule": {"prompts_per_step": 2, "max_staleness": 0 if colocated else 1, "colocated": colocated},
             "generator": {"group_size": 2, "threads": 1, "sampling": {"max_new_tokens": 12}},
             "trainer": {"threads": 1},
         }

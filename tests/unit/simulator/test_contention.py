@@ -53,6 +53,29 @@ def test_without_a_slow_down_the_shared_clock_is_the_plain_one() -> None:
         assert shared.idle == pytest.approx(simulate(plain).idle, abs=1e-9)
 
 
+def test_versions_arrive_within_a_tick_of_a_shared_machine_as_on_the_plain_clock() -> None:
+    free = Contention(cores=4, threads={"generator": 1, "trainer": 1})
+    for sync, level in ((0.0, 1), (0.5, 2)):
+        plain = durations_scenario(
+            generator_s=6, reward_s=1, trainer_s=4, sync_s=sync, max_staleness=level, tokens=1000, weights="latest"
+        )
+        alone, shared = simulate(plain), simulate(dataclasses.replace(plain, contention=free))
+        assert alone.staleness_mean == pytest.approx((1 + 4 + sync) / 6, abs=0.01)
+        assert shared.staleness_mean == pytest.approx(alone.staleness_mean, abs=1e-3)
+        assert shared.step_s == pytest.approx(alone.step_s)
+
+
+def test_a_slowed_tick_is_told_of_a_version_at_the_work_it_has_done() -> None:
+    # The trainer's 4 s beside the generator take 5 s, in which the generator does 5 / 1.5 of its 6 s; 2.67 s alone follow.
+    slowed = durations_scenario(
+        generator_s=6, reward_s=0, trainer_s=4, max_staleness=1, tokens=1000, weights="latest", contention=TWO
+    )
+    result = simulate(slowed)
+    assert result.role_s["generator"] == pytest.approx(5 + (6 - 5 / 1.5), abs=0.01)
+    # Tokens of the first 3.33 s of work are one version old, those after them none.
+    assert result.staleness_mean == pytest.approx(5 / 1.5 / 6, abs=0.01)
+
+
 def test_a_failure_on_a_shared_machine_loses_what_it_loses_elsewhere() -> None:
     scenario = durations_scenario(
         generator_s=3, reward_s=0, trainer_s=3, failures=Failures(device_mtbf_hours=0.02, restart_s=5, checkpoint_every=4)

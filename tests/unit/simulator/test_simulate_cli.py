@@ -16,6 +16,7 @@ from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.errors import ConfigError, LlamaRLError, PlanError
 from llamarl.simulator.sources import fit_runs
 
+RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 H100 = "--model Llama-3.1-8B --devices 8 --hardware h100 --prompts 16 --group-size 8 --response-tokens 300:lognormal"
 
 
@@ -71,6 +72,31 @@ def test_the_json_of_a_plan_gives_the_simulation_of_its_flags(
     assert simulations(capsys) == [from_json]
 
 
+def test_the_json_of_a_plan_keeps_its_model_folder_and_options(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 16, "vocab_size": 32000}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    plan_verb.add_parser(parser.add_subparsers())
+    flags = "--precision bf16 --reference-model --max-pipeline 2 --max-segments 3 --staleness 0,1"
+    args = parser.parse_args(["plan", *H100.replace("Llama-3.1-8B", "own").split(), *flags.split(), "--json"])
+    args.run(args)
+    text = capsys.readouterr().out
+    Path("plan.json").write_text(text, encoding="utf-8")
+    monkeypatch.chdir("/")
+    simulate(f"{tmp_path / 'plan.json'} --ticks 5 --json")
+    planned = [p["step_s"] for p in json.loads(text)["plans"] if p["system"] == "separate"]
+    assert [s["planned_step_s"] for s in simulations(capsys)] == pytest.approx(planned)
+    old = json.loads(text)
+    del old["options"]
+    (tmp_path / "old.json").write_text(json.dumps(old), encoding="utf-8")
+    with pytest.raises(PlanError, match=r"not the JSON of this version's .*options"):
+        simulate(f"{tmp_path / 'old.json'}")
+
+
 def test_a_recipe_is_simulated_with_its_own_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = Path(__file__).parents[3] / "recipes" / "tiny.toml"
     simulate(f"{recipe} --response-tokens 40:lognormal:limit=96 --ticks 12 --json")
@@ -105,7 +131,12 @@ def test_trace_and_picture_are_written(capsys: pytest.CaptureFixture[str], tmp_p
         ("--durations 6,5,5 --slow-replicas 1.5:2", "0 to 1"),
         ("--durations 6,5,5 --mtbf-hours 0", "above 0 hours"),
         ("--model Llama-3.1-8B --hardware h100", "how many h100-sxm"),
-        ("missing.json", "not the JSON of llamarl plan"),
+        ("--durations 6,5,5 --prompts 4 --reward-s 2", "--prompts, --reward-s: --durations says what every tick takes"),
+        (f"{H100} --oversubscription 2", "add --max-segments 2 or more"),
+        (f"{RECIPE} --devices 8", "--devices: a recipe or run says its own layout"),
+        (f"{RECIPE} --precision fp8", "--precision: set generator.quantization in the recipe"),
+        (f"{RECIPE} --reward-s -1", "must be >= 0 seconds"),
+        ("missing.json", "not the JSON of this version's llamarl plan"),
         ("missing.toml", "does not exist"),
     ],
 )
@@ -157,8 +188,31 @@ def test_a_runs_folder_is_simulated_with_what_it_measured(capsys: pytest.Capture
     assert found["step_s"] == pytest.approx(np.mean([row["time/step_s"] for row in rows]), rel=0.03)
 
 
+def test_flags_override_what_a_run_measured_or_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run, _ = tmp_path / "run", write_run(tmp_path / "run", 6, ticks=30)
+    # Generator 0.5 + 0.02 * 100 + 0.003 * 1200, reward 3, trainer 0.25 + 0.004 * 12 * (100 + 25), round 0.05.
+    simulate(f"{run} --response-tokens 100 --prompt-tokens 25 --reward-s 3 --ticks 10 --json")
+    (found,) = simulations(capsys)
+    assert found["step_s"] == pytest.approx(6.1 + 3 + 6.25 + 0.05, rel=1e-3)
+    with pytest.raises(PlanError, match="--model: a run's measured times"):
+        simulate(f"{run} --model SmolLM2-135M")
+    with pytest.raises(PlanError, match="prompt_tokens must be at least 1"):
+        simulate(f"{run} --prompt-tokens 0")
+
+
 def test_a_run_that_cannot_be_fitted_says_why(tmp_path: Path) -> None:
     with pytest.raises(LlamaRLError, match="let the runs last longer"):
         fit_runs([write_run(tmp_path / "short", 4, ticks=3)])
     with pytest.raises(LlamaRLError, match="finishes every response in its tick"):
         fit_runs([write_run(tmp_path / "cut", 4, max_segments=2, oversubscription=1.5)])
+
+
+def test_a_run_of_partial_rollouts_names_the_way_that_works(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_run(tmp_path / "cut", 4, max_segments=2, oversubscription=1.5)
+    with pytest.raises(PlanError) as caught:
+        simulate(str(tmp_path / "cut"))
+    line = str(caught.value).split("llamarl simulate ")[1].split(",")[0]
+    assert line == f"{tmp_path}/cut/config.toml --response-tokens file:{tmp_path}/cut/rollouts"
+    simulate(f"{line} --ticks 10 --json")
+    (found,) = simulations(capsys)
+    assert (found["max_segments"], found["prompts_per_step"]) == (2, 4) and found["step_s"] > 0
