@@ -50,6 +50,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _SERVER.set_forkserver_preload(["trainer_ranks"])
     for family in FAMILIES:
         write_model(folder / family, family)
+    config = write_model(folder / "scaled", "qwen3") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"logits_scaling": 8.0}))
     rounded = "qwen3:{}:bfloat16"
     _launch(folder, 1, [f"{family}:1x1:float32" for family in FAMILIES] + [rounded.format("1x1"), "llama:1x1:plans"])
     cases = [f"{family}:{sizes}:float32" for family in FAMILIES for sizes in ("2x1", "1x2")]
