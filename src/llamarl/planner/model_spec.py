@@ -23,6 +23,12 @@ _UNGATED = {"gpt2", "gpt_neox", "opt", "phi", "falcon", "starcoder2", "bloom", "
 _QKV_BIAS = {"qwen2", "qwen2_moe"}
 _QK_NORM = {"qwen3", "qwen3_moe"}
 _RECURRENT = {"mamba", "mamba2", "rwkv", "jamba", "falcon_mamba", "qwen3_next", "recurrent_gemma", "zamba2", "bamba"}
+_CUT = {
+    "", "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+    "gpt_neox", "granite", "helium", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "phi", "qwen2",
+    "qwen3", "seed_oss", "smollm3", "starcoder2", "vaultgemma",
+}  # fmt: skip
+"""Kinds whose tensor-parallel plan in transformers has only styles that llamarl carries out; unnamed ones count as Llama."""
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model", "dim"),
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
@@ -63,6 +69,8 @@ class ModelSpec:
     rope_dim: int = 0
     value_dim: int = 0
     max_context: int = 0
+    cut_by_llamarl: bool = True
+    """llamarl's trainer and engine can cut its layers over tensor-parallel ranks; False: ``tp`` is 1 there."""
 
     @property
     def sparse_layers(self) -> int:
@@ -220,6 +228,7 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         rope_dim=read("qk_rope_head_dim", 0) if latent else 0,
         value_dim=read("v_head_dim", 0) if latent else 0,
         max_context=read("max_position_embeddings", 0),
+        cut_by_llamarl=kind in _CUT and not experts and not latent,
     )
 
 

@@ -296,7 +296,7 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
     )
     best: tuple[float, TrainerChoice, GeneratorChoice] | None = None
     for pp in powers(min(options.common_max_pipeline, work.model.layers)):
-        for tp in tensor_parallel_sizes(work.model, devices // pp):
+        for tp in tensor_parallel_sizes(work.model, devices // pp, runnable=options.runnable):
             copies = replicas_of(work, options, devices // (tp * pp))
             fsdp = copies if options.common_sharded else 1
             shape = TrainerLayout(tp, pp, fsdp, copies // fsdp, 1, True)
