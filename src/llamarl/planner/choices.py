@@ -31,6 +31,7 @@ __all__ = [
     "powers",
     "replicas_of",
     "slot_counts",
+    "split_sizes",
     "trainer_choices",
 ]
 
@@ -145,6 +146,15 @@ def slot_counts(share: int, most: int) -> list[int]:
     """Concurrencies to try: the whole share, then cuts of it into whole waves, then powers of two."""
     waves = {math.ceil(share / w) for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}
     return sorted({s for s in (*waves, *powers(share)) if s <= most} or {min(share, most)}, reverse=True)
+
+
+def split_sizes(devices: int, node: int) -> list[int]:
+    """Trainer shares to try: every whole number on a small machine; on a large one, whole nodes (every 128th at most)."""
+    if devices <= 2 * node:
+        return list(range(1, devices))
+    step = node * max(1, devices // node // 128)
+    inside = [s for s in (1, 2, 4) if s < node]
+    return sorted({*inside, *range(step, devices, step), *(devices - s for s in inside)})
 
 
 def fits(parts: Mapping[str, float], limit: float) -> bool:

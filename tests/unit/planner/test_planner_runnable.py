@@ -91,7 +91,7 @@ def test_a_written_recipe_has_a_tp_that_the_dry_run_takes(tmp_path: Path, shape:
     assert (config.generator.tp > 1) == ("num_experts" not in shape)  # experts are not cut
 
 
-def test_a_model_that_is_not_cut_and_does_not_fit_says_so() -> None:
+def test_a_model_that_is_not_cut_fits_only_another_system() -> None:
     work = Workload(model=find_model("DeepSeek-V3"), response=constant(64), prompts_per_step=64, group_size=8)
     with pytest.raises(PlanError, match="does not fit"):
         search_all(H100, work, Options(), 64)
