@@ -45,6 +45,8 @@ ASSUMPTIONS = {
     "limit in both phases; bf16 decode launched from the host, kernel by kernel",
     "asynchronous": "own devices, layouts and precision (bf16 or fp8) a role; decode from captured graphs; continuous batching; packed "
     "training; staleness 1; whole batches: each tick waits for its longest response (no partial rollouts); hand-over counted",
+    "layouts": "tensor-parallel sizes cut the attention heads evenly, as the paper's system may; llamarl's own engine also needs "
+    "them to divide the key-value heads",
     "dispatch": "whole groups: each replica gets the same number of prompts, each trainer data rank at least one",
     "rewards": "no time; no reference model",
 }
@@ -64,7 +66,7 @@ class Case:
 
 
 def base_case() -> Case:
-    options = Options(partial_rollouts=False, common_captured=False, common_padded=True)
+    options = Options(runnable=False, partial_rollouts=False, common_captured=False, common_padded=True)
     return Case(hardware=find_hardware("h100-sxm"), response=lognormal(1000, 0.7, 2048), options=options)
 
 

@@ -216,6 +216,7 @@ def _to_stderr(line: str) -> None:
 def _write_recipe(
     path: Path, plans: list[Plan], config: dict[str, Any] | None, model_path: str, hardware: Hardware, options: Options
 ) -> None:
+    from llamarl.engine.config import QUANTIZATIONS
     from llamarl.planner.recipe import plan_settings
     from llamarl.planner.report import system_title
     from llamarl.planner.search import recommend
@@ -226,6 +227,12 @@ def _write_recipe(
     if not runnable:
         raise PlanError("a recipe needs a plan with a layout for each role, and none fits: give more devices")
     plan = recommend(runnable)
+    precision, kind = plan.generator.layout.precision, "cpu" if cpu else "cuda"
+    if precision not in {hardware.device.train_precision, *QUANTIZATIONS["native", kind]}:
+        raise PlanError(
+            f"--recipe: the plan generates in {precision}, which llamarl's engine does not have on {kind}: leave --precision "
+            f"out, or take from {hardware.device.train_precision}, {', '.join(QUANTIZATIONS['native', kind][1:])}"
+        )
     settings = plan_settings(plan, model_path, hardware, options.oversubscription)
     header = (
         f"Written by llamarl plan: {system_title(plan)}, {plan.devices} x {hardware.device.title}.\n"

@@ -35,6 +35,7 @@ examples:
   llamarl plan-sync Qwen3-8B --trainer fsdp=8 --generator replicas=8 --quantization fp8 --json
   llamarl plan-sync recipes/tiny.toml                  layouts, type and staleness as the recipe says
 
+Layouts are planned even where llamarl train refuses them: its own tp must divide the key-value heads too (8 in the first line).
 The time is a bound: the bytes of the busiest rank over its own link, with the link at the share of its peak that transfers
 reach. On one node the link between devices counts, else each device's part of the network. docs/weight_sync.md shows the
 plan on an example and how the hand-over works."""

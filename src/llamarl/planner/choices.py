@@ -31,6 +31,7 @@ __all__ = [
     "powers",
     "replicas_of",
     "slot_counts",
+    "split_sizes",
     "trainer_choices",
 ]
 
@@ -87,6 +88,9 @@ class Options:
     max_segments: int = 4
     oversubscription: float = 2.0
     """With partial rollouts, groups that a generator keeps in flight, in units of those that a tick delivers."""
+    runnable: bool = True
+    """Only tensor-parallel sizes that ``llamarl train`` takes (``tensor_parallel_sizes``). False: all that cut the attention
+    heads evenly, for questions about another system, which may hold copies of key-value heads and cut experts."""
     max_pipeline: int = 1
     """Largest pipeline size; llamarl's trainer and engine run 1."""
     whole_groups: bool = True
@@ -144,6 +148,15 @@ def slot_counts(share: int, most: int) -> list[int]:
     return sorted({s for s in (*waves, *powers(share)) if s <= most} or {min(share, most)}, reverse=True)
 
 
+def split_sizes(devices: int, node: int) -> list[int]:
+    """Trainer shares to try: every whole number on a small machine; on a large one, whole nodes (every 128th at most)."""
+    if devices <= 2 * node:
+        return list(range(1, devices))
+    step = node * max(1, devices // node // 128)
+    inside = [s for s in (1, 2, 4) if s < node]
+    return sorted({*inside, *range(step, devices, step), *(devices - s for s in inside)})
+
+
 def fits(parts: Mapping[str, float], limit: float) -> bool:
     return sum(parts.values()) <= limit
 
@@ -174,7 +187,7 @@ def generator_choices(
     """Every generator that fits on ``devices``, best concurrency only for each layout and precision."""
     precisions = options.precisions or hardware.device.weight_precisions
     for pp in powers(min(options.max_pipeline, work.model.layers)):
-        for tp in tensor_parallel_sizes(work.model, devices // pp):
+        for tp in tensor_parallel_sizes(work.model, devices // pp, runnable=options.runnable):
             replicas = replicas_of(work, options, devices // (tp * pp))
             share = math.ceil(work.sequences / replicas)
             for precision in precisions:
@@ -219,7 +232,7 @@ def trainer_choices(
     )
     node = hardware.device.devices_per_node
     for pp in powers(min(options.max_pipeline, work.model.layers)):
-        for tp in tensor_parallel_sizes(work.model, min(node, devices // pp)):
+        for tp in tensor_parallel_sizes(work.model, min(node, devices // pp), runnable=options.runnable):
             ranks = min(devices // (tp * pp), work.prompts_per_step if options.whole_groups else work.sequences)
             for fsdp in sorted({ranks, *(f for f in (1, 8, 64, node // tp) if 0 < f < ranks and ranks % f == 0)}):
                 for recompute in (False, True):

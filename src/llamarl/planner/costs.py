@@ -47,9 +47,20 @@ class GeneratorLayout:
         return self.tp * self.pp
 
 
-def tensor_parallel_sizes(model: ModelSpec, limit: int) -> list[int]:
-    """Sizes up to ``limit`` that cut the attention heads evenly: divisors of the head count."""
-    return [tp for tp in range(1, min(limit, model.heads) + 1) if model.heads % tp == 0]
+def tensor_parallel_sizes(model: ModelSpec, limit: int, *, runnable: bool = True) -> list[int]:
+    """Tensor-parallel sizes up to ``limit``, ascending.
+
+    Args:
+        runnable: Those that ``llamarl train`` takes: divisors of heads, key-value heads and MLP width alike, and 1 alone
+            for a model whose layers it does not cut. False: any that cuts the attention heads evenly.
+    """
+    if not runnable:
+        most = model.heads
+    elif not model.cut_by_llamarl:
+        most = 1
+    else:
+        most = math.gcd(model.heads, model.kv_heads, model.intermediate)
+    return [tp for tp in range(1, min(limit, most) + 1) if most % tp == 0]
 
 
 def group_link(hardware: Hardware, ranks: int, stride: int = 1) -> float:

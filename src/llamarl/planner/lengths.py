@@ -104,11 +104,18 @@ def _from_survival(label: str, values: npt.NDArray[np.float64]) -> Lengths:
     return Lengths(label, np.ascontiguousarray(values[: positive[-1] + 1]))
 
 
-def _check(label: str, value: float, limit: int) -> None:
-    if not math.isfinite(value) or value < 1:
-        raise PlanError(f"{label}: the mean must be at least 1 token, got {value}")
-    if not 1 <= limit <= _MAX_LIMIT:
-        raise PlanError(f"{label}: the limit must be 1 to {_MAX_LIMIT} tokens, got {limit}")
+def _check(label: str, mean: float, limit: float) -> int:
+    """The limit as a whole number of tokens, once it and the mean make sense."""
+    if not 1 <= mean < math.inf:
+        raise PlanError(f"{label}: the mean must be at least 1 token, and finite, got {mean}")
+    if not 1 <= limit <= _MAX_LIMIT or limit != int(limit):
+        raise PlanError(f"{label}: the limit must be a whole number of tokens, 1 to {_MAX_LIMIT}, got {limit}")
+    return int(limit)
+
+
+def _times(mean: float, factor: int) -> float:
+    """A default limit; not whole only where the mean is not finite."""
+    return float(round(factor * mean)) if math.isfinite(factor * mean) else math.inf
 
 
 def constant(tokens: int) -> Lengths:
@@ -117,14 +124,13 @@ def constant(tokens: int) -> Lengths:
     return Lengths(f"constant {tokens}", np.ones(tokens))
 
 
-def lognormal(mean: float, sigma: float = 0.6, limit: int | None = None) -> Lengths:
+def lognormal(mean: float, sigma: float = 0.6, limit: float | None = None) -> Lengths:
     """Log-normal with this mean before the cut at ``limit`` (default 4 times the mean).
 
     Args:
         sigma: Standard deviation of log length; 0.6 has its 99th percentile at 3.4 times the mean.
     """
-    limit = int(round(4 * mean)) if limit is None else limit
-    _check("log-normal length", mean, limit)
+    limit = _check("log-normal length", mean, _times(mean, 4) if limit is None else limit)
     if not 0 < sigma <= 5:
         raise PlanError(f"log-normal length: sigma must be above 0 and at most 5, got {sigma}")
     mu = math.log(mean) - sigma * sigma / 2.0
@@ -135,16 +141,17 @@ def lognormal(mean: float, sigma: float = 0.6, limit: int | None = None) -> Leng
     return _from_survival(f"log-normal, mean {mean:g}, sigma {sigma:g}, limit {limit}", values)
 
 
-def pareto(mean: float, alpha: float = 2.0, limit: int | None = None) -> Lengths:
+def pareto(mean: float, alpha: float = 2.0, limit: float | None = None) -> Lengths:
     """Pareto with this mean before the cut at ``limit`` (default 8 times the mean).
 
     Args:
         alpha: Tail index, above 1: P(length > t) = (t_min / t)^alpha.
     """
-    limit = int(round(8 * mean)) if limit is None else limit
-    _check("Pareto length", mean, limit)
-    if not alpha > 1:
-        raise PlanError(f"Pareto length: alpha must be above 1 (the mean is infinite otherwise), got {alpha}")
+    limit = _check("Pareto length", mean, _times(mean, 8) if limit is None else limit)
+    if not 1 < alpha < math.inf:
+        raise PlanError(
+            f"Pareto length: alpha must be finite and above 1 (the mean is infinite otherwise), got {alpha}"
+        )
     shortest = mean * (alpha - 1.0) / alpha
     t = np.maximum(np.arange(limit, dtype=np.float64), shortest)
     return _from_survival(f"Pareto, mean {mean:g}, alpha {alpha:g}, limit {limit}", (shortest / t) ** alpha)
@@ -249,7 +256,7 @@ def parse_lengths(text: str) -> Lengths:
         raise PlanError(f"response tokens {text!r}: unknown kind {kind!r}; known are {', '.join(_KINDS)} and file:PATH")
     if unknown := set(options) - allowed[kind]:
         raise PlanError(f"response tokens {text!r}: {kind} takes {sorted(allowed[kind])}, got {sorted(unknown)}")
-    limit = int(options["limit"]) if "limit" in options else None
+    limit = options.get("limit")
     if kind == "lognormal":
         return lognormal(mean, options.get("sigma", 0.6), limit)
     if kind == "pareto":

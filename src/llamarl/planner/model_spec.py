@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,18 +20,56 @@ from llamarl.errors import PlanError
 __all__ = ["ModelSpec", "find_config", "find_model", "model_names", "spec_from_config"]
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
-_UNGATED = {"gpt2", "gpt_neox", "opt", "phi", "falcon", "starcoder2", "bloom", "gptj", "gpt_bigcode"}
+_UNGATED = {
+    "apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_neox_japanese", "gptj",
+    "jais2", "nanochat", "nemotron", "openai-gpt", "opt", "persimmon", "phi", "starcoder2",
+}  # fmt: skip
 _QKV_BIAS = {"qwen2", "qwen2_moe"}
 _QK_NORM = {"qwen3", "qwen3_moe"}
-_RECURRENT = {"mamba", "mamba2", "rwkv", "jamba", "falcon_mamba", "qwen3_next", "recurrent_gemma", "zamba2", "bamba"}
+_RECURRENT = {
+    "mamba",
+    "mamba2",
+    "rwkv",
+    "jamba",
+    "falcon_mamba",
+    "qwen3_next",
+    "recurrent_gemma",
+    "zamba2",
+    "bamba",
+    "xlstm",
+}
+_CUT = {
+    "", "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+    "gpt_neox", "granite", "helium", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "phi", "qwen2",
+    "qwen3", "seed_oss", "smollm3", "starcoder2", "vaultgemma",
+}  # fmt: skip
+"""Kinds whose tensor-parallel plan in transformers has only styles that llamarl carries out; unnamed ones count as Llama."""
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model", "dim"),
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
     "num_experts": ("num_local_experts", "n_routed_experts"),
-    "num_experts_per_tok": ("moe_top_k", "top_k_experts"),
+    "num_experts_per_tok": ("moe_top_k", "moe_topk", "top_k_experts", "experts_per_token"),
+    "n_shared_experts": ("num_shared_experts",),
+    "shared_expert_intermediate_size": ("shared_intermediate_size",),
+    "first_k_dense_replace": ("num_dense_layers",),
     "max_position_embeddings": ("n_positions", "max_seq_len"),
 }
+_ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+_SUSPECT = re.compile(
+    r"expert|(^|_)moe(_|$)|mamba|^ssm_|conv(_|1d)|(^|_)conv$|^linear_(num|key|value|head|attn|conv)|hybrid|^lru_|^rwkv|recurrent"
+    r"|^(ffn|attn|linear_attn)_config$|^block_(configs|types)$|^layers_block_type$|^hidden_size_per_layer_input$"
+)
+"""Keys of experts, of layers that are not attention, and of nested shapes: read below, harmless, or the reader must refuse."""
+_READ = {
+    "num_experts", "num_experts_per_tok", "n_shared_experts", "shared_expert_intermediate_size", "moe_intermediate_size",
+    "is_moe", "enable_moe_block",
+}  # fmt: skip
+_HARMLESS = re.compile(
+    r"_?experts_implementation|moe_(router|aux|routed_scaling|renorm|norm_min|jitter|z_loss|apply_router)\w*|num_expert_groups?"
+    r"|(use|moe)_expert_bias|expert_selection_fn|\w*expert_(overlap|combination_strategy|parallel\w*)|enable_moe_fp32_combine"
+)
+"""Of the suspect keys, those that change how tokens are routed or computed, not what a layer holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +102,8 @@ class ModelSpec:
     rope_dim: int = 0
     value_dim: int = 0
     max_context: int = 0
+    cut_by_llamarl: bool = True
+    """llamarl's trainer and engine can cut its layers over tensor-parallel ranks; False: ``tp`` is 1 there."""
 
     @property
     def sparse_layers(self) -> int:
@@ -156,11 +197,40 @@ class ModelSpec:
         return 4.0 * context * self.heads * self.head_dim
 
 
+def _refuse_unread(config: Mapping[str, Any], name: str) -> None:
+    """Refuse a config with layers that the reader would silently take for dense attention layers.
+
+    Raises:
+        PlanError: Names the keys.
+    """
+    read = _READ.union(*(_ALIASES.get(key, ()) for key in _READ))
+    unread = [
+        f"{key} = {value!r}" if isinstance(value, bool | int | float | str) else key
+        for key, value in sorted(config.items())
+        if value  # absent, None, False, 0 and empty say that there is no such thing
+        and _SUSPECT.search(key)
+        and key not in read
+        and not _HARMLESS.fullmatch(key)
+        and not (key == "moe_layer_freq" and value == 1)  # every layer, as without it
+    ]
+    for key, known in (("layer_types", _ATTENTION_LAYERS), ("mlp_layer_types", {"dense", "sparse"})):
+        kinds = config.get(key)
+        if isinstance(kinds, list | tuple) and (strange := sorted({str(kind) for kind in kinds} - known)):
+            unread.append(f"{key} with {', '.join(strange)}")
+    if unread:
+        raise PlanError(
+            f"model {name}: config.json has {'; '.join(unread)}, which the planner does not interpret: its memory and times "
+            "would be wrong; plan with dense or mixture-of-experts attention layers whose keys are those of Llama, Qwen, Mixtral "
+            "or DeepSeek"
+        )
+
+
 def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     """Shape from the dictionary of a ``config.json``.
 
     Raises:
-        PlanError: A recurrent or unknown layer kind, or a key is missing or not a positive number.
+        PlanError: A recurrent or unknown layer kind, keys of experts or other layers that are not interpreted, or a key is
+            missing or not a positive number.
     """
     if isinstance(config.get("text_config"), Mapping):
         config = {**config["text_config"], "model_type": config["text_config"].get("model_type", "")}
@@ -169,6 +239,7 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         raise PlanError(
             f"model {name}: {kind} has recurrent layers, whose cost is not modelled; plan with a transformer"
         )
+    _refuse_unread(config, name)
 
     def read(key: str, default: int | None = None) -> int:
         for candidate in (key, *_ALIASES.get(key, ())):
@@ -187,13 +258,16 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         if value < 1:
             raise PlanError(f"model {name}: config.json {key} must be at least 1, got {value}")
     latent = read("kv_lora_rank", 0)
-    experts = read("num_experts", 0)
+    off = any(config.get(key) is False for key in ("is_moe", "enable_moe_block"))
+    experts = 0 if off else read("num_experts", 0)
     intermediate = read("intermediate_size", read("n_inner", 4 * hidden))
     expert_width = read("moe_intermediate_size", intermediate) if experts else 0
     shared = read("shared_expert_intermediate_size", read("n_shared_experts", 0) * expert_width) if experts else 0
     dense = read("first_k_dense_replace", 0) if experts else 0
     if experts and isinstance(config.get("mlp_only_layers"), list):
         dense += len(config["mlp_only_layers"])
+    if experts and isinstance(kinds := config.get("mlp_layer_types"), list | tuple):
+        dense = list(kinds).count("dense")
     stride = max(1, read("decoder_sparse_step", 1))
     if experts and stride > 1:
         dense = layers - layers // stride
@@ -211,7 +285,7 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         qkv_bias=kind in _QKV_BIAS or bool(config.get("attention_bias", False)),
         qk_norm=kind in _QK_NORM,
         experts=experts,
-        experts_per_token=read("num_experts_per_tok", 1) if experts else 0,
+        experts_per_token=read("num_experts_per_tok") if experts else 0,
         expert_intermediate=expert_width,
         shared_expert_intermediate=shared,
         dense_layers=min(dense, layers),
@@ -220,6 +294,7 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         rope_dim=read("qk_rope_head_dim", 0) if latent else 0,
         value_dim=read("v_head_dim", 0) if latent else 0,
         max_context=read("max_position_embeddings", 0),
+        cut_by_llamarl=kind in _CUT and not experts and not latent,
     )
 
 

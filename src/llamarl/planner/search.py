@@ -26,9 +26,11 @@ from llamarl.planner.choices import (
     powers,
     replicas_of,
     slot_counts,
+    split_sizes,
     trainer_choices,
 )
 from llamarl.planner.costs import GeneratorLayout, tensor_parallel_sizes, weight_sync_s
+from llamarl.planner.fitting import nothing_fits
 from llamarl.planner.generation import GeneratorDemand
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.step_time import max_cycle_mean, reinforcement_learning_graph
@@ -42,7 +44,6 @@ __all__ = [
     "best_split",
     "recommend",
     "search_all",
-    "split_sizes",
 ]
 
 
@@ -97,15 +98,6 @@ def _trainer_rank(choice: TrainerChoice) -> tuple[float, int]:
 
 def _tokens_rate(work: Workload, step_s: float) -> float:
     return work.tokens / step_s
-
-
-def split_sizes(devices: int, node: int) -> list[int]:
-    """Trainer shares to try: every whole number on a small machine; on a large one, whole nodes (every 128th at most)."""
-    if devices <= 2 * node:
-        return list(range(1, devices))
-    step = node * max(1, devices // node // 128)
-    inside = [s for s in (1, 2, 4) if s < node]
-    return sorted({*inside, *range(step, devices, step), *(devices - s for s in inside)})
 
 
 def _check_devices(devices: int) -> None:
@@ -178,7 +170,7 @@ def best_separate(
         if best is None or rank < best[0]:
             best = (rank, trainer, generator, sync)
     if best is None:
-        raise PlanError(_nothingfits(hardware, work, options, devices))
+        raise PlanError(nothing_fits(hardware, work, options, devices, separate=True))
     _, trainer, generator, sync = best
     durations, edges = reinforcement_learning_graph(
         generator_s=generator.time_s + sync,
@@ -246,7 +238,7 @@ def best_resharding(hardware: Hardware, work: Workload, options: Options, device
                 if best is None or step < best[0]:
                     best = (step, trainer, generator, sync, how)
     if best is None:
-        raise PlanError(_nothingfits(hardware, work, options, devices))
+        raise PlanError(nothing_fits(hardware, work, options, devices, separate=False))
     step, trainer, generator, sync, how = best
     return Plan(
         system="resharding",
@@ -296,7 +288,7 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
     )
     best: tuple[float, TrainerChoice, GeneratorChoice] | None = None
     for pp in powers(min(options.common_max_pipeline, work.model.layers)):
-        for tp in tensor_parallel_sizes(work.model, devices // pp):
+        for tp in tensor_parallel_sizes(work.model, devices // pp, runnable=options.runnable):
             copies = replicas_of(work, options, devices // (tp * pp))
             fsdp = copies if options.common_sharded else 1
             shape = TrainerLayout(tp, pp, fsdp, copies // fsdp, 1, True)
@@ -322,7 +314,7 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
                     if best is None or step < best[0]:
                         best = (step, trainer, generator)
     if best is None:
-        raise PlanError(_nothingfits(hardware, work, options, devices))
+        raise PlanError(nothing_fits(hardware, work, options, devices, separate=False, one_layout=True))
     step, trainer, generator = best
     return Plan(
         system="common",
@@ -336,24 +328,6 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
         tokens_per_s=_tokens_rate(work, step),
         memory_limit=limit,
     )
-
-
-def _nothingfits(hardware: Hardware, work: Workload, options: Options, devices: int) -> str:
-    """What is too small, and the smallest number of devices (up to 65,536) that holds the job."""
-    limit = hardware.usable_memory_bytes
-    head = f"{work.model.name} ({work.model.total_params / 1e9:.1f} B parameters) does not fit"
-    head += f" on {devices} x {hardware.device.title}"
-    count = max(2, devices)
-    while count < 65536:
-        count *= 2
-        half = count // 2
-        trainer = next(iter(trainer_choices(hardware, work, options, half, memory_limit=limit)), None)
-        generator = next(
-            iter(generator_choices(hardware, work, options, half, memory_limit=limit, partial=False)), None
-        )
-        if trainer and generator:
-            return f"{head}: the trainer alone needs 16 bytes a parameter, sharded; {count} devices would do"
-    return f"{head}, nor on any number up to 65536: shorten the response limit or use devices with more memory"
 
 
 def search_all(
@@ -381,12 +355,11 @@ def search_all(
         for level in staleness:
             try:
                 plans.append(best_separate(hardware, work, options, devices, level, candidates))
-            except PlanError as error:
+            except PlanError:
                 if level < 0:
                     raise
-                problem = error
-    if not plans:
-        raise problem or PlanError(_nothingfits(hardware, work, options, devices))
+    if problem is not None and not plans:
+        raise problem  # that of shared devices, which need the least memory
     return plans
 
 

@@ -14,11 +14,12 @@ import pytest
 
 from llamarl.cli import plan as verb
 from llamarl.config import load_config
+from llamarl.engine.config import QUANTIZATIONS
 from llamarl.errors import PlanError
 from llamarl.planner.calibrate import Sample, fit, load_calibration, save_calibration
 from llamarl.planner.choices import Options, Workload
 from llamarl.planner.costs import GeneratorLayout, decode_step_s
-from llamarl.planner.hardware import find_hardware, this_machine
+from llamarl.planner.hardware import device_names, find_hardware, this_machine
 from llamarl.planner.lengths import constant
 from llamarl.planner.model_spec import find_model
 from llamarl.planner.recipe import plan_settings, question_from_config, recipe_text
@@ -146,6 +147,25 @@ def test_a_lone_device_gets_a_co_located_recipe_that_loads(tmp_path: Path) -> No
     config = load_config(file)
     assert config.schedule.colocated and config.schedule.max_staleness == 0
     assert config.generator.dp * config.generator.tp == config.trainer.fsdp * config.trainer.tp == 1
+
+
+@pytest.mark.parametrize("device", device_names())
+@pytest.mark.parametrize("devices", [1, 8])
+def test_every_device_gets_a_recipe_that_loads(device: str, devices: int, tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    asked = "--model SmolLM2-135M --prompts 8 --group-size 4 --response-tokens 64"
+    assert plan(f"{asked} --hardware {device} --devices {devices} --recipe {file}") == 0
+    config = load_config(file)
+    kind = "cpu" if device == "this-machine" else "cuda"
+    assert config.generator.quantization in QUANTIZATIONS["native", kind]
+
+
+def test_a_precision_that_the_engine_lacks_can_be_planned_but_not_written(tmp_path: Path) -> None:
+    asked = "--model SmolLM2-135M --hardware b200 --devices 8 --prompts 8 --group-size 4 --response-tokens 64"
+    assert plan(f"{asked} --precision fp4") == 0
+    with pytest.raises(PlanError, match="generates in fp4.*bf16, fp8"):
+        plan(f"{asked} --precision fp4 --recipe {tmp_path / 'r.toml'}")
+    assert not (tmp_path / "r.toml").exists()
 
 
 def test_a_recipe_and_a_run_pose_the_question(tmp_path: Path) -> None:

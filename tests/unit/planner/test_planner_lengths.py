@@ -71,6 +71,13 @@ def test_lengths_are_read_from_rollouts(tmp_path: Path) -> None:
         ("100:lognormal:sigma=0", "sigma"),
         ("100:pareto:alpha=1", "alpha"),
         ("100:lognormal:limit=99999999", "limit"),
+        ("4096:lognormal:limit=inf", "limit must be a whole number of tokens.*got inf"),
+        ("4096:pareto:limit=nan", "limit must be a whole number of tokens.*got nan"),
+        ("4096:lognormal:limit=2048.7", "limit must be a whole number of tokens.*got 2048.7"),
+        ("4096:lognormal:limit=0", "limit must be a whole number"),
+        ("1e308:lognormal", "limit"),
+        ("1e308", "limit"),
+        ("100:pareto:alpha=inf", "alpha"),
         ("file:/nowhere/at/all", "cannot read"),
     ],
 )

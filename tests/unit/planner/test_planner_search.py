@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_quantized_generator_is_chosen_only_where_allowed() -> None:
 
 
 def test_one_layout_is_never_faster_than_resharding_with_the_same_precision() -> None:
-    work, options = _work("Llama-3.1-70B"), Options(precisions=("bf16",))
+    work, options = _work("Llama-3.1-70B"), Options(precisions=("bf16",), runnable=False)
     assert best_resharding(H100, work, options, 64).step_s <= best_common(H100, work, options, 64).step_s
 
 
@@ -101,12 +102,31 @@ def test_sixteen_thousand_devices_are_searched() -> None:
     assert plan.generator.devices + plan.trainer.layout.devices <= 16384
 
 
-def test_what_fits_nowhere_names_the_number_that_would_do() -> None:
-    work = _work("Llama-3.1-405B")
-    with pytest.raises(PlanError, match=r"does not fit on 8 x .*; (\d+) devices would do") as caught:
-        search_all(H100, work, Options(), 8)
-    count = int(str(caught.value).split(" devices would do")[0].rsplit(" ", 1)[1])
-    assert search_all(H100, work, Options(), count)
+@pytest.mark.parametrize("model", ["Llama-3.1-70B", "Llama-3.1-405B", "Qwen3-30B-A3B"])
+def test_what_fits_nowhere_names_the_smallest_number_that_would_do(model: str) -> None:
+    work, options = _work(model), Options()
+    with pytest.raises(PlanError, match=r"does not fit on 1 x .* devices would do where both share them") as caught:
+        search_all(H100, work, options, 1)
+    found = re.search(r"; (\d+) devices would do where both share them, (\d+) where each", str(caught.value))
+    assert found
+    shared, split = map(int, found.groups())
+    assert shared < split
+    for count in range(max(1, shared - 20), shared):
+        with pytest.raises(PlanError, match="does not fit"):
+            search_all(H100, work, options, count, (0, 1))
+    assert {plan.system for plan in search_all(H100, work, options, shared, (1,))} == {"resharding"}
+    for count in range(shared, split):
+        assert not best_split(H100, work, options, count)
+    assert best_separate(H100, work, options, split, 1)
+    if shared > 2:
+        with pytest.raises(PlanError, match=f"; {split} devices would do$"):
+            best_separate(H100, work, options, shared, 1)
+
+
+def test_a_generator_that_fits_on_no_number_of_devices_says_why() -> None:
+    """671 B parameters, whose experts llamarl does not cut, in devices of 80 GB."""
+    with pytest.raises(PlanError, match="at most 1 tensor-parallel rank in llamarl, too few for its weights"):
+        search_all(H100, _work("DeepSeek-V3"), Options(), 64)
 
 
 @pytest.mark.parametrize("devices", [0, -4])

@@ -1,0 +1,98 @@
+"""Tensor-parallel sizes of plans are those that ``llamarl train`` takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from llamarl.cli import plan as verb
+from llamarl.config import load_config
+from llamarl.errors import LlamaRLError, PlanError
+from llamarl.models.sizes import fitting_sizes
+from llamarl.planner.choices import Options, Workload
+from llamarl.planner.costs import tensor_parallel_sizes
+from llamarl.planner.hardware import find_hardware
+from llamarl.planner.lengths import constant
+from llamarl.planner.model_spec import _CUT, find_model, model_names
+from llamarl.planner.search import search_all
+
+H100 = find_hardware("h100")
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_sizes_are_those_of_the_run_and_one_for_experts(name: str) -> None:
+    spec = find_model(name)
+    run = [1] if spec.experts else fitting_sizes(spec.heads, spec.kv_heads, spec.intermediate)
+    assert tensor_parallel_sizes(spec, 1024) == run
+    assert tensor_parallel_sizes(spec, 4) == [tp for tp in run if tp <= 4]
+
+
+def test_any_divisor_of_the_heads_is_there_for_another_system() -> None:
+    spec = find_model("Llama-3.1-405B")  # 128 heads, 8 key-value heads
+    assert tensor_parallel_sizes(spec, 1024) == [1, 2, 4, 8]
+    assert tensor_parallel_sizes(spec, 1024, runnable=False) == [1, 2, 4, 8, 16, 32, 64, 128]
+    work = Workload(model=spec, response=constant(400), prompts_per_step=32, group_size=8)
+    plans = search_all(H100, work, Options(runnable=False), 512)
+    assert max(plan.generator.layout.tp for plan in plans) > 8
+
+
+@pytest.mark.parametrize(("name", "devices"), [("Llama-3.1-70B", 128), ("Qwen3-30B-A3B", 32), ("Qwen2.5-7B", 16)])
+def test_every_system_of_every_plan_has_sizes_that_run(name: str, devices: int) -> None:
+    model = find_model(name)
+    work = Workload(model=model, response=constant(400), prompts_per_step=32, group_size=8)
+    run = set(tensor_parallel_sizes(model, devices))
+    for plan in search_all(H100, work, Options(), devices):
+        assert {plan.trainer.layout.tp, plan.generator.layout.tp} <= run
+
+
+def test_the_kinds_that_are_cut_are_those_that_the_run_cuts() -> None:
+    transformers = pytest.importorskip("transformers")
+    from llamarl.models.parallel import check_tensor_parallel_plan
+
+    known = [kind for kind in sorted(_CUT) if kind in transformers.CONFIG_MAPPING]
+    assert {"llama", "qwen2", "qwen3", "mistral", "gemma2"} <= set(known)
+    for kind in known:
+        check_tensor_parallel_plan(transformers.AutoConfig.for_model(kind))
+    for kind in ("gpt2", "qwen3_moe", "mixtral", "phi3", "opt", "deepseek_v3", "olmo2"):
+        assert kind not in _CUT
+        with pytest.raises(LlamaRLError, match="set trainer.tp to 1"):
+            check_tensor_parallel_plan(transformers.AutoConfig.for_model(kind))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(model_type="qwen2", num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944, hidden_size=3584,
+             num_hidden_layers=28, vocab_size=152064),
+        dict(model_type="qwen3_moe", num_attention_heads=32, num_key_value_heads=4, intermediate_size=6144, hidden_size=2048,
+             num_hidden_layers=48, vocab_size=151936, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8),
+        dict(model_type="llama", num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672, hidden_size=8192,
+             num_hidden_layers=80, vocab_size=128256),
+    ],
+    ids=lambda shape: shape["model_type"],
+)  # fmt: skip
+def test_a_written_recipe_has_a_tp_that_the_dry_run_takes(tmp_path: Path, shape: dict[str, object]) -> None:
+    pytest.importorskip("transformers")
+    from llamarl.controller.preflight import check_parallel_sizes
+
+    folder, recipe = tmp_path / "model", tmp_path / "r.toml"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape))
+    parser = argparse.ArgumentParser()
+    verb.add_parser(parser.add_subparsers())
+    asked = f"plan {folder} --devices 64 --hardware h100 --prompts 32 --group-size 8 --response-tokens 600"
+    args = parser.parse_args([*asked.split(), "--recipe", str(recipe)])
+    assert args.run(args) == 0
+    config = load_config(recipe)
+    check_parallel_sizes(config, folder, cores=64)
+    assert (config.generator.tp > 1) == ("num_experts" not in shape)  # experts are not cut
+
+
+def test_a_model_that_is_not_cut_fits_only_another_system() -> None:
+    work = Workload(model=find_model("DeepSeek-V3"), response=constant(64), prompts_per_step=64, group_size=8)
+    with pytest.raises(PlanError, match="does not fit"):
+        search_all(H100, work, Options(), 64)
+    assert search_all(H100, work, Options(runnable=False), 512)
