@@ -114,7 +114,9 @@ def _refuse_whole_model(*args: object, **kwargs: object) -> None:
 def refuse_unknown_logits(folder: Path, world: int) -> None:
     """Qwen3 ignores ``logits_scaling``, the trainer would obey it: on a mesh too it must say so."""
     try:
-        Trainer(folder / "scaled", TrainerConfig(fsdp=world), OptimizerConfig(lr=1e-3), AlgorithmConfig(), temperature=1.0)
+        Trainer(
+            folder / "scaled", TrainerConfig(fsdp=world), OptimizerConfig(lr=1e-3), AlgorithmConfig(), temperature=1.0
+        )
     except ModelError as error:
         assert "changes its logits" in str(error), error
     else:

@@ -92,6 +92,11 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     how.add_argument(
         "--max-segments", type=int, help="versions a response may span; 1: no partial rollouts (default 4)"
     )
+    how.add_argument(
+        "--any-tp",
+        action="store_true",
+        help="also tensor-parallel sizes that llamarl train does not run yet: experts cut, more ranks than key-value heads",
+    )
     how.add_argument("--max-pipeline", type=int, default=1, help="largest pipeline size to try (llamarl runs 1)")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
@@ -116,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         question = measured.question(question)
     work = workload_of(args, model_path, question, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
-    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline)
+    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline, any_tp=args.any_tp)
     devices = device_count(args.devices, hardware)
     price = args.price_per_device_hour
     if price is not None and not 0 <= price < math.inf:

@@ -133,7 +133,7 @@ def workload_of(
     )
 
 
-def options_of(precision: str | None, max_segments: int, *, max_pipeline: int = 1) -> Options:
+def options_of(precision: str | None, max_segments: int, *, max_pipeline: int = 1, any_tp: bool = False) -> Options:
     """What a search may use.
 
     Args:
@@ -154,6 +154,7 @@ def options_of(precision: str | None, max_segments: int, *, max_pipeline: int = 
         max_segments=max_segments,
         oversubscription=float(min(2, max_segments)),
         max_pipeline=max_pipeline,
+        runnable=not any_tp,
         common_max_pipeline=max_pipeline,
     )
 

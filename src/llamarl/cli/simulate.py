@@ -64,7 +64,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run, max_pipeline=1, reference_model=False)  # the latter two: a plan's JSON may say more
+    parser.set_defaults(run=run, max_pipeline=1, any_tp=False, reference_model=False)  # a plan's JSON may say more
     if not full:
         return
     parser.add_argument("source", nargs="?", help="recipe (TOML), run folder, or the JSON of llamarl plan --json")
@@ -191,7 +191,7 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
     hardware = hardware_of(args.hardware, args.calibration)
     work = workload_of(args, model, None, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else 1
-    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline)
+    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline, any_tp=args.any_tp)
     if args.oversubscription is not None:
         if args.oversubscription != 1.0 and options.max_segments == 1:
             raise PlanError(
@@ -226,6 +226,7 @@ def _take_plan(args: argparse.Namespace, path: Path) -> None:
             "max_segments": options["max_segments"],
         }
         args.max_pipeline, args.reference_model = options["max_pipeline"], work["reference_model"]
+        args.any_tp = not options["runnable"]
         label = work["response"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(f"{path} is not the JSON of this version's llamarl plan --json: {error!r}") from None

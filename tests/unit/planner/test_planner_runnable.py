@@ -96,3 +96,16 @@ def test_a_model_that_is_not_cut_fits_only_another_system() -> None:
     with pytest.raises(PlanError, match="does not fit"):
         search_all(H100, work, Options(), 64)
     assert search_all(H100, work, Options(runnable=False), 512)
+
+
+def test_any_tp_plans_what_llamarl_does_not_run_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    verb.add_parser(parser.add_subparsers())
+    asked = "plan --model DeepSeek-V3 --devices 256 --hardware h100-sxm --prompts 64 --group-size 16 --response-tokens 2048 --json"
+    args = parser.parse_args(asked.split())
+    with pytest.raises(PlanError, match="--any-tp"):
+        args.run(args)
+    args = parser.parse_args([*asked.split(), "--any-tp"])
+    assert args.run(args) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["options"]["runnable"] is False
