@@ -111,6 +111,7 @@ KEYS: tuple[MetricKey, ...] = (
         "In ticks that save: how long the trainer's tick waited for its checkpoint, that is for a copy in host memory and, "
         "if it was still being written, for the one before.",
     ),
+    _key("time/critic_save_s", "s", "The same of the critic's tick, where there is one."),
     _key("time/reference_s", "s", "Duration of the reference executor's tick, where there is one."),
     _key("time/critic_s", "s", "Duration of the critic's tick, where there is one: values, then its own updates."),
     _key("time/evaluator_s", "s", "Duration of the evaluator's tick (near 0 where no evaluation is due)."),
