@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from llamarl.errors import DeadlineExceeded, WeightSyncError
-from llamarl.weight_sync.checksum import BLOCK_BYTES, ChecksumKind
+from llamarl.weight_sync.checksum import ChecksumKind
 from llamarl.weight_sync.clock import Clock
 
 __all__ = ["CHUNK_BYTES", "RdmaAddress", "RdmaSink", "RdmaSource", "rdma_backend"]
@@ -104,7 +104,7 @@ class RdmaSource:
     """
 
     checksum: ChecksumKind = "xxh3"
-    block_bytes = BLOCK_BYTES
+    block_bytes = 1 << 20  # divides a chunk: the link is slower than any cache
 
     def __init__(self, *, allow_tcp: bool = True, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.name = f"rdma ({rdma_backend(allow_tcp)})"
