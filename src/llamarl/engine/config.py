@@ -9,7 +9,10 @@ from pydantic.dataclasses import dataclass
 
 from llamarl.strict import STRICT, at_least, refuse
 
-__all__ = ["QUANTIZATIONS", "EngineConfig"]
+__all__ = ["LEAST_TEMPERATURE", "QUANTIZATIONS", "EngineConfig"]
+
+LEAST_TEMPERATURE = 1e-6
+"""Below it float32 cannot hold logits divided by it; 0 stands for greedy."""
 
 QUANTIZATIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("native", "cpu"): ("none", "int8"),

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from llamarl.engine.config import LEAST_TEMPERATURE
 from llamarl.types import FinishReason
 
-__all__ = ["LEAST_TEMPERATURE", "SamplingParams", "Sequence"]
-
-LEAST_TEMPERATURE = 1e-6
-"""Below it float32 cannot hold logits divided by it; 0 stands for greedy."""
+__all__ = ["SamplingParams", "Sequence"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

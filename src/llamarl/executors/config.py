@@ -10,8 +10,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llamarl.engine.config import EngineConfig
-from llamarl.engine.sequence import LEAST_TEMPERATURE
+from llamarl.engine.config import LEAST_TEMPERATURE, EngineConfig
 from llamarl.strict import STRICT, refuse
 
 __all__ = ["DynamicSamplingConfig", "EvaluationConfig", "GeneratorConfig", "SamplingConfig"]
