@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from pathlib import Path
 
 import pytest
-from conftest import CommandLine, rows, wait_until
+from conftest import RECIPE, CommandLine, rows, wait_until
 from test_repeatable import assert_same_run
 
 from llamarl.cli.main import main
+from llamarl.executors.in_flight import Logged
+from llamarl.observability.events import EventLog, read_events
 
 SETTINGS = {
     "schedule.weights": '"latest"',
@@ -69,3 +72,22 @@ def test_a_torn_log_is_refused_by_name(
         log.write_bytes(whole)
     assert f"{log}, line 6 is torn" in capsys.readouterr().err
     assert not (tmp_path / "torn").exists()
+
+
+def test_a_version_may_be_gone_when_the_next_tick_starts_with_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slots hold two versions. Tick 2 is served version 1 to its end, tick 3 begins with version 3: in version 1's slot."""
+    source, again = tmp_path / "source", tmp_path / "again"
+    settings = {**SETTINGS, "checkpoint.every": 0, "run.dir": source, "run.runtime": "inline"}
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    assert main(["train", str(RECIPE), *words]) == 0
+    served = {0: 0, 1: 0, 2: 1, 3: 3, 4: 4}
+    made = read_events(source / "events.jsonl", num_ticks=5)
+    (source / "events.jsonl").unlink()
+    changed = [dataclasses.replace(event, swaps=((0, served[tick]),)) for (tick, _), event in made.items()]
+    EventLog(source).append(event.to_plain() for event in changed)
+    monkeypatch.setattr(Logged, "check", lambda self, event: None)  # decisions that no run has made
+    assert main(["train", "--replay", str(source), "--run.dir", str(again)]) == 0
+    taken = {tick: event.swaps for (tick, _), event in read_events(again / "events.jsonl", num_ticks=5).items()}
+    assert taken == {tick: ((0, version),) for tick, version in served.items()}

@@ -171,7 +171,8 @@ class GeneratorExecutor:
             if version == serving:
                 return False
             weights = feed.take(version - 1)
-            self._served.check()  # what the last steps were computed with
+            if self._steps:  # else the last tick has checked it, and its slot may since hold another version
+                self._served.check()
         changed = bool(weights.version != self.engine.policy_version)
         lost = self._served.in_place is not None or self._turns is not None  # what was served did not outlive its tick
         if changed or lost:
