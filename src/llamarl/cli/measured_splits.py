@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from llamarl.planner.recipe import RecipeQuestion
 from llamarl.simulator.calibration import calibrate_recipe
 from llamarl.simulator.kept_calibration import (
     RecipeCalibration,
+    find_calibration,
     keep_calibration,
-    kept_calibration,
     recipe_calibration_path,
 )
 from llamarl.simulator.report import result_to_dict
-from llamarl.simulator.splits import Split, forecast_splits, recommend_split, split_table, variants_of
+from llamarl.simulator.splits import Split, apply, forecast_splits, recommend_split, split_table, variants_of
 
 __all__ = ["MeasuredSplits", "measure_splits"]
 
@@ -81,6 +81,7 @@ def measure_splits(
     recipe: Path,
     kept: Path | None,
     *,
+    changes: Mapping[str, Any] | None = None,
     measure: bool,
     variants: bool,
     reward_s: float | None = None,
@@ -90,21 +91,24 @@ def measure_splits(
 
     Args:
         kept: The machine's calibration file, beside which the recipe's lies; None: the default one.
+        changes: Dotted key -> value of what the command line asks for instead of the recipe's batch. Kept costs are those of the
+            recipe itself where the changed one has not been measured.
         measure: Calibrate now.
         variants: Also with other threads and precisions than the recipe's.
         reward_s: Seconds of the rewards of a step; None: as measured. What is kept is as measured.
     """
-    config = load_config(recipe)
-    path = recipe_calibration_path(config, kept)
+    written = load_config(recipe)
+    config = apply(written, changes or {})
     if measure:
         from llamarl.runtime.placement import available_cores
 
         more = variants_of(config, config.run.cores or available_cores()) if variants else []
         found = calibrate_recipe(config, variants=more, log=log)
+        path = recipe_calibration_path(config, kept)
         keep_calibration(path, found)
         log(f"kept in {path}")
-    elif path.is_file():
-        found = kept_calibration(path)
+    elif (earlier := find_calibration((config, written), kept)) is not None:
+        found = earlier
     else:
         return None
     if reward_s is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.questions import (
+    add_any_tp,
     add_devices,
     add_job,
     device_count,
@@ -24,7 +26,7 @@ from llamarl.errors import PlanError
 
 if TYPE_CHECKING:
     from llamarl.cli.measured_splits import MeasuredSplits
-    from llamarl.planner.choices import Options
+    from llamarl.planner.choices import Options, Workload
     from llamarl.planner.hardware import Hardware
     from llamarl.planner.recipe import RecipeQuestion
     from llamarl.planner.search import Plan
@@ -92,11 +94,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     how.add_argument(
         "--max-segments", type=int, help="versions a response may span; 1: no partial rollouts (default 4)"
     )
-    how.add_argument(
-        "--any-tp",
-        action="store_true",
-        help="also tensor-parallel sizes that llamarl train does not run yet: experts cut, more ranks than key-value heads",
-    )
+    add_any_tp(how)
     how.add_argument("--max-pipeline", type=int, default=1, help="largest pipeline size to try (llamarl runs 1)")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
@@ -109,7 +107,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Raises PlanError (exit code 2) for a question that makes no sense or has no answer."""
     from llamarl.planner.report import report_json, report_text, save_picture
-    from llamarl.planner.search import recommend, search_all
+    from llamarl.planner.search import recommend
 
     config, question = _read_source(args)
     model_path = args.model or (question.model if question else None) or _model_source(args)
@@ -121,24 +119,31 @@ def run(args: argparse.Namespace) -> int:
         question = measured.question(question)
     work = workload_of(args, model_path, question, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
-    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline, any_tp=args.any_tp)
+    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline, any_tp=bool(args.any_tp))
     devices = device_count(args.devices, hardware)
     price = args.price_per_device_hour
     if price is not None and not 0 <= price < math.inf:
         raise PlanError(f"--price-per-device-hour must be >= 0, got {price}")
-    plans = search_all(hardware, work, options, devices, staleness_levels(args.staleness))
+    plans, options, unrunnable = _search(hardware, work, options, devices, staleness_levels(args.staleness))
     chosen = recommend(plans)
     if args.picture:
         save_picture(plans, args.picture, f"{work.model.name} on {devices} x {hardware.device.title}")
     if args.recipe and measured:
         _write(args.recipe, config or {}, *measured.recipe())
     elif args.recipe:
+        if unrunnable:
+            raise PlanError(f"--recipe: {unrunnable}")
         _write_recipe(args.recipe, plans, config, model_path, hardware, options)
     if args.json:
         report = report_json(plans, chosen, work, hardware, price, model_path=_absolute(model_path), options=options)
-        print(json.dumps({**report, "splits": measured.as_json() if measured else None}, indent=1))
+        report |= {"splits": measured.as_json() if measured else None, "unrunnable": unrunnable}
+        print(json.dumps(report, indent=1))
     else:
         print(report_text(plans, chosen, work, hardware, price))
+        if unrunnable:
+            print(
+                f"  not yet    llamarl train runs no layout of this: {unrunnable}\n             planned as with --any-tp"
+            )
         if measured:
             print(measured.text())
         if question and not args.response_tokens:
@@ -146,6 +151,29 @@ def run(args: argparse.Namespace) -> int:
         for path in filter(None, (args.picture, args.recipe)):
             print(f"  wrote      {path}")
     return 0
+
+
+def _search(
+    hardware: Hardware, work: Workload, options: Options, devices: int, staleness: list[int]
+) -> tuple[list[Plan], Options, str | None]:
+    """The plans, with layouts that llamarl does not run where it has none; then the last value says why it has none.
+
+    Raises:
+        PlanError: Nothing fits either way; what llamarl would need.
+    """
+    from llamarl.planner.fitting import least_devices
+    from llamarl.planner.search import search_all
+
+    try:
+        return search_all(hardware, work, options, devices, staleness), options, None
+    except PlanError as error:
+        wider = dataclasses.replace(options, runnable=False)
+        try:
+            return search_all(hardware, work, wider, devices, staleness), wider, str(error)
+        except PlanError as also:
+            if options.runnable and None in least_devices(hardware, work, options):  # no number of devices would do
+                raise PlanError(f"{also} (in layouts that llamarl train does not run yet)") from None
+            raise error from None
 
 
 def _absolute(model_path: str) -> str:
@@ -178,8 +206,9 @@ def _read_source(args: argparse.Namespace) -> tuple[dict[str, Any] | None, Recip
 
 
 def _hardware(args: argparse.Namespace, model_path: str) -> Hardware:
-    from llamarl.planner.calibrate import calibrate, calibration_path, save_calibration
+    from llamarl.planner.calibrate import calibrate
     from llamarl.planner.hardware import find_hardware
+    from llamarl.planner.kept_hardware import calibration_path, save_calibration
 
     if not args.calibrate:
         return hardware_of(args.hardware, args.calibration)
@@ -195,10 +224,18 @@ def _hardware(args: argparse.Namespace, model_path: str) -> Hardware:
 def _measured(args: argparse.Namespace, hardware: Hardware) -> MeasuredSplits | None:
     """What a recipe's own executors were measured to need on this machine's cores; None where that is not asked."""
     recipe = Path(args.source).expanduser() if args.source and args.source.endswith(".toml") else None
-    changed = [args.model, args.prompts, args.group_size, args.prompt_tokens, args.response_tokens, args.devices]
     if args.splits and (recipe is None or not args.calibrate):
         raise PlanError("--splits measures a recipe's executors: llamarl plan RECIPE.toml --calibrate --splits")
-    if recipe is None or any(value is not None for value in changed):
+    if recipe is None:
+        return None
+    asked = ("--model", "--prompt-tokens", "--response-tokens", "--devices")
+    if other := [flag for flag in asked if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None]:
+        if args.splits:
+            raise PlanError(
+                f"--splits measures the recipe's own job: leave {', '.join(other)} out, or set it in the recipe"
+            )
+        if args.calibrate:
+            _to_stderr(f"the recipe's executors are not measured: {', '.join(other)} makes another job of it")
         return None
     if hardware.device.name != "this-machine" or hardware.device.train_precision != "fp32":
         return None
@@ -207,6 +244,11 @@ def _measured(args: argparse.Namespace, hardware: Hardware) -> MeasuredSplits | 
     return measure_splits(
         recipe,
         args.calibration,
+        changes={
+            key: value
+            for key, value in (("schedule.prompts_per_step", args.prompts), ("generator.group_size", args.group_size))
+            if value is not None
+        },
         measure=args.calibrate,
         variants=args.splits,
         reward_s=reward_seconds(args),

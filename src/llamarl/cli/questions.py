@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from llamarl.planner.recipe import RecipeQuestion
 
 __all__ = [
+    "add_any_tp",
     "add_devices",
     "add_job",
     "device_count",
@@ -54,19 +55,29 @@ def add_devices(parser: argparse.ArgumentParser) -> Any:
     return devices
 
 
+def add_any_tp(group: Any) -> None:
+    group.add_argument(
+        "--any-tp",
+        action="store_true",
+        default=None,
+        help="also layouts that llamarl train does not run yet: experts and vocabulary cut, more ranks than key-value heads, "
+        "codes held without the weights they come from",
+    )
+
+
 def hardware_of(name: str | None, calibration: Path | None) -> Hardware:
-    """Named hardware; for this machine a kept calibration where there is one.
+    """Named hardware; for this machine a calibration that was measured here, where one is kept, or the one asked for.
 
     Raises:
         PlanError: The name is unknown, or the calibration asked for is not there.
     """
-    from llamarl.planner.calibrate import calibration_path, load_calibration
     from llamarl.planner.hardware import find_hardware
+    from llamarl.planner.kept_hardware import calibration_path, load_calibration, measured_elsewhere
 
     if name and find_hardware(name).device.name != "this-machine":
         return find_hardware(name)
     path = calibration or calibration_path()
-    if calibration or path.is_file():
+    if calibration or (path.is_file() and not measured_elsewhere(path, "the calibration")):
         return load_calibration(path)
     return find_hardware("this-machine")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.questions import (
+    add_any_tp,
     add_devices,
     add_job,
     device_count,
@@ -64,7 +65,9 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run, max_pipeline=1, any_tp=False, reference_model=False)  # a plan's JSON may say more
+    parser.set_defaults(
+        run=run, max_pipeline=1, reference_model=False, planned_hardware=None
+    )  # a plan's JSON may say more
     if not full:
         return
     parser.add_argument("source", nargs="?", help="recipe (TOML), run folder, or the JSON of llamarl plan --json")
@@ -81,13 +84,18 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     how.add_argument("--max-segments", type=int, help="versions a response may span; 1: no partial rollouts")
     how.add_argument("--oversubscription", type=float, help="active groups in units of a step's, 1 to max-segments")
     how.add_argument("--precision", help="generator precisions a plan may use, e.g. bf16,fp8")
+    add_any_tp(how)
     how.add_argument("--ticks", type=int, help="trainer ticks (default 100)")
-    how.add_argument("--seed", type=int, default=0, help="of lengths, jitter and failures (default 0)")
+    how.add_argument("--seed", type=int, help="of lengths, jitter and failures (default: the recipe's, else 0)")
     vary = parser.add_argument_group("what varies besides lengths")
     vary.add_argument(
         "--slow-replicas", metavar="SHARE:FACTOR", help="share of replicas that take FACTOR times as long"
     )
-    vary.add_argument("--jitter", metavar="GENERATOR[,TRAINER]", help="log-normal sigma of each tick's time")
+    vary.add_argument(
+        "--jitter",
+        metavar="GENERATOR[,TRAINER]",
+        help="log-normal sigma of each tick's time (default: as measured, else 0)",
+    )
     vary.add_argument("--mtbf-hours", type=float, help="mean time between failures of one device; the job restarts")
     vary.add_argument("--restart-s", type=float, default=300.0, help="from a failure to the next tick (default 300)")
     vary.add_argument("--checkpoint-every", type=int, default=20, help="ticks between checkpoints (default 20)")
@@ -107,6 +115,10 @@ def run(args: argparse.Namespace) -> int:
         for scenario in _scenarios(args)
         for weights in _policies(args, scenario)
     ]
+    if args.kv_on_update and not any(scenario.weights == "latest" for scenario in scenarios):
+        raise PlanError(
+            f"--kv-on-update {args.kv_on_update}: with exact weights no version changes inside a tick: add --weights latest"
+        )
     results = [simulate(scenario) for scenario in scenarios]
     if args.trace:
         save_trace(results, args.trace)
@@ -159,7 +171,7 @@ def _from_durations(args: argparse.Namespace) -> list[Scenario]:
         raise PlanError("--durations stands alone: leave the recipe, plan or --model out")
     refuse_flags(
         args, *_JOB_FLAGS, "--reward-s", "--hardware", "--devices", "--precision", "--max-segments", "--oversubscription",
-        because="--durations says what every tick takes; leave that out, or simulate a recipe or --model",
+        "--any-tp", because="--durations says what every tick takes; leave that out, or simulate a recipe or --model",
     )  # fmt: skip
     try:
         values = [float(part) for part in args.durations.split(",")]
@@ -188,10 +200,10 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
     model = args.model or args.source
     if not model:
         raise PlanError("nothing to simulate: give a recipe, a run folder, a plan's JSON, --durations or --model")
-    hardware = hardware_of(args.hardware, args.calibration)
+    hardware = args.planned_hardware or hardware_of(args.hardware, args.calibration)
     work = workload_of(args, model, None, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else 1
-    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline, any_tp=args.any_tp)
+    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline, any_tp=bool(args.any_tp))
     if args.oversubscription is not None:
         if args.oversubscription != 1.0 and options.max_segments == 1:
             raise PlanError(
@@ -207,15 +219,16 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
 
 def _take_plan(args: argparse.Namespace, path: Path) -> None:
     """Fill in, from a plan's JSON, what the command line leaves open."""
+    from llamarl.planner.hardware import hardware_from_dict
+
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
         work, separate = plan["workload"], [p for p in plan["plans"] if p["system"] == "separate"]
-        model, hardware, options = plan["model"]["path"], plan["hardware"]["device"]["name"], plan["options"]
+        model, hardware, options = plan["model"]["path"], plan["hardware"], plan["options"]
         if not separate:
             raise PlanError(f"{path}: no plan in it has separate generator and trainer; plan for 2 devices or more")
         filled = {
             "model": model,
-            "hardware": hardware,
             "devices": separate[0]["devices"],
             "prompts": work["prompts_per_step"],
             "group_size": work["group_size"],
@@ -226,8 +239,11 @@ def _take_plan(args: argparse.Namespace, path: Path) -> None:
             "max_segments": options["max_segments"],
         }
         args.max_pipeline, args.reference_model = options["max_pipeline"], work["reference_model"]
-        args.any_tp = not options["runnable"]
+        args.any_tp = args.any_tp or (None if options["runnable"] else True)
         label = work["response"]
+        if args.hardware is None and args.calibration is None:  # as it was then, whatever is kept now
+            device = dict(hardware["device"])
+            args.planned_hardware = hardware_from_dict(device.pop("name"), device, hardware["efficiency"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(f"{path} is not the JSON of this version's llamarl plan --json: {error!r}") from None
     for key, value in filled.items():
@@ -265,7 +281,9 @@ def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
     refuse_flags(
         args, "--precision", because="set generator.quantization in the recipe, or simulate plans with --model"
     )
-    config = _changed(load_config(path / "config.toml" if run_dir else path), args)
+    refuse_flags(args, "--any-tp", because="a recipe says its own layout; simulate plans with --model")
+    written = load_config(path / "config.toml" if run_dir else path)
+    config = _changed(written, args)
     scenario: Scenario | None
     if run_dir is not None and (run_dir / "metrics.jsonl").is_file() and not args.hardware:
         refuse_flags(
@@ -277,7 +295,7 @@ def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
         scenario = _overridden(scenario_from_run(config, run_dir, fit_runs([(measured, run_dir)])), args)
     else:
         hardware = hardware_of(args.hardware, args.calibration)
-        scenario = None if args.hardware or run_dir else _calibrated(config, args)
+        scenario = None if args.hardware or run_dir else _calibrated(config, written, args)
         if scenario is None:
             question = question_from_config(to_plain(config), run_dir)
             cpu = hardware.device.train_precision == "fp32"
@@ -306,15 +324,17 @@ def _changed(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     return validate(raw)
 
 
-def _calibrated(config: RunConfig, args: argparse.Namespace) -> Scenario | None:
-    """The recipe with the costs, lengths and contention that ``llamarl plan RECIPE --calibrate`` measured, if it did."""
-    from llamarl.simulator.calibration import calibrated_scenario
-    from llamarl.simulator.kept_calibration import kept_calibration, recipe_calibration_path
+def _calibrated(config: RunConfig, written: RunConfig, args: argparse.Namespace) -> Scenario | None:
+    """The recipe with the costs, lengths and contention that ``llamarl plan RECIPE --calibrate`` measured, if it did.
 
-    path = recipe_calibration_path(config, args.calibration)
-    if not path.is_file() or args.model:
-        return None
-    return _overridden(calibrated_scenario(config, kept_calibration(path)), args)
+    Args:
+        config: ``written`` with the batch that the command line asks for, whose own measurement is taken first.
+    """
+    from llamarl.simulator.calibration import calibrated_scenario
+    from llamarl.simulator.kept_calibration import find_calibration
+
+    found = None if args.model else find_calibration((config, written), args.calibration)
+    return None if found is None else _overridden(calibrated_scenario(config, found), args)
 
 
 def _overridden(scenario: Scenario, args: argparse.Namespace) -> Scenario:
@@ -338,11 +358,14 @@ def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:
     """Ticks, seed and everything that varies, as the command line says."""
     from llamarl.simulator.costs import Variation
 
-    share, factor = _numbers(args.slow_replicas, "--slow-replicas", ":", (0.0, 1.0), least=2)
-    generator_jitter, trainer_jitter = _numbers(args.jitter, "--jitter", ",", (0.0, 0.0), least=1)
+    own = scenario.variation
+    slow = (own.slow_fraction, own.slow_factor)
+    share, factor = _numbers(args.slow_replicas, "--slow-replicas", ":", slow, least=2)
+    jitters = (own.generator_jitter, own.trainer_jitter) if args.jitter is None else (0.0, 0.0)
+    generator_jitter, trainer_jitter = _numbers(args.jitter, "--jitter", ",", jitters, least=1)
     sample_s, sigma, workers = _numbers(args.reward_sample, "--reward-sample", ":", (0.0, 0.0, 1.0), least=1)
     changes: dict[str, Any] = {
-        "seed": args.seed,
+        "seed": scenario.seed if args.seed is None else args.seed,
         "variation": Variation(
             slow_fraction=share, slow_factor=factor, generator_jitter=generator_jitter, trainer_jitter=trainer_jitter
         ),

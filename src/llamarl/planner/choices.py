@@ -191,7 +191,7 @@ def generator_choices(
             replicas = replicas_of(work, options, devices // (tp * pp))
             share = math.ceil(work.sequences / replicas)
             for precision in precisions:
-                layout = GeneratorLayout(tp, pp, precision, options.captured)
+                layout = GeneratorLayout(tp, pp, precision, options.captured, options.runnable)
                 if weight_bytes(hardware, work.model, layout) > memory_limit:
                     continue
                 best: GeneratorChoice | None = None
@@ -238,7 +238,7 @@ def trainer_choices(
                 for recompute in (False, True):
                     yield from micro_batches(
                         hardware, work.model, demand, memory_limit,
-                        TrainerLayout(tp, pp, fsdp, ranks // fsdp, 1, recompute),
+                        TrainerLayout(tp, pp, fsdp, ranks // fsdp, 1, recompute, options.runnable),
                     )  # fmt: skip
 
 

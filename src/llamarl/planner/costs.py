@@ -17,6 +17,7 @@ from llamarl.planner.hardware import BYTES_PER_WEIGHT, Hardware
 from llamarl.planner.model_spec import ModelSpec
 
 __all__ = [
+    "SCALE_GROUP",
     "GeneratorLayout",
     "all_reduce_s",
     "decode_step_s",
@@ -24,11 +25,15 @@ __all__ = [
     "group_link",
     "matmul_s",
     "prefill_s",
+    "pulled_bytes",
     "tensor_parallel_sizes",
     "weight_sync_s",
 ]
 
 Numbers = npt.NDArray[np.float64] | float
+
+SCALE_GROUP = 128
+"""Weights that share one float32 scale where codes travel, as ``plan-sync`` takes it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -41,6 +46,10 @@ class GeneratorLayout:
     captured: bool = True
     """Decode runs from captured graphs; False: each kernel is launched from the host, and the step lasts as long as
     the slower of host and device."""
+    runnable: bool = False
+    """As llamarl's engine holds weights: versions arrive in the trainer's precision and stay, codes of a lower one are derived
+    beside them, and embedding and output layer arrive whole on every tensor-parallel rank. False: codes alone arrive and
+    are held, and the vocabulary is cut too."""
 
     @property
     def devices(self) -> int:
@@ -167,7 +176,8 @@ def decode_step_s(
         layer = device_layer + e.decode_layer_overhead_s
     else:
         layer = np.maximum(device_layer, e.eager_layer_overhead_s)
-    head_bytes = model.head_params * size / layout.tp
+    head_width = BYTES_PER_WEIGHT[layout.precision] if layout.runnable else size
+    head_bytes = model.head_params * head_width / layout.tp
     head = np.maximum(head_bytes / hardware.memory_rate, 2.0 * model.head_params * wave / layout.tp / rate)
     hops: Numbers = 0.0
     if layout.pp > 1:
@@ -192,17 +202,27 @@ def prefill_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, tok
     return max(flops / rate, float(weights) / hardware.memory_rate) + attention / hardware.attention_rate + messages
 
 
+def pulled_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> float:
+    """Bytes of one version that a generator rank receives; those of ``plan-sync`` for the same layout."""
+    width = hardware.device.activation_bytes
+    body = model.total_params - model.embedding_params
+    if layout.runnable:
+        return body * width / layout.devices + model.embedding_params * width / layout.pp
+    codes = BYTES_PER_WEIGHT[layout.precision]
+    scales = 4.0 / SCALE_GROUP if codes < width else 0.0
+    return (body * (codes + scales) + model.embedding_params * width) / layout.devices
+
+
 def weight_sync_s(
     hardware: Hardware, model: ModelSpec, *, trainer_devices: int, replicas: int, layout: GeneratorLayout
 ) -> float:
     """Direct hand-over of one version: the busiest rank's bytes over its link.
 
-    Each generator rank pulls its own slice; the copies are spread over all trainer ranks, cast before they leave. On
-    one node the node's links carry it, else the network.
+    Each generator rank pulls its own slice (``pulled_bytes``); the copies are spread over all trainer ranks, cast before they
+    leave. On one node the node's links carry it, else the network.
     """
-    size = model.total_params * BYTES_PER_WEIGHT[layout.precision]
-    pulled = size / layout.devices
-    sent = size * replicas / trainer_devices
+    pulled = pulled_bytes(hardware, model, layout)
+    sent = pulled * layout.devices * replicas / trainer_devices
     device = hardware.device
     one_node = trainer_devices + replicas * layout.devices <= device.devices_per_node
     link = device.intra_node_bytes_per_s if one_node else device.inter_node_bytes_per_s

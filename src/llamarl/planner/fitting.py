@@ -59,8 +59,12 @@ def nothing_fits(
         return (
             f"{head}, nor on any number up to {MOST_DEVICES}: a generator replica of this model has at most {most} "
             f"tensor-parallel rank{'s' if most > 1 else ''}{' in llamarl' if options.runnable else ''}, too few for its weights "
-            "and one response; use a lower generator precision, a shorter response limit or devices with more memory"
-            + (", or plan sizes that llamarl does not run yet with --any-tp" if options.runnable else "")
+            "and one response; use "
+            + (
+                "a shorter response limit or devices with more memory, or plan layouts that llamarl does not run yet with --any-tp"
+                if options.runnable
+                else "a lower generator precision, a shorter response limit or devices with more memory"
+            )
         )
     if trainer is None:
         return (

@@ -173,9 +173,19 @@ def _partial_tick_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayou
 
 
 def weight_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> float:
-    """Bytes of weights on a generator rank; embedding and head stay at the trainer's precision."""
-    body = (model.total_params - model.embedding_params) * BYTES_PER_WEIGHT[layout.precision] / layout.devices
-    return body + model.embedding_params * hardware.device.activation_bytes / layout.tp
+    """Bytes of weights on a generator rank.
+
+    Cut everywhere, with embedding and head at the trainer's precision; where ``layout.runnable``, what llamarl's engine holds: the
+    version as it arrived, and what it derives from it (quantized codes; on CPU cores packed weights) beside it.
+    """
+    body, width = model.total_params - model.embedding_params, hardware.device.activation_bytes
+    computed = BYTES_PER_WEIGHT[layout.precision]
+    if not layout.runnable:
+        return body * computed / layout.devices + model.embedding_params * width / layout.tp
+    held = body * width / layout.devices + model.embedding_params * width / layout.pp
+    train = hardware.device.train_precision
+    derived = layout.precision != train or train == "fp32"
+    return held + (body / layout.devices + model.head_params / layout.tp) * computed * derived
 
 
 def generator_memory(

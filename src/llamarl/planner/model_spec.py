@@ -38,6 +38,9 @@ _RECURRENT = {
     "bamba",
     "xlstm",
 }
+_OTHER = {"hrm_text", "jetmoe", "moshi", "phi4_multimodal"}
+"""Kinds with parameters that their config names with the keys of a plain decoder: mixtures of attention heads, nested or repeated
+stacks, adapters of other modalities."""
 _CUT = {
     "", "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
     "gpt_neox", "granite", "helium", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "phi", "qwen2",
@@ -239,6 +242,8 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         raise PlanError(
             f"model {name}: {kind} has recurrent layers, whose cost is not modelled; plan with a transformer"
         )
+    if kind in _OTHER:
+        raise PlanError(f"model {name}: the planner does not count the layers of {kind}; plan with a plain transformer")
     _refuse_unread(config, name)
 
     def read(key: str, default: int | None = None) -> int:

@@ -291,9 +291,10 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
         for tp in tensor_parallel_sizes(work.model, devices // pp, runnable=options.runnable):
             copies = replicas_of(work, options, devices // (tp * pp))
             fsdp = copies if options.common_sharded else 1
-            shape = TrainerLayout(tp, pp, fsdp, copies // fsdp, 1, True)
+            shape = TrainerLayout(tp, pp, fsdp, copies // fsdp, 1, True, options.runnable)
             share = math.ceil(work.sequences / copies)
-            layout = GeneratorLayout(tp, pp, hardware.device.train_precision, options.common_captured)
+            precision = hardware.device.train_precision
+            layout = GeneratorLayout(tp, pp, precision, options.common_captured, options.runnable)
             generators = []
             for slots in slot_counts(share, min(options.max_slots, share)):
                 asked = GeneratorDemand(

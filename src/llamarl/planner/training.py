@@ -32,6 +32,13 @@ class TrainerLayout:
     """Sequences of mean length in one micro-batch of a data-parallel rank."""
     recompute: bool = True
     """Activation checkpointing of every layer: a second forward pass instead of stored activations."""
+    runnable: bool = False
+    """As llamarl's trainer: embedding and output layer whole on every tensor-parallel rank, each of which computes all logits of
+    its tokens. False: the vocabulary is cut too."""
+
+    @property
+    def vocabulary_shards(self) -> int:
+        return 1 if self.runnable else self.tp
 
     @property
     def devices(self) -> int:
@@ -135,8 +142,9 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
 
     forward = _forward_layer_s(hardware, model, layout.tp, tokens, attended)
     passes = 3.0 + (1.0 if layout.recompute else 0.0) + (1.0 if demand.reference_forward else 0.0)
-    head = matmul_s(hardware, tokens, model.hidden, model.vocab / layout.tp)
-    head += tokens * model.vocab / layout.tp * 8.0 / hardware.memory_rate  # log-softmax: fp32 scores, read and written
+    vocabulary = model.vocab / layout.vocabulary_shards
+    head = matmul_s(hardware, tokens, model.hidden, vocabulary)
+    head += tokens * vocabulary * 8.0 / hardware.memory_rate  # log-softmax: fp32 scores, read and written
     head_passes = passes if layout.recompute else 3.0
     host = e.train_layer_overhead_s * stage_layers * passes
     layers_s = forward * passes * stage_layers
@@ -156,7 +164,7 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     traffic = gathers * gather_s(hardware, layer_bytes * width, layout.fsdp, stride)
     traffic += gather_s(hardware, layer_bytes * 4.0, layout.fsdp, stride)
     exposed = max(0.0, traffic * stage_layers - e.overlap * compute) if layout.fsdp > 1 else 0.0
-    stage_params = model.total_params / (layout.tp * layout.pp)
+    stage_params = _stage_params(model, layout)
     gradient = stage_params / layout.fsdp * 4.0
     reduce = float(all_reduce_s(hardware, gradient, layout.dp, stride * layout.fsdp))  # once a tick, over the copies
     bubble = (layout.pp - 1) * (micro_s + exposed) / min(e.pipeline_interleave, stage_layers)
@@ -175,20 +183,26 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     )
 
 
+def _stage_params(model: ModelSpec, layout: TrainerLayout) -> float:
+    """Parameters of one tensor-parallel rank of a pipeline stage, before they are sharded."""
+    body = model.total_params - model.embedding_params
+    return (body / layout.tp + model.embedding_params / layout.vocabulary_shards) / layout.pp
+
+
 def trainer_memory(
     hardware: Hardware, model: ModelSpec, layout: TrainerLayout, demand: TrainerDemand
 ) -> dict[str, float]:
     """Bytes of the fullest trainer rank, by part."""
-    sharded = layout.tp * layout.pp * layout.fsdp
-    parts = {name: model.total_params * size / sharded for name, size in _STATE_BYTES.items()}
+    stage = _stage_params(model, layout)
+    parts = {name: stage * size / layout.fsdp for name, size in _STATE_BYTES.items()}
     width = hardware.device.activation_bytes
-    gathered = 2.0 * model.layer_params + model.head_params
     if layout.fsdp > 1:
-        parts["gathered_layers"] = gathered * width / layout.tp
+        gathered = 2.0 * model.layer_params / layout.tp + model.head_params / layout.vocabulary_shards
+        parts["gathered_layers"] = gathered * width
     elif width != 4.0:
-        parts["gathered_layers"] = model.total_params * width / (layout.tp * layout.pp)  # a whole bf16 copy
+        parts["gathered_layers"] = stage * width  # a whole bf16 copy
     if demand.reference_forward:
-        parts["reference"] = model.total_params * width / sharded
+        parts["reference"] = stage * width / layout.fsdp
     sequences = math.ceil(demand.sequences / layout.data_ranks)
     per_micro = min(layout.micro_batch, sequences)
     # A micro-batch holds at least the longest sequence whole.
@@ -205,5 +219,7 @@ def trainer_memory(
     checkpoint = tokens * model.hidden * width / layout.tp
     kept = (checkpoint * layers + per_layer) if layout.recompute else per_layer * layers
     parts["activations"] = kept * in_flight
-    parts["logits"] = min(tokens, 4096.0) * model.vocab / layout.tp * 8.0  # log-probs are made in chunks of tokens
+    parts["logits"] = (
+        min(tokens, 4096.0) * model.vocab / layout.vocabulary_shards * 8.0
+    )  # log-probs are made in chunks of tokens
     return parts

@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llamarl.config import RunConfig, to_plain
 from llamarl.errors import PlanError
-from llamarl.planner.calibrate import calibration_path
+from llamarl.planner.kept_hardware import calibration_path, machine_here, measured_elsewhere, write_whole
 from llamarl.planner.lengths import grouped
 from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
 
-__all__ = ["RecipeCalibration", "RoleCosts", "keep_calibration", "kept_calibration", "recipe_calibration_path"]
+__all__ = [
+    "RecipeCalibration",
+    "RoleCosts",
+    "find_calibration",
+    "keep_calibration",
+    "kept_calibration",
+    "recipe_calibration_path",
+]
 
 _FORMAT = 1
 
@@ -97,13 +103,25 @@ def keep_calibration(path: Path, found: RecipeCalibration) -> None:
     Raises:
         PlanError: The file cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(found)}), encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise PlanError(f"calibration file {path} cannot be written: {error}") from error
+    write_whole(path, json.dumps({"format": _FORMAT, "machine": machine_here(), **dataclasses.asdict(found)}))
+
+
+def find_calibration(configs: Sequence[RunConfig], kept: Path | None = None) -> RecipeCalibration | None:
+    """What was measured for the first of the recipes that has a calibration; None: none has one.
+
+    Args:
+        kept: The machine's calibration file, beside which the recipe's lies. None: the default one, and what was measured on
+            another machine is passed over with a word on stderr.
+
+    Raises:
+        PlanError: The file is not a calibration of this version.
+    """
+    for config in configs:
+        path = recipe_calibration_path(config, kept)
+        if path.is_file():
+            foreign = kept is None and measured_elsewhere(path, "the recipe's calibration")
+            return None if foreign else kept_calibration(path)
+    return None
 
 
 def kept_calibration(path: Path) -> RecipeCalibration:
@@ -116,6 +134,7 @@ def kept_calibration(path: Path) -> RecipeCalibration:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.pop("format") != _FORMAT:
             raise PlanError(f"calibration file {path} is of another version: calibrate again")
+        record.pop("machine", None)
         kinds: dict[str, Callable[..., LinearGeneratorCost | TrainerCost]] = {
             "generators": LinearGeneratorCost,
             "trainers": TrainerCost,

@@ -115,7 +115,11 @@ def save_trace(results: Sequence[SimulationResult], path: Path) -> None:
     Raises:
         LlamaRLError: The file cannot be written.
     """
-    lanes = {(id(r), role): f"{policy_title(r)}: {role}" for r in results for role in _ROLES}
+    lanes = {
+        (id(r), role): f"{policy_title(r)}: {role}"
+        for r in results
+        for role in (*_ROLES, *(("evaluator",) if r.scenario.evaluation else ()))
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -86,13 +86,14 @@ def scenario_from_recipe(
     precision = g.quantization if g.quantization != "none" else hardware.device.train_precision
     if precision not in hardware.device.matmul_flops:
         precision = hardware.device.train_precision
-    layout = GeneratorLayout(1, 1, precision)
+    layout = GeneratorLayout(g.tp, 1, precision, runnable=True)
     sequence = work.prompt_tokens + work.response.mean
     trainer = TrainerLayout(
         tp=t.tp,
         fsdp=t.fsdp,
         micro_batch=max(1, round(t.max_tokens_per_microbatch / sequence)),
         recompute=t.activation_checkpointing != "none",
+        runnable=True,
     )
     demand = TrainerDemand(lengths=work.response, prompt_tokens=work.prompt_tokens, sequences=work.sequences)
     cost = _trainer_cost(trainer_tick(hardware, work.model, trainer, demand), work.tokens)
@@ -114,7 +115,7 @@ def scenario_from_recipe(
         oversubscription=g.oversubscription,
         replicas=g.dp,
         slots=g.engine.max_sequences,
-        generator_devices=g.dp * threads["generator"],
+        generator_devices=g.dp * g.tp * threads["generator"],
         trainer_devices=t.fsdp * t.tp * threads["trainer"],
         weights_load_s=weight_sync_s(
             hardware, work.model, trainer_devices=trainer.devices, replicas=g.dp, layout=layout

@@ -89,13 +89,14 @@ def apply(config: RunConfig, settings: Settings) -> RunConfig:
 
 
 def forecast_splits(config: RunConfig, found: RecipeCalibration, *, num_ticks: int = 60) -> list[Split]:
-    """Every candidate simulated, fastest first; the fastest also with half its concurrency."""
+    """Every candidate simulated, fastest first; the fastest of each precision also with half its concurrency."""
     splits = [
         _forecast(name, config, found, settings, num_ticks) for name, settings in candidates(config, found).items()
     ]
-    best = min(splits, key=lambda split: split.result.step_s)
     half = config.schedule.prompts_per_step * config.generator.group_size // 2
-    if half >= 1:
+    for precision in dict.fromkeys(split.settings["generator.quantization"] for split in splits) if half else ():
+        own = [split for split in splits if split.settings["generator.quantization"] == precision]
+        best = min(own, key=lambda split: split.result.step_s)
         settings = {**best.settings, "generator.engine.max_sequences": half}
         splits.append(_forecast(f"{best.name}, {half} at once", config, found, settings, num_ticks))
     return sorted(splits, key=lambda split: split.result.step_s)

@@ -13,15 +13,17 @@ from pathlib import Path
 import pytest
 
 from llamarl.cli import plan as verb
+from llamarl.cli.questions import hardware_of
 from llamarl.config import load_config
 from llamarl.engine.config import QUANTIZATIONS
 from llamarl.errors import PlanError
-from llamarl.planner.calibrate import Sample, fit, load_calibration, save_calibration
+from llamarl.planner.calibrate import Sample, fit
 from llamarl.planner.choices import Options, Workload
 from llamarl.planner.costs import GeneratorLayout, decode_step_s
 from llamarl.planner.hardware import device_names, find_hardware, this_machine
+from llamarl.planner.kept_hardware import calibration_path, load_calibration, save_calibration
 from llamarl.planner.lengths import constant
-from llamarl.planner.model_spec import find_model
+from llamarl.planner.model_spec import find_model, spec_from_config
 from llamarl.planner.recipe import plan_settings, question_from_config, recipe_text
 from llamarl.planner.search import best_resharding, best_separate
 from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_tick
@@ -258,3 +260,54 @@ def test_a_written_recipe_passes_the_dry_run(tmp_path: Path, monkeypatch: pytest
     written = load_config(out)
     assert written.schedule.prompts_per_step == load_config(recipe).schedule.prompts_per_step
     assert "# placement" in plan_run(written)
+
+
+def test_a_calibration_of_another_machine_is_passed_over_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    path = calibration_path()
+    save_calibration(path, this_machine().with_efficiency(matmul=0.123), [], "m")
+    assert hardware_of(None, None).efficiency.matmul == 0.123 and not capsys.readouterr().err
+    record = json.loads(path.read_text())
+    record["machine"]["processor"] = "Another Processor"
+    path.write_text(json.dumps(record))
+    assert hardware_of(None, None) == this_machine()
+    assert "was measured on Another Processor" in capsys.readouterr().err
+    assert hardware_of(None, path).efficiency.matmul == 0.123 and not capsys.readouterr().err
+    del record["machine"]  # as older files have it: nothing to compare
+    path.write_text(json.dumps(record))
+    assert hardware_of(None, None).efficiency.matmul == 0.123
+
+
+def test_a_poor_fit_is_measured_again_and_named_in_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from llamarl.planner import calibrate as module
+
+    rounds: list[int] = []
+
+    def decode(found: object, device: object, vocab: int, sequences: int, tokens: int) -> Sample:
+        rounds.append(sequences)  # the same model at once slow and fast: no line goes through both
+        seconds = 0.1 if len(rounds) % 2 else 0.001
+        return Sample(kind="decode", sequences=sequences, tokens=tokens, seconds=seconds)
+
+    monkeypatch.setattr(module, "_decode_sample", decode)
+    lines: list[str] = []
+    sizes = ((4, 32), (4, 32), (4, 32), (4, 32))
+    hardware, samples = module.calibrate(
+        "bundled:tiny", decode_sizes=sizes, train_sizes=((1, 32), (2, 32)), log=lines.append
+    )
+    assert len(rounds) == 8 and len(samples) == 6
+    assert any("measuring again" in line for line in lines) and any("poor fit" in line for line in lines)
+    worst = module.worst_error(hardware, find_model("bundled:tiny"), samples)
+    assert worst > 0.5 and f"poor fit, off by up to {worst:.0%})" in hardware.device.title
+
+
+@pytest.mark.parametrize("kind", ["jetmoe", "moshi", "hrm_text", "phi4_multimodal"])
+def test_kinds_whose_keys_would_mislead_are_refused(kind: str) -> None:
+    config = {
+        "model_type": kind,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 100,
+    }
+    with pytest.raises(PlanError, match=f"does not count the layers of {kind}"):
+        spec_from_config(config, "m")

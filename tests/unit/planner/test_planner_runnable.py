@@ -103,9 +103,10 @@ def test_any_tp_plans_what_llamarl_does_not_run_yet(capsys: pytest.CaptureFixtur
     verb.add_parser(parser.add_subparsers())
     asked = "plan --model DeepSeek-V3 --devices 256 --hardware h100-sxm --prompts 64 --group-size 16 --response-tokens 2048 --json"
     args = parser.parse_args(asked.split())
-    with pytest.raises(PlanError, match="--any-tp"):
-        args.run(args)
+    assert args.run(args) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert "at most 1 tensor-parallel rank in llamarl" in answer["unrunnable"]
     args = parser.parse_args([*asked.split(), "--any-tp"])
     assert args.run(args) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["options"]["runnable"] is False
+    assert answer["options"]["runnable"] is False and answer["unrunnable"] is None

@@ -17,7 +17,7 @@ from llamarl.config import RunConfig, load_config, to_plain, validate
 from llamarl.errors import PlanError
 from llamarl.planner.recipe import question_from_config
 from llamarl.simulator.calibration import calibrate_recipe, calibrated_scenario, mean_costs
-from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
+from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost, Variation
 from llamarl.simulator.kept_calibration import (
     RecipeCalibration,
     RoleCosts,
@@ -25,7 +25,8 @@ from llamarl.simulator.kept_calibration import (
     kept_calibration,
     recipe_calibration_path,
 )
-from llamarl.simulator.simulate import simulate
+from llamarl.simulator.scenario import Scenario
+from llamarl.simulator.simulate import SimulationResult, simulate
 from llamarl.simulator.splits import apply, forecast_splits, recommend_split, variants_of
 from llamarl.simulator.watched_run import non_negative_line
 
@@ -187,6 +188,13 @@ def test_plan_and_simulate_use_what_a_recipe_was_measured_to_need(
     for split in json.loads(run(f"plan {RECIPE} --reward-s 60 --json"))["splits"]["splits"]:
         assert split["step_s"] >= 60 * 0.99
     assert kept_calibration(recipe_calibration_path(load_config(RECIPE))).reward_s == 0.0  # as measured
+    (double,) = json.loads(run(f"simulate {RECIPE} --ticks 30 --prompts 80 --staleness 0 --json"))["simulations"]
+    (single,) = json.loads(run(f"simulate {RECIPE} --ticks 30 --prompts 40 --staleness 0 --json"))["simulations"]
+    assert "calibrated" in double["title"]  # costs are of sequences and tokens: another batch has them too
+    assert double["role_s"]["trainer"] == pytest.approx(2 * single["role_s"]["trainer"], rel=0.1)
+    splits = json.loads(run(f"plan {RECIPE} --prompts 80 --json"))["splits"]["splits"]
+    named = {split["name"]: split for split in splits}
+    assert named["synchronous, threads 1+1"]["role_s"]["trainer"] == pytest.approx(double["role_s"]["trainer"], rel=0.1)
     with pytest.raises(PlanError, match="--calibrate --splits"):
         run("plan --model Llama-3.1-8B --splits")
 
@@ -233,3 +241,56 @@ def test_the_recipes_own_executors_are_measured(tmp_path: Path, colocated: bool)
     assert result.step_s > 0
     with pytest.raises(PlanError, match="at least 4 ticks"):
         calibrate_recipe(config, ticks=3)
+
+
+def test_measured_jitter_stays_unless_the_command_line_gives_another(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    parser = argparse.ArgumentParser()
+    simulate_verb.add_parser(parser.add_subparsers())
+    uneven = dataclasses.replace(made().trainers["1"], jitter=0.3)
+    found = made(trainers={"1": uneven, "2": uneven})
+    keep_calibration(recipe_calibration_path(load_config(RECIPE)), found)
+    seen: list[Variation] = []
+
+    def watched(scenario: Scenario) -> SimulationResult:
+        seen.append(scenario.variation)
+        return simulate(scenario)
+
+    monkeypatch.setattr("llamarl.simulator.simulate.simulate", watched)
+    for flags in ("", "--jitter 0.1", "--jitter 0,0", "--slow-replicas 1:2"):
+        line = f"simulate {RECIPE} --ticks 8 --trace {tmp_path}/trace.json {flags}"  # its evaluator has a lane too
+        args = parser.parse_args(line.split())
+        assert args.run(args) == 0
+    capsys.readouterr()
+    measured = Variation(trainer_jitter=0.3)
+    assert seen == [
+        measured,
+        Variation(generator_jitter=0.1),
+        Variation(),
+        dataclasses.replace(measured, slow_fraction=1.0, slow_factor=2.0),
+    ]
+    assert "evaluator" in (tmp_path / "trace.json").read_text()
+
+
+def test_variants_are_measured_twice_in_opposite_order_beside_the_recipes_own() -> None:
+    config = validate(
+        {
+            "run": {"runtime": "inline"},
+            "schedule": {"prompts_per_step": 2, "max_staleness": 1},
+            "generator": {"group_size": 2, "threads": 1, "sampling": {"max_new_tokens": 8}},
+            "trainer": {"threads": 1},
+        }
+    )
+    lines: list[str] = []
+    found = calibrate_recipe(config, variants=[(1, "int8", 1)], ticks=4, log=lines.append)
+    turns = [line for line in lines if line.startswith("in turn")]
+    assert ["none" in line for line in turns] == [True, False, False, True]
+    assert sum(line.startswith("together") for line in lines) == 1  # one pair of threads
+    assert set(found.generators) == {"1:none", "1:int8"} and set(found.trainers) == {"1"}
+    assert found.generators["1:int8"].ticks == found.generators["1:none"].ticks == 2 * 2  # 4 ticks, 2 of them counted
+    assert found.trainers["1"].ticks == 4 * 2
+    names = {split.name for split in forecast_splits(config, found, num_ticks=8)}
+    assert {"synchronous, threads 1+1", "synchronous, threads 1+1, int8"} <= names
+    assert sum("at once" in name for name in names) == 2  # the fastest of each precision with half its concurrency

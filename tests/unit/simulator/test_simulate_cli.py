@@ -14,6 +14,8 @@ from llamarl.cli import plan as plan_verb
 from llamarl.cli import simulate as verb
 from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.errors import ConfigError, LlamaRLError, PlanError
+from llamarl.planner.hardware import this_machine
+from llamarl.planner.kept_hardware import save_calibration
 from llamarl.simulator.sources import fit_runs
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
@@ -216,3 +218,31 @@ def test_a_run_of_partial_rollouts_names_the_way_that_works(capsys: pytest.Captu
     simulate(f"{line} --ticks 10 --json")
     (found,) = simulations(capsys)
     assert (found["max_segments"], found["prompts_per_step"]) == (2, 4) and found["step_s"] > 0
+
+
+def test_a_plans_json_is_simulated_on_the_hardware_it_was_planned_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = tmp_path / "own.json"
+    save_calibration(own, this_machine().with_efficiency(matmul=0.01, decode_step_overhead_s=0.5), [], "m")
+    line = "--model SmolLM2-135M --devices 2 --prompts 2 --group-size 2 --prompt-tokens 8 --response-tokens 20"
+    parser = argparse.ArgumentParser()
+    plan_verb.add_parser(parser.add_subparsers())
+    args = parser.parse_args(
+        ["plan", *line.split(), "--calibration", str(own), "--max-segments", "1", "--staleness", "1", "--json"]
+    )
+    args.run(args)
+    file = tmp_path / "plan.json"
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
+    own.unlink()
+    simulate(f"{file} --ticks 10 --json")
+    (found,) = simulations(capsys)
+    assert found["role_s"]["generator"] > 20 * 0.5  # 20 decode steps of half a second and more
+    assert found["step_s"] == pytest.approx(found["planned_step_s"], rel=0.02)
+
+
+def test_keeping_the_cache_is_refused_where_no_version_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PlanError, match="add --weights latest"):
+        simulate("--durations 6,1,4 --staleness 1 --kv-on-update keep")
+    assert simulate("--durations 6,1,4 --staleness 1 --kv-on-update keep --weights exact,latest --json") == 0
+    assert len(simulations(capsys)) == 2

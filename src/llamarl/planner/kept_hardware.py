@@ -1,0 +1,129 @@
+"""The file that keeps a measured machine for later plans, and whether it was measured here.
+
+A home folder may be shared by many machines, so a file names the processor and the cores that it was measured on. What is kept
+under the default path for another machine is passed over with a word; a file that was asked for by name is taken as it is.
+Reading needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llamarl.errors import PlanError
+from llamarl.planner.hardware import Hardware, hardware_from_dict
+
+if TYPE_CHECKING:
+    from llamarl.planner.calibrate import Sample
+
+__all__ = [
+    "calibration_path",
+    "load_calibration",
+    "machine_here",
+    "measured_elsewhere",
+    "save_calibration",
+    "write_whole",
+]
+
+_FORMAT = 1
+
+
+def calibration_path() -> Path:
+    """Where a calibration is kept unless told otherwise."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "llamarl" / "calibration.json"
+
+
+def machine_here() -> dict[str, Any]:
+    """What tells this machine from others as to speed: processor and the cores that a process may use."""
+    processor = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n"):
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass  # not Linux: the platform's own word stands
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"processor": processor, "cores": cores}
+
+
+def measured_elsewhere(path: Path, what: str) -> bool:
+    """Whether a kept file names another machine; if so, says on stderr that it is passed over. An unreadable one does not.
+
+    Args:
+        what: The words for what it holds, to be named in the message.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        there = record.get("machine") if isinstance(record, Mapping) else None
+    except (OSError, ValueError):
+        return False  # whoever loads it says what is wrong
+    here = machine_here()
+    if not isinstance(there, Mapping) or all(there.get(key) == value for key, value in here.items()):
+        return False
+    print(
+        f"note: {what} in {path} was measured on {there.get('processor')}, {there.get('cores')} cores, and this is "
+        f"{here['processor']}, {here['cores']} cores: not used (--calibrate measures here; --calibration {path} takes it all the same)",
+        file=sys.stderr,
+    )
+    return True
+
+
+def save_calibration(path: Path, hardware: Hardware, samples: Sequence[Sample], model: str) -> None:
+    """Keep a calibration for later plans.
+
+    Raises:
+        PlanError: The file cannot be written.
+    """
+    record = {
+        "format": _FORMAT,
+        "machine": machine_here(),
+        "model": model,
+        "device": {k: v for k, v in asdict(hardware.device).items() if k != "name"},
+        "efficiency": asdict(hardware.efficiency),
+        "samples": [asdict(sample) for sample in samples],
+    }
+    write_whole(path, json.dumps(record, indent=1))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A calibration file, whole or not at all.
+
+    Raises:
+        PlanError: It cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise PlanError(
+            f"calibration file {path} cannot be written: {error}; give another with --calibration"
+        ) from error
+
+
+def load_calibration(path: Path) -> Hardware:
+    """Hardware that an earlier ``--calibrate`` measured.
+
+    Raises:
+        PlanError: No such file, or it is not a calibration of this version.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != _FORMAT:
+            raise PlanError(
+                f"calibration file {path} has format {record['format']}, expected {_FORMAT}: calibrate again"
+            )
+        return hardware_from_dict("this-machine", record["device"], record["efficiency"])
+    except FileNotFoundError:
+        raise PlanError(f"calibration file {path} does not exist: make it with llamarl plan --calibrate") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"calibration file {path} is not usable ({error!r}): calibrate again") from error
