@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.base import TokenBatch, TokenLosses, check_same_shape, masked_log_ratio
+from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, check_same_shape, masked_log_ratio
 from llamarl.algorithms.config import AlgorithmConfig
 
 __all__ = ["aipo", "aipo_loss", "aipo_surrogate", "reinforce"]
@@ -73,7 +73,8 @@ def aipo_surrogate(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     rho = math.inf if config.rho == "none" else float(config.rho)
     log_ratio = masked_log_ratio(batch.policy_logprobs, batch.behavior_logprobs, batch.loss_mask)
     clipped = batch.loss_mask & (log_ratio > math.log(rho)).detach()
-    ratio = torch.where(clipped, math.log(rho), log_ratio).exp()  # where, not clamp: no gradient through the bound
+    most = min(math.log(rho), MOST_LOG_RATIO)
+    ratio = torch.where(log_ratio > most, most, log_ratio).exp()  # where, not clamp: no gradient through the bound
     return TokenLosses(losses=torch.where(batch.loss_mask, -ratio * batch.advantages, 0.0), clipped=clipped)
 
 
@@ -91,6 +92,6 @@ def _aipo_terms(
 ) -> tuple[Tensor, Tensor]:
     check_same_shape(policy=policy_logprobs, behavior=behavior_logprobs, advantages=advantages, mask=loss_mask)
     log_ratio = masked_log_ratio(policy_logprobs, behavior_logprobs, loss_mask).detach()
-    weight = log_ratio.clamp(max=math.log(rho)).exp()  # clamp the log: exp cannot overflow
+    weight = log_ratio.clamp(max=min(math.log(rho), MOST_LOG_RATIO)).exp()  # clamp the log: exp cannot overflow
     losses = torch.where(loss_mask, -weight * advantages * policy_logprobs, 0.0)
     return losses, loss_mask & (log_ratio > math.log(rho))

@@ -17,7 +17,19 @@ from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
 
-__all__ = ["LossFunction", "TokenBatch", "TokenLosses", "check_same_shape", "masked_log_ratio", "sequence_means"]
+__all__ = [
+    "MOST_LOG_RATIO",
+    "LossFunction",
+    "TokenBatch",
+    "TokenLosses",
+    "check_same_shape",
+    "masked_log_ratio",
+    "sequence_means",
+]
+
+MOST_LOG_RATIO = 20.0
+"""Where log ratios without another bound are cut: far above any bound that is set, and the exp is finite. An infinite ratio
+times an advantage of 0 would be NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.base import TokenBatch, TokenLosses, masked_log_ratio, sequence_means
+from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, masked_log_ratio, sequence_means
 from llamarl.algorithms.config import AlgorithmConfig
 
 __all__ = ["decoupled_ppo", "gspo", "ppo", "truncated_is"]
@@ -65,14 +65,14 @@ def _with_proximal_weight(batch: TokenBatch, config: AlgorithmConfig, rho: float
     if proximal is None:
         proximal = batch.policy_logprobs.detach()
     log_weight = masked_log_ratio(proximal, batch.behavior_logprobs, batch.loss_mask).detach()
-    weight = log_weight.clamp(max=math.log(rho)).exp()
+    weight = log_weight.clamp(max=min(math.log(rho), MOST_LOG_RATIO)).exp()
     terms = _clipped_surrogate(masked_log_ratio(batch.policy_logprobs, proximal, batch.loss_mask), batch, config)
     over = batch.loss_mask & (log_weight > math.log(rho))
     return TokenLosses(losses=weight * terms.losses, clipped=terms.clipped | over)
 
 
 def _clipped_surrogate(log_ratio: Tensor, batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(max=MOST_LOG_RATIO).exp()
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     plain, clipped = ratio * batch.advantages, bounded * batch.advantages
     losses = torch.where(batch.loss_mask, -torch.minimum(plain, clipped), 0.0)

@@ -305,6 +305,13 @@ class NativeEngine:
             own += 1
         assert self._tokenizer is not None
         text = self._tokenizer.decode(sequence.tokens[-own:], skip_special_tokens=False)
+        if own == len(
+            sequence.tokens
+        ):  # decoders drop a space at the start of what they get: let it have a token before
+            before = sequence.prompt_tokens[-1:]
+            head = self._tokenizer.decode(before, skip_special_tokens=False)
+            whole = self._tokenizer.decode([*before, *sequence.tokens], skip_special_tokens=False)
+            text = whole.removeprefix(head) if whole.startswith(head) else text
         return any(s in text for s in strings)
 
     def _finish(self, member: Member, reason: FinishReason) -> None:

@@ -197,3 +197,22 @@ def test_no_tokens_give_no_loss(function: Callable[..., Any]) -> None:
     out = function(batch, AlgorithmConfig())
     out.losses.sum().backward()
     assert out.losses.shape == out.clipped.shape == (0,)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+@pytest.mark.parametrize("rho", ["none", 2.0])
+def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite(name: str, advantage: float, rho: str | float) -> None:
+    policy = torch.tensor([-0.1, -0.2], requires_grad=True)
+    batch = TokenBatch(
+        policy_logprobs=policy,
+        behavior_logprobs=torch.tensor([-500.0, -400.0]),
+        advantages=torch.full((2,), advantage),
+        loss_mask=torch.tensor([True, True]),
+        sequence_ids=torch.tensor([0, 0]),
+        num_sequences=1,
+        proximal_logprobs=torch.tensor([-250.0, -200.0]),
+    )
+    found = LOSSES[name](batch, AlgorithmConfig(**({**CONFIG, "rho": rho} | {"name": name})))
+    found.losses.sum().backward()
+    assert torch.isfinite(found.losses).all() and policy.grad is not None and torch.isfinite(policy.grad).all()

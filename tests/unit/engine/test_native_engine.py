@@ -235,6 +235,26 @@ def test_stop_strings_are_found_across_token_borders(folder: Path) -> None:
     assert done.tokens == free[:end]
 
 
+class _Words:
+    """A tokenizer of words with a space before each, which its decoder drops at the start of what it gets."""
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(f" w{t}" for t in tokens).removeprefix(" ")
+
+
+def test_a_stop_string_with_a_space_in_front_is_found_at_the_start_of_a_response(folder: Path) -> None:
+    prompt = _prompts(1)[0]
+    free = _greedy(folder, prompt, 4)
+    config = EngineConfig(kv_cache_bytes=1 << 20, **SMALL_BLOCKS)  # type: ignore[arg-type]
+    for stop, length in (
+        (f" w{free[0]}", 1),
+        (f"w{prompt[-1]} w{free[0]}", 4),
+    ):  # the prompt's own text is no part of it
+        engine = NativeEngine(folder, config, eos_token_ids=(), tokenizer=_Words())  # type: ignore[arg-type]
+        (done,) = _run(engine, _sequences([prompt], max_new_tokens=4, stop_strings=(stop,)))
+        assert (done.finish_reason, len(done.tokens)) == ("stop" if length == 1 else "length", length)
+
+
 def test_cancelled_and_expired_sequences_are_returned_by_the_next_step_and_free_their_memory(folder: Path) -> None:
     now = [100.0]
     config = EngineConfig(kv_cache_bytes=1 << 20, **SMALL_BLOCKS)  # type: ignore[arg-type]
