@@ -303,16 +303,18 @@ class NativeEngine:
         own = 0
         while own < min(window, len(sequence.tokens)) and sequence.loss_mask[-1 - own]:
             own += 1
-        assert self._tokenizer is not None
-        text = self._tokenizer.decode(sequence.tokens[-own:], skip_special_tokens=False)
+        text = self._decoded(sequence.tokens[-own:])
         if own == len(
             sequence.tokens
         ):  # decoders drop a space at the start of what they get: let it have a token before
             before = sequence.prompt_tokens[-1:]
-            head = self._tokenizer.decode(before, skip_special_tokens=False)
-            whole = self._tokenizer.decode([*before, *sequence.tokens], skip_special_tokens=False)
+            head, whole = self._decoded(before), self._decoded([*before, *sequence.tokens])
             text = whole.removeprefix(head) if whole.startswith(head) else text
         return any(s in text for s in strings)
+
+    def _decoded(self, tokens: list[int]) -> str:
+        assert self._tokenizer is not None
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
     def _finish(self, member: Member, reason: FinishReason) -> None:
         member.sequence.finish_reason = reason
