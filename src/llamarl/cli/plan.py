@@ -167,11 +167,13 @@ def _search(
     try:
         return search_all(hardware, work, options, devices, staleness), options, None
     except PlanError as error:
+        if devices < 1 or not options.runnable:
+            raise
         wider = dataclasses.replace(options, runnable=False)
         try:
             return search_all(hardware, work, wider, devices, staleness), wider, str(error)
         except PlanError as also:
-            if options.runnable and None in least_devices(hardware, work, options):  # no number of devices would do
+            if None in least_devices(hardware, work, options):  # no number of devices would do
                 raise PlanError(f"{also} (in layouts that llamarl train does not run yet)") from None
             raise error from None
 
