@@ -45,7 +45,7 @@ spent waiting, and what binds. The plan marked * has the least staleness within 
 
 _EPILOG = """\
 examples:
-  llamarl plan --model Llama-3.1-405B --devices 1024 --hardware h100-sxm --prompts 128 --group-size 16 \\
+  llamarl plan --model Llama-3.1-70B --devices 256 --hardware h100-sxm --prompts 128 --group-size 16 \\
       --response-tokens 4096:lognormal
   llamarl plan --model path/to/hf-folder --devices 8 --hardware a100 --picture plan.png --recipe plan.toml
   llamarl plan recipes/tiny.toml                 what this machine will make of a recipe
