@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from llamarl.simulator.kept_calibration import (
     recipe_calibration_path,
 )
 from llamarl.simulator.report import result_to_dict
-from llamarl.simulator.splits import Split, apply, forecast_splits, recommend_split, split_table, variants_of
+from llamarl.simulator.splits import Allowed, Split, apply, forecast_splits, recommend_split, split_table, variants_of
 
 __all__ = ["MeasuredSplits", "measure_splits"]
 
@@ -31,6 +31,8 @@ class MeasuredSplits:
     config: RunConfig
     calibration: RecipeCalibration
     splits: list[Split]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted key -> value of what the command line asks for instead of the recipe's batch."""
 
     @property
     def chosen(self) -> Split:
@@ -64,7 +66,7 @@ class MeasuredSplits:
     def recipe(self) -> tuple[dict[str, Any], str]:
         """(settings of the recommended split by section, the recipe's first lines)."""
         nested: dict[str, Any] = {}
-        for key, value in self.chosen.settings.items():
+        for key, value in {**self.changes, **self.chosen.settings}.items():
             *sections, name = key.split(".")
             place = nested
             for section in sections:
@@ -84,6 +86,7 @@ def measure_splits(
     changes: Mapping[str, Any] | None = None,
     measure: bool,
     variants: bool,
+    allowed: Allowed | None = None,
     reward_s: float | None = None,
     log: Callable[[str], None],
 ) -> MeasuredSplits | None:
@@ -94,6 +97,7 @@ def measure_splits(
         changes: Dotted key -> value of what the command line asks for instead of the recipe's batch. Kept costs are those of the
             recipe itself where the changed one has not been measured.
         measure: Calibrate now.
+        allowed: What the proposal may use; None: all that was measured.
         variants: Also with other threads and precisions than the recipe's.
         reward_s: Seconds of the rewards of a step; None: as measured. What is kept is as measured.
     """
@@ -113,4 +117,5 @@ def measure_splits(
         return None
     if reward_s is not None:
         found = dataclasses.replace(found, reward_s=reward_s)
-    return MeasuredSplits(config=config, calibration=found, splits=forecast_splits(config, found))
+    splits = forecast_splits(config, found, allowed or Allowed())
+    return MeasuredSplits(config=config, calibration=found, splits=splits, changes=changes or {})

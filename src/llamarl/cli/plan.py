@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from llamarl.planner.hardware import Hardware
     from llamarl.planner.recipe import RecipeQuestion
     from llamarl.planner.search import Plan
+    from llamarl.simulator.splits import Allowed
 
 __all__ = ["add_parser", "run"]
 
@@ -89,7 +90,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         "--splits", action="store_true", help="with --calibrate RECIPE: measure other threads and precisions too"
     )
     how = parser.add_argument_group("the search")
-    how.add_argument("--staleness", default="0,1,2,4", help="max_staleness values to plan for (default 0,1,2,4)")
+    how.add_argument("--staleness", help="max_staleness values to plan for (default 0,1,2,4)")
     how.add_argument("--precision", help="generator precisions to try, e.g. bf16,fp8 (default: all the device has)")
     how.add_argument(
         "--max-segments", type=int, help="versions a response may span; 1: no partial rollouts (default 4)"
@@ -106,7 +107,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Raises PlanError (exit code 2) for a question that makes no sense or has no answer."""
-    from llamarl.planner.report import report_json, report_text, save_picture
+    from llamarl.planner.report import report_json, report_text, save_picture, system_title
     from llamarl.planner.search import recommend
 
     config, question = _read_source(args)
@@ -124,8 +125,12 @@ def run(args: argparse.Namespace) -> int:
     price = args.price_per_device_hour
     if price is not None and not 0 <= price < math.inf:
         raise PlanError(f"--price-per-device-hour must be >= 0, got {price}")
-    plans, options, unrunnable = _search(hardware, work, options, devices, staleness_levels(args.staleness))
+    plans, options, unrunnable = _search(
+        hardware, work, options, devices, staleness_levels(args.staleness or "0,1,2,4")
+    )
     chosen = recommend(plans)
+    if unrunnable is None and (stages := max(chosen.generator.layout.pp, chosen.trainer.layout.pp)) > 1:
+        unrunnable = f"{system_title(chosen)} has {stages} pipeline stages, llamarl runs 1 (--max-pipeline 1)"
     if args.picture:
         save_picture(plans, args.picture, f"{work.model.name} on {devices} x {hardware.device.title}")
     if args.recipe and measured:
@@ -141,9 +146,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(report_text(plans, chosen, work, hardware, price))
         if unrunnable:
-            print(
-                f"  not yet    llamarl train runs no layout of this: {unrunnable}\n             planned as with --any-tp"
-            )
+            print(f"  not yet    llamarl train does not run this plan: {unrunnable}\n             see docs/planner.md")
         if measured:
             print(measured.text())
         if question and not args.response_tokens:
@@ -253,8 +256,21 @@ def _measured(args: argparse.Namespace, hardware: Hardware) -> MeasuredSplits | 
         },
         measure=args.calibrate,
         variants=args.splits,
+        allowed=_allowed(args),
         reward_s=reward_seconds(args),
         log=_to_stderr,
+    )
+
+
+def _allowed(args: argparse.Namespace) -> Allowed:
+    """What the command line lets a proposal for this machine's cores use."""
+    from llamarl.simulator.splits import Allowed
+
+    precisions = options_of(args.precision, 1).precisions
+    return Allowed(
+        staleness=staleness_levels(args.staleness) if args.staleness else Allowed.staleness,
+        precisions=tuple("none" if precision == "fp32" else precision for precision in precisions),
+        max_segments=args.max_segments if args.max_segments is not None else Allowed.max_segments,
     )
 
 
@@ -277,12 +293,18 @@ def _write_recipe(
         raise PlanError("a recipe needs a plan with a layout for each role, and none fits: give more devices")
     plan = recommend(runnable)
     precision, kind = plan.generator.layout.precision, "cpu" if cpu else "cuda"
-    if precision not in {hardware.device.train_precision, *QUANTIZATIONS["native", kind]}:
+    known = set(QUANTIZATIONS["native", kind]) & set(hardware.device.weight_precisions)
+    if precision not in {hardware.device.train_precision, *known}:
         raise PlanError(
-            f"--recipe: the plan generates in {precision}, which llamarl's engine does not have on {kind}: leave --precision "
-            f"out, or take from {hardware.device.train_precision}, {', '.join(QUANTIZATIONS['native', kind][1:])}"
+            f"--recipe: the plan generates in {precision}, which llamarl's engine does not have on {hardware.device.title}: "
+            f"leave --precision out, or take from {', '.join([hardware.device.train_precision, *sorted(known)])}"
         )
     settings = plan_settings(plan, model_path, hardware, options.oversubscription)
+    for role in ("generator", "trainer"):
+        if (config or {}).get(role, {}).get("device", "auto") not in ("auto", kind):
+            settings[role]["device"] = kind
+    if settings["schedule"]["colocated"] and "weights" in (config or {}).get("schedule", {}):
+        settings["schedule"]["weights"] = "exact"  # in turns no version arrives inside a tick
     header = (
         f"Written by llamarl plan: {system_title(plan)}, {plan.devices} x {hardware.device.title}.\n"
         f"Forecast: {plan.step_s:.4g} s a step (generator {plan.generator.time_s:.4g} s, trainer "

@@ -75,6 +75,10 @@ def hardware_of(name: str | None, calibration: Path | None) -> Hardware:
     from llamarl.planner.kept_hardware import calibration_path, load_calibration, measured_elsewhere
 
     if name and find_hardware(name).device.name != "this-machine":
+        if calibration:
+            raise PlanError(
+                f"--calibration {calibration} is of a machine that was measured: leave --hardware {name} out"
+            )
         return find_hardware(name)
     path = calibration or calibration_path()
     if calibration or (path.is_file() and not measured_elsewhere(path, "the calibration")):

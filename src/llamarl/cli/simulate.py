@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ from llamarl.errors import PlanError
 
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
+    from llamarl.planner.choices import Options
+    from llamarl.planner.search import Plan
     from llamarl.simulator.scenario import Failures, Scenario
 
 __all__ = ["add_parser", "run"]
@@ -212,9 +215,24 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
             )
         options = dataclasses.replace(options, oversubscription=args.oversubscription)
     devices = device_count(args.devices, hardware)
-    candidates = best_split(hardware, work, options, devices)
-    plans = [best_separate(hardware, work, options, devices, level, candidates) for level in _levels(args, "0,1,2,4")]
-    return [scenario_from_plan(plan, work, hardware, options) for plan in plans]
+
+    def plans(options: Options) -> list[Plan]:
+        candidates = best_split(hardware, work, options, devices)
+        levels = _levels(args, "0,1,2,4")
+        return [best_separate(hardware, work, options, devices, level, candidates) for level in levels]
+
+    try:
+        found = plans(options)
+    except PlanError as error:
+        if devices < 2 or not options.runnable:
+            raise
+        options = dataclasses.replace(options, runnable=False)
+        try:
+            found = plans(options)
+        except PlanError:
+            raise error from None
+        print(f"not yet: llamarl train does not run this plan: {error}; see docs/planner.md", file=sys.stderr)
+    return [scenario_from_plan(plan, work, hardware, options) for plan in found]
 
 
 def _take_plan(args: argparse.Namespace, path: Path) -> None:
@@ -241,6 +259,8 @@ def _take_plan(args: argparse.Namespace, path: Path) -> None:
         args.max_pipeline, args.reference_model = options["max_pipeline"], work["reference_model"]
         args.any_tp = args.any_tp or (None if options["runnable"] else True)
         label = work["response"]
+        if plan["unrunnable"]:
+            print(f"not yet: llamarl train does not run this plan: {plan['unrunnable']}", file=sys.stderr)
         if args.hardware is None and args.calibration is None:  # as it was then, whatever is kept now
             device = dict(hardware["device"])
             args.planned_hardware = hardware_from_dict(device.pop("name"), device, hardware["efficiency"])
@@ -269,7 +289,7 @@ def _lengths_of_label(label: str, path: Path) -> str:
 def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
     from llamarl.config import load_config, to_plain
     from llamarl.planner.recipe import question_from_config
-    from llamarl.simulator.calibration import settled_threads
+    from llamarl.simulator.kept_calibration import settled_threads
     from llamarl.simulator.sources import fit_runs, scenario_from_recipe, scenario_from_run
 
     run_dir = path if path.is_dir() else None

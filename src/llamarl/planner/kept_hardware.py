@@ -41,7 +41,7 @@ def calibration_path() -> Path:
 
 
 def machine_here() -> dict[str, Any]:
-    """What tells this machine from others as to speed: processor and the cores that a process may use."""
+    """What tells this machine from others as to speed: processor, the cores that a process may use, GPUs by model."""
     processor = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n"):
@@ -50,8 +50,14 @@ def machine_here() -> dict[str, Any]:
                 break
     except OSError:
         pass  # not Linux: the platform's own word stands
+    gpus = sorted(
+        line.partition(":")[2].strip()
+        for file in Path("/proc/driver/nvidia/gpus").glob("*/information")
+        for line in file.read_text(encoding="utf-8").split("\n")
+        if line.startswith("Model")
+    )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"processor": processor, "cores": cores}
+    return {"processor": processor, "cores": cores, "gpus": gpus}
 
 
 def measured_elsewhere(path: Path, what: str) -> bool:
@@ -66,14 +72,17 @@ def measured_elsewhere(path: Path, what: str) -> bool:
     except (OSError, ValueError):
         return False  # whoever loads it says what is wrong
     here = machine_here()
-    if not isinstance(there, Mapping) or all(there.get(key) == value for key, value in here.items()):
+    if not isinstance(there, Mapping) or all(there.get(key, value) == value for key, value in here.items()):
         return False
     print(
-        f"note: {what} in {path} was measured on {there.get('processor')}, {there.get('cores')} cores, and this is "
-        f"{here['processor']}, {here['cores']} cores: not used (--calibrate measures here; --calibration {path} takes it all the same)",
+        f"note: {what} in {path} was measured on {_named(there)}, and this is {_named(here)}: not used (--calibrate measures here; --calibration {calibration_path()} takes it all the same)",
         file=sys.stderr,
     )
     return True
+
+
+def _named(machine: Mapping[str, Any]) -> str:
+    return ", ".join([f"{machine.get('processor')}, {machine.get('cores')} cores", *machine.get("gpus", [])])
 
 
 def save_calibration(path: Path, hardware: Hardware, samples: Sequence[Sample], model: str) -> None:

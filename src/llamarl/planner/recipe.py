@@ -111,7 +111,7 @@ def plan_settings(
         "schedule": {
             "prompts_per_step": work.total_sequences // work.group_size,
             "max_staleness": plan.max_staleness,
-            **({"colocated": True} if shared else {}),
+            "colocated": shared,
         },
         "generator": {
             "group_size": work.group_size,
@@ -126,7 +126,7 @@ def plan_settings(
             "engine": {
                 "dtype": dtype,
                 "max_sequences": work.slots * together,
-                "kv_cache_bytes": math.ceil(1.25 * g.memory["kv_cache"] * together),  # room for blocks half full
+                "kv_cache_bytes": math.ceil(_cache_bytes(plan) * together),
             },
         },
         "trainer": {
@@ -139,6 +139,13 @@ def plan_settings(
             "activation_checkpointing": "full" if t.recompute else "none",
         },
     }
+
+
+def _cache_bytes(plan: Plan) -> float:
+    """The planned cache of a replica's rank and room for blocks half full, within what the limit leaves."""
+    memory = plan.generator.memory
+    room = plan.memory_limit - sum(memory.values())
+    return memory["kv_cache"] + max(0.0, min(0.25 * memory["kv_cache"], room))
 
 
 def recipe_text(settings: Mapping[str, Any], known: Collection[str], header: str) -> str:

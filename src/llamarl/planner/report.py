@@ -233,25 +233,26 @@ def save_picture(plans: Sequence[Plan], path: Path, title: str) -> None:
     except ImportError:
         raise PlanError("a picture needs matplotlib: pip install 'llamarl[plots]'") from None
     names = [system_title(plan).replace(", ", ",\n") for plan in plans]
-    figure, (times, memory) = plt.subplots(1, 2, figsize=(4 + 1.6 * len(plans), 4.8))
+    figure, (times, memory) = plt.subplots(1, 2, figsize=(max(11.0, 4 + 1.6 * len(plans)), 5.2))
     for i, plan in enumerate(plans):
         generate, train = plan.generator.time_s, plan.trainer.time.total_s
         if plan.system == "separate":
-            times.bar(i - 0.2, generate, 0.38, color="#4c72b0", label="generator" if i == len(plans) - 1 else None)
+            times.bar(i - 0.2, generate, 0.38, color="#4c72b0")
             times.bar(i - 0.2, plan.sync_s, 0.38, bottom=generate, color="#c44e52")
-            times.bar(i + 0.2, train, 0.38, color="#dd8452", label="trainer" if i == len(plans) - 1 else None)
+            times.bar(i + 0.2, train, 0.38, color="#dd8452")
         else:
             times.bar(i, generate, 0.6, color="#4c72b0")
             times.bar(i, train, 0.6, bottom=generate, color="#dd8452")
             times.bar(i, plan.sync_s, 0.6, bottom=generate + train, color="#c44e52")
         times.plot([i - 0.42, i + 0.42], [plan.step_s] * 2, color="black", linewidth=1.5)
         times.text(i, plan.step_s, f" {_seconds(plan.step_s)}", ha="center", va="bottom", fontsize=9)
-    times.bar(0, 0, color="#c44e52", label="weight hand-over")
+    for role, color in (("generator", "#4c72b0"), ("trainer", "#dd8452"), ("weight hand-over", "#c44e52")):
+        times.bar(0, 0, color=color, label=role)
     times.plot([], [], color="black", label="step")
     times.set_xticks(range(len(plans)), names, fontsize=8)
     times.set_ylabel("seconds a step")
     times.set_title("time by role")
-    times.legend(fontsize=8)
+    times.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     times.margins(y=0.08)
     parts = sorted({name for plan in plans for m in (plan.trainer.memory, plan.generator.memory) for name in m})
     colors = {name: plt.get_cmap("tab10")(index % 10) for index, name in enumerate(parts)}
@@ -266,7 +267,7 @@ def save_picture(plans: Sequence[Plan], path: Path, title: str) -> None:
     memory.axhline(plans[0].memory_limit / 1e9, color="black", linestyle="--", linewidth=1)
     memory.set_xticks(range(len(plans)), names, fontsize=8)
     memory.set_ylabel("GB a device")
-    memory.set_title("memory: generator (left), trainer (right); dashed: limit")
+    memory.set_title("memory: generator left, trainer right, dashed: limit", fontsize=10)
     memory.set_ylim(0, plans[0].memory_limit / 1e9 * 1.05)
     memory.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.suptitle(title, fontsize=10)

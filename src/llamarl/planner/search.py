@@ -29,10 +29,11 @@ from llamarl.planner.choices import (
     split_sizes,
     trainer_choices,
 )
-from llamarl.planner.costs import GeneratorLayout, tensor_parallel_sizes, weight_sync_s
+from llamarl.planner.costs import GeneratorLayout, pulled_bytes, tensor_parallel_sizes, weight_sync_s
 from llamarl.planner.fitting import nothing_fits
 from llamarl.planner.generation import GeneratorDemand
 from llamarl.planner.hardware import Hardware
+from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.step_time import max_cycle_mean, reinforcement_learning_graph
 from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime
 
@@ -225,15 +226,17 @@ def best_resharding(hardware: Hardware, work: Workload, options: Options, device
     best: tuple[float, TrainerChoice, GeneratorChoice, float, str] | None = None
     for trainer in trainers[:8]:
         state = _static_bytes(trainer.memory)
-        for room, moved, how in (
-            (limit - state, 0.0, "training state stays on the device"),
-            (limit, 2.0 * state, "training state goes to host memory while generating"),
-        ):
+        stays = (limit - state, 0.0, "training state stays on the device")
+        goes = (limit, 2.0 * state, "training state goes to host memory while generating")
+        for room, moved, how in (goes,) if _parks(hardware, options) else (stays, goes):
             for generator in generator_choices(hardware, work, options, devices, memory_limit=room, partial=False):
                 sync = weight_sync_s(
                     hardware, work.model, trainer_devices=devices, replicas=generator.replicas, layout=generator.layout
                 )
-                sync += moved / (device.host_bytes_per_s * e.link)
+                if _parks(hardware, options):
+                    sync = _turn_s(hardware, work.model, trainer.memory, generator.layout, sync)
+                else:
+                    sync += moved / (device.host_bytes_per_s * e.link)
                 step = trainer.time.total_s + generator.time_s + sync + work.reward_s
                 if best is None or step < best[0]:
                     best = (step, trainer, generator, sync, how)
@@ -253,6 +256,22 @@ def best_resharding(hardware: Hardware, work: Workload, options: Options, device
         memory_limit=limit,
         notes=(how,),
     )
+
+
+def _parks(hardware: Hardware, options: Options) -> bool:
+    """Whether a plan for shared devices moves as ``schedule.colocated`` does on GPUs: through host memory, at every tick. On
+    CPU cores host memory is where both roles are."""
+    return options.runnable and hardware.device.train_precision != "fp32"
+
+
+def _turn_s(
+    hardware: Hardware, model: ModelSpec, trainer: Mapping[str, float], layout: GeneratorLayout, direct_s: float
+) -> float:
+    """Seconds of a tick in which nothing computes: weights and moments of the trainer to the host and back, and the version from
+    there to the generator, over the host's link or, where that is slower, between devices."""
+    rate = hardware.device.host_bytes_per_s * hardware.efficiency.link
+    moved = 2.0 * sum(trainer.get(name, 0.0) for name in ("parameters", "optimizer", "reference"))
+    return moved / rate + max(direct_s, pulled_bytes(hardware, model, layout) / rate)
 
 
 def _static_bytes(memory: Mapping[str, float]) -> float:
@@ -286,7 +305,7 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
         padded=options.common_padded,
         reference_forward=work.reference_model,
     )
-    best: tuple[float, TrainerChoice, GeneratorChoice] | None = None
+    best: tuple[float, TrainerChoice, GeneratorChoice, float] | None = None
     for pp in powers(min(options.common_max_pipeline, work.model.layers)):
         for tp in tensor_parallel_sizes(work.model, devices // pp, runnable=options.runnable):
             copies = replicas_of(work, options, devices // (tp * pp))
@@ -311,19 +330,22 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
                 for generator in generators:
                     if _common_bytes(trainer.memory, generator.memory, options.common_release_cache) > limit:
                         continue
-                    step = trainer.time.total_s + generator.time_s + work.reward_s
+                    sync = 0.0  # the generator reads the trainer's copy
+                    if _parks(hardware, options):
+                        sync = _turn_s(hardware, work.model, trainer.memory, layout, 0.0)
+                    step = trainer.time.total_s + generator.time_s + sync + work.reward_s
                     if best is None or step < best[0]:
-                        best = (step, trainer, generator)
+                        best = (step, trainer, generator, sync)
     if best is None:
         raise PlanError(nothing_fits(hardware, work, options, devices, separate=False, one_layout=True))
-    step, trainer, generator = best
+    step, trainer, generator, sync = best
     return Plan(
         system="common",
         max_staleness=0,
         devices=devices,
         trainer=trainer,
         generator=generator,
-        sync_s=0.0,
+        sync_s=sync,
         step_s=step,
         binds="the sum of both phases",
         tokens_per_s=_tokens_rate(work, step),

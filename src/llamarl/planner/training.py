@@ -14,10 +14,14 @@ from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
 
-__all__ = ["TrainerDemand", "TrainerLayout", "TrainerTime", "trainer_memory", "trainer_tick"]
+__all__ = ["RUNNABLE_LOGIT_ROWS", "TrainerDemand", "TrainerLayout", "TrainerTime", "trainer_memory", "trainer_tick"]
 
 _STATE_BYTES = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0}
 """Bytes a parameter of the sharded state: fp32 master weights, fp32 gradients, two fp32 moments."""
+
+
+RUNNABLE_LOGIT_ROWS = 512.0
+"""Tokens whose logits llamarl's trainer holds at once: the default of ``trainer.logprob_chunk_tokens``."""
 
 
 @dataclass(frozen=True, order=True)
@@ -197,8 +201,8 @@ def trainer_memory(
     parts = {name: stage * size / layout.fsdp for name, size in _STATE_BYTES.items()}
     width = hardware.device.activation_bytes
     if layout.fsdp > 1:
-        gathered = 2.0 * model.layer_params / layout.tp + model.head_params / layout.vocabulary_shards
-        parts["gathered_layers"] = gathered * width
+        ends = model.embedding_params if layout.runnable else model.head_params  # llamarl gathers both together
+        parts["gathered_layers"] = (2.0 * model.layer_params / layout.tp + ends / layout.vocabulary_shards) * width
     elif width != 4.0:
         parts["gathered_layers"] = stage * width  # a whole bf16 copy
     if demand.reference_forward:
@@ -219,7 +223,10 @@ def trainer_memory(
     checkpoint = tokens * model.hidden * width / layout.tp
     kept = (checkpoint * layers + per_layer) if layout.recompute else per_layer * layers
     parts["activations"] = kept * in_flight
+    if layout.runnable and layout.fsdp > 1:
+        # When the backward pass ends, the gradients of embedding and head are whole, and copied in fp32 to be reduced.
+        parts["activations"] = max(parts["activations"], model.embedding_params * (width + 4.0))
     parts["logits"] = (
-        min(tokens, 4096.0) * model.vocab / layout.vocabulary_shards * 8.0
+        min(tokens, RUNNABLE_LOGIT_ROWS if layout.runnable else 4096.0) * model.vocab / layout.vocabulary_shards * 8.0
     )  # log-probs are made in chunks of tokens
     return parts

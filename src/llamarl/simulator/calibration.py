@@ -17,18 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import RunConfig, to_plain, validate
-from llamarl.controller.job import llamarl_graph
 from llamarl.errors import PlanError
 from llamarl.planner.lengths import grouped
-from llamarl.runtime.placement import available_cores, place
+from llamarl.runtime.placement import available_cores
 from llamarl.simulator.contention import Contention
 from llamarl.simulator.costs import EvaluationCost, LinearGeneratorCost, RewardCost, TrainerCost, Variation
-from llamarl.simulator.kept_calibration import RecipeCalibration, RoleCosts
+from llamarl.simulator.kept_calibration import RecipeCalibration, RoleCosts, settled_threads
 from llamarl.simulator.scenario import Scenario
 from llamarl.simulator.sources import weights_policy
 from llamarl.simulator.watched_run import WatchedRun
 
-__all__ = ["calibrate_recipe", "calibrated_scenario", "mean_costs", "settled_threads"]
+__all__ = ["calibrate_recipe", "calibrated_scenario", "mean_costs"]
 
 _MAX_GROUPS = 512
 """Measured groups that a kept calibration holds at most."""
@@ -128,18 +127,6 @@ def _quiet(config: RunConfig, variant: tuple[int, str, int], ticks: int) -> Call
         return validate({**raw, "schedule": {**raw["schedule"], "max_staleness": staleness, "colocated": turns}})
 
     return at
-
-
-def settled_threads(config: RunConfig) -> dict[str, int]:
-    """CPU threads of each role as a run on this machine would pin them."""
-    on_cpu = dataclasses.replace(
-        config,
-        generator=dataclasses.replace(config.generator, device="cpu"),
-        trainer=dataclasses.replace(config.trainer, device="cpu"),
-        evaluation=dataclasses.replace(config.evaluation, device="cpu"),
-    )
-    settled = place(llamarl_graph(on_cpu).executors, cores=config.run.cores or None, cuda_devices=0)
-    return {spec.name: spec.threads for spec in settled.executors}
 
 
 # -- forecasting ------------------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamarl.config import RunConfig, to_plain
+from llamarl.controller.job import llamarl_graph
 from llamarl.errors import PlanError
 from llamarl.planner.kept_hardware import calibration_path, machine_here, measured_elsewhere, write_whole
 from llamarl.planner.lengths import grouped
+from llamarl.runtime.placement import available_cores, place
 from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "keep_calibration",
     "kept_calibration",
     "recipe_calibration_path",
+    "settled_threads",
 ]
 
 _FORMAT = 1
@@ -83,14 +86,30 @@ class RecipeCalibration:
         return lines
 
 
+def settled_threads(config: RunConfig) -> dict[str, int]:
+    """CPU threads of each role as a run on this machine would pin them."""
+    roles = ("generator", "trainer", "evaluation", "reference", "critic")
+    on_cpu = dataclasses.replace(
+        config, **{role: dataclasses.replace(getattr(config, role), device="cpu") for role in roles}
+    )
+    settled = place(llamarl_graph(on_cpu).executors, cores=config.run.cores or None, cuda_devices=0)
+    return {spec.name: spec.threads for spec in settled.executors}
+
+
 def recipe_calibration_path(config: RunConfig, kept: Path | None = None) -> Path:
-    """Where the calibration of a recipe lies: beside the machine's, by what decides its costs."""
+    """Where the calibration of a recipe lies: beside the machine's, by what decides its costs.
+
+    Threads, cores and devices count as a run here would settle them, so that the configuration a run saved has its recipe's.
+    """
     raw = to_plain(config)
-    engine = {k: v for k, v in raw["generator"].items() if k not in ("max_segments", "oversubscription", "dp")}
+    other = {"device", "threads", "max_segments", "oversubscription", "dp"}
+    decides = ("generator", "trainer", "reference", "critic", "dynamic_sampling", "lora")
     own = {
-        "model": raw["model"], "task": raw["task"], "data": raw["data"], "generator": engine,
-        "trainer": raw["trainer"], "algorithm": raw["algorithm"], "cores": raw["run"]["cores"],
+        **{section: {k: v for k, v in raw[section].items() if k not in other} for section in decides},
+        "model": raw["model"], "task": raw["task"], "data": raw["data"], "algorithm": raw["algorithm"],
+        "cores": config.run.cores or available_cores(), "threads": settled_threads(config),
         "runtime": raw["run"]["runtime"], "prompts_per_step": raw["schedule"]["prompts_per_step"],
+        "colocated": raw["schedule"]["colocated"],
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:16]
     base = kept or calibration_path()
@@ -116,11 +135,9 @@ def find_calibration(configs: Sequence[RunConfig], kept: Path | None = None) -> 
     Raises:
         PlanError: The file is not a calibration of this version.
     """
-    for config in configs:
-        path = recipe_calibration_path(config, kept)
-        if path.is_file():
-            foreign = kept is None and measured_elsewhere(path, "the recipe's calibration")
-            return None if foreign else kept_calibration(path)
+    for path in dict.fromkeys(recipe_calibration_path(config, kept) for config in configs):
+        if path.is_file() and not (kept is None and measured_elsewhere(path, "the recipe's calibration")):
+            return kept_calibration(path)
     return None
 
 

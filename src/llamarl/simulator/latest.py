@@ -148,8 +148,8 @@ class LatestCostedGenerator:
         plan = self._plan
         done = self._steps_by(plan, elapsed_s)
         ended = done >= plan.stop
+        seconds = self._decoded_s(plan, done)  # at the contexts before it: settling moves them on
         self._settle(plan, done, ended)
-        seconds = self._decoded_s(plan, done)
         keep = ~ended
         self._running, self._version = self._running[keep], version
         begin = np.maximum(elapsed_s, plan.decode_from_s + seconds)[keep] + s.weights_load_s

@@ -17,6 +17,11 @@ _ROLES = ("generator", "reward", "trainer")
 _BAR = 40
 
 
+def _lanes(result: SimulationResult) -> tuple[str, ...]:
+    """Roles of the simulated job, in the graph's order."""
+    return (*_ROLES, "evaluator") if result.scenario.evaluation else _ROLES
+
+
 def policy_title(result: SimulationResult) -> str:
     """One name a policy, as tables, traces and pictures show it."""
     s = result.scenario
@@ -115,11 +120,7 @@ def save_trace(results: Sequence[SimulationResult], path: Path) -> None:
     Raises:
         LlamaRLError: The file cannot be written.
     """
-    lanes = {
-        (id(r), role): f"{policy_title(r)}: {role}"
-        for r in results
-        for role in (*_ROLES, *(("evaluator",) if r.scenario.evaluation else ()))
-    }
+    lanes = {(id(r), role): f"{policy_title(r)}: {role}" for r in results for role in _lanes(r)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -146,19 +147,20 @@ def save_simulation_picture(results: Sequence[SimulationResult], path: Path) -> 
         from matplotlib import pyplot
     except ImportError:
         raise PlanError("a picture needs matplotlib: pip install 'llamarl[plots]'") from None
-    colours = {"generator": "#4477aa", "reward": "#ccbb44", "trainer": "#ee6677"}
+    colours = {"generator": "#4477aa", "reward": "#ccbb44", "trainer": "#ee6677", "evaluator": "#66ccee"}
     until = 8.0 * max(r.step_s for r in results)
     figure, grid = pyplot.subplots(
         len(results), 2, figsize=(12, 1.2 + 1.5 * len(results)), squeeze=False, width_ratios=(4, 1),
         layout="constrained",
     )  # fmt: skip
     for (timeline, histogram), r in zip(grid, results, strict=True):
-        for lane, role in enumerate(reversed(_ROLES)):
+        roles = _lanes(r)[::-1]
+        for lane, role in enumerate(roles):
             spans = [x for x in r.reports if x.executor == role and x.started_s < until]
             for number, colour in ((0, 1.0), (1, 0.6)):
                 bars = [(x.started_s, x.finished_s - x.started_s) for x in spans if x.tick % 2 == number]
                 timeline.broken_barh(bars, (lane - 0.4, 0.8), color=colours[role], alpha=colour)
-        timeline.set_yticks(range(3), list(reversed(_ROLES)))
+        timeline.set_yticks(range(len(roles)), list(roles))
         timeline.set_xlim(0, until)
         timeline.set_title(
             f"{policy_title(r)}: {_seconds(r.step_s)} a step (theory {_seconds(r.theory_s)}), "

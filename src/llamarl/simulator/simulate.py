@@ -63,7 +63,8 @@ class SimulationResult:
     staleness: Mapping[int, int]
     """Staleness in versions -> trained response tokens, over the whole run."""
     staleness_theory: float | None
-    """Mean staleness that theory gives from the roles' mean durations; None where it gives none (partial rollouts)."""
+    """Mean staleness that theory gives from the roles' mean durations; None where it gives none (partial rollouts, and under the
+    latest weights lengths that differ)."""
     num_failures: int
     lost_share: float
     """Share of the run's time that failures cost: from the last tick that was kept to the end of the restart."""
@@ -209,7 +210,9 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
     staleness_theory: float | None = None
     if scenario.oversubscription == 1.0 and scenario.failures is None:
         staleness_theory = float(scenario.max_staleness)
-        if scenario.weights == "latest":
+        if scenario.weights == "latest" and scenario.lengths.mean != scenario.lengths.limit:
+            staleness_theory = None  # theory takes tokens to come at one rate, and a batch drains
+        elif scenario.weights == "latest":
             staleness_theory = mean_staleness(
                 generator_s=role_s["generator"], reward_s=role_s["reward"], trainer_s=role_s["trainer"],
                 sync_s=scenario.weights_latency_s, max_staleness=scenario.max_staleness,

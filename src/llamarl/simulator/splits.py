@@ -13,11 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamarl.config import RunConfig, to_plain, validate
-from llamarl.simulator.calibration import calibrated_scenario, settled_threads
-from llamarl.simulator.kept_calibration import RecipeCalibration
+from llamarl.errors import PlanError
+from llamarl.simulator.calibration import calibrated_scenario
+from llamarl.simulator.kept_calibration import RecipeCalibration, settled_threads
 from llamarl.simulator.simulate import SimulationResult, simulate
 
-__all__ = ["Split", "apply", "candidates", "forecast_splits", "recommend_split", "split_table", "variants_of"]
+__all__ = [
+    "Allowed",
+    "Split",
+    "apply",
+    "candidates",
+    "forecast_splits",
+    "recommend_split",
+    "split_table",
+    "variants_of",
+]
 
 Settings = Mapping[str, Any]
 """Dotted recipe key -> value."""
@@ -40,6 +50,18 @@ class Split:
         return int(self.settings["schedule.max_staleness"]) + int(self.settings["generator.max_segments"]) - 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Allowed:
+    """What a proposal may use."""
+
+    staleness: Sequence[int] = (0, 1, 2)
+    """Values of ``schedule.max_staleness``."""
+    precisions: Sequence[str] = ()
+    """Values of ``generator.quantization``; empty: all that were measured."""
+    max_segments: int = 2
+    """1: no partial rollouts."""
+
+
 def variants_of(config: RunConfig, cores: int) -> list[tuple[int, str, int]]:
     """What a calibration measures beside the recipe's own threads and precision, to compare splits of ``cores``."""
     threads = settled_threads(config)
@@ -49,13 +71,19 @@ def variants_of(config: RunConfig, cores: int) -> list[tuple[int, str, int]]:
     return list(dict.fromkeys(found))
 
 
-def candidates(config: RunConfig, found: RecipeCalibration) -> dict[str, Settings]:
-    """Name -> settings of every split that the calibration can forecast."""
+def candidates(config: RunConfig, found: RecipeCalibration, allowed: Allowed) -> dict[str, Settings]:
+    """Name -> settings of every allowed split that the calibration can forecast.
+
+    Raises:
+        PlanError: There is none.
+    """
     named: dict[str, Settings] = {}
     precision = config.generator.quantization
     apart = {"schedule.colocated": False} if config.schedule.colocated else {}
     for generator in found.generators:
         generator_threads, quantization = generator.split(":")
+        if allowed.precisions and quantization not in allowed.precisions:
+            continue
         for trainer_threads in found.trainers:
             threads = f"threads {generator_threads}+{trainer_threads}"
             label = threads if quantization == precision else f"{threads}, {quantization}"
@@ -64,11 +92,19 @@ def candidates(config: RunConfig, found: RecipeCalibration) -> dict[str, Setting
                 "generator.quantization": quantization,
                 "trainer.threads": int(trainer_threads),
             }
-            named[f"synchronous, {label}"] = {**base, "schedule.max_staleness": 0, **_WHOLE}
-            for staleness in (1, 2):
+            for staleness in allowed.staleness:
+                if staleness == 0:
+                    named[f"synchronous, {label}"] = {**base, "schedule.max_staleness": 0, **_WHOLE}
+                    continue
                 at = {**base, "schedule.max_staleness": staleness, **apart}
                 named[f"staleness {staleness}, {label}"] = {**at, **_WHOLE}
-                named[f"staleness {staleness}, partial, {label}"] = {**at, **_PARTIAL}
+                if allowed.max_segments > 1:
+                    named[f"staleness {staleness}, partial, {label}"] = {**at, **_PARTIAL}
+    if not named:
+        raise PlanError(
+            f"nothing that was measured generates in {', '.join(allowed.precisions)} (measured: {', '.join(found.generators)}, as "
+            "threads:precision): add --calibrate --splits, or leave --precision out"
+        )
     return named
 
 
@@ -88,18 +124,31 @@ def apply(config: RunConfig, settings: Settings) -> RunConfig:
     return validate(raw)
 
 
-def forecast_splits(config: RunConfig, found: RecipeCalibration, *, num_ticks: int = 60) -> list[Split]:
-    """Every candidate simulated, fastest first; the fastest of each precision also with half its concurrency."""
-    splits = [
-        _forecast(name, config, found, settings, num_ticks) for name, settings in candidates(config, found).items()
-    ]
-    half = config.schedule.prompts_per_step * config.generator.group_size // 2
-    for precision in dict.fromkeys(split.settings["generator.quantization"] for split in splits) if half else ():
+def forecast_splits(
+    config: RunConfig, found: RecipeCalibration, allowed: Allowed | None = None, *, num_ticks: int = 60
+) -> list[Split]:
+    """Every candidate simulated, fastest first; the fastest of each precision also with half its concurrency.
+
+    Raises:
+        PlanError: Nothing that was measured is allowed.
+    """
+    named = candidates(config, found, allowed or Allowed())
+    splits = [_forecast(name, config, found, settings, num_ticks) for name, settings in named.items()]
+    for precision in dict.fromkeys(split.settings["generator.quantization"] for split in splits):
         own = [split for split in splits if split.settings["generator.quantization"] == precision]
         best = min(own, key=lambda split: split.result.step_s)
+        if (half := _concurrency(config, best.settings) // 2) < 1:
+            continue
         settings = {**best.settings, "generator.engine.max_sequences": half}
         splits.append(_forecast(f"{best.name}, {half} at once", config, found, settings, num_ticks))
     return sorted(splits, key=lambda split: split.result.step_s)
+
+
+def _concurrency(config: RunConfig, settings: Settings) -> int:
+    """Most sequences that decode at once in one replica."""
+    groups = int(config.schedule.prompts_per_step * settings["generator.oversubscription"])
+    share = groups // config.generator.dp * config.generator.group_size
+    return min(config.generator.engine.max_sequences, share)
 
 
 def _forecast(name: str, config: RunConfig, found: RecipeCalibration, settings: Settings, num_ticks: int) -> Split:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.cli import plan as verb
+from llamarl.config import load_config
 from llamarl.errors import PlanError
 from llamarl.planner.choices import Options, Workload
 from llamarl.planner.costs import GeneratorLayout, pulled_bytes, weight_sync_s
@@ -17,8 +18,10 @@ from llamarl.planner.generation import weight_bytes
 from llamarl.planner.hardware import find_hardware, this_machine
 from llamarl.planner.lengths import constant
 from llamarl.planner.model_spec import find_config, find_model
-from llamarl.planner.search import search_all
+from llamarl.planner.recipe import plan_settings
+from llamarl.planner.search import best_resharding, recommend, search_all
 from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_memory
+from llamarl.trainer.config import TrainerConfig
 
 H100 = find_hardware("h100")
 BODY, ENDS, HEAD = 70_553_706_496 - 2 * 128_256 * 8192, 2 * 128_256 * 8192, 128_256 * 8192  # Llama-3.1-70B
@@ -83,6 +86,14 @@ def test_a_trainer_holds_whole_vocabularies_on_every_tensor_parallel_rank() -> N
     memory = trainer_memory(H100, model, TrainerLayout(tp=8, fsdp=4, runnable=True), demand)
     assert memory["parameters"] == pytest.approx(4 * (BODY / 8 + ENDS) / 4)
     assert memory["logits"] == pytest.approx(200 * 128_256 * 8)
+    layer = (BODY - 8192) / 80
+    assert memory["gathered_layers"] == pytest.approx((2 * layer / 8 + ENDS) * 2)  # FSDP2's root holds both ends
+    assert memory["activations"] == pytest.approx(
+        6 * ENDS
+    )  # so few tokens: at the end both ends' gradients, bf16 and fp32
+    long = TrainerDemand(lengths=constant(7900), prompt_tokens=100, sequences=64)
+    rows = trainer_memory(H100, model, TrainerLayout(tp=8, fsdp=4, runnable=True), long)["logits"]
+    assert rows == pytest.approx(TrainerConfig().logprob_chunk_tokens * 128_256 * 8)
     cut = trainer_memory(H100, model, TrainerLayout(tp=8, fsdp=4), demand)
     assert cut["parameters"] == pytest.approx(4 * (BODY + ENDS) / 32)
     assert cut["logits"] == pytest.approx(200 * 128_256)
@@ -101,7 +112,7 @@ def test_what_llamarl_cannot_run_is_planned_all_the_same_and_said(
     line = "--model Llama-3.1-405B --devices 1024 --hardware h100 --response-tokens 400 --staleness 1"
     assert plan(line) == 0
     text = capsys.readouterr().out
-    assert "not yet    llamarl train runs no layout of this" in text and "planned as with --any-tp" in text
+    assert "not yet    llamarl train does not run this plan: Llama-3.1-405B" in text
     plan(line + " --json")
     answer = json.loads(capsys.readouterr().out)
     assert "nor on any number" in answer["unrunnable"] and answer["options"]["runnable"] is False
@@ -111,3 +122,52 @@ def test_what_llamarl_cannot_run_is_planned_all_the_same_and_said(
     with pytest.raises(PlanError, match=r"--recipe: .*does not fit"):
         plan(f"{line} --recipe {tmp_path}/out.toml")
     assert not (tmp_path / "out.toml").exists()
+
+
+def test_sharing_gpus_in_turns_moves_the_training_state_through_host_memory() -> None:
+    """As ``schedule.colocated`` does at every tick: weights and moments out and back, the version from the host."""
+    model = find_model("Llama-3.2-1B")
+    work = Workload(model=model, response=constant(200), prompts_per_step=16, group_size=8)
+    found = best_resharding(H100, work, Options(), 2)
+    rate = H100.device.host_bytes_per_s * H100.efficiency.link
+    moved = 2 * (found.trainer.memory["parameters"] + found.trainer.memory["optimizer"])
+    assert found.sync_s == pytest.approx(moved / rate + pulled_bytes(H100, model, found.generator.layout) / rate)
+    assert found.step_s == pytest.approx(found.trainer.time.total_s + found.generator.time_s + found.sync_s)
+    assert (
+        best_resharding(H100, work, Options(runnable=False), 2).sync_s < found.sync_s / 5
+    )  # it may stay on the device
+    assert recommend(search_all(H100, work, Options(), 2)).system == "separate"
+    cpu = best_resharding(this_machine(), replace(work, model=find_model("SmolLM2-135M")), Options(), 2)
+    assert cpu.notes == ("training state stays on the device",)
+
+
+def test_pipeline_stages_are_planned_but_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = "--model Llama-3.1-405B --devices 256 --hardware h100 --response-tokens 400 --staleness 1 --max-pipeline 4"
+    plan(line)
+    assert "pipeline stages, llamarl runs 1" in capsys.readouterr().out
+    with pytest.raises(PlanError, match="--recipe: .*pipeline stages"):
+        plan(f"{line} --recipe {tmp_path}/out.toml")
+
+
+def test_a_written_recipe_keeps_to_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.toml"
+    base = Path(__file__).parents[3] / "recipes" / "colocated.toml"
+    line = f"plan {base} --hardware h100 --devices 8 --prompt-tokens 64 --recipe {out}".removeprefix("plan ")
+    plan(line)
+    written = load_config(out)  # which refuses a schedule that no run could have
+    assert written.schedule.colocated is (written.schedule.max_staleness == 0 and "co-located" in out.read_text())
+    with pytest.raises(PlanError, match="fp8, which llamarl's engine does not have on NVIDIA A100"):
+        plan(f"--model Llama-3.1-8B --devices 8 --hardware a100 --response-tokens 300 --precision fp8 --recipe {out}")
+
+
+def test_a_written_cache_stays_within_the_limit_of_the_plan() -> None:
+    a100 = find_hardware("a100")
+    work = Workload(model=find_model("Qwen3-30B-A3B"), response=constant(4096), prompts_per_step=128, group_size=16)
+    tight = 0
+    for found in search_all(a100, work, Options(), 8):
+        memory = found.generator.memory
+        written = plan_settings(found, "m", a100, 2.0)["generator"]["engine"]["kv_cache_bytes"]
+        assert memory["kv_cache"] <= written <= 1.25 * memory["kv_cache"] + 1
+        assert sum(memory.values()) - memory["kv_cache"] + written <= found.memory_limit + 1
+        tight += written < 1.2 * memory["kv_cache"]
+    assert tight

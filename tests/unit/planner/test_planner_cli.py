@@ -121,7 +121,7 @@ def test_a_recipe_keeps_unknown_settings_as_comments() -> None:
     settings = plan_settings(found, "some/model", hardware, 2.0)
     everything = {f"{s}.{k}" for s in settings for k in settings[s]} | {"generator.sampling.max_new_tokens"}
     parsed = tomllib.loads(recipe_text(settings, everything, "two\nlines"))
-    assert parsed["schedule"] == {"prompts_per_step": 8, "max_staleness": 1}
+    assert parsed["schedule"] == {"prompts_per_step": 8, "max_staleness": 1, "colocated": False}
     assert parsed["trainer"]["fsdp"] * parsed["trainer"]["tp"] == found.trainer.layout.devices
     assert parsed["generator"]["sampling"]["max_new_tokens"] == 64
     fewer = recipe_text(

@@ -15,19 +15,22 @@ from llamarl.cli import simulate as simulate_verb
 from llamarl.cli.measured_splits import MeasuredSplits
 from llamarl.config import RunConfig, load_config, to_plain, validate
 from llamarl.errors import PlanError
+from llamarl.planner.kept_hardware import calibration_path
 from llamarl.planner.recipe import question_from_config
 from llamarl.simulator.calibration import calibrate_recipe, calibrated_scenario, mean_costs
 from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost, Variation
 from llamarl.simulator.kept_calibration import (
     RecipeCalibration,
     RoleCosts,
+    find_calibration,
     keep_calibration,
     kept_calibration,
     recipe_calibration_path,
+    settled_threads,
 )
 from llamarl.simulator.scenario import Scenario
 from llamarl.simulator.simulate import SimulationResult, simulate
-from llamarl.simulator.splits import apply, forecast_splits, recommend_split, variants_of
+from llamarl.simulator.splits import Allowed, apply, forecast_splits, recommend_split, variants_of
 from llamarl.simulator.watched_run import non_negative_line
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
@@ -194,6 +197,13 @@ def test_plan_and_simulate_use_what_a_recipe_was_measured_to_need(
     assert double["role_s"]["trainer"] == pytest.approx(2 * single["role_s"]["trainer"], rel=0.1)
     splits = json.loads(run(f"plan {RECIPE} --prompts 80 --json"))["splits"]["splits"]
     named = {split["name"]: split for split in splits}
+    run(f"plan {RECIPE} --prompts 80 --group-size 4 --recipe {tmp_path}/out.toml")
+    written = load_config(tmp_path / "out.toml")
+    assert (written.schedule.prompts_per_step, written.generator.group_size) == (80, 4)
+    run(f"plan {RECIPE} --staleness 2 --precision int8 --max-segments 1 --recipe {tmp_path}/out.toml")
+    written = load_config(tmp_path / "out.toml")
+    assert (written.schedule.max_staleness, written.generator.quantization) == (2, "int8")
+    assert written.generator.max_segments == 1
     assert named["synchronous, threads 1+1"]["role_s"]["trainer"] == pytest.approx(double["role_s"]["trainer"], rel=0.1)
     with pytest.raises(PlanError, match="--calibrate --splits"):
         run("plan --model Llama-3.1-8B --splits")
@@ -294,3 +304,49 @@ def test_variants_are_measured_twice_in_opposite_order_beside_the_recipes_own() 
     names = {split.name for split in forecast_splits(config, found, num_ticks=8)}
     assert {"synchronous, threads 1+1", "synchronous, threads 1+1, int8"} <= names
     assert sum("at once" in name for name in names) == 2  # the fastest of each precision with half its concurrency
+
+
+def test_what_changes_the_costs_has_a_calibration_of_its_own_and_a_saved_run_its_recipes(tmp_path: Path) -> None:
+    plain = recipe_calibration_path(load_config(RECIPE))
+    for words in (["--lora.rank", "8"], ["--reference.enabled", "true"], ["--dynamic_sampling.enabled", "true"]):
+        assert recipe_calibration_path(load_config(RECIPE, words)) != plain
+    threads = settled_threads(load_config(RECIPE))
+    words = [
+        "--generator.device",
+        '"cpu"',
+        "--trainer.device",
+        '"cpu"',
+        "--generator.threads",
+        str(threads["generator"]),
+    ]
+    words += ["--trainer.threads", str(threads["trainer"]), "--schedule.max_staleness", "2"]
+    assert recipe_calibration_path(load_config(RECIPE, words)) == plain
+
+
+def test_a_calibration_of_another_machine_does_not_hide_the_one_of_this(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    other, own = recipe(threads=2), recipe()
+    keep_calibration(recipe_calibration_path(own), made())
+    keep_calibration(recipe_calibration_path(other), made(prompt_tokens=99))
+    found = find_calibration((other, own))
+    assert found is not None and found.prompt_tokens == 99
+    path = recipe_calibration_path(other)
+    record = json.loads(path.read_text())
+    record["machine"]["cores"] = 1000
+    path.write_text(json.dumps(record))
+    assert find_calibration((other, own)) == made()
+    assert f"--calibration {calibration_path()} takes it" in capsys.readouterr().err
+
+
+def test_half_the_concurrency_is_half_of_what_a_replica_has() -> None:
+    def halves(config: RunConfig) -> list[int]:
+        splits = forecast_splits(config, made(), Allowed(staleness=[0]), num_ticks=6)
+        return sorted({split.settings.get("generator.engine.max_sequences", 0) for split in splits} - {0})
+
+    assert halves(recipe()) == [40]  # 40 groups of 2
+    assert halves(recipe(dp=2)) == [20]
+    assert halves(recipe(engine={"max_sequences": 32})) == [16]
+    with pytest.raises(PlanError, match="nothing that was measured generates in fp8"):
+        forecast_splits(recipe(), made(), Allowed(precisions=["fp8"]))

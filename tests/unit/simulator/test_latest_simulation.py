@@ -13,7 +13,7 @@ from llamarl.errors import PlanError
 from llamarl.executors.base import ExecutorContext
 from llamarl.planner.lengths import constant, empirical, lognormal
 from llamarl.simulator.costed import STALENESS_METRIC
-from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost, Variation
+from llamarl.simulator.costs import LinearGeneratorCost, RewardCost, TrainerCost, Variation
 from llamarl.simulator.latest import LatestCostedGenerator, mean_staleness
 from llamarl.simulator.scenario import Failures, Scenario, durations_scenario
 from llamarl.simulator.simulate import SimulationResult, simulate
@@ -175,3 +175,32 @@ def test_the_command_line_compares_both_policies(capsys: pytest.CaptureFixture[s
     assert "staleness 1 " in out and "latest, at most 1 (mean 0.79 versions, theory 0.83)" in out
     assert main([*arguments, "--weights", "newest"]) == 2
     assert "expected exact, latest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_what_was_decoded_before_a_version_is_counted_at_its_own_context(kv: str) -> None:
+    """1,000 tokens, 20 us a cached token: 20e-6 * sum(1 .. 1000) = 10.01 s, and a version in the middle adds nothing if the cache
+    stays; filled again it costs no time here either."""
+    scenario = Scenario(
+        title="x",
+        prompts_per_step=1,
+        group_size=1,
+        lengths=constant(1000),
+        prompt_tokens=1,
+        generator=LinearGeneratorCost(cache_token_s=2e-5),
+        trainer=TrainerCost(tick_s=4.0),
+        reward=RewardCost(tick_s=1.0),
+        max_staleness=1,
+        num_ticks=40,
+    )
+    exact = simulate(scenario).role_s["generator"]
+    latest = simulate(dataclasses.replace(scenario, weights="latest", kv_on_update=kv)).role_s["generator"]
+    assert exact == pytest.approx(10.01, rel=1e-3)
+    assert latest == pytest.approx(exact, rel=1e-3)
+
+
+def test_no_theory_of_staleness_where_batches_drain() -> None:
+    varied = durations_scenario(generator_s=6, reward_s=1, trainer_s=4, tokens=100, weights="latest", num_ticks=30)
+    assert simulate(varied).staleness_theory is not None
+    drained = dataclasses.replace(varied, lengths=lognormal(100))
+    assert simulate(drained).staleness_theory is None
