@@ -20,13 +20,18 @@ Rewards = npt.NDArray[np.float64]
 _STD_EPSILON = 1e-6
 
 
+def _agree(scored: Rewards) -> bool:
+    """No signal. Rewards are compared: less their mean, equal ones are not exactly 0 (seven times 0.1, say)."""
+    return len(scored) == 0 or bool((scored == scored[0]).all())
+
+
 def group_mean(rewards: Rewards) -> Rewards:
     """r_i - mean of the group's rewards, the sample itself included (LlamaRL, Sec. 6). [G] -> [G].
 
     Equal to (n - 1) / n times ``leave_one_out``, n being the members with a reward.
     """
     scored = ~np.isnan(rewards)
-    if not scored.any():
+    if _agree(rewards[scored]):
         return np.zeros_like(rewards)
     return np.where(scored, rewards - rewards[scored].mean(), 0.0)
 
@@ -38,7 +43,7 @@ def leave_one_out(rewards: Rewards) -> Rewards:
     """
     scored = ~np.isnan(rewards)
     n = int(scored.sum())
-    if n < 2:
+    if _agree(rewards[scored]):
         return np.zeros_like(rewards)
     others = (rewards[scored].sum() - rewards) / (n - 1)
     return np.where(scored, rewards - others, 0.0)
@@ -50,7 +55,7 @@ def group_std(rewards: Rewards) -> Rewards:
     Groups whose rewards nearly agree are blown up to unit scale; that is the estimator's known bias.
     """
     scored = ~np.isnan(rewards)
-    if scored.sum() < 2:
+    if _agree(rewards[scored]):
         return np.zeros_like(rewards)
     return group_mean(rewards) / (rewards[scored].std(ddof=1) + _STD_EPSILON)
 
@@ -95,7 +100,8 @@ def compute_advantages(
     if config.advantage == "group_mean_batch_std":  # REINFORCE++-baseline (arXiv:2501.03262)
         groups = [np.where(np.isnan(group), np.nan, group_mean(group)) for group in groups]
     count, total = sum_over_ranks(_count_and_sum(groups))
-    mean = total / max(1.0, count)
+    # groups less their means have none; the rounding of their sum would give silent ones a signal
+    mean = 0.0 if config.advantage == "group_mean_batch_std" else total / max(1.0, count)
     squares = [(group - mean) ** 2 for group in groups]
     deviation = np.sqrt(sum_over_ranks(_count_and_sum(squares))[1] / max(1.0, count - 1.0))
     return [np.nan_to_num((group - mean) / (deviation + _STD_EPSILON), nan=0.0) for group in groups]

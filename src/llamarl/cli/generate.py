@@ -249,9 +249,15 @@ def _print(text: str) -> None:
 
 def _requests(args: argparse.Namespace) -> Iterator[_Request]:
     if args.prompt is not None:
+        try:
+            args.prompt.encode()
+        except UnicodeEncodeError as error:  # bytes of the command line that are no text
+            raise DataError(f"--prompt: not UTF-8 text (character {error.start + 1})") from error
         yield _Request("--prompt", {"prompt": args.prompt})
         return
     name = args.input or "standard input"
+    if hasattr(sys.stdin, "reconfigure"):  # else the locale decides, and bytes that are no text pass
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     try:
         if args.input is None:
             if sys.stdin.isatty():
@@ -274,8 +280,9 @@ def _requests(args: argparse.Namespace) -> Iterator[_Request]:
 def _request_of(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg}), got {line[:80]!r}") from error
+    except (ValueError, RecursionError) as error:  # malformed, numbers of too many digits, too deeply nested
+        why = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise DataError(f"{where}: not JSON ({why}), got {line[:80]!r}") from error
     if not isinstance(record, dict) or not ({"prompt", "messages"} & set(record)):
         raise DataError(f'{where}: expected an object with "prompt" or "messages", got {line[:80]!r}')
     if "messages" in record:
@@ -288,9 +295,11 @@ def _request_of(line: str, where: str) -> dict[str, Any]:
     if taken := sorted(set(record) & set(_ADDED)):
         raise DataError(f"{where}: answers add {', '.join(_ADDED)}: rename {', '.join(taken)}, which would be lost")
     try:
-        json.dumps(record, ensure_ascii=False).encode()
+        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: holds half of a surrogate pair, which is no character ({error.reason})") from error
+    except ValueError as error:
+        raise DataError(f"{where}: holds infinity or NaN, which JSON cannot") from error
     return record
 
 

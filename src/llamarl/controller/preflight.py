@@ -115,6 +115,33 @@ def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> 
             )
 
 
+def _check_cache(config: RunConfig, folder: Path, prompt_tokens: int) -> None:
+    """Refuse a KV cache that cannot hold one sequence: ``prompt_tokens`` and the longest response, on one rank.
+
+    Raises:
+        ConfigError: It names the bytes that would do.
+    """
+    from llamarl.models.loading import load_model_config
+
+    engine = config.generator.engine
+    if engine.name != "native":
+        return
+    model = load_model_config(folder).get_text_config()
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    width = 4 if engine.dtype == "float32" else 2
+    block_bytes = 2 * model.num_hidden_layers * (heads // config.generator.tp) * head_dim * width * engine.block_size
+    new_tokens = config.generator.sampling.max_new_tokens
+    # the prompt's last, partial block lies beside the sequence's own copy of it
+    blocks = -(-(prompt_tokens + new_tokens) // engine.block_size) + (prompt_tokens % engine.block_size > 0)
+    if blocks * block_bytes > engine.kv_cache_bytes:
+        raise ConfigError(
+            f"generator.engine.kv_cache_bytes is {engine.kv_cache_bytes}, too few for one sequence: {prompt_tokens} prompt tokens and "
+            f"generator.sampling.max_new_tokens {new_tokens} take {blocks} blocks of {block_bytes} bytes; set it to at least "
+            f"{blocks * block_bytes} (many times that to decode many at once)"
+        )
+
+
 def check_prompts(config: RunConfig, folder: Path) -> None:
     """Make the prompts once: a wrong file, or a prompt that is too long, ends the run before it starts.
 
@@ -131,8 +158,8 @@ def check_prompts(config: RunConfig, folder: Path) -> None:
 
     stream = make_prompt_stream(config, load_tokenizer(folder))
     stream.check_training_prompts()
-    for index in range(config.groups_per_tick):
-        stream.get(index)
+    longest = max(len(stream.get(index).tokens) for index in range(config.groups_per_tick))
+    _check_cache(config, folder, longest)
     if config.evaluation.every:
         stream.eval_prompts(config.evaluation.num_prompts)
 

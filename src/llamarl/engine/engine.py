@@ -76,6 +76,8 @@ class NativeEngine:
         self._members: dict[int, Member] = {}
         self._deadlines: dict[int, float] = {}
         self._ended: list[Member] = []
+        self._restored_version: int | None = None
+        """Of the weights that filled a restored cache, until the first weights have come."""
         self._stop_windows: dict[tuple[str, ...], int] = {}
         self._reset_counters()
 
@@ -140,15 +142,22 @@ class NativeEngine:
         """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is recomputed, or kept."""
         if version < 0:
             raise ValueError(f"policy version must be >= 0, got {version}")
-        changed, self._policy_version = version != self._policy_version, version
+        cached = self._policy_version if self._restored_version is None else self._restored_version
+        self._policy_version, self._restored_version = version, None
         self._runner.weights_updated()
         if not keep_kv:
             self._scheduler.restart_all()
             return
-        for member in self._members.values() if changed else ():
+        if version == cached:
+            return
+        for held in self._scheduler.prompts.values():
+            held.kept |= held.num_computed > 0
+        for member in self._members.values():
             prompt = member.prompt if member.prompt is not None else self._scheduler.prompts.get(member.key)
             if member.num_computed or (prompt is not None and prompt.num_computed):
                 member.sequence.kept_kv = True
+            if prompt is not None:
+                prompt.kept |= prompt.num_computed > 0
 
     def park(self) -> int:
         """Give the memory of weights and KV cache back; returns its bytes.
@@ -174,7 +183,8 @@ class NativeEngine:
 
     def kv_state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         assert not self._ended, "take what has ended out first: call step"
-        return export_state(self._scheduler, self._runner)
+        state, tensors = export_state(self._scheduler, self._runner)
+        return {**state, "version": self._policy_version}, tensors
 
     def load_kv_state(
         self,
@@ -184,6 +194,7 @@ class NativeEngine:
     ) -> None:
         members = import_state(self._scheduler, self._runner, state, tensors, sequences)
         self._members = {member.order: member for member in members}
+        self._restored_version = state.get("version")
         now = self._clock()  # clocks do not outlive a process: limits count from here, in the order of admission
         limits = {order: member.sequence.params.deadline_s for order, member in sorted(self._members.items())}
         self._deadlines = {order: now + limit for order, limit in limits.items() if limit is not None}

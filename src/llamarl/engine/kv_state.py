@@ -55,6 +55,7 @@ def export_state(scheduler: Scheduler, runner: ModelRunner) -> tuple[dict[str, A
                 "tokens": prompt.tokens,
                 "blocks": prompt.blocks,
                 "num_computed": prompt.num_computed,
+                "kept": prompt.kept,
                 "running": [member.order for member in prompt.running],
             }
             for prompt in prompts
@@ -78,6 +79,7 @@ def import_state(
     """
     prompts = [Prompt(saved["tokens"], list(saved["blocks"]), saved["num_computed"]) for saved in state["prompts"]]
     for i, prompt in enumerate(prompts):
+        prompt.kept = state["prompts"][i].get("kept", False)
         if f"end_state_{i}" in tensors:
             prompt.end_state = tensors[f"end_state_{i}"].to(runner.device)
     members = []

@@ -167,8 +167,15 @@ def _by_width(rows: list[int], params: Sequence[SamplingParams]) -> list[list[in
     return list(sets.values())
 
 
-def _sample_ranked(shifted: Tensor, params: list[SamplingParams], u: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows with top-k (the same for all) or top-p. ``shifted``: [n, V] logits less their maximum, at temperature 1."""
+def _sample_ranked(
+    shifted: Tensor, params: list[SamplingParams], u: Tensor, candidates: int = _CANDIDATES
+) -> tuple[Tensor, Tensor]:
+    """Rows with top-k (the same for all) or top-p: tokens and their log-probs.
+
+    Args:
+        shifted: [n, V] logits less their maximum, at temperature 1.
+        candidates: Likeliest tokens looked at where only top-p asks; rows whose candidates do not reach it are searched again.
+    """
     device, V = shifted.device, shifted.shape[1]
     temperature = _column([p.temperature for p in params], device)
     top_p = _column([p.top_p for p in params], device, torch.float64)
@@ -176,20 +183,23 @@ def _sample_ranked(shifted: Tensor, params: list[SamplingParams], u: Tensor) -> 
     scaled = shifted / temperature
     top_k = min(params[0].top_k, V)
     mass = None if top_k else scaled.exp().sum(dim=-1, keepdim=True).double()
-    width = top_k or min(_CANDIDATES, V)
-    while True:
-        values, indices = scaled.topk(width, dim=-1)  # sorted, likeliest first
-        weights = values.exp()
-        share = _running_sums(weights.double())
-        total = share[:, -1:] if mass is None else mass
-        # NaN rows compare False everywhere and must not widen the search
-        if top_k or width == V or not bool((share[:, -1:] < top_p * total).any()):
-            break
-        width = min(V, width * 8)
+    width = top_k or min(candidates, V)
+    values, indices = scaled.topk(width, dim=-1)  # sorted, likeliest first
+    weights = values.exp()
+    share = _running_sums(weights.double())
+    total = share[:, -1:] if mass is None else mass
     # the smallest set that reaches top_p: a token stays if those before it have not reached it yet
     keep = (share - weights.double() < top_p * total) & (weights >= min_p)
     keep[:, 0] = True
     weights = torch.where(keep, weights, 0.0)
     chosen, kept_total = _invert(weights, u)
-    logprob = (values.gather(1, chosen[:, None])[:, 0].double() - kept_total.log()).float()
-    return indices.gather(1, chosen[:, None])[:, 0], logprob
+    logprobs = (values.gather(1, chosen[:, None])[:, 0].double() - kept_total.log()).float()
+    tokens = indices.gather(1, chosen[:, None])[:, 0]
+    if not top_k and width < V:
+        # Apart from the others: the order among equal logits depends on how many are asked for, and a row's draw must not
+        # depend on its neighbours. A row of NaN compares False, and is not searched.
+        short = (share[:, -1:] < top_p * total)[:, 0].nonzero()[:, 0]
+        if len(short):
+            again = [params[i] for i in short.tolist()]
+            tokens[short], logprobs[short] = _sample_ranked(shifted[short], again, u[short], 8 * width)
+    return tokens, logprobs

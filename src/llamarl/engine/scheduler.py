@@ -44,6 +44,8 @@ class Prompt:
     """Members in the running batch that have this prompt, forked or not."""
     end_state: object = None
     """What the model runner keeps of the last position, so that late members can still sample from it."""
+    kept: bool = False
+    """Its K and V outlived a change of weights."""
 
     @property
     def complete(self) -> bool:
@@ -262,10 +264,12 @@ class Scheduler:
                 prompt.blocks = sibling.blocks[:full]
                 self.blocks.share(prompt.blocks)
                 prompt.num_computed = full * self._block_size
+                prompt.kept = sibling.prompt is not None and sibling.prompt.kept
                 self.prompt_tokens_shared += prompt.num_computed
         else:
             self.prompt_tokens_shared += len(prompt.tokens)
         member.prompt = prompt
+        member.sequence.kept_kv |= prompt.kept
         prompt.running.append(member)
         self.running.append(member)
 

@@ -99,3 +99,13 @@ def test_overlong_penalty_by_hand() -> None:
     lengths = [0, 80, 85, 90, 100, 300]
     assert [overlong_penalty(n, config) for n in lengths] == pytest.approx([0.0, 0.0, 0.125, 0.25, 0.5, 0.5])
     assert overlong_penalty(10**6, AlgorithmConfig()) == 0.0
+
+
+@pytest.mark.parametrize("name", ["group_mean", "leave_one_out", "group_std", "group_mean_batch_std"])
+@pytest.mark.parametrize("reward", [0.1, 0.2, 0.3, 0.7, 0.9])
+def test_equal_rewards_leave_exactly_no_signal(name: str, reward: float) -> None:
+    """7 x 0.1 less its mean is 1e-17 a member: enough to be trained, and to be drawn."""
+    config = AlgorithmConfig(advantage=name)  # type: ignore[arg-type]
+    for n in range(2, 33):
+        silent, loud = compute_advantages([np.full(n, reward), np.array([0.1, 0.7, 0.7])], config)
+        assert (silent == 0.0).all() and (loud != 0.0).all()

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,3 +189,30 @@ def test_train_lists_what_is_missing_beside_what_is_wrong(capsys: pytest.Capture
         "task.options",
         "task.reward",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt": "a", "n": ' + "9" * 5000 + "}", "not JSON"),
+        ('{"prompt": "a", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}", "not JSON"),
+        ('{"prompt": "a", "x": NaN}', "infinity or NaN"),
+        ('{"prompt": "a", "x": 1e999}', "infinity or NaN"),
+    ],
+    ids=["digits", "depth", "nan", "infinity"],
+)
+def test_json_that_cannot_be_read_or_written_is_refused_by_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, words: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text(line)
+    (told,) = refused(capsys, "generate", "bundled:tiny", "--input", f"{tmp_path}/in.jsonl")
+    assert "in.jsonl:1: " in told and words in told
+
+
+@pytest.mark.parametrize("flags", [[], ["--input", "-"], ["--prompt", b"a\xff"]], ids=["lines", "jsonl", "prompt"])
+def test_bytes_that_are_no_text_are_refused_whatever_the_locale(flags: list[str | bytes]) -> None:
+    command = [sys.executable, "-m", "llamarl.cli.main", "generate", "bundled:tiny", "--max-new-tokens", "1", *flags]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, input=b"a\xff b\n", capture_output=True, timeout=120, env=environment)
+    told = done.stderr.decode()
+    assert done.returncode == 2 and "not UTF-8 text" in told and "Traceback" not in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from llamarl.controller.preflight import (
     find_missing,
 )
 from llamarl.controller.training import plan_run
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import ConfigError, DataError, ModelError
+from llamarl.executors.prompts import make_prompt_stream
 from llamarl.models.folders import resolve_model_path
+from llamarl.models.loading import load_tokenizer
 
 FOLDER = resolve_model_path("bundled:tiny")
 
@@ -195,3 +200,28 @@ def test_a_reward_module_is_run_by_a_worker_before_the_job_starts(tmp_path: Path
     (tmp_path / "mine.py").write_text("import sys\ndef score(p, r, a): ...\nsys.exit(0)\n")
     with pytest.raises(DataError, match="mine.py ends its process when it is imported"):
         check_reward(validate({"task": {"reward": f"{tmp_path}/mine.py:score"}}))
+
+
+def test_a_cache_that_cannot_hold_one_sequence_is_refused_with_the_bytes_that_do(tmp_path: Path) -> None:
+    def config(size: int) -> RunConfig:
+        engine = {"kv_cache_bytes": size}
+        return questions(tmp_path, 1, generator={"sampling": {"max_new_tokens": 40}, "engine": engine})
+
+    with pytest.raises(ConfigError, match="too few for one sequence: .* set it to at least") as told:
+        check_prompts(config(5000), FOLDER)
+    found = re.search(r"at least (\d+)", str(told.value))
+    assert found
+    enough = int(found.group(1))
+    check_prompts(config(enough), FOLDER)
+    prompt = make_prompt_stream(config(enough), load_tokenizer(FOLDER)).get(0)
+    for size in (enough, enough - 1):
+        engine = NativeEngine(FOLDER, config(size).generator.engine, eos_token_ids=())
+        sequence = Sequence(
+            prompt_index=0, sample_index=0, prompt_tokens=prompt.tokens.tolist(), seed=0,
+            params=SamplingParams(max_new_tokens=40),
+        )  # fmt: skip
+        if size < enough:
+            with pytest.raises(ValueError, match="KV blocks"):
+                engine.add([sequence])
+        else:
+            engine.add([sequence])

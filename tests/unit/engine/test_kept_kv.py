@@ -169,3 +169,34 @@ def test_withdrawn_sequences_leave_their_blocks_and_can_come_back(folder: Path) 
     other.add(alone)
     finish(other)
     assert [s.tokens for s in alone] == [s.tokens for s in sequences[:2]]
+
+
+def test_a_member_that_comes_back_to_a_siblings_old_prompt_is_marked(folder: Path) -> None:
+    """Preempted before the update, admitted after it: its prompt's full blocks are those of a running sibling."""
+    engine = engine_of(folder, num_tokens=88)
+    sequences = [s for s in sequences_of(6, 4) if s.prompt_index == 5]
+    engine.add(sequences)
+    for _ in range(23):
+        engine.step()
+    assert engine.stats()["waiting"] == 1
+    change_weights(engine, 1, keep_kv=True)
+    finish(engine)
+    assert engine.stats()["prompt_tokens_shared"] == 16
+    assert [s.kept_kv for s in sequences] == [True] * 4
+
+
+def test_a_restored_cache_of_the_served_version_is_not_called_kept(folder: Path) -> None:
+    engine, other = engine_of(folder), engine_of(folder)
+    change_weights(engine, 7, keep_kv=True)
+    sequences = sequences_of(2, 2)
+    engine.add(sequences)
+    for _ in range(5):
+        engine.step()
+    carried = copy.deepcopy(sequences)
+    other.load_kv_state(*engine.kv_state(), {(s.prompt_index, s.sample_index): s for s in carried})
+    for name, tensor in engine.parameters_for_sync().items():
+        other.parameters_for_sync()[name].copy_(tensor)
+    other.weights_updated(7, keep_kv=True)
+    assert not any(s.kept_kv for s in carried)
+    other.weights_updated(8, keep_kv=True)
+    assert all(s.kept_kv for s in carried)

@@ -122,3 +122,16 @@ def test_uniform_matches_splitmix64_in_plain_integers() -> None:
 
     expected = (_splitmix64(123456789012345678 ^ _splitmix64(42)) >> 11) / 2**53
     assert uniforms([123456789012345678], [42])[0] == expected
+
+
+def test_a_draw_does_not_depend_on_neighbours_that_need_a_wider_search_among_equal_logits() -> None:
+    V = 20_000
+    steep = (_logits(1, 2.0, V)).bfloat16().float()  # many equal values, as in bf16
+    flat = torch.zeros(V)
+    for seed in range(40):
+        own = _params(top_p=0.5)
+        alone = sample(steep[None], [own], [seed], [0])
+        beside = sample(
+            torch.stack([flat, steep, flat]), [_params(top_p=0.99), own, _params(top_p=0.9)], [9, seed, 7], [0, 0, 0]
+        )
+        assert (beside.tokens[1], beside.logprobs[1]) == (alone.tokens[0], alone.logprobs[0])
