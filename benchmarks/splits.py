@@ -7,7 +7,7 @@
    order.
 
 The bar: the proposed split's measured step is at most that of every other split of the recipe's precision, to 3%, by medians
-(repeated runs of one split differ by several per cent, and the search itself takes splits within 0.5% of each other for equal
+(repeated runs of one split differ by several per cent, and the search itself takes splits within 2% of each other for equal
 and prefers less staleness). Another precision is a change of what is computed, not of who computes it: it is proposed only for
 a forecast gain of more than 15%, so that is the bar there. Measure on an idle machine.
 """

@@ -157,7 +157,7 @@ def _forecast(name: str, config: RunConfig, found: RecipeCalibration, settings: 
 
 
 def recommend_split(
-    splits: Sequence[Split], precision: str, *, tolerance: float = 0.005, precision_gain: float = 0.15
+    splits: Sequence[Split], precision: str, *, tolerance: float = 0.02, precision_gain: float = 0.15
 ) -> Split:
     """The least staleness among those within ``tolerance`` of the fastest.
 
@@ -193,7 +193,7 @@ def split_table(splits: Sequence[Split], chosen: Split, most: int = 12) -> str:
     if len(shown) < len(splits):
         lines.append(f"... and {len(splits) - len(shown)} slower ones")
     lines.append(
-        "* least staleness within 0.5% of the fastest (in another precision only for more than 15%): "
+        "* least staleness within 2% of the fastest (in another precision only for more than 15%): "
         f"no token older than {chosen.token_staleness} versions"
     )
     return "\n".join(lines)

@@ -109,7 +109,9 @@ def test_the_split_proposed_is_the_fastest_of_all_that_were_measured() -> None:
     chosen = recommend_split(splits, "none")
     assert chosen.settings["schedule.max_staleness"] >= 1
     assert (chosen.settings["generator.threads"], chosen.settings["trainer.threads"]) == (1, 1)
-    assert chosen.result.step_s <= 1.005 * min(split.result.step_s for split in splits)
+    assert chosen.result.step_s <= 1.02 * min(split.result.step_s for split in splits)
+    near = [split for split in splits if split.result.step_s <= 1.02 * splits[0].result.step_s]
+    assert chosen.token_staleness == min(split.token_staleness for split in near)
     assert apply(recipe(), chosen.settings).generator.quantization == "none"
     assert variants_of(recipe(), 2) == [(1, "none", 1), (2, "none", 2), (1, "int8", 1)]
 
