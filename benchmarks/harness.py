@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["claim", "spread", "write_report"]
+__all__ = ["claim", "paired_ratio", "spread", "write_report"]
 
 _PACKAGES = ("llamarl", "torch", "transformers", "torchmonarch", "numpy")
 
@@ -29,6 +30,26 @@ def claim(text: str, value: float, bar: float, *, at_least: bool = True) -> dict
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Median, extremes and the values themselves."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "values": list(values)}
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Ours by theirs, round by round: what a machine's drift changes from round to round falls out.
+
+    Args:
+        ours: One time per round.
+        theirs: The other's, of the same rounds.
+
+    Returns:
+        ``median`` of the rounds' ratios, and ``low`` and ``high``: the order statistics that hold the true median with at least 95%
+        probability, whatever the distribution (sign test). With fewer than six rounds nothing does: they are then 0 and infinity.
+    """
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    n, rank, below = len(ratios), 0, 0.5 ** len(ratios)
+    while below <= 0.025:  # probability that at most ``rank`` of n fair coins fall on one side
+        rank += 1
+        below += math.comb(n, rank) * 0.5**n
+    low, high = (ratios[rank - 1], ratios[n - rank]) if rank else (0.0, math.inf)
+    return {"median": statistics.median(ratios), "low": low, "high": high}
 
 
 def machine() -> dict[str, Any]:
