@@ -113,10 +113,14 @@ class Bench:
             print(f"{name}: measured in {time.monotonic() - began:.0f} s: {json.dumps(rows[name])}", flush=True)
         return {"recipe": self.recipe, "ticks": ticks, "calibration": found.describe(), "rows": rows}
 
-    def run(self, name: str, settings: Mapping[str, Any], ticks: int) -> Path:
+    def command(self, name: str, settings: Mapping[str, Any], ticks: int) -> tuple[list[str], Path]:
+        """The words that run it, and the run's folder."""
         run_dir = self.folder / name
         words = self.words({**settings, "run.num_ticks": ticks, "run.dir": json.dumps(str(run_dir))})
-        command = [sys.executable, "-m", "llamarl.cli.main", "train", self.recipe, *words]
+        return [sys.executable, "-m", "llamarl.cli.main", "train", self.recipe, *words], run_dir
+
+    def run(self, name: str, settings: Mapping[str, Any], ticks: int) -> Path:
+        command, run_dir = self.command(name, settings, ticks)
         done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
         if done.returncode:
             raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

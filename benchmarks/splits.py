@@ -4,18 +4,18 @@
 2. Forecast every split of the cores by simulation; the planner proposes one.
 3. Run splits of every kind once (in turn and at once, threads 1+1, 2+2, 1+2, 2+1, int8, half the concurrency, more staleness,
    partial rollouts or whole batches).
-4. Run the proposed one, and all that came within 20% of it, in many short rounds: each round has its own seed, and turns the order.
-   Steps are compared within a round, over the same ticks, so that the machine's drift from minute to minute falls out.
+4. Run the proposed one, and all that came within a quarter of it, in many rounds of five ticks each (``taking_turns.py``), in
+   changing order. Steps are compared in blocks of ten rounds, so that the machine's drift from minute to minute falls out.
 
-The bars: no other split is faster with 95% confidence, by the median of the rounds' ratios, nor by more than 2%, which is what the
-search takes for equal (it then prefers less staleness); and the rounds suffice to see 2%. Measure on an idle machine.
+The bars: no other split is faster with 95% confidence, by the median of the blocks' ratios, nor by more than 2%, which is what the
+search takes for equal (it then prefers less staleness); and the blocks suffice to see 2%. Measure on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import shutil
 import statistics
 import tempfile
 import time
@@ -25,22 +25,27 @@ from typing import Any
 
 from forecast import ROOT, Bench, measured, warm_up
 from harness import claim, paired_ratio, spread, write_report
+from taking_turns import Job
 
 from llamarl.runtime.placement import available_cores
 from llamarl.simulator.calibration import calibrate_recipe
 from llamarl.simulator.splits import Split, apply, forecast_splits, recommend_split, split_table, variants_of
 
-_NEAR = 1.2
+_NEAR = 1.25
 """Splits whose only run took at most this many times as long as the proposed one's are compared with it in rounds."""
-_MOST_RIVALS = 6
+_MOST_RIVALS = 5
+"""More jobs at once would not fit in 24 GB."""
+_TURN_TICKS = 5
+_BLOCK = 10
+"""Rounds of one block. Blocks are compared rather than rounds, whose ratios are not spread evenly: a tick ends with a batch."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default=str(ROOT / "recipes/tiny.toml"))
     parser.add_argument("--json", help="write the report here")
-    parser.add_argument("--ticks", type=int, default=20, help="of each measured run")
-    parser.add_argument("--rounds", type=int, default=20, help="in which the near ones are compared (default 20)")
+    parser.add_argument("--ticks", type=int, default=20, help="of each split's first run")
+    parser.add_argument("--rounds", type=int, default=200, help="of five ticks, in which the near ones are compared")
     parser.add_argument("--calibration-ticks", type=int, default=7, help="of each calibration run (7, as the command)")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="recipe override")
     args = parser.parse_args()
@@ -58,23 +63,14 @@ def main() -> None:
         tried = chosen_to_try(splits, chosen)
         first = max(warm_up(apply(config, split.settings)) for split in tried)
 
-        def run(split: Split, turn: int) -> float:
-            """Seconds a step, over the same ticks of every split."""
-            name = f"{turn}-{split.name}".replace(", ", "-").replace(" ", "-")
-            settings = {key: json.dumps(v) if isinstance(v, str) else v for key, v in split.settings.items()}
-            folder = bench.run(name, {**settings, "run.seed": config.run.seed + turn}, args.ticks + first)
-            step_s = measured(folder, first)["step_s"]
-            shutil.rmtree(folder)
-            print(f"{turn:3}  {split.name}: forecast {split.result.step_s:.3f} s, measured {step_s:.3f} s", flush=True)
-            return step_s
-
-        once = {split.name: run(split, 0) for split in tried}
+        once: dict[str, float] = {}
+        for split in tried:
+            run_dir = bench.run(f"once-{len(once)}", words(split), args.ticks + first)
+            once[split.name] = measured(run_dir, first)["step_s"]
+            print(f"{split.name}: forecast {split.result.step_s:.3f} s, measured {once[split.name]:.3f} s", flush=True)
         near = [s for s in tried if s is not chosen and once[s.name] <= _NEAR * once[chosen.name]]
         near = sorted(near, key=lambda s: once[s.name])[:_MOST_RIVALS]
-        steps: dict[str, list[float]] = {split.name: [] for split in (chosen, *near)}
-        for turn in range(1, args.rounds + 1):
-            for split in in_turn([chosen, *near], turn):
-                steps[split.name].append(run(split, turn))
+        steps = in_turns(bench, [chosen, *near], args.rounds, first)
     ratios = {split.name: paired_ratio(steps[chosen.name], steps[split.name]) for split in near}
     print(f"\nproposed: {chosen.name}, {statistics.median(steps[chosen.name]):.3f} s; its step by that of")
     for name, ratio in ratios.items():
@@ -84,7 +80,7 @@ def main() -> None:
         "calibration": found.describe(),
         "proposed": chosen.name,
         "run_once_s": once,
-        "rounds_s": {name: spread(values) for name, values in steps.items()},
+        "blocks_s": {name: spread(values) for name, values in steps.items()},
         "ratios": ratios,
         "settings": {split.name: dict(split.settings) for split in tried},
         "forecasts": {split.name: split.result.step_s for split in splits},
@@ -94,7 +90,7 @@ def main() -> None:
 
 
 def claims_of(ratios: Iterable[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """Of the proposed split's step by each near one's; with none near, it is the fastest by more than a fifth."""
+    """Of the proposed split's step by each near one's; with none near, it is the fastest by more than a quarter."""
     ratios = list(ratios) or [{"median": 1 / _NEAR, "low": 1 / _NEAR, "high": 1 / _NEAR}]
     return [
         claim("step of the proposed split by that of another, the largest lower end of 95% confidence",
@@ -104,10 +100,32 @@ def claims_of(ratios: Iterable[Mapping[str, float]]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def in_turn(splits: list[Split], turn: int) -> list[Split]:
+def words(split: Split) -> dict[str, str]:
+    return {key: json.dumps(v) if isinstance(v, str) else str(v) for key, v in split.settings.items()}
+
+
+def in_turns(bench: Bench, splits: list[Split], rounds: int, first: int) -> dict[str, list[float]]:
+    """Name -> seconds a step in each block of rounds, of jobs that take turns."""
+    turns: dict[str, list[float]] = {split.name: [] for split in splits}
+    with contextlib.ExitStack() as stack:
+        jobs: dict[str, Job] = {}
+        for split in splits:
+            command = bench.command(f"turns-{len(jobs)}", words(split), (rounds + 2) * _TURN_TICKS + first)
+            jobs[split.name] = stack.enter_context(Job(*command, warm_up=first))
+        for turn in range(rounds):
+            for name in in_order(list(jobs), turn):
+                turns[name].append(jobs[name].turn(_TURN_TICKS) / _TURN_TICKS)
+            if turn % _BLOCK == _BLOCK - 1:
+                means = (f"{name} {statistics.fmean(values):.3f} s" for name, values in turns.items())
+                print(f"after {turn + 1} rounds: {'; '.join(means)}", flush=True)
+    starts = range(0, rounds, _BLOCK)
+    return {name: [statistics.fmean(values[at : at + _BLOCK]) for at in starts] for name, values in turns.items()}
+
+
+def in_order(names: list[str], turn: int) -> list[str]:
     """Another one begins in every round, and every second round runs backwards."""
-    at = turn // 2 % len(splits)
-    order = [*splits[at:], *splits[:at]]
+    at = turn // 2 % len(names)
+    order = [*names[at:], *names[:at]]
     return order[::-1] if turn % 2 else order
 
 

@@ -111,7 +111,7 @@ def measure_splits(
         path = recipe_calibration_path(config, kept)
         keep_calibration(path, found)
         log(f"kept in {path}")
-    elif (earlier := find_calibration((config, written), kept)) is not None:
+    elif (earlier := find_calibration((config, written), kept, log=log)) is not None:
         found = earlier
     else:
         return None

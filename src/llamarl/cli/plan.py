@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from llamarl.cli.questions import (
     options_of,
     reward_seconds,
     staleness_levels,
+    to_stderr,
     workload_of,
 )
 from llamarl.errors import PlanError
@@ -107,7 +107,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Raises PlanError (exit code 2) for a question that makes no sense or has no answer."""
-    from llamarl.planner.report import report_json, report_text, save_picture, system_title
+    from llamarl.planner.report import report_json, report_text, save_picture
     from llamarl.planner.search import recommend
 
     config, question = _read_source(args)
@@ -129,8 +129,7 @@ def run(args: argparse.Namespace) -> int:
         hardware, work, options, devices, staleness_levels(args.staleness or "0,1,2,4")
     )
     chosen = recommend(plans)
-    if unrunnable is None and (stages := max(chosen.generator.layout.pp, chosen.trainer.layout.pp)) > 1:
-        unrunnable = f"{system_title(chosen)} has {stages} pipeline stages, llamarl runs 1 (--max-pipeline 1)"
+    unrunnable = unrunnable or _stages(chosen)
     if args.picture:
         save_picture(plans, args.picture, f"{work.model.name} on {devices} x {hardware.device.title}")
     if args.recipe and measured:
@@ -154,6 +153,14 @@ def run(args: argparse.Namespace) -> int:
         for path in filter(None, (args.picture, args.recipe)):
             print(f"  wrote      {path}")
     return 0
+
+
+def _stages(plan: Plan) -> str | None:
+    """Why llamarl does not run a plan's pipeline; None: it has none."""
+    from llamarl.planner.report import system_title
+
+    stages = max(plan.generator.layout.pp, plan.trainer.layout.pp)
+    return f"{system_title(plan)} has {stages} pipeline stages, llamarl runs 1 (--max-pipeline 1)" if stages > 1 else None
 
 
 def _search(
@@ -220,9 +227,9 @@ def _hardware(args: argparse.Namespace, model_path: str) -> Hardware:
     path = args.calibration or calibration_path()
     if args.hardware and find_hardware(args.hardware).device.name != "this-machine":
         raise PlanError(f"--calibrate measures this machine, not {args.hardware}: leave --hardware out")
-    hardware, samples = calibrate(model_path, log=_to_stderr)
+    hardware, samples = calibrate(model_path, log=to_stderr)
     save_calibration(path, hardware, samples, model_path)
-    _to_stderr(f"kept in {path}")
+    to_stderr(f"kept in {path}")
     return hardware
 
 
@@ -240,7 +247,7 @@ def _measured(args: argparse.Namespace, hardware: Hardware) -> MeasuredSplits | 
                 f"--splits measures the recipe's own job: leave {', '.join(other)} out, or set it in the recipe"
             )
         if args.calibrate:
-            _to_stderr(f"the recipe's executors are not measured: {', '.join(other)} makes another job of it")
+            to_stderr(f"the recipe's executors are not measured: {', '.join(other)} makes another job of it")
         return None
     if hardware.device.name != "this-machine" or hardware.device.train_precision != "fp32":
         return None
@@ -258,7 +265,7 @@ def _measured(args: argparse.Namespace, hardware: Hardware) -> MeasuredSplits | 
         variants=args.splits,
         allowed=_allowed(args),
         reward_s=reward_seconds(args),
-        log=_to_stderr,
+        log=to_stderr,
     )
 
 
@@ -272,10 +279,6 @@ def _allowed(args: argparse.Namespace) -> Allowed:
         precisions=tuple("none" if precision == "fp32" else precision for precision in precisions),
         max_segments=args.max_segments if args.max_segments is not None else Allowed.max_segments,
     )
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _write_recipe(
@@ -292,6 +295,8 @@ def _write_recipe(
     if not runnable:
         raise PlanError("a recipe needs a plan with a layout for each role, and none fits: give more devices")
     plan = recommend(runnable)
+    if stages := _stages(plan):
+        raise PlanError(f"--recipe: {stages}")
     precision, kind = plan.generator.layout.precision, "cpu" if cpu else "cuda"
     known = set(QUANTIZATIONS["native", kind]) & set(hardware.device.weight_precisions)
     if precision not in {hardware.device.train_precision, *known}:

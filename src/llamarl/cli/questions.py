@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +82,17 @@ def hardware_of(name: str | None, calibration: Path | None) -> Hardware:
             )
         return find_hardware(name)
     path = calibration or calibration_path()
-    if calibration or (path.is_file() and not measured_elsewhere(path, "the calibration")):
-        return load_calibration(path)
-    return find_hardware("this-machine")
+    if not calibration and not path.is_file():
+        return find_hardware("this-machine")
+    if not calibration and (note := measured_elsewhere(path, "the calibration")):
+        to_stderr(note)
+        return find_hardware("this-machine")
+    return load_calibration(path)
+
+
+def to_stderr(line: str) -> None:
+    """A word beside the answer, at once."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def device_count(given: int | None, hardware: Hardware) -> int:

@@ -19,6 +19,7 @@ from llamarl.cli.questions import (
     refuse_flags,
     reward_seconds,
     staleness_levels,
+    to_stderr,
     workload_of,
 )
 from llamarl.errors import PlanError
@@ -353,7 +354,7 @@ def _calibrated(config: RunConfig, written: RunConfig, args: argparse.Namespace)
     from llamarl.simulator.calibration import calibrated_scenario
     from llamarl.simulator.kept_calibration import find_calibration
 
-    found = None if args.model else find_calibration((config, written), args.calibration)
+    found = None if args.model else find_calibration((config, written), args.calibration, log=to_stderr)
     return None if found is None else _overridden(calibrated_scenario(config, found), args)
 
 

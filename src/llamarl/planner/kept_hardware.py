@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -60,25 +59,24 @@ def machine_here() -> dict[str, Any]:
     return {"processor": processor, "cores": cores, "gpus": gpus}
 
 
-def measured_elsewhere(path: Path, what: str) -> bool:
-    """Whether a kept file names another machine; if so, says on stderr that it is passed over. An unreadable one does not.
+def measured_elsewhere(path: Path, what: str) -> str | None:
+    """The note that a kept file names another machine and is passed over; None: it names this one, or cannot be read.
 
     Args:
-        what: The words for what it holds, to be named in the message.
+        what: The words for what it holds, to be named in the note.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         there = record.get("machine") if isinstance(record, Mapping) else None
     except (OSError, ValueError):
-        return False  # whoever loads it says what is wrong
+        return None  # whoever loads it says what is wrong
     here = machine_here()
     if not isinstance(there, Mapping) or all(there.get(key, value) == value for key, value in here.items()):
-        return False
-    print(
-        f"note: {what} in {path} was measured on {_named(there)}, and this is {_named(here)}: not used (--calibrate measures here; --calibration {calibration_path()} takes it all the same)",
-        file=sys.stderr,
+        return None
+    return (
+        f"note: {what} in {path} was measured on {_named(there)}, and this is {_named(here)}: not used (--calibrate measures here; "
+        f"--calibration {calibration_path()} takes it all the same)"
     )
-    return True
 
 
 def _named(machine: Mapping[str, Any]) -> str:

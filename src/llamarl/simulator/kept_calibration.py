@@ -125,19 +125,26 @@ def keep_calibration(path: Path, found: RecipeCalibration) -> None:
     write_whole(path, json.dumps({"format": _FORMAT, "machine": machine_here(), **dataclasses.asdict(found)}))
 
 
-def find_calibration(configs: Sequence[RunConfig], kept: Path | None = None) -> RecipeCalibration | None:
+def find_calibration(
+    configs: Sequence[RunConfig], kept: Path | None = None, *, log: Callable[[str], None]
+) -> RecipeCalibration | None:
     """What was measured for the first of the recipes that has a calibration; None: none has one.
 
     Args:
         kept: The machine's calibration file, beside which the recipe's lies. None: the default one, and what was measured on
-            another machine is passed over with a word on stderr.
+            another machine is passed over.
+        log: Gets a note of every file that was passed over.
 
     Raises:
         PlanError: The file is not a calibration of this version.
     """
     for path in dict.fromkeys(recipe_calibration_path(config, kept) for config in configs):
-        if path.is_file() and not (kept is None and measured_elsewhere(path, "the recipe's calibration")):
-            return kept_calibration(path)
+        if not path.is_file():
+            continue
+        if kept is None and (note := measured_elsewhere(path, "the recipe's calibration")):
+            log(note)
+            continue
+        return kept_calibration(path)
     return None
 
 
