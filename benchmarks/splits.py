@@ -36,6 +36,8 @@ _NEAR = 1.25
 _MOST_RIVALS = 5
 """More jobs at once would not fit in 24 GB."""
 _TURN_TICKS = 5
+_STUCK_S = 120
+"""A tick that takes longer, the others' turns included, is stuck: the job says who waits for whom, and ends."""
 _BLOCK = 10
 """Rounds of one block. Blocks are compared rather than rounds, whose ratios are not spread evenly: a tick ends with a batch."""
 
@@ -110,7 +112,8 @@ def in_turns(bench: Bench, splits: list[Split], rounds: int, first: int) -> dict
     with contextlib.ExitStack() as stack:
         jobs: dict[str, Job] = {}
         for split in splits:
-            command = bench.command(f"turns-{len(jobs)}", words(split), (rounds + 2) * _TURN_TICKS + first)
+            settings = {"deadlines.step_s": _STUCK_S, **words(split)}
+            command = bench.command(f"turns-{len(jobs)}", settings, (rounds + 2) * _TURN_TICKS + first)
             jobs[split.name] = stack.enter_context(Job(*command, warm_up=first))
         for turn in range(rounds):
             for name in in_order(list(jobs), turn):
