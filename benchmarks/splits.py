@@ -33,8 +33,8 @@ from llamarl.simulator.splits import Split, apply, forecast_splits, recommend_sp
 
 _NEAR = 1.25
 """Splits whose only run took at most this many times as long as the proposed one's are compared with it in rounds."""
-_MOST_RIVALS = 5
-"""More jobs at once would not fit in 24 GB."""
+_MOST_RIVALS = 4
+"""Each job takes two gigabytes, and as much time as the proposed one."""
 _TURN_TICKS = 5
 _STUCK_S = 120
 """A tick that takes longer, the others' turns included, is stuck: the job says who waits for whom, and ends."""

@@ -28,12 +28,14 @@ _PATIENCE = {
         "get_actor_state_max_idle",
         "get_proc_state_max_idle",
         "host_spawn_ready_timeout",
+        "message_delivery_timeout",
         "mesh_proc_spawn_max_idle",
         "supervision_watchdog_timeout",
     )
 }
-"""Limits after which Monarch takes a silent process for dead; by default 30 s, which processes on an overloaded machine exceed.
-Deaths on this machine are noticed by pidfd, and what hangs ends at the job's own deadlines."""
+"""Limits after which Monarch takes a silent process for dead, or gives up a message to it; by default 30 s, which processes on an
+overloaded machine exceed, and a job that was suspended (Ctrl-Z, a paused container): a message given up is an order or a report
+that never comes. Deaths on this machine are noticed by pidfd, and what hangs ends at the job's own deadlines."""
 
 
 async def local_host() -> HostMesh:
