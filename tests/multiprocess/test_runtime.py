@@ -265,6 +265,23 @@ def test_the_end_of_the_controller_is_the_end_of_every_process(tmp_path: Path, s
     assert _gone(pids, within_s=STATED_S)
 
 
+def test_a_job_that_was_suspended_for_longer_than_monarch_keeps_messages_goes_on(tmp_path: Path) -> None:
+    program = Program(tmp_path, num_ticks=400)
+    program.wait_for("report sink 20")
+    pids = [program.process.pid, *program.workers()]
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(36.0)  # Monarch's own limit is 30 s, and its environment variable would outdo ours
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        out, err = program.process.communicate(timeout=60)
+    finally:
+        program.process.kill()
+    assert (program.process.returncode, err) == (0, "")
+    assert out.splitlines()[-1] == "report sink 399"
+
+
 def test_ctrl_c_ends_a_job_that_is_still_coming_up(tmp_path: Path) -> None:
     program = Program(
         tmp_path,
