@@ -160,7 +160,9 @@ def _stages(plan: Plan) -> str | None:
     from llamarl.planner.report import system_title
 
     stages = max(plan.generator.layout.pp, plan.trainer.layout.pp)
-    return f"{system_title(plan)} has {stages} pipeline stages, llamarl runs 1 (--max-pipeline 1)" if stages > 1 else None
+    return (
+        f"{system_title(plan)} has {stages} pipeline stages, llamarl runs 1 (--max-pipeline 1)" if stages > 1 else None
+    )
 
 
 def _search(

@@ -28,14 +28,15 @@ _PATIENCE = {
         "get_actor_state_max_idle",
         "get_proc_state_max_idle",
         "host_spawn_ready_timeout",
-        "message_delivery_timeout",
         "mesh_proc_spawn_max_idle",
         "supervision_watchdog_timeout",
     )
 }
-"""Limits after which Monarch takes a silent process for dead, or gives up a message to it; by default 30 s, which processes on an
-overloaded machine exceed, and a job that was suspended (Ctrl-Z, a paused container): a message given up is an order or a report
-that never comes. Deaths on this machine are noticed by pidfd, and what hangs ends at the job's own deadlines."""
+"""Limits after which Monarch takes a silent process for dead; by default 30 s, which processes on an overloaded machine exceed.
+Deaths on this machine are noticed by pidfd, and what hangs ends at the job's own deadlines."""
+_KEPT = {"message_delivery_timeout": "1h"}
+"""How long Monarch keeps what it cannot deliver. After its own 30 s an order or a report to a process that was suspended (Ctrl-Z, a
+paused container) never comes; kept for longer than ``deadlines.step_s`` commonly is, the job goes on or says what it waited for."""
 
 
 async def local_host() -> HostMesh:
@@ -45,7 +46,7 @@ async def local_host() -> HostMesh:
         TimeoutError: Monarch's local host did not stand within 30 s.
     """
     monarch.actor.unhandled_fault_hook = _on_fault
-    monarch.config.configure(**_PATIENCE)
+    monarch.config.configure(**_PATIENCE, **_KEPT)
     with _without_notice():
         host = this_host()
         await asyncio.wait_for(host.initialized.as_asyncio(), _BRING_UP_S)

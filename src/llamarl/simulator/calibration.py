@@ -10,6 +10,7 @@ response lengths stay what they are under the initial policy. A forecast then si
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +26,13 @@ from llamarl.simulator.costs import EvaluationCost, LinearGeneratorCost, RewardC
 from llamarl.simulator.kept_calibration import RecipeCalibration, RoleCosts, settled_threads
 from llamarl.simulator.scenario import Scenario
 from llamarl.simulator.sources import weights_policy
-from llamarl.simulator.watched_run import WatchedRun
+from llamarl.simulator.watched_run import Beside, WatchedRun, slowdown
 
 __all__ = ["calibrate_recipe", "calibrated_scenario", "mean_costs"]
 
 _MAX_GROUPS = 512
 """Measured groups that a kept calibration holds at most."""
+_MOST_TICKS = 24
 
 Log = Callable[[str], None]
 
@@ -40,16 +42,18 @@ def calibrate_recipe(
     *,
     variants: Sequence[tuple[int, str, int]] = (),
     ticks: int = 7,
+    enough_s: float = 8.0,
     log: Log = lambda line: None,
 ) -> RecipeCalibration:
     """Run the recipe's job for a few ticks in turn and together, and fit.
 
     Where variants are to be compared, each is measured twice, in opposite order: a machine that grows slower meanwhile favours
-    none of them.
+    none of them, and so is what roles do beside each other.
 
     Args:
         variants: More (generator threads, quantization, trainer threads) to measure beside the recipe's own.
-        ticks: Of each run, at least 4.
+        ticks: Of the first run, at least 4 (about half of them where variants are compared).
+        enough_s: Ticks of the other runs are more where these would not last that long, 24 at most.
 
     Raises:
         PlanError: Too few ticks.
@@ -57,26 +61,27 @@ def calibrate_recipe(
     """
     if ticks < 4:
         raise PlanError(f"a calibration needs at least 4 ticks a run, got {ticks}")
-    threads = settled_threads(config)
-    own = (threads["generator"], config.generator.quantization, threads["trainer"])
+    threads, precision = settled_threads(config), config.generator.quantization
+    own = (threads["generator"], precision, threads["trainer"])
     order = list(dict.fromkeys([own, *variants]))
+    pairs_of_own = {(generator, trainer) for generator, other, trainer in order if other == precision}
     if len(order) > 1:
         ticks = max(4, 1 + (ticks + 1) // 2)
         order += reversed(order)
     generators: dict[str, list[RoleCosts]] = {}
     trainers: dict[str, list[RoleCosts]] = {}
-    slowdowns: dict[str, dict[str, float]] = {}
+    beside: dict[tuple[int, int], dict[str, list[Beside]]] = {}
     groups: list[tuple[int, ...]] = []
     prompts: list[int] = []
     rewards: list[float] = []
     rounds: list[float] = []
-    for variant in order:
+    for i, variant in enumerate(order):
         generator_threads, quantization, trainer_threads = variant
-        pair = f"{generator_threads}+{trainer_threads}"
-        changed = _quiet(config, variant, ticks)
+        pair = (generator_threads, trainer_threads)
+        changed = _quiet(config, variant)
         with tempfile.TemporaryDirectory() as folder:
-            log(f"in turn: threads {pair}, {quantization}, {ticks} ticks")
-            alone = WatchedRun(changed(0), Path(folder) / "alone")
+            log(f"in turn: threads {_named(pair)}, {quantization}, {ticks} ticks")
+            alone = WatchedRun(changed(0, ticks), Path(folder) / "alone")
             lengths, prompt = alone.lengths()
             groups += lengths
             prompts += prompt
@@ -85,20 +90,33 @@ def calibrate_recipe(
             trainers.setdefault(str(trainer_threads), []).append(trainer)
             rewards += alone.durations("reward")
             rounds += alone.rounds()
-            if pair not in slowdowns:
-                log(f"together: threads {pair}, {quantization}, {ticks} ticks")
-                both = WatchedRun(changed(1), Path(folder) / "together")
-                slowdowns[pair] = both.slowdowns(generator, trainer, generator_threads, trainer_threads)
+            if i == 0:
+                ticks = max(ticks, min(_MOST_TICKS, math.ceil(enough_s / alone.tick_s())))
+            if (
+                quantization == precision or pair not in pairs_of_own
+            ):  # one precision's slow-down is taken for the others'
+                log(f"together: threads {_named(pair)}, {quantization}, {ticks} ticks")
+                both = WatchedRun(changed(1, ticks), Path(folder) / "together")
+                for role, one in both.beside(generator, trainer).items():
+                    beside.setdefault(pair, {}).setdefault(role, []).append(one)
+    cores = config.run.cores or available_cores()
     return RecipeCalibration(
-        cores=config.run.cores or available_cores(),
+        cores=cores,
         generators={key: mean_costs(found) for key, found in generators.items()},
         trainers={key: mean_costs(found) for key, found in trainers.items()},
         reward_s=statistics.fmean(rewards),
         round_s=statistics.median(rounds),
-        slowdowns=slowdowns,
+        slowdowns={
+            _named(pair): {role: slowdown(runs, max(1.0, sum(pair) / cores)) for role, runs in roles.items()}
+            for pair, roles in beside.items()
+        },
         groups=tuple(groups[:_MAX_GROUPS]),
         prompt_tokens=max(1, round(statistics.fmean(prompts))),
     )
+
+
+def _named(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}+{pair[1]}"
 
 
 def mean_costs(found: Sequence[RoleCosts]) -> RoleCosts:
@@ -112,19 +130,21 @@ def mean_costs(found: Sequence[RoleCosts]) -> RoleCosts:
     )
 
 
-def _quiet(config: RunConfig, variant: tuple[int, str, int], ticks: int) -> Callable[[int], RunConfig]:
-    """max_staleness -> the recipe with whole batches, those threads, and nothing that a few ticks should not do."""
+def _quiet(config: RunConfig, variant: tuple[int, str, int]) -> Callable[[int, int], RunConfig]:
+    """(max_staleness, ticks) -> the recipe with whole batches, those threads, and nothing that a few ticks should not do."""
     raw = to_plain(config)
-    raw["run"]["num_ticks"] = ticks
     raw["optimizer"] |= {"lr": 1e-12}
     raw["evaluation"]["every"] = 0
     raw["checkpoint"] |= {"every": 0, "at_end": False}
     raw["generator"] |= {"max_segments": 1, "oversubscription": 1.0, "threads": variant[0], "quantization": variant[1]}
     raw["trainer"]["threads"] = variant[2]
 
-    def at(staleness: int) -> RunConfig:
+    def at(staleness: int, ticks: int) -> RunConfig:
         turns = config.schedule.colocated and staleness == 0
-        return validate({**raw, "schedule": {**raw["schedule"], "max_staleness": staleness, "colocated": turns}})
+        run = {**raw["run"], "num_ticks": ticks}
+        return validate(
+            {**raw, "run": run, "schedule": {**raw["schedule"], "max_staleness": staleness, "colocated": turns}}
+        )
 
     return at
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +19,28 @@ from llamarl.controller.job import llamarl_graph
 from llamarl.observability.rollouts import read_rollouts
 from llamarl.runtime.base import Report
 from llamarl.runtime.factory import make_runtime
-from llamarl.runtime.placement import available_cores, place
+from llamarl.runtime.placement import place
 from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
 from llamarl.simulator.kept_calibration import RoleCosts
 
-__all__ = ["WatchedRun", "non_negative_line"]
+__all__ = ["Beside", "WatchedRun", "non_negative_line", "slowdown"]
 
 _WARM_UP = 1
 """First ticks of a calibration run that are left out."""
 
 Rows = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """A role's ticks at the time when the other was at work too.
+
+    Ticks of work W (alone) that last D, of which O beside the other role, do W - (D - O) of it in O.
+    """
+
+    overlap_s: float
+    work_s: float
+    """What they did meanwhile, in seconds that it would take alone."""
 
 
 class WatchedRun:
@@ -72,6 +85,11 @@ class WatchedRun:
     def _duration(self, role: str, tick: int) -> float:
         report = self._reports[role][tick]
         return report.finished_s - report.started_s
+
+    def tick_s(self) -> float:
+        """Mean seconds from one trainer tick's end to the next."""
+        ends = [report.finished_s for report in self._reports["trainer"]]
+        return (ends[self.ticks[-1]] - ends[self.ticks[0] - 1]) / len(self.ticks)
 
     def rounds(self) -> list[float]:
         """Seconds between trainer ticks that no role worked (only meaningful in turn)."""
@@ -133,16 +151,9 @@ class WatchedRun:
             cost=TrainerCost(tick_s=tick_s, token_s=token_s * float(share)), jitter=jitter, ticks=len(self.ticks)
         )
 
-    def slowdowns(
-        self, generator: RoleCosts, trainer: RoleCosts, generator_threads: int, trainer_threads: int
-    ) -> dict[str, float]:
-        """How many times as long each role takes beside the other, turns on too few cores not counted.
-
-        A tick of work W (alone) that lasts D, of which O beside the other role, gives slow-down O / (W - (D - O)).
-        """
+    def beside(self, generator: RoleCosts, trainer: RoleCosts) -> dict[str, Beside]:
+        """What each role did beside the other, given what its work would take alone."""
         assert isinstance(generator.cost, LinearGeneratorCost) and isinstance(trainer.cost, TrainerCost)
-        cores = self.config.run.cores or available_cores()
-        turns = max(1.0, (generator_threads + trainer_threads) / cores)
         work = {
             "generator": [self.generator_work(generator.cost, tick) for tick in self.ticks],
             "trainer": [trainer.cost.batch_s(self._batch_tokens(tick)) for tick in self.ticks],
@@ -158,9 +169,19 @@ class WatchedRun:
                 )
                 overlap += common
                 left += seconds - (self._duration(role, tick) - common)
-            factor = overlap / left if left > 0.0 and overlap > 0.0 else turns
-            found[role] = min(max(1.0, factor / turns), 99.0)
+            found[role] = Beside(overlap_s=overlap, work_s=left)
         return found
+
+
+def slowdown(runs: Sequence[Beside], turns: float) -> float:
+    """How many times as long a role takes beside another, over several runs; 1 to 99.
+
+    Args:
+        turns: Threads of both roles by cores, at least 1: how many times as long both take by waiting for a core alone.
+    """
+    overlap, work = sum(run.overlap_s for run in runs), sum(run.work_s for run in runs)
+    factor = overlap / work if work > 0.0 and overlap > 0.0 else turns
+    return min(max(1.0, factor / turns), 99.0)
 
 
 def non_negative_line(features: Rows, seconds: npt.NDArray[np.float64]) -> list[float]:

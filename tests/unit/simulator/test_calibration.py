@@ -31,7 +31,7 @@ from llamarl.simulator.kept_calibration import (
 from llamarl.simulator.scenario import Scenario
 from llamarl.simulator.simulate import SimulationResult, simulate
 from llamarl.simulator.splits import Allowed, apply, forecast_splits, recommend_split, variants_of
-from llamarl.simulator.watched_run import non_negative_line
+from llamarl.simulator.watched_run import Beside, non_negative_line, slowdown
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 
@@ -244,7 +244,7 @@ def test_the_recipes_own_executors_are_measured(tmp_path: Path, colocated: bool)
         }
     )
     lines: list[str] = []
-    found = calibrate_recipe(config, ticks=4, log=lines.append)
+    found = calibrate_recipe(config, ticks=4, enough_s=0.0, log=lines.append)
     assert len(lines) == 2 and len(found.groups) == 8 and max(map(max, found.groups)) <= 12
     generator = found.generators["1:none"].cost
     assert isinstance(generator, LinearGeneratorCost) and generator.decode_step_s(np.ones(1), np.ones(1)) > 0
@@ -296,10 +296,10 @@ def test_variants_are_measured_twice_in_opposite_order_beside_the_recipes_own() 
         }
     )
     lines: list[str] = []
-    found = calibrate_recipe(config, variants=[(1, "int8", 1)], ticks=4, log=lines.append)
+    found = calibrate_recipe(config, variants=[(1, "int8", 1)], ticks=4, enough_s=0.0, log=lines.append)
     turns = [line for line in lines if line.startswith("in turn")]
     assert ["none" in line for line in turns] == [True, False, False, True]
-    assert sum(line.startswith("together") for line in lines) == 1  # one pair of threads
+    assert sum(line.startswith("together") for line in lines) == 2  # one pair of threads, in both orders
     assert set(found.generators) == {"1:none", "1:int8"} and set(found.trainers) == {"1"}
     assert found.generators["1:int8"].ticks == found.generators["1:none"].ticks == 2 * 2  # 4 ticks, 2 of them counted
     assert found.trainers["1"].ticks == 4 * 2
@@ -341,6 +341,31 @@ def test_a_calibration_of_another_machine_does_not_hide_the_one_of_this(
     path.write_text(json.dumps(record))
     assert find_calibration((other, own), log=said.append) == made()
     assert len(said) == 1 and f"--calibration {calibration_path()} takes it" in said[0]
+
+
+def test_slow_downs_of_several_runs_are_those_of_their_sums() -> None:
+    runs = [
+        Beside(overlap_s=3.0, work_s=1.0),
+        Beside(overlap_s=1.0, work_s=-0.2),
+    ]  # a noisy run alone would say nothing
+    assert slowdown(runs, turns=2.0) == pytest.approx(4.0 / 0.8 / 2.0)
+    assert slowdown(runs[1:], turns=2.0) == slowdown([], turns=1.0) == 1.0
+    assert slowdown([Beside(overlap_s=1.0, work_s=1.2)], turns=1.0) == 1.0
+    assert slowdown([Beside(overlap_s=9.0, work_s=1e-6)], turns=1.0) == 99.0
+
+
+def test_short_ticks_are_measured_for_longer_but_for_the_first_run() -> None:
+    config = validate(
+        {
+            "run": {"runtime": "inline"},
+            "schedule": {"prompts_per_step": 2, "max_staleness": 1},
+            "generator": {"group_size": 2, "threads": 1, "sampling": {"max_new_tokens": 4}},
+            "trainer": {"threads": 1},
+        }
+    )
+    lines: list[str] = []
+    calibrate_recipe(config, ticks=4, enough_s=3600.0, log=lines.append)
+    assert [line.split()[-2] for line in lines] == ["4", "24"]
 
 
 def test_half_the_concurrency_is_half_of_what_a_replica_has() -> None:
