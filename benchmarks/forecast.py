@@ -7,8 +7,10 @@ For each recipe (``recipes/tiny.toml``; ``recipes/smollm2.toml`` where the folde
    schedule. Where the recipe evaluates, so do forecast and run (``--no-evaluation`` leaves it out).
 3. Run both, and compare step time and the idle shares of generator and trainer.
 
-The learning rate is next to nothing, so that lengths stay what they were. The bar: step time within 15%; idle shares within
-0.15 of the whole step. Measure on an idle machine: about 3 minutes for the tiny recipe, 8 for SmolLM2 on two cores.
+The learning rate is next to nothing, so that lengths stay what they were. All of it in rounds, because a machine's speed may drift by
+a quarter between a calibration and a run: the error is the median of the rounds', each of a forecast and the runs that followed it; all
+are in the report. The bar: step time within 15%; idle shares within 0.15 of the whole step. Measure on an idle machine: about 8
+minutes for five rounds of the tiny recipe, 8 for one of SmolLM2 on two cores.
 """
 
 from __future__ import annotations
@@ -56,23 +58,31 @@ def main() -> None:
     parser.add_argument("--only-smollm2", action="store_true", help="leave the tiny recipe out")
     parser.add_argument("--ticks", type=int, default=32, help="of each measured run of the tiny recipe")
     parser.add_argument("--smollm2-ticks", type=int, default=8, help="of each measured run of SmolLM2's recipe")
+    parser.add_argument("--rounds", type=int, default=5, help="of calibration, forecast and runs, of the tiny recipe")
+    parser.add_argument("--smollm2-rounds", type=int, default=1, help="the same of SmolLM2's recipe")
     parser.add_argument("--calibration-ticks", type=int, default=9, help="of each calibration run (SmolLM2: at most 5)")
     parser.add_argument("--no-evaluation", action="store_true", help="turn the recipes' evaluations off")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="recipe override")
     args = parser.parse_args()
     extra = {**({"evaluation.every": 0} if args.no_evaluation else {}), **dict(args.set)}
-    jobs: list[tuple[str, str, dict[str, Any], int, int]] = []
+    jobs: list[tuple[str, str, dict[str, Any], int, int, int]] = []
     if not args.only_smollm2:
-        jobs.append(("tiny", str(ROOT / "recipes/tiny.toml"), extra, args.ticks, args.calibration_ticks))
+        jobs.append(("tiny", str(ROOT / "recipes/tiny.toml"), extra, args.ticks, args.calibration_ticks, args.rounds))
     if args.smollm2:
         settings = {**extra, "model.path": json.dumps(str(Path(args.smollm2).resolve()))}
         settings.setdefault("evaluation.every", 0)  # a few ticks would be one evaluation
         ticks = min(5, args.calibration_ticks)
-        jobs.append(("smollm2", str(ROOT / "recipes/smollm2.toml"), settings, args.smollm2_ticks, ticks))
+        jobs.append(
+            ("smollm2", str(ROOT / "recipes/smollm2.toml"), settings, args.smollm2_ticks, ticks, args.smollm2_rounds)
+        )
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, recipe, settings, ticks, calibration_ticks in jobs:
-            results[name] = Bench(recipe, Path(folder) / name, settings).compare(ticks, calibration_ticks)
+        for name, recipe, settings, ticks, calibration_ticks, rounds in jobs:
+            found = [
+                Bench(recipe, Path(folder) / f"{name}-{turn}", settings).compare(ticks, calibration_ticks)
+                for turn in range(rounds)
+            ]
+            results[name] = {"rounds": found, "rows": medians([one["rows"] for one in found])}
     rows = {f"{name}, {schedule}": row for name, found in results.items() for schedule, row in found["rows"].items()}
     print("\n" + table(rows))
     claims = [
@@ -169,6 +179,17 @@ def means(rows: list[dict[str, float]]) -> dict[str, float]:
         found[f"{role}_s"] = statistics.fmean(busy)
         found[f"idle_{role}"] = 1.0 - sum(busy) / sum(spans)
     return found
+
+
+def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Schedule -> forecast, measured, error -> the median over the rounds of each number."""
+    return {
+        schedule: {
+            kind: {key: statistics.median(one[schedule][kind][key] for one in rounds) for key in values}
+            for kind, values in row.items()
+        }
+        for schedule, row in rounds[0].items()
+    }
 
 
 def errors(forecast: Mapping[str, float], real: Mapping[str, float]) -> dict[str, float]:
