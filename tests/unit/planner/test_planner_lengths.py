@@ -91,3 +91,6 @@ def test_a_malformed_rollout_line_is_named(tmp_path: Path) -> None:
     file.write_text('3\n{"x": 1}\n')
     with pytest.raises(PlanError, match="line 2"):
         read_lengths(file)
+    file.write_text("3\nfour\n")  # a text file of numbers with a word in it
+    with pytest.raises(PlanError, match="line 2: expected a whole number or an object .* got 'four'"):
+        read_lengths(file)
