@@ -149,6 +149,19 @@ def test_pipeline_stages_are_planned_but_not_run(capsys: pytest.CaptureFixture[s
         plan(f"{line} --recipe {tmp_path}/out.toml")
 
 
+def test_a_plan_with_stages_is_not_written_though_the_recommended_one_has_none(tmp_path: Path) -> None:
+    work = Workload(model=find_model("Llama-3.1-8B"), response=constant(400), prompts_per_step=16, group_size=8)
+    plans = search_all(H100, work, Options(), 8, (1,))
+    staged = [
+        replace(found, trainer=replace(found.trainer, layout=replace(found.trainer.layout, pp=2)))
+        for found in plans
+        if found.system == "separate"
+    ]
+    with pytest.raises(PlanError, match="--recipe: .*2 pipeline stages"):
+        verb._write_recipe(tmp_path / "out.toml", staged, None, "Llama-3.1-8B", H100, Options())
+    assert not (tmp_path / "out.toml").exists()
+
+
 def test_a_written_recipe_keeps_to_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "out.toml"
     base = Path(__file__).parents[3] / "recipes" / "colocated.toml"
