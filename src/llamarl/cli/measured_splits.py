@@ -12,14 +12,17 @@ from llamarl.config import RunConfig, load_config
 from llamarl.planner.lengths import grouped
 from llamarl.planner.recipe import RecipeQuestion
 from llamarl.simulator.calibration import calibrate_recipe
+from llamarl.simulator.finals import measurements_decide, propose_split
 from llamarl.simulator.kept_calibration import (
     RecipeCalibration,
+    finals_key,
     find_calibration,
     keep_calibration,
     recipe_calibration_path,
 )
 from llamarl.simulator.report import result_to_dict
-from llamarl.simulator.splits import Allowed, Split, apply, forecast_splits, recommend_split, split_table, variants_of
+from llamarl.simulator.run_finals import run_finals
+from llamarl.simulator.splits import Allowed, Split, apply, forecast_splits, split_table, variants_of
 
 __all__ = ["MeasuredSplits", "measure_splits"]
 
@@ -36,7 +39,7 @@ class MeasuredSplits:
 
     @property
     def chosen(self) -> Split:
-        return recommend_split(self.splits, self.config.generator.quantization)
+        return propose_split(self.splits, self.calibration.finals, self.config.generator.quantization)
 
     def question(self, asked: RecipeQuestion) -> RecipeQuestion:
         """The recipe's question with the lengths that were measured; what the plan leaves out is still named."""
@@ -51,7 +54,9 @@ class MeasuredSplits:
     def text(self) -> str:
         cores = self.calibration.cores
         head = f"\nThe {cores} cores of this machine, forecast from this recipe's own executors at work:\n"
-        return "\n".join([head, split_table(self.splits, self.chosen), "", *self.calibration.describe()])
+        return "\n".join(
+            [head, split_table(self.splits, self.chosen, self.calibration.finals), "", *self.calibration.describe()]
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -72,10 +77,13 @@ class MeasuredSplits:
             for section in sections:
                 place = place.setdefault(section, {})
             place[name] = value
+        chosen, finals = self.chosen, self.calibration.finals
         header = (
-            f"Written by llamarl plan: {self.chosen.name}, {self.calibration.cores} cores.\n"
-            f"Forecast: {self.chosen.result.step_s:.4g} s a step, from measured costs."
+            f"Written by llamarl plan: {chosen.name}, {self.calibration.cores} cores.\n"
+            f"Forecast: {chosen.result.step_s:.4g} s a step, from measured costs."
         )
+        if chosen.name in finals:
+            header += f"\nMeasured: {finals[chosen.name]:.4g} s a step, in turns with the near splits."
         return nested, header
 
 
@@ -98,7 +106,7 @@ def measure_splits(
             recipe itself where the changed one has not been measured.
         measure: Calibrate now.
         allowed: What the proposal may use; None: all that was measured.
-        variants: Also with other threads and precisions than the recipe's.
+        variants: Also with other threads and precisions than the recipe's; then the near splits run against each other.
         reward_s: Seconds of the rewards of a step; None: as measured. What is kept is as measured.
     """
     written = load_config(recipe)
@@ -111,11 +119,22 @@ def measure_splits(
         path = recipe_calibration_path(config, kept)
         keep_calibration(path, found)
         log(f"kept in {path}")
+        if variants and reward_s is None:
+            finals = run_finals(config, forecast_splits(config, found, allowed or Allowed()), log=log)
+            found = dataclasses.replace(found, finals=finals, finals_of=finals_key(config))
+            keep_calibration(path, found)
+        elif variants:
+            log("the forecasts decide: with --reward-s, splits that ran against each other would have other rewards")
     elif (earlier := find_calibration((config, written), kept, log=log)) is not None:
         found = earlier
     else:
         return None
+    if found.finals_of != finals_key(config):
+        found = dataclasses.replace(found, finals={})  # other jobs ran
     if reward_s is not None:
-        found = dataclasses.replace(found, reward_s=reward_s)
+        found = dataclasses.replace(found, reward_s=reward_s, finals={})
     splits = forecast_splits(config, found, allowed or Allowed())
+    if found.finals and not measurements_decide(splits, found.finals, config.generator.quantization):
+        log("the forecasts decide: the best of them is not among the splits that ran against each other")
+        found = dataclasses.replace(found, finals={})
     return MeasuredSplits(config=config, calibration=found, splits=splits, changes=changes or {})

@@ -87,7 +87,10 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         help="measure this machine with the model, and a recipe's executors at work; keep the result",
     )
     where.add_argument(
-        "--splits", action="store_true", help="with --calibrate RECIPE: measure other threads and precisions too"
+        "--splits",
+        action="store_true",
+        help="with --calibrate RECIPE: measure other threads and precisions too, then let the near splits take turns at the "
+        "machine for up to seven minutes",
     )
     how = parser.add_argument_group("the search")
     how.add_argument("--staleness", help="max_staleness values to plan for (default 0,1,2,4)")

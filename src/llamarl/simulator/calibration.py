@@ -28,7 +28,7 @@ from llamarl.simulator.scenario import Scenario
 from llamarl.simulator.sources import weights_policy
 from llamarl.simulator.watched_run import Beside, WatchedRun, slowdown
 
-__all__ = ["calibrate_recipe", "calibrated_scenario", "mean_costs"]
+__all__ = ["calibrate_recipe", "calibrated_scenario", "mean_costs", "only_steps"]
 
 _MAX_GROUPS = 512
 """Measured groups that a kept calibration holds at most."""
@@ -130,12 +130,21 @@ def mean_costs(found: Sequence[RoleCosts]) -> RoleCosts:
     )
 
 
-def _quiet(config: RunConfig, variant: tuple[int, str, int]) -> Callable[[int, int], RunConfig]:
-    """(max_staleness, ticks) -> the recipe with whole batches, those threads, and nothing that a few ticks should not do."""
+def only_steps(config: RunConfig) -> dict[str, Any]:
+    """The recipe's settings by section, of a job that takes its steps, no evaluations or checkpoints, and learns next to nothing.
+
+    So response lengths stay what they are.
+    """
     raw = to_plain(config)
     raw["optimizer"] |= {"lr": 1e-12}
     raw["evaluation"]["every"] = 0
     raw["checkpoint"] |= {"every": 0, "at_end": False}
+    return raw
+
+
+def _quiet(config: RunConfig, variant: tuple[int, str, int]) -> Callable[[int, int], RunConfig]:
+    """(max_staleness, ticks) -> the recipe with whole batches, those threads, and nothing that a few ticks should not do."""
+    raw = only_steps(config)
     raw["generator"] |= {"max_segments": 1, "oversubscription": 1.0, "threads": variant[0], "quantization": variant[1]}
     raw["trainer"]["threads"] = variant[2]
 

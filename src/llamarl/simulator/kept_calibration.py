@@ -6,8 +6,9 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llamarl.config import RunConfig, to_plain
 from llamarl.controller.job import llamarl_graph
@@ -20,6 +21,7 @@ from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
 __all__ = [
     "RecipeCalibration",
     "RoleCosts",
+    "finals_key",
     "find_calibration",
     "keep_calibration",
     "kept_calibration",
@@ -57,6 +59,10 @@ class RecipeCalibration:
     groups: tuple[tuple[int, ...], ...]
     """Response lengths, group by group."""
     prompt_tokens: int
+    finals: Mapping[str, float] = field(default_factory=dict)
+    """Name of a split -> seconds a step, of the splits that ran against each other (``run_finals.py``)."""
+    finals_of: str = ""
+    """``finals_key`` of the recipe whose splits these are."""
 
     def describe(self) -> list[str]:
         """For people, one line a constant."""
@@ -101,19 +107,33 @@ def recipe_calibration_path(config: RunConfig, kept: Path | None = None) -> Path
 
     Threads, cores and devices count as a run here would settle them, so that the configuration a run saved has its recipe's.
     """
+    base = kept or calibration_path()
+    return base.with_name(f"{base.stem}-recipe-{_digest(_decides(config))}.json")
+
+
+def finals_key(config: RunConfig) -> str:
+    """Tells recipes apart whose splits take another time when they run against each other."""
+    raw = to_plain(config)
+    schedule = {key: value for key, value in raw["schedule"].items() if key not in ("max_staleness", "colocated")}
+    return _digest({**_decides(config), "schedule": schedule, "replicas": config.generator.dp})
+
+
+def _decides(config: RunConfig) -> dict[str, Any]:
+    """What decides the costs of a recipe's roles."""
     raw = to_plain(config)
     other = {"device", "threads", "max_segments", "oversubscription", "dp"}
     decides = ("generator", "trainer", "reference", "critic", "dynamic_sampling", "lora")
-    own = {
+    return {
         **{section: {k: v for k, v in raw[section].items() if k not in other} for section in decides},
         "model": raw["model"], "task": raw["task"], "data": raw["data"], "algorithm": raw["algorithm"],
         "cores": config.run.cores or available_cores(), "threads": settled_threads(config),
         "runtime": raw["run"]["runtime"], "prompts_per_step": raw["schedule"]["prompts_per_step"],
         "colocated": raw["schedule"]["colocated"],
     }  # fmt: skip
-    digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    base = kept or calibration_path()
-    return base.with_name(f"{base.stem}-recipe-{digest}.json")
+
+
+def _digest(what: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def keep_calibration(path: Path, found: RecipeCalibration) -> None:

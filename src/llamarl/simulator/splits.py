@@ -19,11 +19,13 @@ from llamarl.simulator.kept_calibration import RecipeCalibration, settled_thread
 from llamarl.simulator.simulate import SimulationResult, simulate
 
 __all__ = [
+    "PRECISION_GAIN",
     "Allowed",
     "Split",
     "apply",
     "candidates",
     "forecast_splits",
+    "least_stale",
     "recommend_split",
     "split_table",
     "variants_of",
@@ -31,6 +33,9 @@ __all__ = [
 
 Settings = Mapping[str, Any]
 """Dotted recipe key -> value."""
+
+PRECISION_GAIN = 0.15
+"""Another precision than the recipe's costs accuracy, and forecasts may be off by about this much: it has to be faster by more."""
 
 _WHOLE = {"generator.max_segments": 1, "generator.oversubscription": 1.0}
 _PARTIAL = {"generator.max_segments": 2, "generator.oversubscription": 1.5}
@@ -156,31 +161,51 @@ def _forecast(name: str, config: RunConfig, found: RecipeCalibration, settings: 
     return Split(name=name, settings=settings, result=simulate(dataclasses.replace(scenario, num_ticks=num_ticks)))
 
 
-def recommend_split(
-    splits: Sequence[Split], precision: str, *, tolerance: float = 0.02, precision_gain: float = 0.15
-) -> Split:
+def recommend_split(splits: Sequence[Split], precision: str, *, tolerance: float = 0.02) -> Split:
     """The least staleness among those within ``tolerance`` of the fastest.
 
     Args:
-        precision: The recipe's ``generator.quantization``. Another one costs accuracy, and forecasts are good to about
-            ``precision_gain``: it is proposed only if it is faster by more than that.
+        precision: The recipe's ``generator.quantization``. Another one is proposed only if it is faster by more than ``PRECISION_GAIN``.
+    """
+    return least_stale(splits, {split.name: split.result.step_s for split in splits}, precision, tolerance=tolerance)
+
+
+def least_stale(
+    splits: Sequence[Split],
+    step_s: Mapping[str, float],
+    precision: str,
+    *,
+    tolerance: float,
+) -> Split:
+    """``recommend_split`` by other seconds a step than those forecast.
+
+    Args:
+        step_s: Name -> seconds, of every split.
     """
     own = [split for split in splits if split.settings["generator.quantization"] == precision]
-    fastest = min(split.result.step_s for split in splits)
-    if own and min(split.result.step_s for split in own) <= fastest * (1.0 + precision_gain):
-        splits, fastest = own, min(split.result.step_s for split in own)
-    near = [split for split in splits if split.result.step_s <= fastest * (1.0 + tolerance)]
-    return min(near, key=lambda split: (split.token_staleness, split.result.step_s))
+    fastest = min(step_s[split.name] for split in splits)
+    if own and min(step_s[split.name] for split in own) <= fastest * (1.0 + PRECISION_GAIN):
+        splits, fastest = own, min(step_s[split.name] for split in own)
+    near = [split for split in splits if step_s[split.name] <= fastest * (1.0 + tolerance)]
+    return min(near, key=lambda split: (split.token_staleness, step_s[split.name]))
 
 
-def split_table(splits: Sequence[Split], chosen: Split, most: int = 12) -> str:
-    """The fastest ``most`` splits as text, and the chosen one in any case."""
+def split_table(
+    splits: Sequence[Split], chosen: Split, measured_s: Mapping[str, float] | None = None, most: int = 12
+) -> str:
+    """The fastest ``most`` splits as text, and the chosen one in any case.
+
+    Args:
+        measured_s: Name -> seconds a step of those that ran against each other.
+    """
+    measured_s = measured_s or {}
     shown = [split for i, split in enumerate(splits) if i < most or split is chosen]
-    rows = [("split of the cores", "step", "idle gen", "idle train", "tokens/s")]
+    rows = [("split of the cores", "step", "measured", "idle gen", "idle train", "tokens/s")]
     rows += [
         (
             split.name + ("*" if split is chosen else ""),
             f"{split.result.step_s:.3g} s",
+            f"{measured_s[split.name]:.3g} s" if split.name in measured_s else "",
             f"{split.result.idle['generator']:.0%}",
             f"{split.result.idle['trainer']:.0%}",
             f"{split.result.tokens_per_s:,.0f}",
@@ -192,8 +217,12 @@ def split_table(splits: Sequence[Split], chosen: Split, most: int = 12) -> str:
     lines.insert(1, "  ".join("-" * width for width in widths))
     if len(shown) < len(splits):
         lines.append(f"... and {len(splits) - len(shown)} slower ones")
+    near = "2% of the fastest"
+    if measured_s:
+        lines.append("measured: seconds a step of those that ran against each other, in turns, without evaluations")
+        near = "1% of the fastest measured"
     lines.append(
-        "* least staleness within 2% of the fastest (in another precision only for more than 15%): "
+        f"* least staleness within {near} (in another precision only for more than {PRECISION_GAIN:.0%}): "
         f"no token older than {chosen.token_staleness} versions"
     )
     return "\n".join(lines)

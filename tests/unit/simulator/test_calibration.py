@@ -6,13 +6,14 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llamarl.cli import plan as plan_verb
 from llamarl.cli import simulate as simulate_verb
-from llamarl.cli.measured_splits import MeasuredSplits
+from llamarl.cli.measured_splits import MeasuredSplits, measure_splits
 from llamarl.config import RunConfig, load_config, to_plain, validate
 from llamarl.errors import PlanError
 from llamarl.planner.kept_hardware import calibration_path
@@ -30,7 +31,7 @@ from llamarl.simulator.kept_calibration import (
 )
 from llamarl.simulator.scenario import Scenario
 from llamarl.simulator.simulate import SimulationResult, simulate
-from llamarl.simulator.splits import Allowed, apply, forecast_splits, recommend_split, variants_of
+from llamarl.simulator.splits import Allowed, Split, apply, forecast_splits, recommend_split, variants_of
 from llamarl.simulator.watched_run import Beside, non_negative_line, slowdown
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
@@ -65,6 +66,18 @@ def recipe(**generator: object) -> RunConfig:
             "generator": {"group_size": 2, "threads": 1, **generator},
             "trainer": {"threads": 1},
             "evaluation": {"every": 0},
+        }
+    )
+
+
+def inline_recipe(max_new_tokens: int) -> RunConfig:
+    """Small enough to be measured in a unit test."""
+    return validate(
+        {
+            "run": {"runtime": "inline"},
+            "schedule": {"prompts_per_step": 2, "max_staleness": 1},
+            "generator": {"group_size": 2, "threads": 1, "sampling": {"max_new_tokens": max_new_tokens}},
+            "trainer": {"threads": 1},
         }
     )
 
@@ -287,14 +300,7 @@ def test_measured_jitter_stays_unless_the_command_line_gives_another(
 
 
 def test_variants_are_measured_twice_in_opposite_order_beside_the_recipes_own() -> None:
-    config = validate(
-        {
-            "run": {"runtime": "inline"},
-            "schedule": {"prompts_per_step": 2, "max_staleness": 1},
-            "generator": {"group_size": 2, "threads": 1, "sampling": {"max_new_tokens": 8}},
-            "trainer": {"threads": 1},
-        }
-    )
+    config = inline_recipe(max_new_tokens=8)
     lines: list[str] = []
     found = calibrate_recipe(config, variants=[(1, "int8", 1)], ticks=4, enough_s=0.0, log=lines.append)
     turns = [line for line in lines if line.startswith("in turn")]
@@ -355,14 +361,7 @@ def test_slow_downs_of_several_runs_are_those_of_their_sums() -> None:
 
 
 def test_short_ticks_are_measured_for_longer_but_for_the_first_run() -> None:
-    config = validate(
-        {
-            "run": {"runtime": "inline"},
-            "schedule": {"prompts_per_step": 2, "max_staleness": 1},
-            "generator": {"group_size": 2, "threads": 1, "sampling": {"max_new_tokens": 4}},
-            "trainer": {"threads": 1},
-        }
-    )
+    config = inline_recipe(max_new_tokens=4)
     lines: list[str] = []
     calibrate_recipe(config, ticks=4, enough_s=3600.0, log=lines.append)
     assert [line.split()[-2] for line in lines] == ["4", "24"]
@@ -378,3 +377,40 @@ def test_half_the_concurrency_is_half_of_what_a_replica_has() -> None:
     assert halves(recipe(engine={"max_sequences": 32})) == [16]
     with pytest.raises(PlanError, match="nothing that was measured generates in fp8"):
         forecast_splits(recipe(), made(), Allowed(precisions=["fp8"]))
+
+
+def test_what_ran_against_each_other_is_kept_and_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def finals(config: RunConfig, splits: list[Split], **_: object) -> dict[str, float]:
+        ran.extend(split.name for split in splits[:4])
+        return {name: 1.0 - 0.1 * i for i, name in enumerate(ran)}  # the slowest of these forecasts is the fastest
+
+    monkeypatch.setattr("llamarl.cli.measured_splits.calibrate_recipe", lambda *_, **__: made())
+    monkeypatch.setattr("llamarl.cli.measured_splits.run_finals", finals)
+    kept = tmp_path / "machine.json"
+
+    def asked(**changes: Any) -> MeasuredSplits:
+        few = Allowed(staleness=(1,), max_segments=2, precisions=("none",))
+        calls: dict[str, Any] = {"measure": False, "variants": False, "log": lambda line: None, **changes}
+        found = measure_splits(RECIPE, kept, allowed=few, **calls)
+        assert found is not None
+        return found
+
+    first = asked(measure=True, variants=True)
+    assert len(ran) > 1 and first.chosen.name == ran[-1] != first.splits[0].name
+    assert f"{1.0 - 0.1 * (len(ran) - 1):.3g} s" in first.text() and "fastest measured" in first.text()
+    assert asked().chosen.name == ran[-1]
+    for other in ({"changes": {"schedule.prompts_per_step": 32}}, {"reward_s": 0.5}):  # these did not run
+        text = asked(**other).text()
+        assert "measured:" not in text and "fastest measured" not in text
+    lines: list[str] = []
+    wider = measure_splits(
+        RECIPE, kept, measure=False, variants=False, allowed=Allowed(staleness=(0, 1, 2)), log=lines.append
+    )
+    assert wider is not None and wider.chosen.name in ran  # the fastest forecast has run, though others are allowed too
+    slow = dataclasses.replace(first.calibration, finals={ran[-1]: 0.5})
+    keep_calibration(recipe_calibration_path(load_config(RECIPE), kept), slow)
+    assert not asked(log=lines.append).calibration.finals and "the forecasts decide" in lines[-1]
+    again = asked(measure=True)  # without --splits: other constants, no finals
+    assert not again.calibration.finals
