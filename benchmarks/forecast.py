@@ -2,27 +2,28 @@
 
 For each recipe (``recipes/tiny.toml``; ``recipes/smollm2.toml`` where the folder of its weights is given):
 
-1. Calibrate, as ``llamarl plan RECIPE --calibrate`` does: two short runs of the recipe's own executors, in turn and together.
-2. Forecast, by simulation and before any of them is run: synchronous with whole batches, and the recipe's own asynchronous
-   schedule. Where the recipe evaluates, so do forecast and run (``--no-evaluation`` leaves it out).
-3. Run both, and compare step time and the idle shares of generator and trainer.
+1. Start both of its schedules as jobs: synchronous with whole batches, and the recipe's own asynchronous one. Stop them.
+2. Calibrate, as ``llamarl plan RECIPE --calibrate`` does: two short runs of the recipe's own executors, in turn and together. Before,
+   between and after these the jobs run for a few ticks each: a machine's speed may drift by a quarter within a minute, and so
+   calibration and runs see the same machine.
+3. Forecast by simulation, from the calibration alone, and compare step time and the idle shares of generator and trainer with what the
+   jobs took. Where the recipe evaluates, so do forecast and job (``--no-evaluation`` leaves it out).
 
-The learning rate is next to nothing, so that lengths stay what they were. All of it in rounds, because a machine's speed may drift by
-a quarter between a calibration and a run: the error is the median of the rounds', each of a forecast and the runs that followed it; all
-are in the report. The bar: step time within 15%; idle shares within 0.15 of the whole step. Measure on an idle machine: about 8
-minutes for five rounds of the tiny recipe, 8 for one of SmolLM2 on two cores.
+The learning rate is next to nothing, so that lengths stay what they were. 2 and 3 in rounds; the error is the median of the rounds', and
+all are in the report. The bar: step time within 15%; idle shares within 0.15 of the whole step. Measure on an idle machine (Linux):
+about 6 minutes for five rounds of the tiny recipe, 10 for one of SmolLM2 on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from llamarl.runtime.base import Report
 from llamarl.simulator.calibration import calibrate_recipe, calibrated_scenario
 from llamarl.simulator.kept_calibration import RecipeCalibration
 from llamarl.simulator.simulate import simulate
+from llamarl.simulator.taking_turns import Job
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = {
@@ -49,6 +51,10 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 SEEDS = 5
 ROLES = ("generator", "trainer")
+_HELD = 4
+"""Rows of an evaluation and of the ticks beside it come at once, so a job may be stopped before it has written them all."""
+_FORECAST_TICKS = 42
+_MANY_TICKS = 1_000_000
 
 
 def main() -> None:
@@ -56,8 +62,8 @@ def main() -> None:
     parser.add_argument("--json", help="write the report here")
     parser.add_argument("--smollm2", metavar="FOLDER", help="weights of SmolLM2-135M-Instruct: its recipe is run too")
     parser.add_argument("--only-smollm2", action="store_true", help="leave the tiny recipe out")
-    parser.add_argument("--ticks", type=int, default=32, help="of each measured run of the tiny recipe")
-    parser.add_argument("--smollm2-ticks", type=int, default=8, help="of each measured run of SmolLM2's recipe")
+    parser.add_argument("--ticks", type=int, default=10, help="that count in each turn of the tiny recipe's jobs")
+    parser.add_argument("--smollm2-ticks", type=int, default=3, help="the same of SmolLM2's")
     parser.add_argument("--rounds", type=int, default=5, help="of calibration, forecast and runs, of the tiny recipe")
     parser.add_argument("--smollm2-rounds", type=int, default=1, help="the same of SmolLM2's recipe")
     parser.add_argument("--calibration-ticks", type=int, default=9, help="of each calibration run (SmolLM2: at most 5)")
@@ -65,24 +71,26 @@ def main() -> None:
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="recipe override")
     args = parser.parse_args()
     extra = {**({"evaluation.every": 0} if args.no_evaluation else {}), **dict(args.set)}
-    jobs: list[tuple[str, str, dict[str, Any], int, int, int]] = []
+    recipes: list[tuple[str, str, dict[str, Any], int, int, int]] = []
     if not args.only_smollm2:
-        jobs.append(("tiny", str(ROOT / "recipes/tiny.toml"), extra, args.ticks, args.calibration_ticks, args.rounds))
+        recipes.append(
+            ("tiny", str(ROOT / "recipes/tiny.toml"), extra, args.ticks, args.calibration_ticks, args.rounds)
+        )
     if args.smollm2:
         settings = {**extra, "model.path": json.dumps(str(Path(args.smollm2).resolve()))}
         settings.setdefault("evaluation.every", 0)  # a few ticks would be one evaluation
         ticks = min(5, args.calibration_ticks)
-        jobs.append(
+        recipes.append(
             ("smollm2", str(ROOT / "recipes/smollm2.toml"), settings, args.smollm2_ticks, ticks, args.smollm2_rounds)
         )
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, recipe, settings, ticks, calibration_ticks, rounds in jobs:
-            found = [
-                Bench(recipe, Path(folder) / f"{name}-{turn}", settings).compare(ticks, calibration_ticks)
-                for turn in range(rounds)
-            ]
-            results[name] = {"rounds": found, "rows": medians([one["rows"] for one in found])}
+        for name, recipe, settings, ticks, calibration_ticks, rounds in recipes:
+            bench = Bench(recipe, Path(folder) / name, settings)
+            with contextlib.ExitStack() as stack:
+                watched = [stack.enter_context(Watched(bench, schedule, ticks)) for schedule in SCHEDULES]
+                found = [bench.compare(watched, calibration_ticks) for _ in range(rounds)]
+            results[name] = {"recipe": recipe, "rounds": found, "rows": medians([one["rows"] for one in found])}
     rows = {f"{name}, {schedule}": row for name, found in results.items() for schedule, row in found["rows"].items()}
     print("\n" + table(rows))
     claims = [
@@ -109,19 +117,25 @@ class Bench:
     def config(self, settings: Mapping[str, Any]) -> RunConfig:
         return load_config(self.recipe, self.words(settings))
 
-    def compare(self, ticks: int, calibration_ticks: int) -> dict[str, Any]:
-        began = time.monotonic()
-        found = calibrate_recipe(self.config({}), ticks=calibration_ticks, log=lambda line: print(line, flush=True))
-        print("\n".join(found.describe()) + f"\ncalibrated in {time.monotonic() - began:.0f} s", flush=True)
-        configs = {name: self.config({**settings, "run.num_ticks": ticks}) for name, settings in SCHEDULES.items()}
-        forecasts = {name: forecast(config, found) for name, config in configs.items()}
+    def compare(self, watched: Sequence[Watched], calibration_ticks: int) -> dict[str, Any]:
+        """One round: a calibration, whose forecasts are compared with the jobs' turns before, between and after its runs."""
+        turns = 0
+
+        def all_run(line: str) -> None:
+            nonlocal turns
+            for job in watched[:: -1 if turns % 2 else 1]:
+                job.turn()
+            turns += 1
+            print(line, flush=True)
+
+        found = calibrate_recipe(self.config({}), ticks=calibration_ticks, log=all_run)
+        all_run("\n".join(found.describe()))
         rows = {}
-        for name, settings in SCHEDULES.items():
-            began = time.monotonic()
-            real = measured(self.run(name, settings, ticks), warm_up(configs[name]))
-            rows[name] = {"forecast": forecasts[name], "measured": real, "error": errors(forecasts[name], real)}
-            print(f"{name}: measured in {time.monotonic() - began:.0f} s: {json.dumps(rows[name])}", flush=True)
-        return {"recipe": self.recipe, "ticks": ticks, "calibration": found.describe(), "rows": rows}
+        for job in watched:
+            expected, real = forecast(job.config, found), means(job.taken())
+            rows[job.schedule] = {"forecast": expected, "measured": real, "error": errors(expected, real)}
+            print(f"{job.schedule}: {json.dumps(rows[job.schedule])}", flush=True)
+        return {"calibration": found.describe(), "rows": rows}
 
     def command(self, name: str, settings: Mapping[str, Any], ticks: int) -> tuple[list[str], Path]:
         """The words that run it, and the run's folder."""
@@ -135,6 +149,39 @@ class Bench:
         if done.returncode:
             raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
         return run_dir
+
+
+class Watched:
+    """A schedule's job that takes turns, and what its metrics say of them; a context manager."""
+
+    def __init__(self, bench: Bench, schedule: str, ticks: int) -> None:
+        settings = SCHEDULES[schedule]
+        self.schedule = schedule
+        self.config = bench.config({**settings, "run.num_ticks": _FORECAST_TICKS})
+        self._ticks, self._skip = ticks, warm_up(self.config) + (_HELD if self.config.evaluation.every else 0)
+        self._command, self._run_dir = bench.command(schedule, settings, _MANY_TICKS)
+        self._taken: list[range] = []
+
+    def turn(self) -> None:
+        """First the ticks that were at work when it was stopped, then those that count."""
+        first = self._job.rows + self._skip
+        self._job.turn(self._skip + self._ticks)
+        self._taken.append(range(first, first + self._ticks))
+
+    def taken(self) -> list[dict[str, float]]:
+        """The metrics' rows of all turns since it was last asked."""
+        rows = [{key: float(value or 0.0) for key, value in row.items()} for row in read_metrics(self._run_dir)]
+        found = [rows[i] for turn in self._taken for i in turn]
+        self._taken.clear()
+        return found
+
+    def __enter__(self) -> Watched:
+        words = self._command[self._command.index("train") :]
+        self._job = Job(words, self._run_dir, self._skip, deadline_s=1800.0)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._job.close()
 
 
 def warm_up(config: RunConfig) -> int:
