@@ -52,8 +52,9 @@ def calibrate_recipe(
 
     Args:
         variants: More (generator threads, quantization, trainer threads) to measure beside the recipe's own.
-        ticks: Of the first run, at least 4 (about half of them where variants are compared).
-        enough_s: Ticks of the other runs are more where these would not last that long, 24 at most.
+        ticks: Of a run, at least 4 (about half of them where variants are compared).
+        enough_s: Where the first run shows that these do not last that long, it is made again, and the others, with more ticks: 24 at
+            most.
 
     Raises:
         PlanError: Too few ticks.
@@ -82,6 +83,10 @@ def calibrate_recipe(
         with tempfile.TemporaryDirectory() as folder:
             log(f"in turn: threads {_named(pair)}, {quantization}, {ticks} ticks")
             alone = WatchedRun(changed(0, ticks), Path(folder) / "alone")
+            if i == 0 and (more := min(_MOST_TICKS, math.ceil(enough_s / alone.tick_s()))) > ticks:
+                ticks = more
+                log(f"in turn: threads {_named(pair)}, {quantization}, {ticks} ticks, because these are short")
+                alone = WatchedRun(changed(0, ticks), Path(folder) / "longer")
             lengths, prompt = alone.lengths()
             groups += lengths
             prompts += prompt
@@ -90,8 +95,6 @@ def calibrate_recipe(
             trainers.setdefault(str(trainer_threads), []).append(trainer)
             rewards += alone.durations("reward")
             rounds += alone.rounds()
-            if i == 0:
-                ticks = max(ticks, min(_MOST_TICKS, math.ceil(enough_s / alone.tick_s())))
             if (
                 quantization == precision or pair not in pairs_of_own
             ):  # one precision's slow-down is taken for the others'

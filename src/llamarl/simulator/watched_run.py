@@ -23,10 +23,11 @@ from llamarl.runtime.placement import place
 from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost
 from llamarl.simulator.kept_calibration import RoleCosts
 
-__all__ = ["Beside", "WatchedRun", "non_negative_line", "slowdown"]
+__all__ = ["Beside", "WatchedRun", "non_negative_line", "slowdown", "warm_up_ticks"]
 
-_WARM_UP = 1
-"""First ticks of a calibration run that are left out."""
+_WARM_UP_S = 1.5
+"""After the first tick, up to two more that began within this time are left out too: they took 1.2 and 1.1 times as long as later ones,
+in four runs of the tiny recipe."""
 
 Rows = npt.NDArray[np.float64]
 
@@ -74,7 +75,8 @@ class WatchedRun:
             )
         finally:
             runtime.close()
-        self.ticks = range(_WARM_UP, config.run.num_ticks - 1)  # the last one also writes the policy
+        starts = [report.started_s for report in self._reports["generator"]]
+        self.ticks = range(warm_up_ticks(starts), config.run.num_ticks - 1)  # the last one also writes the policy
 
     def on_report(self, report: Report) -> None:
         self._reports[report.executor].append(report)
@@ -171,6 +173,16 @@ class WatchedRun:
                 left += seconds - (self._duration(role, tick) - common)
             found[role] = Beside(overlap_s=overlap, work_s=left)
         return found
+
+
+def warm_up_ticks(starts: Sequence[float]) -> int:
+    """How many first ticks to leave out: 1 to 3, while three ticks stay.
+
+    Args:
+        starts: Seconds at which each tick began.
+    """
+    early = sum(start - starts[0] < _WARM_UP_S for start in starts)
+    return max(1, min(early, 3, len(starts) - 3))
 
 
 def slowdown(runs: Sequence[Beside], turns: float) -> float:

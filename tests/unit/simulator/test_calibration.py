@@ -32,7 +32,7 @@ from llamarl.simulator.kept_calibration import (
 from llamarl.simulator.scenario import Scenario
 from llamarl.simulator.simulate import SimulationResult, simulate
 from llamarl.simulator.splits import Allowed, Split, apply, forecast_splits, recommend_split, variants_of
-from llamarl.simulator.watched_run import Beside, non_negative_line, slowdown
+from llamarl.simulator.watched_run import Beside, non_negative_line, slowdown, warm_up_ticks
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 
@@ -360,11 +360,20 @@ def test_slow_downs_of_several_runs_are_those_of_their_sums() -> None:
     assert slowdown([Beside(overlap_s=9.0, work_s=1e-6)], turns=1.0) == 99.0
 
 
-def test_short_ticks_are_measured_for_longer_but_for_the_first_run() -> None:
+def test_first_ticks_are_left_out_for_a_while_but_three_stay() -> None:
+    assert warm_up_ticks([0.0, 0.6, 1.2, 1.8, 2.4, 3.0, 3.6]) == 3
+    assert warm_up_ticks([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]) == 3
+    assert warm_up_ticks([5.0, 6.0, 7.0, 8.0, 9.0, 10.0]) == 2
+    assert warm_up_ticks([0.0, 15.0, 30.0, 45.0, 60.0]) == 1
+    assert warm_up_ticks([0.0, 0.1, 0.2, 0.3, 0.4]) == 2
+    assert warm_up_ticks([0.0, 0.1, 0.2, 0.3]) == 1
+
+
+def test_short_ticks_are_measured_for_longer() -> None:
     config = inline_recipe(max_new_tokens=4)
     lines: list[str] = []
     calibrate_recipe(config, ticks=4, enough_s=3600.0, log=lines.append)
-    assert [line.split()[-2] for line in lines] == ["4", "24"]
+    assert [line.split(", ")[2] for line in lines] == ["4 ticks", "24 ticks", "24 ticks"]
 
 
 def test_half_the_concurrency_is_half_of_what_a_replica_has() -> None:
