@@ -11,7 +11,7 @@ For each recipe (``recipes/tiny.toml``; ``recipes/smollm2.toml`` where the folde
 
 The learning rate is next to nothing, so that lengths stay what they were. 2 and 3 in rounds; the error is the median of the rounds', and
 all are in the report. The bar: step time within 15%; idle shares within 0.15 of the whole step. Measure on an idle machine (Linux):
-about 6 minutes for five rounds of the tiny recipe, 10 for one of SmolLM2 on two cores.
+about 9 minutes for five rounds of the tiny recipe on two cores.
 """
 
 from __future__ import annotations

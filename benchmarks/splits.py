@@ -7,8 +7,8 @@
 3. Run the proposed one, and all that came within a quarter of it, in many rounds of five ticks each, in changing order, as jobs that
    take turns. Steps are compared in blocks of ten rounds, so that the machine's drift from minute to minute falls out.
 
-The bars: of the splits in its precision, none is faster with 95% confidence, by the median of the blocks' ratios, nor by more than 2%,
-which is what the search takes for equal (it then prefers less staleness); and the interval shuts out 5%. Another precision changes
+The bars: of the splits in its precision, none is faster with 95% confidence, by the median of the blocks' ratios, nor by more than 2%
+(finals take 1% for equal, and then prefer less staleness); and the interval shuts out 5%. Another precision changes
 what is computed, and is proposed only for a gain of more than 15%: that is the bar there. Measure on an idle machine.
 """
 
