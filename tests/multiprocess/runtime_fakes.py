@@ -33,6 +33,7 @@ class Config:
     trouble_tick: int = 2
     trouble_rank: int = 0
     blob_bytes: int = 0
+    step_s: float = 0.0
 
 
 def job(num_ranks: int = 1, threads: int = 1, **configs: Config) -> tuple[list[ExecutorSpec], list[ChannelSpec]]:
@@ -78,6 +79,7 @@ class _Fake:
             (self.context.run_dir / f"closed-{self.name}-{self.context.rank}").touch()
 
     def _trouble(self, tick: int) -> None:
+        time.sleep(self.config.step_s)
         if tick != self.config.trouble_tick or self.context.rank != self.config.trouble_rank:
             return
         match self.config.trouble:

@@ -196,7 +196,7 @@ def test_output_of_a_worker_arrives_with_its_name(monarch: Runtime, capfd: pytes
 
 
 class Program:
-    def __init__(self, tmp_path: Path, num_ticks: int, **configs: dict[str, Any]) -> None:
+    def __init__(self, tmp_path: Path, num_ticks: int, env: dict[str, str] | None = None, **configs: dict[str, Any]) -> None:
         arguments = json.dumps({"configs": configs, "num_ticks": num_ticks, "run_dir": str(tmp_path)})
         self.process = subprocess.Popen(
             [sys.executable, str(HERE.parent / "runtime_program.py"), arguments],
@@ -204,6 +204,7 @@ class Program:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env=os.environ | (env or {}),
             # A job started in the background inherits "ignore" for Ctrl-C, and the test would with it.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
@@ -265,14 +266,16 @@ def test_the_end_of_the_controller_is_the_end_of_every_process(tmp_path: Path, s
     assert _gone(pids, within_s=STATED_S)
 
 
-def test_a_job_that_was_suspended_for_longer_than_monarch_keeps_messages_goes_on(tmp_path: Path) -> None:
-    program = Program(tmp_path, num_ticks=400)
-    program.wait_for("report sink 20")
+def test_a_job_that_was_suspended_for_longer_than_monarch_s_limits_goes_on(tmp_path: Path) -> None:
+    """Of messages on their way, 30 s, and of actors whose controller is silent, 60 s once it has asked after them."""
+    asking = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
+    program = Program(tmp_path, num_ticks=400, env=asking, source={"step_s": 0.02})
+    program.wait_for("report sink 200")
     pids = [program.process.pid, *program.workers()]
     try:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(36.0)  # Monarch's own limit is 30 s, and its environment variable would outdo ours
+        time.sleep(66.0)  # its environment variables for these limits would outdo what is tested here
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         out, err = program.process.communicate(timeout=60)

@@ -37,16 +37,24 @@ Deaths on this machine are noticed by pidfd, and what hangs ends at the job's ow
 _KEPT = {"message_delivery_timeout": "1h"}
 """How long Monarch keeps what it cannot deliver. After its own 30 s an order or a report to a process that was suspended (Ctrl-Z, a
 paused container) never comes; kept for longer than ``deadlines.step_s`` commonly is, the job goes on or says what it waited for."""
+_ORPHANED = "1h"
+"""How long Monarch lets actors live whose controller is not heard of. Its own limit of one minute of the wall clock ends, without a
+word to anybody, the actors of a job that was suspended or of a laptop that slept."""
 
 
-async def local_host() -> HostMesh:
+async def local_host(*, alone: bool) -> HostMesh:
     """This machine.
+
+    Args:
+        alone: No process of this one's jobs is on another host. On Linux the kernel ends them with their controller then, and
+            Monarch's limit on orphans is lifted.
 
     Raises:
         TimeoutError: Monarch's local host did not stand within 30 s.
     """
     monarch.actor.unhandled_fault_hook = _on_fault
-    monarch.config.configure(**_PATIENCE, **_KEPT)
+    orphaned = None if alone and sys.platform == "linux" else _ORPHANED
+    monarch.config.configure(**_PATIENCE, **_KEPT, mesh_orphan_timeout=orphaned)
     with _without_notice():
         host = this_host()
         await asyncio.wait_for(host.initialized.as_asyncio(), _BRING_UP_S)

@@ -151,7 +151,7 @@ class Processes:
 
     async def _bring_up(self) -> None:
         try:
-            here = await local_host()
+            here = await local_host(alone=not self._hosts)
             for name in self._plans:
                 self._spawn(self._bring_up_executor(name, self._hosts.get(name, here)))
         except Exception as error:
