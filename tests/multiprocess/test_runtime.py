@@ -196,7 +196,9 @@ def test_output_of_a_worker_arrives_with_its_name(monarch: Runtime, capfd: pytes
 
 
 class Program:
-    def __init__(self, tmp_path: Path, num_ticks: int, env: dict[str, str] | None = None, **configs: dict[str, Any]) -> None:
+    def __init__(
+        self, tmp_path: Path, num_ticks: int, env: dict[str, str] | None = None, **configs: dict[str, Any]
+    ) -> None:
         arguments = json.dumps({"configs": configs, "num_ticks": num_ticks, "run_dir": str(tmp_path)})
         self.process = subprocess.Popen(
             [sys.executable, str(HERE.parent / "runtime_program.py"), arguments],
