@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from runtime_fakes import HERE, Config, job
 
+from llamarl.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.errors import LlamaRLError
@@ -33,6 +34,7 @@ try:
         seed=0,
         run_dir=Path(arguments["run_dir"]),
         observers=[Pids()],
+        deadlines=DeadlineConfig(step_s=arguments["step_s"]),
     )
 except LlamaRLError as error:
     print(f"ended: {error}", file=sys.stderr)

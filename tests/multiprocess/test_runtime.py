@@ -197,9 +197,14 @@ def test_output_of_a_worker_arrives_with_its_name(monarch: Runtime, capfd: pytes
 
 class Program:
     def __init__(
-        self, tmp_path: Path, num_ticks: int, env: dict[str, str] | None = None, **configs: dict[str, Any]
+        self,
+        tmp_path: Path,
+        num_ticks: int,
+        step_s: float = 600.0,
+        env: dict[str, str] | None = None,
+        **configs: dict[str, Any],
     ) -> None:
-        arguments = json.dumps({"configs": configs, "num_ticks": num_ticks, "run_dir": str(tmp_path)})
+        arguments = json.dumps({"configs": configs, "num_ticks": num_ticks, "step_s": step_s, "run_dir": str(tmp_path)})
         self.process = subprocess.Popen(
             [sys.executable, str(HERE.parent / "runtime_program.py"), arguments],
             stdout=subprocess.PIPE,
@@ -268,10 +273,10 @@ def test_the_end_of_the_controller_is_the_end_of_every_process(tmp_path: Path, s
     assert _gone(pids, within_s=STATED_S)
 
 
-def test_a_job_that_was_suspended_for_longer_than_monarch_s_limits_goes_on(tmp_path: Path) -> None:
-    """Of messages on their way, 30 s, and of actors whose controller is silent, 60 s once it has asked after them."""
+def test_a_job_that_was_suspended_for_longer_than_any_limit_of_monarch_s_or_ours_goes_on(tmp_path: Path) -> None:
+    """Of messages on their way, 30 s, of actors whose controller is silent, 60 s once it has asked after them, and our own."""
     asking = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
-    program = Program(tmp_path, num_ticks=400, env=asking, source={"step_s": 0.02})
+    program = Program(tmp_path, num_ticks=400, step_s=20.0, env=asking, source={"step_s": 0.02})
     program.wait_for("report sink 200")
     pids = [program.process.pid, *program.workers()]
     try:

@@ -13,7 +13,7 @@ import llamarl
 
 ROOT = Path(llamarl.__file__).parent
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "strict", "mistakes", "seeding", "config"}),
+    frozenset({"types", "errors", "strict", "mistakes", "seeding", "running_time", "config"}),
     frozenset({"algorithms", "data", "planner"}),
     frozenset({"models", "environments", "observability", "checkpoint"}),
     frozenset({"engine", "trainer", "weight_sync", "channels"}),

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import pickle
 import struct
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ import xxhash
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.channels.segments import MappedSegment, Segment, SegmentHandle, open_segment
 from llamarl.errors import ChannelError, DeadlineExceeded
+from llamarl.running_time import running_s
 
 __all__ = ["DataHandle", "DataReceiver", "DataSender", "split_by_cost"]
 
@@ -271,10 +271,10 @@ def split_by_cost(items: Sequence[Any], num_parts: int, *, first: int = 0) -> li
 class _Deadline:
     def __init__(self, spec: ChannelSpec, rank: int, seconds: float) -> None:
         self._spec, self._rank, self._seconds = spec, rank, seconds
-        self._started = time.monotonic()
+        self._started = running_s()
 
     def check(self, handle: DataHandle) -> None:
-        waited = time.monotonic() - self._started
+        waited = running_s() - self._started
         if waited > self._seconds:
             raise DeadlineExceeded(
                 f"channel {self._spec.name!r}: {self._spec.sink!r} rank {self._rank} (process {os.getpid()}) has been "

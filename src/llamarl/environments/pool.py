@@ -24,7 +24,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +33,7 @@ from typing import Any
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.worker import pack_message
 from llamarl.errors import DataError, DeadlineExceeded, ExecutorFailed
+from llamarl.running_time import running_s
 from llamarl.types import Failure, Group, Prompt, Score
 
 __all__ = ["RewardPool"]
@@ -56,7 +56,7 @@ class _Worker:
         self._end: str | None = None
         self.outbox = memoryview(hello)
         self.inbox = bytearray()
-        self.started = time.monotonic()
+        self.started = running_s()
         self.deadline = self.started + startup_timeout_s
         self._errors = tempfile.TemporaryFile()
         # Appending, so that truncating the file between samples also moves the worker's place in it.
@@ -92,7 +92,7 @@ class _Worker:
         os.ftruncate(self._errors.fileno(), 0)
         self.job = job
         self.outbox = memoryview(request)
-        self.started = time.monotonic()
+        self.started = running_s()
         self.deadline = self.started + timeout_s
 
     def write(self) -> None:
@@ -228,13 +228,13 @@ class RewardPool:
                 jobs.append((group.prompt, (response.text,)))
             places.append(row)
         pending = deque(number for number in range(len(jobs)) if number not in outcomes)
-        started = time.monotonic()
+        started = running_s()
         end = math.inf if limit_s is None else started + limit_s
         for worker in self._workers:
             if not worker.ready:  # replaced at the end of the last call; nobody has looked at it since
                 worker.deadline = started + self._startup_timeout_s
         while len(outcomes) < len(jobs):
-            if time.monotonic() >= end:
+            if running_s() >= end:
                 self._give_up(len(jobs), pending, outcomes, limit_s=limit_s)
                 break
             self._wait(jobs, pending, outcomes, end)
@@ -304,7 +304,7 @@ class RewardPool:
                 self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
         watched = [worker for worker in self._workers if worker.job is not None or not worker.ready]
         nearest = min(end, *(worker.deadline for worker in watched))
-        for key, _ in self._selector.select(max(0.0, nearest - time.monotonic())):
+        for key, _ in self._selector.select(max(0.0, nearest - running_s())):
             worker = key.data
             if self._workers[worker.number] is not worker:
                 continue  # replaced while this round's events were handled
@@ -321,7 +321,7 @@ class RewardPool:
                 continue
             if reply is not None:
                 self._replied(worker, reply, outcomes)
-        now = time.monotonic()
+        now = running_s()
         for worker in list(self._workers):
             if (worker.job is not None or not worker.ready) and now >= worker.deadline:
                 self._expired(worker, outcomes)
@@ -365,7 +365,7 @@ class RewardPool:
             outcomes[job] = Failure(kind="crash", detail=f"the reward worker {detail}")
 
     def _expired(self, worker: _Worker, outcomes: dict[int, Score | Failure]) -> None:
-        waited = time.monotonic() - worker.started
+        waited = running_s() - worker.started
         if not worker.ready:
             self._forget(worker)
             raise DeadlineExceeded(

@@ -24,6 +24,7 @@ from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.reward import JUDGING_SHARE
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
+from llamarl.running_time import running_s
 from llamarl.seeding import derive_seed
 from llamarl.types import Failure, Group, Prompt, Score
 
@@ -74,7 +75,7 @@ class EvaluatorExecutor:
         return StepResult(metrics=metrics, spans=spans)
 
     def _evaluate(self, version: int) -> dict[str, float]:
-        started = time.monotonic()
+        started = running_s()
         groups = sample_groups(
             self.engine,
             self.prompts,
@@ -84,7 +85,7 @@ class EvaluatorExecutor:
             seed=self.config.run.seed,
         )
         step_s = self.config.deadlines.step_s
-        left_s = JUDGING_SHARE * step_s - (time.monotonic() - started)
+        left_s = JUDGING_SHARE * step_s - (running_s() - started)
         least_s = (
             (1 - JUDGING_SHARE) / 2 * step_s
         )  # after slow sampling, still within the tick's deadline if all goes well

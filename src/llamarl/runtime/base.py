@@ -117,7 +117,7 @@ class Runtime(Protocol):
         ...
 
     def now(self) -> float:
-        """Seconds on the clock of this runtime (monotonic, or virtual)."""
+        """Seconds on the clock of this runtime (that of deadlines, or virtual); only differences mean something."""
         ...
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ firing. Two limits follow from sharing one process:
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TypeVar
 from llamarl.channels.base import ChannelSpec
 from llamarl.errors import ConfigError, DeadlineExceeded
 from llamarl.executors.base import ExecutorSpec
+from llamarl.running_time import running_s
 from llamarl.runtime.base import News, Order, Report, SetupReport
 from llamarl.runtime.job import combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.worker import CHANNEL_FACTORY, Worker, capture
@@ -118,8 +118,8 @@ class InlineRuntime:
         return combine_reports(order.executor, [report], controller_bytes=0)
 
     def now(self) -> float:
-        """``time.monotonic``."""
-        return time.monotonic()
+        """``running_s``: deadlines do not count the time for which this process was stopped."""
+        return running_s()
 
     def close(self) -> None:
         """Close the executors in reverse order."""

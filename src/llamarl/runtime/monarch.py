@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import queue
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from monarch.actor import HostMesh
 from llamarl.channels.base import ChannelSpec
 from llamarl.errors import DeadlineExceeded
 from llamarl.executors.base import ExecutorSpec
+from llamarl.running_time import running_s
 from llamarl.runtime.base import News, Order, Report, SetupReport
 from llamarl.runtime.job import combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.monarch_processes import Answer, Processes
@@ -164,8 +164,8 @@ class MonarchRuntime:
                 return combine_reports(answer.executor, out.replies, controller_bytes=out.num_bytes)
 
     def now(self) -> float:
-        """``time.monotonic``."""
-        return time.monotonic()
+        """``running_s``: deadlines do not count the time for which this process was stopped."""
+        return running_s()
 
     def close(self) -> None:
         """Close executors, stop processes, kill what is left.
@@ -184,11 +184,15 @@ class MonarchRuntime:
         """The next answer; None when the time is over. A failure raises, together with those that came with it."""
         assert self._processes is not None
         events = self._processes.events
-        try:
-            event = events.get(timeout=max(0.0, timeout_s))
-        except queue.Empty:
-            self._failed = True
-            return None
+        until, event = self.now() + timeout_s, None
+        while event is None:  # more than once if this process was stopped: the queue's own clock went on
+            left_s = until - self.now()
+            try:
+                event = events.get(timeout=max(0.0, left_s))
+            except queue.Empty:
+                if left_s <= 0:
+                    self._failed = True
+                    return None
         if isinstance(event, Answer):
             return event
         self._failed = True

@@ -21,25 +21,22 @@ after its mesh has gone from use, so a listener must know its own meshes."""
 
 _NOTICE = b"Monarch internal logs are being written to"
 _BRING_UP_S = 30.0
-_PATIENCE = {
-    name: "10m"
-    for name in (
-        "actor_spawn_max_idle",
-        "get_actor_state_max_idle",
-        "get_proc_state_max_idle",
-        "host_spawn_ready_timeout",
-        "mesh_proc_spawn_max_idle",
-        "supervision_watchdog_timeout",
-    )
-}
-"""Limits after which Monarch takes a silent process for dead; by default 30 s, which processes on an overloaded machine exceed.
-Deaths on this machine are noticed by pidfd, and what hangs ends at the job's own deadlines."""
-_KEPT = {"message_delivery_timeout": "1h"}
-"""How long Monarch keeps what it cannot deliver. After its own 30 s an order or a report to a process that was suspended (Ctrl-Z, a
-paused container) never comes; kept for longer than ``deadlines.step_s`` commonly is, the job goes on or says what it waited for."""
+_NEVER = "90d"
+_PATIENCE = (
+    "actor_spawn_max_idle",
+    "get_actor_state_max_idle",
+    "get_proc_state_max_idle",
+    "host_spawn_ready_timeout",
+    "mesh_proc_spawn_max_idle",
+    "message_delivery_timeout",
+    "supervision_watchdog_timeout",
+)
+"""Limits after which Monarch takes a silent process for dead, or drops a message to it: 30 s to 2 minutes, which processes on an
+overloaded machine exceed, and those of a job that was stopped (Ctrl-Z, a paused container), for its clock goes on. Deaths on this
+machine are noticed by pidfd, and what hangs ends at the job's own deadlines."""
 _ORPHANED = "1h"
-"""How long Monarch lets actors live whose controller is not heard of. Its own limit of one minute of the wall clock ends, without a
-word to anybody, the actors of a job that was suspended or of a laptop that slept."""
+"""How long Monarch lets actors on other hosts live whose controller is not heard of; by default one minute. It ends them without a
+word to anybody, also those of a job that was stopped or of a laptop that slept."""
 
 
 async def local_host(*, alone: bool) -> HostMesh:
@@ -54,7 +51,7 @@ async def local_host(*, alone: bool) -> HostMesh:
     """
     monarch.actor.unhandled_fault_hook = _on_fault
     orphaned = None if alone and sys.platform == "linux" else _ORPHANED
-    monarch.config.configure(**_PATIENCE, **_KEPT, mesh_orphan_timeout=orphaned)
+    monarch.config.configure(**dict.fromkeys(_PATIENCE, _NEVER), mesh_orphan_timeout=orphaned)
     with _without_notice():
         host = this_host()
         await asyncio.wait_for(host.initialized.as_asyncio(), _BRING_UP_S)

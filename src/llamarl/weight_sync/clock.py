@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from llamarl.errors import DeadlineExceeded
+from llamarl.running_time import running_s
 
 __all__ = ["Clock", "DeviceEvent", "deadline_clock", "wait_for_device"]
 
@@ -25,11 +26,11 @@ class DeviceEvent(Protocol):
 
 
 def deadline_clock(deadline_s: float, who: str) -> Clock:
-    """A clock that starts now."""
-    started = time.monotonic()
+    """A clock that starts now, and stands still while this process is stopped."""
+    started = running_s()
 
     def left(doing: str) -> float:
-        waited = time.monotonic() - started
+        waited = running_s() - started
         if waited > deadline_s:
             raise DeadlineExceeded(
                 f"{who}: {waited:.1f} s have passed ({doing}), limit {deadline_s:g} s; "

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from llamarl.errors import DeadlineExceeded, WeightSyncError
+from llamarl.running_time import running_s
 from llamarl.weight_sync.checksum import block_digest, digest, mix64
 from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
 from llamarl.weight_sync.layout import HeldShard, Layout, ParameterSpec, is_scale, layout_of_rank, replicated_layout
@@ -142,7 +143,11 @@ class Publisher:
             DeadlineExceeded: It is still running after ``deadline_s`` seconds.
         """
         if self._thread is not None:
-            self._thread.join(deadline_s)
+            until = running_s() + deadline_s
+            while (
+                self._thread.is_alive() and (left_s := until - running_s()) > 0
+            ):  # more than once if this process was stopped
+                self._thread.join(left_s)
             if self._thread.is_alive():
                 raise DeadlineExceeded(
                     f"source rank {self._rank} has waited {deadline_s:g} s for its own copy of the weights into a slot; "

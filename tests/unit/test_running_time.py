@@ -1,0 +1,57 @@
+"""Deadlines of a process that was stopped do not count the stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from llamarl.running_time import RunningTime, running_s
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_only_silences_of_more_than_two_seconds_are_left_out() -> None:
+    clock = Clock()
+    running = RunningTime(clock)
+    found = []
+    for step_s in (0.0, 0.5, 2.0, 58.0, 0.5, 2.1, 0.25):
+        clock.now_s += step_s
+        found.append(running() - 1000.0)
+    assert found == pytest.approx([0.0, 0.5, 2.5, 2.5, 3.0, 3.0, 3.25])
+
+
+def test_a_sleeping_process_is_not_taken_for_a_stopped_one() -> None:
+    began, really = running_s(), time.monotonic()
+    time.sleep(2.6)  # longer than any silence that counts: the thread must have looked meanwhile
+    assert running_s() - began == pytest.approx(time.monotonic() - really, abs=0.2)
+
+
+_WAITING = """
+import sys, time
+from llamarl.weight_sync.clock import deadline_clock
+clock = deadline_clock(3.0, "sink rank 0")
+print("waiting", flush=True)
+for _ in range(10):
+    time.sleep(0.1)
+    clock("waiting for block 1")
+"""
+
+
+def test_a_stop_of_the_process_does_not_use_up_its_deadline() -> None:
+    with subprocess.Popen([sys.executable, "-c", _WAITING], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.wait(timeout=30.0) == 0
