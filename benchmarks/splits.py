@@ -40,7 +40,7 @@ _MOST_RIVALS = 4
 """Each job takes two gigabytes, and as much time as the proposed one."""
 _TURN_TICKS = 5
 _STUCK_S = 120
-"""A tick that takes longer, the others' turns included, is stuck: the job says who waits for whom, and ends."""
+"""A tick that takes longer, without the others' turns, is stuck: the job says who waits for whom, and ends."""
 _BLOCK = 10
 """Rounds of one block. Blocks are compared rather than rounds, whose ratios are not spread evenly: a tick ends with a batch."""
 

@@ -161,7 +161,7 @@ def _play(
 
 
 def _job(config: RunConfig, folder: Path, ticks: int, step_s: float) -> Job:
-    """The recipe's steps as long as it takes, all it writes in ``folder``; its deadlines are those of its turns.
+    """The recipe's steps until it is closed, all it writes in ``folder``; its deadlines stand still while it is stopped.
 
     Args:
         ticks: Of a turn, each forecast to take ``step_s``.
@@ -171,8 +171,6 @@ def _job(config: RunConfig, folder: Path, ticks: int, step_s: float) -> Job:
     deadline_s = config.deadlines.setup_s + _PATIENCE * step_s * max(warm_up, ticks)
     raw["run"] |= {"dir": str(folder / "run"), "num_ticks": _MANY_TICKS}
     raw["observability"] |= {"console": "none", "wandb": False}
-    day = 86_400.0  # these clocks run while a job is stopped
-    raw["deadlines"]["step_s"] = raw["task"]["pool"]["timeout_s"] = day
     folder.mkdir(parents=True)
     save_config(validate(raw), folder / "recipe.toml")
     return Job(["train", str(folder / "recipe.toml")], folder / "run", warm_up, deadline_s=deadline_s)
