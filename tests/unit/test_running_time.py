@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from llamarl.running_time import RunningTime, running_s
+from llamarl import running_time
+from llamarl.running_time import RunningTime, running_s, wait_for
 
 
 class Clock:
@@ -55,3 +56,19 @@ def test_a_stop_of_the_process_does_not_use_up_its_deadline() -> None:
         time.sleep(4.0)
         os.kill(process.pid, signal.SIGCONT)
         assert process.wait(timeout=30.0) == 0
+
+
+def test_a_wait_goes_on_after_one_that_ended_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waits = Clock(), []
+    monkeypatch.setattr(running_time, "running_s", clock)
+
+    def done(within_s: float) -> bool:
+        waits.append(within_s)
+        clock.now_s += 1.5  # the stop made its own clock run out
+        return len(waits) == 3
+
+    assert wait_for(done, 5.0) and waits == [5.0, 3.5, 2.0]
+    assert not wait_for(lambda _: False, 0.0)
+    waits[:] = []
+    assert not wait_for(lambda within_s: done(within_s) and False, 4.0)
+    assert waits == [4.0, 2.5, 1.0, 0.0]

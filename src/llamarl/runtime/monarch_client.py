@@ -22,6 +22,8 @@ after its mesh has gone from use, so a listener must know its own meshes."""
 _NOTICE = b"Monarch internal logs are being written to"
 _BRING_UP_S = 30.0
 _NEVER = "90d"
+_SILENT = "10m"
+_KEPT = "1h"
 _PATIENCE = (
     "actor_spawn_max_idle",
     "get_actor_state_max_idle",
@@ -33,10 +35,13 @@ _PATIENCE = (
 )
 """Limits after which Monarch takes a silent process for dead, or drops a message to it: 30 s to 2 minutes, which processes on an
 overloaded machine exceed, and those of a job that was stopped (Ctrl-Z, a paused container), for its clock goes on. Deaths on this
-machine are noticed by pidfd, and what hangs ends at the job's own deadlines."""
+machine are noticed by pidfd, and what hangs ends at the job's own deadlines: they are lifted. With other hosts a silent process is
+dead after ten minutes, a message dropped after an hour."""
 _ORPHANED = "1h"
 """How long Monarch lets actors on other hosts live whose controller is not heard of; by default one minute. It ends them without a
 word to anybody, also those of a job that was stopped or of a laptop that slept."""
+_abroad = False
+"""Whether a job of this process has been on other hosts: the limits are the process's, and the wider ones would harm it."""
 
 
 async def local_host(*, alone: bool) -> HostMesh:
@@ -49,9 +54,14 @@ async def local_host(*, alone: bool) -> HostMesh:
     Raises:
         TimeoutError: Monarch's local host did not stand within 30 s.
     """
+    global _abroad
+    _abroad = _abroad or not alone
     monarch.actor.unhandled_fault_hook = _on_fault
-    orphaned = None if alone and sys.platform == "linux" else _ORPHANED
-    monarch.config.configure(**dict.fromkeys(_PATIENCE, _NEVER), mesh_orphan_timeout=orphaned)
+    limits: dict[str, str | None] = dict.fromkeys(_PATIENCE, _SILENT if _abroad else _NEVER)
+    if _abroad:
+        limits["message_delivery_timeout"] = _KEPT
+    limits["mesh_orphan_timeout"] = None if sys.platform == "linux" and not _abroad else _ORPHANED
+    monarch.config.configure(**limits)
     with _without_notice():
         host = this_host()
         await asyncio.wait_for(host.initialized.as_asyncio(), _BRING_UP_S)

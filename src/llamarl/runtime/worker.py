@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -27,6 +28,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec, Handle, Receiver, Se
 from llamarl.checkpoint.storage import saving
 from llamarl.errors import ConfigError, DeadlineExceeded, LlamaRLError
 from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec
+from llamarl.running_time import wait_for
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.determinism import pin
 from llamarl.runtime.import_path import load_module, resolve
@@ -314,7 +316,7 @@ class Worker:
             if not wait and not pending.done():
                 continue
             limit = self._plan.collective_timeout_s
-            if not wait_for_futures([pending], timeout=limit).done:
+            if not wait_for(partial(_done, pending), limit):
                 raise DeadlineExceeded(
                     f"executor {self._plan.spec.name!r}, rank {self._plan.rank}: the state after tick {tick} is not yet "
                     f"written to {folder.parent} after {limit:g} s: is the disk slow or gone?"
@@ -381,6 +383,10 @@ class _Span:
 
     def __exit__(self, *_: object) -> None:
         self._spans.append((self._label, self._start, time.monotonic()))
+
+
+def _done(pending: Future[None], within_s: float) -> bool:
+    return bool(wait_for_futures([pending], timeout=within_s).done)
 
 
 def rank_device(spec: ExecutorSpec, rank: int) -> str:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
 
 from llamarl.errors import DeadlineExceeded, WeightSyncError
-from llamarl.running_time import running_s
+from llamarl.running_time import wait_for
 from llamarl.weight_sync.checksum import block_digest, digest, mix64
 from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
 from llamarl.weight_sync.layout import HeldShard, Layout, ParameterSpec, is_scale, layout_of_rank, replicated_layout
@@ -143,12 +144,7 @@ class Publisher:
             DeadlineExceeded: It is still running after ``deadline_s`` seconds.
         """
         if self._thread is not None:
-            until = running_s() + deadline_s
-            while (
-                self._thread.is_alive() and (left_s := until - running_s()) > 0
-            ):  # more than once if this process was stopped
-                self._thread.join(left_s)
-            if self._thread.is_alive():
+            if not wait_for(partial(_ended, self._thread), deadline_s):
                 raise DeadlineExceeded(
                     f"source rank {self._rank} has waited {deadline_s:g} s for its own copy of the weights into a slot; "
                     "the machine is short of memory or cores"
@@ -278,6 +274,11 @@ class Publisher:
             self._catalog_bytes = catalog.to_bytes()
             self._catalog_checksum = digest(self._catalog_bytes)
         self._made_for = made_for
+
+
+def _ended(thread: threading.Thread, within_s: float) -> bool:
+    thread.join(within_s)
+    return not thread.is_alive()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

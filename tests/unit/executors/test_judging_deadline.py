@@ -39,7 +39,7 @@ def test_the_evaluator_takes_off_what_sampling_took(monkeypatch: pytest.MonkeyPa
     executor.pool = pool = Pool()  # type: ignore[assignment]
     executor.engine = executor.prompts = executor.params = executor.tokenizer = None  # type: ignore[assignment]
     clock = iter([100.0, 103.0, 200.0, 230.0])
-    monkeypatch.setattr(evaluator, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(evaluator, "running_s", lambda: next(clock))
     monkeypatch.setattr(evaluator, "sample_groups", lambda *_, **__: [])
     monkeypatch.setattr(evaluator, "evaluate", lambda groups: {})
     executor.step(0, {"eval_weights": None})
