@@ -1,4 +1,4 @@
-"""A clock for deadlines that stands still while this process is stopped (Ctrl-Z, SIGSTOP, a paused container).
+"""A clock for deadlines that stands still while this process is stopped (SIGSTOP, Ctrl-Z, a paused container).
 
 A deadline asks whether something takes too long, and a process that could not run has not waited. No kernel tells how long it was
 stopped, so a thread looks at the clock twice a second: a silence of more than two seconds is taken for a stop. Native code that

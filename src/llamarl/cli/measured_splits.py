@@ -53,7 +53,10 @@ class MeasuredSplits:
 
     def text(self) -> str:
         cores = self.calibration.cores
-        head = f"\nThe {cores} cores of this machine, forecast from this recipe's own executors at work:\n"
+        head = (
+            f"\nThe {cores} cores of this machine, forecast from this recipe's own executors at work. The table above knows rooflines "
+            "alone and\ncounts prompt tokens too: where they differ, this one holds, and --recipe writes its starred split.\n"
+        )
         return "\n".join(
             [head, split_table(self.splits, self.chosen, self.calibration.finals), "", *self.calibration.describe()]
         )

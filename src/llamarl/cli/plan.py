@@ -154,7 +154,8 @@ def run(args: argparse.Namespace) -> int:
         if question and not args.response_tokens:
             print(f"  lengths    {question.note}")
         for path in filter(None, (args.picture, args.recipe)):
-            print(f"  wrote      {path}")
+            what = f" ({measured.chosen.name})" if measured and path is args.recipe else ""
+            print(f"  wrote      {path}{what}")
     return 0
 
 

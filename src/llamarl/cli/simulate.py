@@ -93,7 +93,9 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     how.add_argument("--seed", type=int, help="of lengths, jitter and failures (default: the recipe's, else 0)")
     vary = parser.add_argument_group("what varies besides lengths")
     vary.add_argument(
-        "--slow-replicas", metavar="SHARE:FACTOR", help="share of replicas that take FACTOR times as long"
+        "--slow-replicas",
+        metavar="SHARE:FACTOR",
+        help="share of replicas (at least one) that take FACTOR times as long",
     )
     vary.add_argument(
         "--jitter",

@@ -184,9 +184,9 @@ class Variation:
                 raise PlanError(f"{name} must be 0 to 3, got {getattr(self, name)}")
 
     def slow_replicas(self, replicas: int, seed: int) -> Floats:
-        """[replicas] factor of each: the slow ones are drawn once a run."""
+        """[replicas] factor of each: the slow ones are drawn once a run, and any share is at least one of them."""
         factors = np.ones(replicas)
-        count = round(self.slow_fraction * replicas)
+        count = max(round(self.slow_fraction * replicas), 1 if self.slow_fraction > 0.0 else 0)
         factors[np.random.default_rng([seed, 3]).permutation(replicas)[:count]] = self.slow_factor
         return factors
 

@@ -74,14 +74,14 @@ class RecipeCalibration:
             lines.append(
                 f"generator  threads:precision {name}: tick {g.tick_s * 1e3:.1f} ms, decode step {g.step_s * 1e3:.3g} ms + "
                 f"{g.sequence_s * 1e6:.3g} us a sequence + {g.cache_token_s * 1e9:.3g} ns a cached token, prompt token "
-                f"{g.prefill_token_s * 1e6:.3g} us (ticks differ by {found.jitter:.1%})"
+                f"{g.prefill_token_s * 1e6:.3g} us ({_differ(found.jitter)})"
             )
         for name, found in self.trainers.items():
             t = found.cost
             assert isinstance(t, TrainerCost)
             lines.append(
                 f"trainer    threads {name}: tick {t.tick_s * 1e3:.1f} ms + {t.token_s * 1e6:.3g} us a token of the batch "
-                f"(ticks differ by {found.jitter:.1%})"
+                f"({_differ(found.jitter)})"
             )
         lines.append(
             f"reward     {self.reward_s * 1e3:.1f} ms a tick; messages and hand-over {self.round_s * 1e3:.1f} ms"
@@ -90,6 +90,14 @@ class RecipeCalibration:
             both = ", ".join(f"{role} takes {factor:.2f} times as long" for role, factor in factors.items())
             lines.append(f"together   threads {name}: {both}")
         return lines
+
+
+_NOISE = 0.5
+
+
+def _differ(jitter: float) -> str:
+    asked = ": was the machine idle? calibrate again" if jitter > _NOISE else ""
+    return f"ticks differ by {jitter:.1%}{asked}"
 
 
 def settled_threads(config: RunConfig) -> dict[str, int]:

@@ -158,9 +158,12 @@ def _run_with_failures(scenario: Scenario, failures: Failures, collect: _Collect
             lost_s += clock - (saved[0] if saved else began)
             in_vain = in_vain + 1 if checkpoints.last == before else 0
             if in_vain >= _HOPELESS:
+                reached = (
+                    "did not reach its first checkpoint" if before is None else f"got no further than tick {before}"
+                )
                 raise PlanError(
-                    f"{scenario.title}: the job dies every {mean_s:.3g} s in the mean and got no further than tick "
-                    f"{before} in {_HOPELESS} tries: take checkpoints more often than every "
+                    f"{scenario.title}: the job dies every {mean_s:.3g} s in the mean and {reached} "
+                    f"in {_HOPELESS} tries: take checkpoints more often than every "
                     f"{failures.checkpoint_every} ticks, or use fewer devices"
                 ) from None
         finally:

@@ -423,3 +423,11 @@ def test_what_ran_against_each_other_is_kept_and_decides(tmp_path: Path, monkeyp
     assert not asked(log=lines.append).calibration.finals and "the forecasts decide" in lines[-1]
     again = asked(measure=True)  # without --splits: other constants, no finals
     assert not again.calibration.finals
+
+
+def test_a_calibration_on_a_busy_machine_says_so() -> None:
+    noisy = {"1": RoleCosts(cost=TrainerCost(token_s=1e-6), jitter=0.6, ticks=9)}
+    quiet = {"1": RoleCosts(cost=TrainerCost(token_s=1e-6), jitter=0.4, ticks=9)}
+    for trainers, said in ((noisy, True), (quiet, False)):
+        lines = "\n".join(made(trainers=trainers).describe())
+        assert ("was the machine idle?" in lines) is said

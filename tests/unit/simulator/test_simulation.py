@@ -258,6 +258,12 @@ def test_slow_replicas_hold_up_a_tick_and_the_others_wait() -> None:
     assert b.replica_idle == pytest.approx(1.0 - busy / b.step_s, rel=0.02)
 
 
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.05, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
+def test_a_share_of_slow_replicas_is_never_rounded_down_to_none(share: float, count: int) -> None:
+    factors = Variation(slow_fraction=share, slow_factor=3.0).slow_replicas(4, seed=0)
+    assert sorted(factors) == [1.0] * (4 - count) + [3.0] * count
+
+
 def test_variable_durations_make_the_step_longer_than_theory_and_staleness_wins_it_back() -> None:
     scenario = small(lengths=lognormal(20, 0.8, 200), num_ticks=300, replicas=1)
     scenario = dataclasses.replace(scenario, trainer=TrainerCost(token_s=simulate(scenario).role_s["generator"] / 260))

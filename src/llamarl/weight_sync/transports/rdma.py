@@ -18,7 +18,6 @@ import contextlib
 import math
 import os
 import pickle
-import time
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from llamarl.errors import DeadlineExceeded, WeightSyncError
+from llamarl.running_time import running_s
 from llamarl.weight_sync.checksum import ChecksumKind
 from llamarl.weight_sync.clock import Clock
 
@@ -134,13 +134,13 @@ class _Remote:
         return None
 
     def read(self, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
-        started, done = time.monotonic(), 0
+        started, done = running_s(), 0
         while done < into.numel():
             index = self._find(offset + done)
             start, stop = self._edges[index : index + 2]
             first = offset + done - start
             count = min(into.numel() - done, stop - start - first)
-            left_s = deadline_s - (time.monotonic() - started)
+            left_s = deadline_s - (running_s() - started)
             if fresh:  # does not take the place of the data chunk at hand
                 chunk = torch.empty(stop - start, dtype=torch.uint8)
                 _read(self._chunks[index], chunk, left_s)
