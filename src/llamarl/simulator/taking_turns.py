@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from llamarl.errors import DeadlineExceeded, ExecutorFailed
+from llamarl.running_time import running_s
 
 __all__ = ["Job"]
 
@@ -130,9 +131,9 @@ class Job:
 
     def _wait_for(self, rows: int) -> None:
         assert self._process
-        until = time.monotonic() + self._deadline_s
+        until = running_s() + self._deadline_s
         while self.rows < rows:
-            ended, late = self._process.poll() is not None, time.monotonic() > until
+            ended, late = self._process.poll() is not None, running_s() > until
             if ended or late:
                 text = self._output.read_text(encoding="utf-8", errors="replace")[-4000:]
                 what = f"{self._metrics} has {self._rows} rows, {rows} were awaited"
