@@ -3,14 +3,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/tiny.toml
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
 
-.PHONY: train test check install clean
+.PHONY: train test test-wheel test-browser test-vllm check install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
 
 test: install  ## the whole CPU suite
 	$(BIN)/python -m pytest
+
+test-wheel:  ## the built wheel in an environment of its own, in an empty folder
+	$(PYTHON) scripts/try_wheel.py
+
+test-browser: install  ## every view of llamarl report in Chromium (Debian: apt-get install chromium)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pytest tests/browser -m "browser or not browser"
+
+test-vllm: $(VLLM_VENV)/.installed  ## the vLLM engine on vLLM's CPU build, in an environment of its own (4 GB)
+	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm
 
 check: install  ## formatter, linter, type checker
 	$(BIN)/ruff format --check src tests benchmarks examples scripts
@@ -24,5 +35,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) runs .pytest_cache .mypy_cache .ruff_cache

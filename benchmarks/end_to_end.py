@@ -111,6 +111,7 @@ def run_llamarl(model: str, sizes: dict[str, int], steps: int) -> dict[str, Any]
             "optimizer.lr": 1e-6,
             "evaluation.every": 0,
             "checkpoint.every": 0,
+            "checkpoint.every_minutes": 0,
             "checkpoint.at_end": "false",
             "observability.console": '"none"',
         }

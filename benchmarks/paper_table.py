@@ -22,7 +22,7 @@ from llamarl.planner.choices import Options, Workload
 from llamarl.planner.hardware import Hardware, find_hardware
 from llamarl.planner.lengths import Lengths, constant, lognormal
 from llamarl.planner.model_spec import find_model
-from llamarl.planner.report import plan_to_dict
+from llamarl.planner.plan_report import plan_to_dict
 from llamarl.planner.search import Plan, best_common, best_resharding, best_separate, best_split
 
 ROWS = (

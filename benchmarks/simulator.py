@@ -18,13 +18,13 @@ from typing import Any
 
 from harness import claim, write_report
 
-from llamarl.planner.costs import GeneratorLayout
 from llamarl.planner.hardware import find_hardware
 from llamarl.planner.lengths import lognormal
 from llamarl.planner.model_spec import find_model
-from llamarl.simulator.costs import RooflineGeneratorCost, TrainerCost
+from llamarl.planner.rooflines import GeneratorLayout
 from llamarl.simulator.scenario import Scenario, durations_scenario
 from llamarl.simulator.simulate import simulate
+from llamarl.simulator.tick_costs import RooflineGeneratorCost, TrainerCost
 
 
 def main() -> None:

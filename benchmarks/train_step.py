@@ -183,7 +183,7 @@ def llamarl_step(
 
 def plain_step(folder: Path, groups: list[Group], args: argparse.Namespace) -> Callable[[], None]:
     """The same gradient as a user of ``transformers`` would write it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
     rows = [(g.prompt.tokens, r, _advantage(g, r)) for g in groups for r in g.responses]

@@ -23,8 +23,8 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(job["model"], trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, trust_remote_code=False)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 

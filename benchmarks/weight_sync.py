@@ -28,12 +28,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llamarl.planner.weight_traffic import MeshSide, report_transfer
+from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 from llamarl.weight_sync.layout import Layout, ParameterSpec, Piece, Shard, mesh_layout, replicated_layout
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
-from llamarl.weight_sync.report import MeshSide, report_transfer
 from llamarl.weight_sync.sink import Puller
 from llamarl.weight_sync.source import Publisher
-from llamarl.weight_sync.transports.shared_memory import SharedMemorySink, SharedMemorySource
 
 WAIT_S = 300.0
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, head size, vocabulary; Llama architecture, tied embeddings

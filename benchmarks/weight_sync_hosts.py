@@ -14,9 +14,9 @@ import torch
 from monarch.actor import Actor, endpoint
 from monarch.job import ProcessJob
 
+from llamarl.transports.rdma import RdmaSink, RdmaSource
 from llamarl.weight_sync.sink import Puller
 from llamarl.weight_sync.source import Publisher
-from llamarl.weight_sync.transports.rdma import RdmaSink, RdmaSource
 
 WAIT_S = 300
 

@@ -18,38 +18,26 @@ from typing import Any
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
-from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
+from llamarl.executors.base import BaseExecutor, ExecutorSpec, StepResult
 from llamarl.runtime.base import Report
-from llamarl.runtime.factory import make_runtime
+from llamarl.runtime.make_runtime import make_runtime
 
 
-class Base:
-    """What the three have in common: no state to build, save or close."""
-
-    def __init__(self, config: Any, context: ExecutorContext) -> None:
-        self.name, self.config = context.name, config
-
-    def setup(self) -> None: ...
-    def save(self, folder: Path, tick: int) -> None: ...
-    def load(self, folder: Path, tick: int) -> None: ...
-    def close(self) -> None: ...
-
-    def initial_token(self, channel: str, source_tick: int) -> Any:
-        return [0]  # what lies on the delayed edge at start
-
-
-class Source(Base):
+class Source(BaseExecutor):
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         numbers = [10 * tick + i for i in range(self.config["count"])]
         return StepResult(outputs={"numbers": numbers}, metrics={"feedback": float(inputs["feedback"][0])})
 
 
-class Doubler(Base):
+class Doubler(BaseExecutor):
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         return StepResult(outputs={"doubled": [2 * n for n in inputs["numbers"]]})
 
 
-class Collector(Base):
+class Collector(BaseExecutor):
+    def initial_token(self, channel: str, source_tick: int) -> Any:
+        return [0]  # what lies on the delayed edge at start
+
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         total = sum(inputs["doubled"])
         return StepResult(outputs={"feedback": [total]}, metrics={"total": float(total)})
@@ -86,7 +74,7 @@ def build(delay: int = 2) -> Graph:
     )
 
 
-def main(runtime_name: str = "monarch") -> None:
+def main(runtime_name: str = "local") -> None:
     graph = build()
     print(graph.describe())
     runtime = make_runtime(runtime_name)

@@ -8,26 +8,38 @@ Each section is owned by its package's ``config.py``; this file composes them an
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-import tomllib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field
+from pydantic import AfterValidator, Field, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.controller.config import DeadlineConfig, ScheduleConfig
 from llamarl.data.config import DataConfig
-from llamarl.environments.config import TaskConfig
-from llamarl.errors import ConfigError
-from llamarl.executors.config import DynamicSamplingConfig, EvaluationConfig, GeneratorConfig
+from llamarl.engine.config import why_not_in_vllm
+from llamarl.environments.config import TaskSection
+from llamarl.errors import ConfigError, FileError, Mistake
+from llamarl.executors.config import (
+    DynamicSamplingConfig,
+    EvaluationConfig,
+    ExecutorConfig,
+    GeneratorConfig,
+    RewardConfig,
+)
+from llamarl.import_path import is_import_path
 from llamarl.mistakes import Reader, list_mistakes
 from llamarl.observability.config import ObservabilityConfig
-from llamarl.strict import STRICT, at_least, refuse
+from llamarl.reading import MAX_DEPTH, parse_toml, read_toml, user_path
+from llamarl.roles import present_roles, wiring_mistakes
+from llamarl.shipped import find_recipe, shipped_recipes
+from llamarl.strict import NO_BITS, STRICT, Effect, bounds, refuse
 from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 
 __all__ = [
@@ -37,62 +49,72 @@ __all__ = [
     "RunSection",
     "apply_overrides",
     "field_help",
+    "key_effects",
     "load_config",
+    "read_settings",
     "save_config",
 ]
 
-_MOST_TICKS = 1_000_000
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Words of the command line, ``--a.b value``, or dotted key -> value."""
+
+_MAX_TICKS = 1_000_000
 """Far beyond any run; what is looked at tick by tick before a run then still takes under a second."""
+
+
+def _run_dir(text: str) -> str:
+    if not text.strip():
+        raise ValueError(f"must name a folder, such as runs/{{name}}, got {text!r}")
+    if re.search("[{}]", text.replace("{name}", "")):
+        raise ValueError(f"may hold braces only as its one placeholder {{name}}, the recipe's file name; got {text!r}")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunSection:
-    dir: str = "runs/{name}"
+    dir: Annotated[str, NO_BITS, AfterValidator(_run_dir)] = "runs/{name}"
     """Folder of the run. "{name}" becomes the recipe's file name. Refused if it already holds a run."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Every random choice of the run derives from it. Same recipe, seed and thread counts: same bits."""
 
-    num_ticks: int = 100
+    num_ticks: Annotated[int, NO_BITS, Field(ge=1, le=_MAX_TICKS)] = 100
     """Trainer ticks of the run; each makes one policy version, by ``trainer.minibatches * trainer.epochs`` optimizer steps."""
 
-    runtime: Literal["monarch", "inline"] = "monarch"
-    """"monarch": each executor in processes of its own, all at once. "inline": all in this process, one after the other."""
+    runtime: Annotated[Literal["local", "inline", "monarch"], NO_BITS] = "local"
+    """"local": each executor in processes of its own, all at once. "inline": all in this process, one after the other.
+    "monarch" is the former name of "local" and is read as that."""
 
-    cores: int = 0
+    cores: Annotated[NonNegativeInt, NO_BITS] = 0
     """CPU cores to divide among the executors whose ``threads`` is 0; 0 takes what this process may use."""
 
     def __post_init__(self) -> None:
-        refuse(self._mistakes())
-
-    def _mistakes(self) -> Iterator[str]:
-        if not self.dir.strip():
-            yield f"dir must name a folder, such as runs/{{name}}, got {self.dir!r}"
-        if re.search("[{}]", self.dir.replace("{name}", "")):
-            yield (
-                f"dir may hold braces only as its one placeholder {{name}}, the recipe's file name; got {self.dir!r}"
-            )
-        yield from at_least(self, 1, "num_ticks", what="trainer tick")
-        if self.num_ticks > _MOST_TICKS:
-            yield f"num_ticks must be <= {_MOST_TICKS:,} trainer ticks, got {self.num_ticks}"
-        yield from at_least(self, 0, "seed")
-        yield from at_least(self, 0, "cores", what="(0 takes what there is)")
+        if self.runtime == "monarch":
+            object.__setattr__(self, "runtime", "local")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
     path: str = "bundled:tiny"
-    """Hugging Face folder of the policy to start from, or "bundled:tiny"."""
+    """The policy to start from: a Hugging Face folder, the id of a model of the Hub (org/name), or "bundled:tiny"."""
+
+    revision: str = ""
+    """Branch, tag or commit of a model of the Hub; empty is main. The run's config.toml says the commit that it was."""
+
+    trust_remote_code: bool = False
+    """Whether the folder's tokenizer may be Python code of its own, which then runs with all your rights in every process
+    that reads text. Code of the model itself never runs: its architecture is one that llamarl knows."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig:
     run: RunSection = Field(default_factory=RunSection)
     model: ModelConfig = Field(default_factory=ModelConfig)
-    task: TaskConfig = Field(default_factory=TaskConfig)
+    task: TaskSection = Field(default_factory=TaskSection)
     data: DataConfig = Field(default_factory=DataConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
     dynamic_sampling: DynamicSamplingConfig = Field(default_factory=DynamicSamplingConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -101,12 +123,54 @@ class RunConfig:
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    executors: dict[str, ExecutorConfig] = Field(default_factory=dict)
+    """Executors of your own, and standard ones rewired: a section [executors.NAME] each, with factory, reads, writes, delays,
+    ranks, threads, device, options (docs/executors.md)."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
 
     def __post_init__(self) -> None:
         refuse(_cross_checks(self))
+        refuse(_settings_checks(self))
+
+    @property
+    def own_code(self) -> list[tuple[str, str]]:
+        """(key, import path) of all code of the user's own that a run of it would execute."""
+        named = {
+            "task.reward": self.task.reward,
+            "task.name": self.task.name if self.task.by_import_path else "",
+            "algorithm.name": self.algorithm.name,
+            "algorithm.advantage": self.algorithm.advantage,
+            "generator.engine.name": self.generator.engine.name,
+            **{f"task.rewards.{part.part}": part.function for part in self.task.rewards},
+            **{f"task.mixture.{label}.name": t.name for label, t in self.task.tasks.items() if t.by_import_path},
+            **{
+                f"task.mixture.{label}.reward.{part.part}": part.function
+                for label, task in self.task.tasks.items()
+                for part in task.judges
+            },
+            **{f"executors.{name}.factory": own.factory for name, own in self.executors.items()},
+        }
+        found = [(key, path) for key, path in named.items() if is_import_path(path)]
+        found += [("observability.sinks", path) for path in self.observability.sinks]
+        for name, own in self.executors.items():
+            if own.settings:
+                seen = self.for_executor(name).own_code
+                found += [(f"executors.{name}.settings.{key}", path) for key, path in seen if (key, path) not in found]
+        return found
+
+    def for_executor(self, name: str) -> RunConfig:
+        """The recipe as an executor sees it: with the ``settings`` of its own, if it has any."""
+        own = self.executors.get(name)
+        if own is None or not own.settings:
+            return self
+        given = dict(own.settings)
+        if isinstance(model := given.get("model"), Mapping) and "path" in model:
+            given["model"] = {"revision": "", **model}  # that of the recipe is of another model
+        others = {other: dataclasses.replace(one, settings={}) for other, one in self.executors.items()}
+        plain = to_plain(dataclasses.replace(self, executors=others))
+        return validate(_merge_tables(plain, given))
 
     @property
     def has_reference(self) -> bool:
@@ -131,117 +195,174 @@ class RunConfig:
         return self.schedule.max_staleness + cut + carried
 
 
-def _cross_checks(config: RunConfig) -> Iterator[str]:
+def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
     group_size, advantage = config.generator.group_size, config.algorithm.advantage
     if group_size == 1 and advantage in GROUP_BASELINES:
-        yield (
-            f"generator.group_size is 1, but algorithm.advantage {advantage!r} compares the responses of a group: "
-            f"every advantage would be 0 and nothing learned; set generator.group_size >= 2"
+        yield Mistake(
+            "generator.group_size",
+            f"is 1, but algorithm.advantage {advantage!r} compares the responses of a group: "
+            f"every advantage would be 0 and nothing learned; set generator.group_size >= 2",
+            ("algorithm.advantage",),
         )
     if config.schedule.prompts_per_step % config.generator.dp:
-        yield (
-            f"schedule.prompts_per_step ({config.schedule.prompts_per_step}) must be a multiple of generator.dp "
-            f"({config.generator.dp}): each replica delivers the same number of groups a tick"
+        yield Mistake(
+            "schedule.prompts_per_step",
+            f"({config.schedule.prompts_per_step}) must be a multiple of generator.dp "
+            f"({config.generator.dp}): each replica delivers the same number of groups a tick",
+            ("generator.dp",),
         )
-    ranks = {"trainer.fsdp": config.trainer.fsdp}
-    if config.has_reference:
-        ranks["reference.fsdp"] = config.reference.fsdp
-    if config.has_critic:
-        ranks["critic.fsdp"] = config.critic.fsdp
-    for key, fsdp in ranks.items():
+    for role in present_roles(config):
+        fsdp = getattr(role.settings(config), "fsdp", 1)
         if config.schedule.prompts_per_step < fsdp:
-            yield (
-                f"schedule.prompts_per_step ({config.schedule.prompts_per_step}) must be >= {key} "
-                f"({fsdp}): each data-parallel rank needs at least one group a tick"
+            yield Mistake(
+                "schedule.prompts_per_step",
+                f"({config.schedule.prompts_per_step}) must be >= {role.section}.fsdp "
+                f"({fsdp}): each data-parallel rank needs at least one group a tick",
+                (f"{role.section}.fsdp",),
             )
     if config.dynamic_sampling.enabled and advantage not in GROUP_BASELINES:
-        yield (
-            f"dynamic_sampling.enabled drops groups whose rewards agree, but with algorithm.advantage {advantage!r} such "
-            f"groups have a gradient: choose one of {', '.join(sorted(GROUP_BASELINES))}, or set it to false"
+        yield Mistake(
+            "dynamic_sampling.enabled",
+            f"drops groups whose rewards agree, but with algorithm.advantage {advantage!r} such "
+            f"groups have a gradient: choose one of {', '.join(sorted(GROUP_BASELINES))}, or set it to false",
+            ("algorithm.advantage",),
         )
     if config.schedule.weights == "latest" and config.generator.tp > 1:
-        yield (
-            f"schedule.weights is 'latest', which each generator process decides for itself, but generator.tp is "
-            f"{config.generator.tp}: set schedule.weights to 'exact', or generator.tp to 1"
+        yield Mistake(
+            "schedule.weights",
+            f"is 'latest', which each generator process decides for itself, but generator.tp is "
+            f"{config.generator.tp}: set schedule.weights to 'exact', or generator.tp to 1",
+            ("generator.tp",),
         )
     if config.lora.rank and config.lora.hand_over == "adapter" and config.generator.tp > 1:
-        yield (
-            f"lora.hand_over is 'adapter', which a generator merges into whole matrices, but generator.tp is "
-            f"{config.generator.tp}: set lora.hand_over to 'merged', or generator.tp to 1"
+        yield Mistake(
+            "lora.hand_over",
+            f"is 'adapter', which a generator merges into whole matrices, but generator.tp is "
+            f"{config.generator.tp}: set lora.hand_over to 'merged', or generator.tp to 1",
+            ("generator.tp",),
         )
     if config.lora.rank and config.trainer.fsdp * config.trainer.tp > 1:
-        yield (
-            f"lora.rank {config.lora.rank} trains on one rank, but trainer.fsdp is {config.trainer.fsdp} and trainer.tp "
-            f"{config.trainer.tp}: set both to 1, or lora.rank to 0"
+        yield Mistake(
+            "lora.rank",
+            f"{config.lora.rank} trains on one rank, but trainer.fsdp is {config.trainer.fsdp} and trainer.tp "
+            f"{config.trainer.tp}: set both to 1, or lora.rank to 0",
+            ("trainer.fsdp", "trainer.tp"),
         )
+    if config.generator.engine.name == "vllm":
+        yield from _vllm_checks(config)
     yield from _batch_checks(config)
+    yield from wiring_mistakes(config)
     if config.schedule.colocated:
         yield from _colocation_checks(config)
 
 
-def _colocation_checks(config: RunConfig) -> Iterator[str]:
+def _settings_checks(config: RunConfig) -> Iterator[Mistake]:
+    """Whether the settings of each executor fit a recipe."""
+    for name in config.executors:
+        try:
+            config.for_executor(name)
+        except ConfigError as error:
+            yield Mistake(f"executors.{name}.settings", ": " + "; ".join(map(str, error.mistakes)), ("executors",))
+
+
+def _vllm_checks(config: RunConfig) -> Iterator[Mistake]:
+    temperatures = {
+        "generator.sampling.temperature": config.generator.sampling.temperature,
+        "evaluation.temperature": config.evaluation.temperature,
+    }
+    for key, temperature in temperatures.items():
+        if why := why_not_in_vllm(temperature):
+            yield Mistake(
+                key,
+                f"is {temperature:g}, but generator.engine.name is 'vllm': {why}",
+                ("generator.engine.name",),
+            )
+
+
+def _colocation_checks(config: RunConfig) -> Iterator[Mistake]:
     """What must hold for generator and trainer to take turns on the same devices."""
     schedule, generator = config.schedule, config.generator
     if schedule.max_staleness or schedule.weights != "exact":
-        yield (
-            f"schedule.colocated lets generator and trainer take turns, but with schedule.max_staleness "
+        yield Mistake(
+            "schedule.colocated",
+            f"lets generator and trainer take turns, but with schedule.max_staleness "
             f"{schedule.max_staleness} and schedule.weights {schedule.weights!r} they may work at the same time: set "
-            f"max_staleness to 0 and weights to 'exact', or colocated to false"
+            f"max_staleness to 0 and weights to 'exact', or colocated to false",
+            ("schedule.max_staleness", "schedule.weights"),
         )
     if generator.device != config.trainer.device:
-        yield (
-            f"schedule.colocated puts generator and trainer on the same devices, but generator.device is "
-            f"{generator.device!r} and trainer.device {config.trainer.device!r}: set both to 'auto', 'cpu' or 'cuda'"
+        yield Mistake(
+            "schedule.colocated",
+            f"puts generator and trainer on the same devices, but generator.device is "
+            f"{generator.device!r} and trainer.device {config.trainer.device!r}: set both to 'auto', 'cpu' or 'cuda'",
+            (
+                "generator.device",
+                "trainer.device",
+            ),
         )
     if generator.kv_on_update == "keep":
-        yield (
-            "schedule.colocated gives the KV cache back at the end of each tick, but generator.kv_on_update is 'keep': set "
-            "it to 'recompute', or colocated to false"
+        yield Mistake(
+            "schedule.colocated",
+            "gives the KV cache back at the end of each tick, but generator.kv_on_update is 'keep': set "
+            "it to 'recompute', or colocated to false",
+            ("generator.kv_on_update",),
         )
     if generator.engine.name != "native":
-        yield (
-            f"schedule.colocated needs an engine that gives its memory back, but generator.engine.name is "
-            f"{generator.engine.name!r}: set it to 'native', or colocated to false"
+        yield Mistake(
+            "schedule.colocated",
+            f"needs an engine that gives its memory back, but generator.engine.name is "
+            f"{generator.engine.name!r}: set it to 'native', or colocated to false",
+            ("generator.engine.name",),
         )
     if config.lora.rank and config.lora.hand_over == "adapter":
-        yield (
-            "schedule.colocated gives the generator's weights back, which adapters alone cannot restore, but "
-            "lora.hand_over is 'adapter': set it to 'merged', or colocated to false"
+        yield Mistake(
+            "schedule.colocated",
+            "gives the generator's weights back, which adapters alone cannot restore, but "
+            "lora.hand_over is 'adapter': set it to 'merged', or colocated to false",
+            ("lora.hand_over",),
         )
     if schedule.transport == "cuda_ipc":
-        yield (
-            "schedule.colocated keeps the weights in host memory between the ticks, but schedule.transport is 'cuda_ipc', "
-            "which would hold another copy on the device: set it to 'auto'"
+        yield Mistake(
+            "schedule.colocated",
+            "keeps the weights in host memory between the ticks, but schedule.transport is 'cuda_ipc', "
+            "which would hold another copy on the device: set it to 'auto'",
+            ("schedule.transport",),
         )
 
 
-def _batch_checks(config: RunConfig) -> Iterator[str]:
+def _batch_checks(config: RunConfig) -> Iterator[Mistake]:
     """What concerns the optimizer steps of a tick and what they train on."""
     trainer, group_size = config.trainer, config.generator.group_size
     selection, prompts = trainer.selection, config.schedule.prompts_per_step
     if 2 * selection.pairs > group_size:
-        yield (
-            f"trainer.selection.pairs is {selection.pairs}, but a group of generator.group_size = {group_size} responses "
-            f"makes at most {group_size // 2} pairs"
+        yield Mistake(
+            "trainer.selection.pairs",
+            f"is {selection.pairs}, but a group of generator.group_size = {group_size} responses "
+            f"makes at most {group_size // 2} pairs",
+            ("generator.group_size",),
         )
     units = prompts * selection.pairs if selection.pairs else prompts * (group_size if selection.tokens_per_step else 1)
+    of_responses = selection.tokens_per_step and not selection.pairs
     if trainer.minibatches > units:
-        yield (
-            f"trainer.minibatches ({trainer.minibatches}) is more than the {units} parts that a tick's batch can be cut "
-            f"into: lower it or raise schedule.prompts_per_step"
-            + (" or generator.group_size" if selection.tokens_per_step and not selection.pairs else "")
+        yield Mistake(
+            "trainer.minibatches",
+            f"({trainer.minibatches}) is more than the {units} parts that a tick's batch can be cut "
+            f"into: lower it or raise schedule.prompts_per_step" + (" or generator.group_size" if of_responses else ""),
+            ("schedule.prompts_per_step", *(["generator.group_size"] if of_responses else [])),
         )
     longest = config.generator.sampling.max_new_tokens * (2 if selection.pairs else 1)
     if 0 < selection.tokens_per_step < longest:
-        yield (
-            f"trainer.selection.tokens_per_step ({selection.tokens_per_step}) must hold the longest "
+        yield Mistake(
+            "trainer.selection.tokens_per_step",
+            f"({selection.tokens_per_step}) must hold the longest "
             f"{'pair' if selection.pairs else 'response'} ({longest} tokens), or it would never train: raise it or lower "
-            f"generator.sampling.max_new_tokens"
+            f"generator.sampling.max_new_tokens",
+            ("generator.sampling.max_new_tokens",),
         )
 
 
-Check = Callable[[RunConfig], Iterable[str]]
-"""A further question to a configuration: gives messages, each beginning with the key at fault."""
+Check = Callable[[RunConfig], Iterable[Mistake]]
+"""A further question to a configuration."""
 
 GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "group_std", "group_mean_batch_std"})
 _READER: Reader[RunConfig] | None = None
@@ -254,37 +375,52 @@ def _reader() -> Reader[RunConfig]:
     return _READER
 
 
-def load_config(recipe: Path | str | None, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> RunConfig:
+def load_config(recipe: Path | str | None, overrides: Overrides = (), checks: Sequence[Check] = ()) -> RunConfig:
     """Read a recipe, apply ``--a.b value`` overrides and validate the whole.
 
     Args:
+        overrides: Words of the command line, or dotted key -> value.
         checks: As in ``validate``.
 
     Raises:
         ConfigError: With every mistake in one message, each naming its key.
     """
-    given = _parse_overrides(overrides)
-    raw: dict[str, Any] = {}
     name = "run"
-    if recipe is not None:
-        path = Path(recipe)
-        name = path.stem.replace("{", "").replace("}", "")  # it becomes part of run.dir, where braces are placeholders
-        try:
-            raw = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"recipe {path} does not exist; recipes that ship with llamarl lie in recipes/"
-            ) from error
-        except IsADirectoryError as error:
-            raise ConfigError(
-                f"recipe {path} is a folder; give a TOML file (a run's own is {path}/config.toml)"
-            ) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"recipe {path} is not valid TOML: {error}") from error
-    raw = _merge(raw, given)
+    if recipe is not None:  # it becomes part of run.dir, where braces are placeholders
+        name = Path(recipe).stem.replace("{", "").replace("}", "")
+    raw = read_settings(recipe, overrides)
     config = validate(raw, checks)
+    if raw.get("run", {}).get("runtime") == "monarch":
+        print(
+            f"note: {recipe or 'the command line'}: run.runtime 'monarch' is now called 'local' and taken as that: plain "
+            "processes of this machine, same bits",
+            file=sys.stderr,
+        )
     run_dir = config.run.dir.replace("{name}", name)
+    user_path(run_dir, "run.dir")
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir))
+
+
+def read_settings(recipe: Path | str | None, overrides: Overrides = ()) -> dict[str, Any]:
+    """What a recipe and ``--a.b value`` overrides set, as nested plain values; nothing is filled in, nothing validated.
+
+    Raises:
+        ConfigError: There is no such file, it is not TOML, or an override is not of the form ``--section.key value``.
+    """
+    given = overrides if isinstance(overrides, Mapping) else _parse_overrides(overrides)
+    raw: dict[str, Any] = {}
+    if recipe is not None:
+        path = find_recipe(recipe)
+        try:
+            raw = read_toml(path)
+        except FileError as error:
+            if error.missing:
+                raise ConfigError(
+                    f"recipe {path} does not exist; those that ship with llamarl go by name: {', '.join(shipped_recipes())}"
+                ) from error
+            own = f"; a run's own is {path}/config.toml" if os.path.isdir(path) else ""
+            raise ConfigError(f"recipe {error}{own}") from error
+    return _merge(_one_task_section(raw), given)
 
 
 def validate(raw: Mapping[str, Any], checks: Sequence[Check] = ()) -> RunConfig:
@@ -296,15 +432,29 @@ def validate(raw: Mapping[str, Any], checks: Sequence[Check] = ()) -> RunConfig:
     Raises:
         ConfigError: With every mistake in one message, each naming its key.
     """
-    judged = _reader().read(raw, checks)
-    if judged.mistakes or judged.config is None:
-        raise ConfigError(list_mistakes(judged.mistakes))
-    return judged.config
+    config, mistakes = _reader().read(_one_task_section(raw), checks)
+    if mistakes:
+        raise ConfigError(list_mistakes(mistakes), mistakes=mistakes)
+    return config
+
+
+def _one_task_section(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """``raw`` with its tables ``[[task]]``, if it has such, as the one section of a mixture."""
+    tasks = raw.get("task")
+    return {**raw, "task": {"name": "mixture", "mixture": tasks}} if isinstance(tasks, list) else dict(raw)
 
 
 def known_keys() -> dict[str, Any]:
     """Every key of a recipe, dotted -> pydantic's field."""
     return _reader().keys
+
+
+def key_effects() -> dict[str, Effect]:
+    """Every key of a recipe, dotted -> what another value of it does to a run that has begun."""
+    return {
+        key: next((mark for mark in info.metadata if isinstance(mark, Effect)), Effect.BITS)
+        for key, info in known_keys().items()
+    }
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -338,7 +488,7 @@ def _parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             if not items:
                 raise ConfigError(f"override --{key} has no value: write --{key} VALUE")
             value = items.pop(0)
-        given[key.replace("-", "_")] = _parse(value)
+        given[key.replace("-", "_")] = _parse(value, f"override --{key}")
     return given
 
 
@@ -346,6 +496,8 @@ def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     merged = _copy(raw)
     for key, value in given.items():
         *path, last = key.split(".")
+        if len(path) > MAX_DEPTH:
+            raise ConfigError(f"override --{key:.80}...: more than {MAX_DEPTH} sections inside each other")
         node = merged
         for part in path:
             node = node.setdefault(part, {})
@@ -355,10 +507,22 @@ def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _parse(text: str) -> Any:
+def _merge_tables(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with the values of ``given``, table by table."""
+    tables = {key: base.get(key) for key, value in given.items() if isinstance(value, Mapping)}
+    merged = {key: _merge_tables(base[key], given[key]) for key, table in tables.items() if isinstance(table, Mapping)}
+    return {**base, **given, **merged}
+
+
+def _parse(text: str, where: str) -> Any:
+    """A value of the command line: TOML, or else text."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes of the command line that are no text
+        raise ConfigError(f"{where}: not UTF-8 text (character {error.start + 1})") from error
+    try:
+        return parse_toml(f"value = {text}", where)["value"]
+    except FileError:
         return text
 
 
@@ -392,6 +556,7 @@ def field_help() -> str:
             section = head
             lines.append(f"\n[{section}]")
         default = "required" if info.is_required() else repr(info.get_default(call_default_factory=True))
-        lines.append(f"  --{key}  (default {default})")
+        limits = bounds(info.metadata, info.annotation)
+        lines.append(f"  --{key}  (default {default}{limits and f', {limits}'})")
         lines += [f"      {line.strip()}" for line in (info.description or "").strip().splitlines()]
     return "\n".join(lines)

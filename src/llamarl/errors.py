@@ -6,6 +6,10 @@ else that can end or degrade a job is a ``LlamaRLError``, and its message says w
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Self
+
 __all__ = [
     "ChannelError",
     "CheckpointError",
@@ -14,11 +18,18 @@ __all__ = [
     "DeadlineExceeded",
     "EventLogError",
     "ExecutorFailed",
+    "FileError",
     "GraphError",
     "LlamaRLError",
+    "Mistake",
     "ModelError",
+    "NothingTrained",
     "PlanError",
+    "RecipeError",
+    "RunFolderLost",
     "RunInterrupted",
+    "RunStopped",
+    "StaleTokenError",
     "TrainingDiverged",
     "WeightSyncError",
 ]
@@ -30,22 +41,67 @@ class LlamaRLError(Exception):
     exit_code = 1
 
 
-class ConfigError(LlamaRLError):
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """One thing that is wrong with a recipe, or with the command line. ``str`` of it is its line for the user."""
+
+    key: str
+    """At fault, dotted; in a check of one section relative to that section. Empty where no key is."""
+
+    text: str
+    """What follows the key in the line: "must be >= 1, got 0", or ": no folder models/x"."""
+
+    others: tuple[str, ...] = ()
+    """Keys besides ``key`` whose values it looked at: if one of them is wrong itself, this mistake may be none."""
+
+    def __str__(self) -> str:
+        return f"{self.key}{' ' * (bool(self.key) and self.text[:1] not in ':[')}{self.text}"
+
+
+class RecipeError(LlamaRLError):
+    """Something that a recipe asks for is wrong or not there.
+
+    Args:
+        mistakes: The same as data; without them, one that no key is known of.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, mistakes: Sequence[Mistake] = ()) -> None:
+        super().__init__(message)
+        self.mistakes = tuple(mistakes) or (Mistake("", message),)
+
+    @classmethod
+    def at(cls, key: str, text: str, *others: str) -> Self:
+        """An error that is one mistake; the arguments are those of ``Mistake``."""
+        mistake = Mistake(key, text, others)
+        return cls(str(mistake), mistakes=(mistake,))
+
+
+class ConfigError(RecipeError):
     """The recipe or an override is wrong. The message lists every mistake at once."""
 
-    exit_code = 2
 
-
-class DataError(LlamaRLError):
+class DataError(RecipeError):
     """A data file, prompt or task is missing, empty or malformed."""
 
-    exit_code = 2
 
-
-class ModelError(LlamaRLError):
+class ModelError(RecipeError):
     """A model folder is missing, incomplete or of an architecture that is not supported."""
 
+
+class FileError(LlamaRLError, ValueError):
+    """A file cannot be read, or is not of the form that its kind has. The message begins with its name.
+
+    Args:
+        missing: There is no such file.
+    """
+
     exit_code = 2
+
+    def __init__(self, message: str, *, missing: bool = False) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class GraphError(LlamaRLError):
@@ -64,12 +120,16 @@ class ChannelError(LlamaRLError):
     """A payload could not be sent or received whole."""
 
 
-class WeightSyncError(LlamaRLError):
+class WeightSyncError(ChannelError):
     """A weight version could not be proved by its checksums, or its source died."""
 
 
 class CheckpointError(LlamaRLError):
     """A checkpoint is torn, altered or could not be written. The message names it and the last good one."""
+
+
+class RunFolderLost(LlamaRLError):
+    """The run's folder was moved, removed or started over while the run wrote into it. The message says what is left where."""
 
 
 class EventLogError(LlamaRLError):
@@ -86,10 +146,22 @@ class DeadlineExceeded(LlamaRLError):
     exit_code = 3
 
 
-class TrainingDiverged(LlamaRLError):
-    """Too many steps in a row had a non-finite gradient."""
+class StaleTokenError(LlamaRLError):
+    """A token is older than the schedule allows, or of a policy version that does not exist. Nothing was trained on it."""
+
+
+class RunStopped(LlamaRLError):
+    """An executor asked for the run to end, and it ended with a checkpoint: training diverged, or rewards fail."""
 
     exit_code = 4
+
+
+class NothingTrained(RunStopped):
+    """The run reached its last tick, and no token of it ever trained."""
+
+
+class TrainingDiverged(RunStopped):
+    """Too many steps in a row had a non-finite loss or gradient."""
 
 
 class RunInterrupted(LlamaRLError):

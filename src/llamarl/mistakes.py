@@ -1,45 +1,46 @@
 """From plain values to a configuration, or to every mistake in them at once.
 
-    plain values ─▶ shape (unknown keys, types) ─▶ sections' own checks, checks across sections ─▶ checks of the world
-                          │                              │                                              │
-                          └────────── what failed goes on as its default, so that the rest is judged ───┘
+    plain values ─▶ sections, from the innermost: keys, types, ranges (pydantic), then each section's own checks ─▶ checks
+                    of the world (files, models)
+                       │
+                       └── what failed goes on as its default, so that the rest is judged
 
-A message that speaks of a key which is already listed is left out: it was judged with a stand-in, and may be no mistake.
-
-Types are taken as TOML gives them: ``"5"`` is no number, ``2.0`` and ``true`` are no integers; a whole number is a number.
+A mistake about a key that is at fault in one listed before is left out: it was judged with a stand-in, and may be none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
-import re
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from llamarl.strict import Mistakes
+from llamarl.errors import Mistake
+from llamarl.strict import Mistakes, bounds
 
-__all__ = ["Judged", "Reader", "list_mistakes", "mistakes_of", "walk_fields"]
+__all__ = ["Reader", "list_mistakes", "mistakes_of", "walk_fields"]
 
 T = TypeVar("T")
-_WORD = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
+_TYPES = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "literal_error": "one of its choices",
+}
+"""pydantic's kind of error -> what it expected."""
 
-@dataclasses.dataclass(frozen=True)
-class Judged(Generic[T]):
-    """What became of plain values."""
-
-    config: T | None
-    """None where not even the parts without a mistake make a configuration."""
-    mistakes: tuple[str, ...]
-    """One line each; with any, ``config`` holds defaults in place of what failed."""
+_LIMITS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
 
 
 class Reader(Generic[T]):
-    """Reads plain values into one tree of configuration dataclasses.
+    """Reads plain values into one tree of configuration dataclasses, all of whose fields have defaults.
 
     Args:
         root: The pydantic dataclass at its top; sections are its fields that are such dataclasses.
@@ -47,36 +48,27 @@ class Reader(Generic[T]):
 
     def __init__(self, root: type[T]) -> None:
         self._root = root
-        self._adapter: TypeAdapter[T] = TypeAdapter(root)
         self.keys: dict[str, Any] = dict(walk_fields(root))
         """Every key, dotted -> pydantic's field."""
 
-    def read(self, raw: Mapping[str, Any], checks: Sequence[Callable[[T], Iterable[str]]] = ()) -> Judged[T]:
+    def read(
+        self, raw: Mapping[str, Any], checks: Sequence[Callable[[T], Iterable[Mistake]]] = ()
+    ) -> tuple[T, list[Mistake]]:
         """Validate, and go on after every mistake.
 
         Args:
-            checks: What is asked of the outside world once values agree with each other; each gives messages that begin
-                with a key.
+            checks: What is asked of the outside world once values agree with each other.
+
+        Returns:
+            The configuration, with defaults in place of what failed, and what failed.
         """
-        lines: list[str] = []
-        doubtful: set[str] = set()
-        clean = self._shape(self._root, raw, "", lines, doubtful)
-        config: T | None = None
-        while config is None:
-            try:
-                config = self._adapter.validate_python(clean)
-            except ValidationError as error:
-                stale: set[str] = set()
-                for section, message in _messages(error):
-                    stale |= self._judge(message, section, lines, doubtful)
-                doubtful |= stale
-                if not any([_drop(clean, key) for key in sorted(stale)]):
-                    break
-        if config is not None:
-            for check in checks:
-                for message in check(config):
-                    self._judge(message, "", lines, doubtful)
-        return Judged(config, tuple(lines))
+        listed: list[Mistake] = []
+        wrong: set[str] = set()
+        config: T = self._section(self._root, _copy(raw), "", listed, wrong)
+        for check in checks:
+            for mistake in check(config):
+                _list(mistake, listed, wrong)
+        return config, listed
 
     def nearest(self, key: str) -> tuple[str | None, str]:
         """For a key that does not exist: the key it is probably meant to be, if any is near, and words for the user."""
@@ -85,68 +77,81 @@ class Reader(Generic[T]):
         siblings = _names(_class_at(self._root, path))
         near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
         homes = [known for known in self.keys if known.rsplit(".", 1)[-1] == last]
-        if near:
-            best = ".".join([*path, near[0]])
-        else:
-            best = homes[0] if homes else next(iter(difflib.get_close_matches(key, self.keys, n=1, cutoff=0.8)), "")
+        best = ".".join([*path, near[0]]) if near else ""
+        if homes and not near and len({home.rsplit(".", 2)[-2] for home in homes}) == 1:
+            best = homes[0]  # a word that one kind of section has; "name" is in many, and means another thing in each
         if best:
             return best, f"did you mean {best!r}?"
         return None, f"{f'[{section}] has' if section else 'the sections are'} {', '.join(siblings)}"
 
-    def _shape(
-        self, cls: Any, raw: Mapping[str, Any], prefix: str, lines: list[str], doubtful: set[str]
+    def _section(self, cls: Any, raw: dict[str, Any], prefix: str, listed: list[Mistake], wrong: set[str]) -> Any:
+        """An instance of ``cls``. Keys that are at fault are removed from ``raw``, until what is left makes one."""
+        while True:
+            values = self._subsections(cls, raw, prefix, listed, wrong)
+            try:
+                return cls(**values)
+            except ValidationError as error:
+                faulty: set[str] = set()
+                for found in mistakes_of(error, cls):
+                    faulty |= {found.key, *found.others}
+                    found = Mistake(f"{prefix}{found.key}", found.text, tuple(prefix + key for key in found.others))
+                    if found.key.removeprefix(prefix).partition(".")[0] in (*_names(cls), ""):
+                        _list(found, listed, wrong)
+                    else:
+                        meant, words = self.nearest(found.key)
+                        _list(Mistake(found.key, f": unknown key; {words}"), listed, wrong)
+                        wrong |= {known for known in self.keys if meant and _within(known, meant)}
+                if not any([_drop(raw, key) for key in sorted(faulty)]):
+                    return cls()
+
+    def _subsections(
+        self, cls: Any, raw: dict[str, Any], prefix: str, listed: list[Mistake], wrong: set[str]
     ) -> dict[str, Any]:
-        """The known keys with values of the right type; the others become lines."""
-        clean: dict[str, Any] = {}
+        """The values of ``raw``, with instances in place of the sections among them."""
+
+        def made(section: Any, key: str, value: Any) -> Any:
+            if isinstance(value, dict):
+                return self._section(section, value, f"{key}.", listed, wrong)
+            such = f"{key}.{_names(section)[0]}"
+            _list(Mistake(key, f": expected a section with keys such as {such}, got {_shown(value)}"), listed, wrong)
+            wrong.update({key, *(known for known in self.keys if _within(known, key))})
+            return section()
+
+        values = dict(raw)
         for name, value in raw.items():
-            key = f"{prefix}{name}"
-            info = cls.__pydantic_fields__.get(name)
-            if info is None:
-                meant, words = self.nearest(key)
-                lines.append(f"{key}: unknown key; {words}")
-                doubtful.update(self._below(meant) if meant else ())
-            elif dataclasses.is_dataclass(info.annotation):
-                if isinstance(value, Mapping):
-                    clean[name] = self._shape(info.annotation, value, f"{key}.", lines, doubtful)
-                else:
-                    lines.append(f"{key}: expected a section with keys such as {key}.{_names(info.annotation)[0]}, "
-                                 f"got {_shown(value)}")  # fmt: skip
-                    doubtful.update(self._below(key))
-            elif _accepts(info.annotation, value):
-                clean[name] = value
-            else:
-                lines.append(f"{key}: expected {_expected(info.annotation)}, got {_shown(value)}{_hint(info, value)}")
-                doubtful.add(key)
-        return clean
-
-    def _below(self, key: str) -> set[str]:
-        return {known for known in self.keys if known == key or known.startswith(f"{key}.")}
-
-    def _judge(self, message: str, section: str, lines: list[str], doubtful: set[str]) -> set[str]:
-        """List a message unless it follows from one before it; returns the keys that it speaks of."""
-        inside = f"{section}." if section else ""
-        words = _WORD.findall(message)
-        spoken = {key for word in words for key in (word, f"{inside}{word}") if key in self.keys}
-        if not spoken & doubtful:
-            head = words[0] if words and message.startswith(words[0]) else ""
-            known = next((key for key in (f"{inside}{head}", head) if key in self.keys), None)
-            if known is not None:
-                message = known + message[len(head) :]
-            if len(spoken) == 1:  # of several keys that do not go together, any may be the wrong one
-                doubtful |= spoken
-            lines.append(message if known is not None or not section else f"{section}: {message}")
-        return spoken
+            key, kind = f"{prefix}{name}", getattr(cls.__pydantic_fields__.get(name), "annotation", None)
+            if dataclasses.is_dataclass(kind):
+                values[name] = made(kind, key, value)
+            elif (own := _named_section(kind)) and isinstance(value, dict):
+                values[name] = {given: made(own, f"{key}.{given}", one) for given, one in value.items()}
+            elif (own := _listed_section(kind)) and isinstance(value, (list, tuple)):
+                values[name] = [made(own, f"{key}.{place}", one) for place, one in enumerate(value)]
+        return values
 
 
-def mistakes_of(error: ValidationError) -> list[str]:
-    """The messages of one dataclass's mistakes, each beginning with its field."""
-    return [message for _, message in _messages(error)]
+def mistakes_of(error: ValidationError, cls: Any = None) -> list[Mistake]:
+    """What pydantic found in the values of one class: one mistake a key, but for checks of several keys.
+
+    Args:
+        cls: The dataclass, if its fields are plain values: their ranges, meanings and choices are then told too.
+    """
+    mistakes: list[Mistake] = []
+    by_key: dict[str, list[Any]] = {}
+    fields = getattr(cls, "__pydantic_fields__", {})
+    for found in error.errors():
+        cause = found.get("ctx", {}).get("error")
+        if isinstance(cause, Mistakes):
+            mistakes += cause.found
+        else:
+            location = found["loc"][:1] if fields else found["loc"]
+            by_key.setdefault(".".join(map(str, location)), []).append(found)
+    return [*(Mistake(key, _words(founds, fields.get(key))) for key, founds in by_key.items()), *mistakes]
 
 
-def list_mistakes(lines: Sequence[str], where: str = "the configuration") -> str:
+def list_mistakes(mistakes: Sequence[Mistake | str], where: str = "the configuration") -> str:
     """All of them as one text."""
-    count = f"{len(lines)} mistake{'s' * (len(lines) > 1)} in {where}:\n"
-    return count + "\n".join(f"  - {line}" for line in lines)
+    count = f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)} in {where}:\n"
+    return count + "\n".join(f"  - {mistake}" for mistake in mistakes)
 
 
 def walk_fields(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -159,24 +164,88 @@ def walk_fields(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", info
 
 
-def _messages(error: ValidationError) -> Iterator[tuple[str, str]]:
-    """(section, message) of everything that pydantic found."""
-    for found in error.errors():
-        location = ".".join(str(part) for part in found["loc"])
-        cause = found.get("ctx", {}).get("error")
-        if isinstance(cause, Mistakes):
-            yield from ((location, message) for message in cause.messages)
-        elif cause is not None:
-            yield location, str(cause)
-        else:
-            yield "", f"{location}: {found['msg'].lower()}, got {_shown(found.get('input'))}"
+def _list(mistake: Mistake, listed: list[Mistake], wrong: set[str]) -> None:
+    """List a mistake unless it may follow from one before it."""
+    keys = {mistake.key, *mistake.others} - {""}
+    if any(_within(known, key) for known in wrong for key in keys):
+        return
+    listed.append(mistake)
+    if len(keys) == 1:  # of several keys that do not go together, any may be the wrong one
+        wrong |= keys
+
+
+def _within(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")
+
+
+def _words(founds: Sequence[Mapping[str, Any]], info: Any) -> str:
+    """What is wrong with one value: all that pydantic found, one error for each type that it may have."""
+    value = founds[0]["input"]
+    found = next((found for found in founds if found["type"] not in _TYPES), None)
+    if found is None:
+        place = founds[0]["loc"][1:] if info is not None and get_origin(info.annotation) in (tuple, dict) else ()
+        types = dict.fromkeys(_expected(found, info) for found in founds)
+        return (
+            f"{''.join(f'[{part}]' for part in place)}: expected {' or '.join(types)}, got {_shown(value)}"
+            f"{_hint(founds[0]['type'], info, value)}"
+        )
+    kind, context, value = found["type"], found.get("ctx", {}), found["input"]
+    if (cause := context.get("error")) is not None:
+        return str(cause)
+    if kind in _LIMITS:
+        limits = bounds(info.metadata, info.annotation) if info is not None else ""
+        limits = limits or f"{_LIMITS[kind]} {next(iter(context.values()))}"
+        return f"must be {limits}, got {value!r}{_meaning(info)}"
+    if kind == "finite_number":
+        return f"must be a finite number, got {value!r}{_meaning(info)}"
+    if kind in ("string_too_short", "too_short"):
+        return f"must not be empty{_meaning(info)}"
+    return f": {found['msg'].lower()}, got {_shown(value)}"
+
+
+def _expected(found: Mapping[str, Any], info: Any) -> str:
+    if found["type"] == "literal_error":
+        return str(found["ctx"]["expected"])
+    if found["type"] == "tuple_type" and info is not None:
+        item = get_args(info.annotation)[0]
+        return "a list of text" if getattr(item, "__origin__", item) is str else "a list of integers"
+    return _TYPES[found["type"]]
+
+
+def _meaning(info: Any) -> str:
+    """The first sentence of a field's description, which says its unit and special values."""
+    text = " ".join((info.description or "").split()) if info else ""
+    return f" ({text.split('. ')[0].removesuffix('.')})" if text else ""
+
+
+def _hint(kind: str, info: Any, value: Any) -> str:
+    if kind == "literal_error" and isinstance(value, str) and info is not None:
+        choices = [choice for choice in _choices(info.annotation) if isinstance(choice, str)]
+        near = difflib.get_close_matches(value, choices, n=1, cutoff=0.6)
+        return f"; did you mean {near[0]!r}?" if near else ""
+    if kind == "tuple_type" and isinstance(value, str):
+        return f"; write [{value!r}]"
+    if kind == "string_type" and not isinstance(value, (list, dict)):
+        return "; text stands in quotes"
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            (int if kind == "int_type" else float)(value)
+            return "; leave out the quotes"
+    return "; leave out the quotes" if kind == "bool_type" and value in ("true", "false") else ""
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(one) for key, one in value.items()} if isinstance(value, Mapping) else value
 
 
 def _drop(raw: dict[str, Any], key: str) -> bool:
+    """Remove a key, or what holds it where that is no section."""
     *path, last = key.split(".")
     node: Any = raw
     for part in path:
         node = node.get(part, {})
+        if not isinstance(node, dict):
+            return False
     return node.pop(last, node) is not node
 
 
@@ -186,55 +255,26 @@ def _names(cls: Any) -> list[str]:
 
 def _class_at(cls: Any, path: Sequence[str]) -> Any:
     for part in path:
+        if (own := _named_section(cls) or _listed_section(cls)) is not None:
+            cls = own
+            continue
         info = getattr(cls, "__pydantic_fields__", {}).get(part)
         cls = None if info is None else info.annotation
     return cls
 
 
-def _accepts(annotation: Any, value: Any) -> bool:
-    """Whether a TOML value is of a field's type."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return any(type(choice) is type(value) and choice == value for choice in arguments)
-    if origin in (Union, types.UnionType):
-        return any(_accepts(choice, value) for choice in arguments)
-    if origin is tuple:
-        return isinstance(value, (list, tuple)) and all(_accepts(arguments[0], item) for item in value)
-    if origin is dict:
-        return isinstance(value, Mapping)
-    if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return type(value) is annotation if annotation in (int, bool, str) else True
+def _named_section(annotation: Any) -> Any:
+    """The class of the sections in a table of them (``dict[str, Section]``); None for other types."""
+    if get_origin(annotation) is dict and dataclasses.is_dataclass(section := get_args(annotation)[1]):
+        return section
+    return None
 
 
-def _expected(annotation: Any) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal or origin in (Union, types.UnionType):
-        choices = [repr(choice) if origin is Literal else _expected(choice) for choice in arguments]
-        return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
-    if origin is tuple:
-        return f"a list of {_expected(arguments[0])}"
-    if origin is dict:
-        return "a table"
-    return {int: "an integer", float: "a number", bool: "true or false", str: "text"}.get(annotation, str(annotation))
-
-
-def _hint(info: Any, value: Any) -> str:
-    if isinstance(value, str):
-        choices = [choice for choice in _choices(info.annotation) if isinstance(choice, str)]
-        near = difflib.get_close_matches(value, choices, n=1, cutoff=0.6)
-        if near:
-            return f"; did you mean {near[0]!r}?"
-        if get_origin(info.annotation) is tuple:
-            return f"; write [{value!r}]"
-        for kind in (int, float):
-            try:
-                number = kind(value)
-            except ValueError:
-                continue
-            return "; leave out the quotes" if _accepts(info.annotation, number) else ""
-        return ""
-    return "; text stands in quotes" if info.annotation is str and not isinstance(value, (list, Mapping)) else ""
+def _listed_section(annotation: Any) -> Any:
+    """The class of the sections in a list of them (``tuple[Section, ...]``); None for other types."""
+    if get_origin(annotation) is tuple and dataclasses.is_dataclass(section := get_args(annotation)[0]):
+        return section
+    return None
 
 
 def _choices(annotation: Any) -> Iterator[Any]:

@@ -78,6 +78,9 @@ class Response:
     kept_kv: bool = False
     """Weights changed while the response was being written and its KV cache was kept: later tokens were sampled over keys
     and values of earlier weights, which no forward pass of one version repeats."""
+    sampled_by: str = ""
+    """Executor whose own, frozen model sampled it: its tokens have no age, and their ``policy_versions`` are 0. Empty: a version
+    of the policy did."""
     outcome: Score | Failure | None = None
     """None until a reward executor has judged it."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
@@ -92,6 +95,11 @@ class Response:
         lengths |= {len(noted) for noted in (self.reference_logprobs, self.values) if noted is not None}
         if len(lengths) != 1:
             raise ValueError(f"response {self.prompt_index}/{self.sample_index}: arrays differ in length: {lengths}")
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that a policy wrote."""
+        return int((self.policy_versions >= 0).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RECIPE, CommandLine, arguments, rows
+from conftest import RECIPE, REPOSITORY, CommandLine, arguments, rows
 
 from llamarl.cli.main import main
 
@@ -46,7 +47,7 @@ CASES: dict[str, tuple[Any, int, list[str]]] = {
         2,
         [
             "5 mistakes",
-            "run.num_ticks must be >= 1",
+            "run.num_ticks must be in [1, 1000000], got 0",
             "generator.group_size: expected an integer, got 'x' (str)",
             "schedule.prompts_per_step (4) must be a multiple of generator.dp (3)",
             "model.path: no folder no/such/model",
@@ -151,7 +152,7 @@ def test_a_reward_that_fails_is_counted_and_never_scored_zero(
         "generator.sampling.max_new_tokens": 8,
     }
     done = llamarl.train(tmp_path / "run", settings)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 4, done.stdout + done.stderr  # nothing was trained
     (row,) = rows(tmp_path / "run")
     assert row["reward/failed"] == 4 and row["reward/mean"] is None
     assert row["tokens/trained"] == 0
@@ -188,3 +189,20 @@ def test_a_full_disk_ends_the_run_by_name_and_leaves_no_false_checkpoint(llamarl
     finished = [p for p in (tiny_disk / "run" / "checkpoints").glob("tick_*") if p.suffix == ""]
     assert all((p / "manifest.json").is_file() for p in finished)
     assert not os.path.exists(tiny_disk / "run" / "model")
+
+
+def test_code_in_a_model_folder_does_not_run_though_somebody_says_yes(llamarl: CommandLine, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(REPOSITORY / "src" / "llamarl" / "assets" / "tiny", folder)
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    for name, auto in (
+        ("config.json", {"AutoConfig": "code.C"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["code.T", None]}),
+    ):
+        values = json.loads((folder / name).read_text()) | {"auto_map": auto, "tokenizer_class": "T"}
+        (folder / name).write_text(json.dumps(values))
+    words = ["train", str(RECIPE), "--dry-run", "--model.path", str(folder), "--run.dir", str(tmp_path / "run")]
+    done = llamarl.run(words, stdin="yes\n" * 100)
+    assert done.returncode == 2 and "which is not run" in done.stderr and "model.trust_remote_code" in done.stderr
+    assert "Traceback" not in done.stderr and "[y/N]" not in done.stdout
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "run").exists()

@@ -13,7 +13,8 @@ import pytest
 from conftest import RECIPE, arguments, rows
 
 from llamarl.config import load_config
-from llamarl.controller.training import resume_run, start_run
+from llamarl.controller.resume import resume_run
+from llamarl.controller.run import start_run
 from llamarl.observability.metrics import strip_timing
 
 FAST = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from conftest import REPOSITORY, CommandLine, arguments, rows
 
 from llamarl.config import load_config
-from llamarl.controller.training import resume_run, start_run
+from llamarl.controller.resume import resume_run
+from llamarl.controller.run import start_run
 from llamarl.engine.engine import NativeEngine
 from llamarl.executors import generator as generator_module
 from llamarl.executors import trainer as trainer_module
@@ -130,10 +130,9 @@ def test_co_located_run_goes_on_from_a_checkpoint_bit_for_bit_and_may_change_its
     assert weights(run_dir) == weights(synchronous)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes by Monarch")
 def test_processes_take_turns_and_give_the_same_bits(llamarl: CommandLine, synchronous: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    done = llamarl.train(run_dir, SETTINGS | {"run.runtime": '"monarch"'}, recipe=RECIPE)
+    done = llamarl.train(run_dir, SETTINGS | {"run.runtime": '"local"'}, recipe=RECIPE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert untimed(run_dir) == untimed(synchronous)
     assert weights(run_dir) == weights(synchronous)

@@ -53,10 +53,10 @@ def test_another_seed_gives_another_run(llamarl: CommandLine, tmp_path: Path) ->
 
 
 def test_the_inline_runtime_gives_the_bits_of_the_processes(llamarl: CommandLine, tmp_path: Path) -> None:
-    for runtime in ("inline", "monarch"):
+    for runtime in ("inline", "local"):
         done = llamarl.train(tmp_path / runtime, {"run.num_ticks": 3, "run.runtime": f'"{runtime}"'})
         assert done.returncode == 0, done.stdout + done.stderr
-    assert_same_run(tmp_path / "inline", tmp_path / "monarch")
+    assert_same_run(tmp_path / "inline", tmp_path / "local")
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def test_parked_engine_holds_no_device_memory(quantization: str, device: torch.d
 
 @pytest.mark.parametrize("settings", [{}, BFLOAT16], ids=["float32", "bfloat16"])
 def test_co_located_job_gives_the_bits_of_the_synchronous_one(settings: dict[str, object], tmp_path: Path) -> None:
-    common = {"schedule.max_staleness": 0, "run.runtime": '"monarch"', "evaluation.every": 0, **settings}
+    common = {"schedule.max_staleness": 0, "run.runtime": '"local"', "evaluation.every": 0, **settings}
     threads = {"generator.threads": 1, "trainer.threads": 1}
     runs = {}
     for name, value in (("apart", "false"), ("together", "true")):

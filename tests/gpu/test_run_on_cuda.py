@@ -54,7 +54,7 @@ BFLOAT16 = {"generator.engine.dtype": '"bfloat16"', "trainer.dtype": '"bfloat16"
         {"run.runtime": '"inline"', **BFLOAT16},
         {"run.runtime": '"inline"', **BFLOAT16, "generator.engine.cuda_graphs": '"off"'},
         {"run.runtime": '"inline"', "schedule.transport": '"cuda_ipc"'},
-        {"run.runtime": '"monarch"'},
+        {"run.runtime": '"local"'},
     ],
     ids=["inline", "inline_bfloat16", "inline_bfloat16_without_graphs", "inline_cuda_ipc", "processes"],
 )
@@ -67,5 +67,5 @@ def test_a_job_repeats_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> 
 
 
 def test_processes_and_one_process_give_the_same_bits(tmp_path: Path) -> None:
-    rows = [train(tmp_path / runtime, {"run.runtime": f'"{runtime}"'}) for runtime in ("inline", "monarch")]
+    rows = [train(tmp_path / runtime, {"run.runtime": f'"{runtime}"'}) for runtime in ("inline", "local")]
     assert rows[0] == rows[1]

@@ -13,9 +13,9 @@ import torch.multiprocessing as mp
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.errors import WeightSyncError
-from llamarl.weight_sync.checksum import block_digest
-from llamarl.weight_sync.transports.cuda_ipc import CudaIpcSink, CudaIpcSource
-from llamarl.weight_sync.transports.shared_memory import SharedMemorySink, SharedMemorySource
+from llamarl.transports.checksum import block_digest
+from llamarl.transports.cuda_ipc import CudaIpcSink, CudaIpcSource
+from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 
 WAIT_S = 120.0
 SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=1, capacity=2)

@@ -19,6 +19,7 @@ from training_fixtures import make_groups
 
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import RunConfig
+from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.trainer import TrainerExecutor
 
@@ -37,8 +38,17 @@ def executor(folder: Path, rank: int, fsdp: int, tp: int) -> TrainerExecutor:
         checkpoint=dataclasses.replace(base.checkpoint, every=SAVED + 1),
         evaluation=dataclasses.replace(base.evaluation, every=0),
     )
+    (folder / "run").mkdir(exist_ok=True)
+    graph = llamarl_graph(config)
     context = ExecutorContext(
-        name="trainer", rank=rank, num_ranks=fsdp * tp, device="cpu", run_dir=folder / "run", seed=0
+        name="trainer",
+        rank=rank,
+        num_ranks=fsdp * tp,
+        device="cpu",
+        run_dir=folder / "run",
+        seed=0,
+        reads=graph.inputs["trainer"],
+        writes=graph.outputs["trainer"],
     )
     made = TrainerExecutor(config, context)
     made.setup()
@@ -48,6 +58,9 @@ def executor(folder: Path, rank: int, fsdp: int, tp: int) -> TrainerExecutor:
 def train(trainer: TrainerExecutor, tick: int) -> None:
     layout = trainer.trainer.layout
     groups = share(make_groups(num_groups=5, seed=tick), layout.fsdp, layout.fsdp_rank)
+    for group in groups:
+        for response in group.responses:
+            response.policy_versions[:] = tick  # on policy: none is too old for the schedule
     weights = trainer.step(tick, {"scored": groups}).outputs["weights"]
     weights.released.set()  # no channel here: nobody copies them
 
@@ -71,6 +84,7 @@ def main(rank: int, world: int, what: str, folder: Path) -> None:
 
 def resume(rank: int, folder: Path) -> None:
     whole = executor(folder, rank, 2, 2)
+    whole.expect_saves({SAVED})
     for tick in range(SAVED + 1):
         train(whole, tick)
     own = rank_folder(folder / "checkpoint", rank)
@@ -93,6 +107,7 @@ def resume(rank: int, folder: Path) -> None:
 
 def reshard(rank: int, folder: Path) -> None:
     alone, loaded = executor(folder, rank, 1, 1), executor(folder, rank, 1, 1)
+    alone.expect_saves({SAVED})
     for tick in range(SAVED + 1):
         train(alone, tick)
     loaded.load(folder / "checkpoint" / "trainer" / "rank_0", SAVED)
@@ -111,6 +126,7 @@ def die(rank: int, folder: Path) -> None:
 
     dcp.FileSystemWriter.finish = finish  # type: ignore[method-assign,assignment]
     trainer = executor(folder, rank, 1, 1)
+    trainer.expect_saves({SAVED})
     for tick in range(SAVED + 1):
         train(trainer, tick)
     store = CheckpointStore(folder / "killed" / "checkpoints")

@@ -89,6 +89,8 @@ class _Fake:
                 raise DataError("prompts.jsonl, line 3: not JSON")
             case "exit":
                 sys.exit(7)
+            case "exit at once":
+                os._exit(7)
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
@@ -101,10 +103,28 @@ class _Fake:
                 child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
                 assert self.context.run_dir is not None
                 (self.context.run_dir / "child.pid").write_text(str(child.pid))
+            case "daemon":
+                assert self.context.run_dir is not None
+                _leave_a_daemon(self.context.run_dir / "daemon.pid")
             case "":
                 return
             case other:
                 raise AssertionError(other)
+
+
+def _leave_a_daemon(pid_file: Path) -> None:
+    """A process that nobody is meant to find again: forked twice, a session of its own, deaf to polite signals."""
+    code = f"""
+import os, signal, sys, time
+if os.fork(): os._exit(0)
+os.setsid()
+if os.fork(): os._exit(0)
+for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGIO, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+with open({str(pid_file) + ".new"!r}, "w") as file: file.write(str(os.getpid()))
+os.rename({str(pid_file) + ".new"!r}, {str(pid_file)!r})
+time.sleep(1000)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class Source(_Fake):

@@ -14,7 +14,7 @@ from llamarl.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.errors import LlamaRLError
-from llamarl.runtime.factory import make_runtime
+from llamarl.runtime.make_runtime import make_runtime
 
 
 class Pids:
@@ -24,7 +24,7 @@ class Pids:
 
 arguments = json.loads(sys.argv[1])
 executors, channels = job(**{name: Config(**config) for name, config in arguments["configs"].items()})
-runtime = make_runtime("monarch", channel_factory=str(HERE))
+runtime = make_runtime("local", channel_factory=str(HERE))
 code = 0
 try:
     run_graph(

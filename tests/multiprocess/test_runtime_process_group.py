@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +13,12 @@ from runtime_fakes import HERE, Config
 from llamarl.errors import ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Order, Report, Runtime
-from llamarl.runtime.factory import make_runtime
+from llamarl.runtime.make_runtime import make_runtime
 
 
 @pytest.fixture
-def monarch() -> Iterator[Runtime]:
-    made = make_runtime("monarch", channel_factory=str(HERE), collective_timeout_s=60.0)
+def local() -> Iterator[Runtime]:
+    made = make_runtime("local", channel_factory=str(HERE), collective_timeout_s=60.0)
     yield made
     made.close()
 
@@ -33,22 +35,39 @@ def reduce_at(runtime: Runtime, tick: int) -> Report:
     return runtime.wait(60.0)
 
 
-def test_ranks_sum_over_gloo_and_one_that_fails_ends_the_job_though_its_peer_waits_for_it(monarch: Runtime) -> None:
-    start(monarch, 2, Config("raise", trouble_tick=1, trouble_rank=1))
-    assert reduce_at(monarch, 0).metrics == {"sum": 1.0 + 2.0, "threads": 2.0, "deterministic": 1.0}
+def test_ranks_sum_over_gloo_and_one_that_fails_ends_the_job_though_its_peer_waits_for_it(local: Runtime) -> None:
+    start(local, 2, Config("raise", trouble_tick=1, trouble_rank=1))
+    assert reduce_at(local, 0).metrics == {"sum": 1.0 + 2.0, "threads": 2.0, "deterministic": 1.0}
     with pytest.raises(ExecutorFailed, match=r"'reducer', rank 1 \(pid \d+\), tick 1: ValueError: the answer is 42"):
-        reduce_at(monarch, 1)
+        reduce_at(local, 1)
 
 
-def test_a_lone_rank_has_its_group_inline_too_and_torch_is_left_as_it_was() -> None:
+def test_ranks_meet_in_a_private_folder_where_there_is_no_memfd_and_leave_none(
+    local: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    start(local, 2, Config())
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert reduce_at(local, 0).metrics["sum"] == 1.0 + 2.0
+    local.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lone_rank_has_its_group_inline_too_and_torch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth-of-the-user")
 
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     runtime = make_runtime("inline", channel_factory=str(HERE))
     try:
         start(runtime, 1, Config())
+        assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0"), "gloo listens, though there is nobody to meet"
         assert reduce_at(runtime, 0).metrics == {"sum": 1.0, "threads": 2.0, "deterministic": 1.0}
     finally:
         runtime.close()
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
     assert not torch.distributed.is_initialized()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == "eth-of-the-user"

@@ -55,9 +55,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rounded = "qwen3:{}:bfloat16"
     _launch(folder, 1, [f"{family}:1x1:float32" for family in FAMILIES] + [rounded.format("1x1"), "llama:1x1:plans"])
     cases = [f"{family}:{sizes}:float32" for family in FAMILIES for sizes in ("2x1", "1x2")]
-    cases += [kind.format(sizes) for kind in (rounded, "llama:{}:plans") for sizes in ("2x1", "1x2")]
+    others = (rounded, "llama:{}:plans", "llama:{}:refusals")
+    cases += [kind.format(sizes) for kind in others for sizes in ("2x1", "1x2")]
     _launch(folder, 2, cases)
-    _launch(folder, 4, [f"{family}:2x2:float32" for family in FAMILIES] + [rounded.format("2x2"), "llama:2x2:plans"])
+    _launch(folder, 4, [f"{family}:2x2:float32" for family in FAMILIES] + [kind.format("2x2") for kind in others])
     return folder
 
 
@@ -183,3 +184,13 @@ def test_every_layout_cuts_a_tick_into_the_same_optimizer_steps(runs: Path, size
                 wanted = {key: value for key, value in wanted.items() if key != "tokens/computed"}
                 assert {key: got[key] for key in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)
     assert alone["selection"][0]["samples/unused"] > 0
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_all_ranks_skip_and_refuse_what_one_of_them_sees(runs: Path, sizes: str) -> None:
+    world = math.prod(int(n) for n in sizes.split("x"))
+    reports = [json.loads((runs / f"refusals-{sizes}-{rank}.json").read_text()) for rank in range(world)]
+    for report in reports:
+        assert report["skipped"] == 1.0 and report["kept"]
+        assert report["refused"] == reports[0]["refused"]
+    assert "sampled by policy version 0, 2 versions before the trainer's 2" in reports[0]["refused"]

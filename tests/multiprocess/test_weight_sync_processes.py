@@ -17,8 +17,8 @@ import torch
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.errors import WeightSyncError
+from llamarl.transports.checksum import ChecksumKind, block_digest
 from llamarl.weight_sync import source
-from llamarl.weight_sync.checksum import ChecksumKind, block_digest
 from llamarl.weight_sync.layout import Layout, ParameterSpec, Shard, mesh_layout, replicated_layout
 
 WAIT_S = 120.0

@@ -30,7 +30,7 @@ class TrainerHost(monarch_actor.Actor):
     """Publishes versions from its host."""
 
     def __init__(self) -> None:
-        from llamarl.weight_sync.transports.rdma import RdmaSource
+        from llamarl.transports.rdma import RdmaSource
 
         source = RdmaSource(chunk_bytes=CHUNK_BYTES)
         self.publisher = Publisher(rank=0, num_source_ranks=1, num_slots=2, transport=source)
@@ -51,7 +51,7 @@ class GeneratorHost(monarch_actor.Actor):
     """Pulls versions on its host."""
 
     def __init__(self) -> None:
-        from llamarl.weight_sync.transports.rdma import RdmaSink
+        from llamarl.transports.rdma import RdmaSink
 
         self.puller = Puller(rank=0, num_sink_ranks=1, transport=RdmaSink())
 

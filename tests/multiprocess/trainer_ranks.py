@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "traine
 from training_fixtures import make_groups
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.errors import ModelError
+from llamarl.errors import ModelError, StaleTokenError
 from llamarl.trainer import building
+from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, SelectionConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.scoring import FrozenScorer
@@ -107,6 +109,34 @@ def train_plans(folder: Path, family: str, fsdp: int, tp: int) -> dict[str, list
     return metrics
 
 
+def refuse_together(folder: Path, fsdp: int, tp: int) -> dict[str, Any]:
+    """What one data-parallel rank alone sees and all must act on: a loss that is not finite, then a token too old."""
+    trainer = Trainer(
+        folder / "llama", TrainerConfig(fsdp=fsdp, tp=tp), OptimizerConfig(lr=1e-3), AlgorithmConfig(),
+        temperature=0.9, max_staleness=1,
+    )  # fmt: skip
+    last = trainer.layout.fsdp_rank == fsdp - 1
+    groups = share(make_groups(seed=0, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
+    trainer.train(groups, 0)
+    before = {key: value.clone() for key, value in trainer.weights.state().items()}
+    right = trainer.policy.forward
+
+    def with_a_token_of_probability_0(microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = right(microbatch)
+        return logprobs.masked_fill(microbatch.sequence_ids == 0, -math.inf), entropy
+
+    if last:
+        trainer.policy.forward = with_a_token_of_probability_0  # type: ignore[method-assign]
+    skipped = trainer.train(groups, 1)
+    trainer.policy.forward = right  # type: ignore[method-assign]
+    kept = all(torch.equal(value, before[key]) for key, value in trainer.weights.state().items())
+    try:  # the tokens of version 0 are now 2 versions old, and only this rank shows its own
+        trainer.train(groups if last else [], 2)
+    except StaleTokenError as error:
+        return {"skipped": skipped["step/skipped"], "kept": kept, "refused": str(error)}
+    raise AssertionError("a stale token was trained")
+
+
 def _refuse_whole_model(*args: object, **kwargs: object) -> None:
     raise AssertionError("a rank of a mesh asked for the whole model")
 
@@ -136,6 +166,9 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     for case in cases:
         family, sizes, dtype = case.split(":")
         fsdp, tp = (int(n) for n in sizes.split("x"))
+        if dtype == "refusals":
+            (folder / f"refusals-{sizes}-{rank}.json").write_text(json.dumps(refuse_together(folder, fsdp, tp)))
+            continue
         if dtype == "plans":
             (folder / f"plans-{sizes}-{rank}.json").write_text(json.dumps(train_plans(folder, family, fsdp, tp)))
             continue

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llamarl.config import RunConfig, apply_overrides, field_help, known_keys, load_config, save_config, validate
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, Mistake
 from llamarl.strict import Mistakes
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
@@ -24,6 +26,15 @@ def test_the_resolved_configuration_reads_back_equal(tmp_path: Path) -> None:
     config = load_config(None, ["--schedule.max_staleness", "3", "--generator.sampling.stop_strings", '["\\n", "a b"]'])
     save_config(config, tmp_path / "config.toml")
     assert load_config(tmp_path / "config.toml") == config
+
+
+def test_the_former_name_of_the_local_runtime_is_read_as_that_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "config.toml"
+    old.write_text('[run]\nruntime = "monarch"\n')
+    assert load_config(old) == load_config(None, ["--run.dir", "runs/config"])
+    assert capsys.readouterr().err.startswith(f"note: {old}: run.runtime 'monarch' is now called 'local'")
 
 
 def test_overrides_parse_toml_values_and_fall_back_to_text() -> None:
@@ -108,14 +119,57 @@ def test_what_only_follows_from_another_mistake_is_not_listed(raw: dict[str, Any
     assert only.startswith(line)
 
 
+def test_what_a_mistake_looks_at_is_data_whatever_its_words_say() -> None:
+    """Two checks with the same words: only the one that names the faulty key as looked at follows from it."""
+
+    def check(config: RunConfig) -> list[Mistake]:
+        text = "does not go with run.seed"
+        return [Mistake("model.path", text), Mistake("task.options", text, ("run.seed",))]
+
+    assert [line.split(" ")[0] for line in lines_of({"run": {"seed": -1}}, [check])] == ["run.seed", "model.path"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "keys"),
+    [
+        ({"executors": {"a": {"factory": "x"}, "b": {"ranks": "2"}}, "run": {"seed": -1}}, ["a.factory", "b.ranks:"]),
+        ({"executors": {"a": 5}}, ["a:"]),
+        ({"executors": {"a": {"reads": ["b c"], "writes": [3]}}}, ["a.reads", "a.writes[0]:"]),
+    ],
+)
+def test_every_key_of_an_own_executor_is_named_whole(raw: dict[str, Any], keys: list[str]) -> None:
+    assert {f"executors.{key}" for key in keys} <= {line.split(" ")[0] for line in lines_of(raw)}
+
+
+def test_the_range_of_a_key_is_told_once_by_help_and_by_its_mistake() -> None:
+    """By hand: ``top_p`` is above 0 and at most 1; ``dp`` is an integer above 0, ``lr`` a number above 0."""
+    told = field_help()
+    for key, wrong, limits in (
+        ("generator.sampling.top_p", 0, "in (0, 1]"),
+        ("generator.dp", 0, ">= 1"),
+        ("optimizer.lr", 0.0, "> 0"),
+        ("optimizer.beta1", 1, "in [0, 1)"),
+    ):
+        *path, last = key.split(".")
+        raw: dict[str, Any] = {last: wrong}
+        for section in reversed(path):
+            raw = {section: raw}
+        (line,) = lines_of(raw)
+        assert line.startswith(f"{key} must be {limits}, got ") and f"--{key}  (default" in told
+        assert f", {limits})" in told.split(f"--{key}  ")[1].splitlines()[0]
+
+
 def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_that_failed() -> None:
-    def check(config: RunConfig) -> list[str]:
-        return [f"model.path: no folder {config.model.path}", f"task.train_file: no file {config.task.train_file}"]
+    def check(config: RunConfig) -> list[Mistake]:
+        return [
+            Mistake("model.path", f": no folder {config.model.path}"),
+            Mistake("task.train_file", f": no file {config.task.train_file}"),
+        ]
 
     raw = {"run": {"seed": -1}, "model": {"path": "here"}, "task": {"train_file": 5}}
     assert lines_of(raw, [check]) == [
+        "run.seed must be >= 0, got -1 (Every random choice of the run derives from it)",
         "task.train_file: expected text, got 5 (int); text stands in quotes",
-        "run.seed must be >= 0, got -1",
         "model.path: no folder here",
     ]
 
@@ -128,7 +182,10 @@ def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_tha
         ({"run": {"seed": True}}, "run.seed: expected an integer, got True (bool)"),
         ({"optimizer": {"lr": True}}, "optimizer.lr: expected a number, got True (bool)"),
         ({"observability": {"trace": 1}}, "observability.trace: expected true or false, got 1 (int)"),
-        ({"observability": {"trace": "true"}}, "observability.trace: expected true or false, got 'true' (str)"),
+        (
+            {"observability": {"trace": "true"}},
+            "observability.trace: expected true or false, got 'true' (str); leave out the quotes",
+        ),
         ({"run": {"dir": 5}}, "run.dir: expected text, got 5 (int); text stands in quotes"),
         ({"run": 5}, "run: expected a section with keys such as run.dir, got 5 (int)"),
         ({"algorithm": {"rho": "abc"}}, "algorithm.rho: expected a number or 'none', got 'abc' (str)"),
@@ -140,7 +197,10 @@ def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_tha
             {"generator": {"sampling": {"stop_strings": "a"}}},
             "generator.sampling.stop_strings: expected a list of text, got 'a' (str); write ['a']",
         ),
-        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr: input should be a finite number, got nan (float)"),
+        (
+            {"optimizer": {"lr": float("nan")}},
+            "optimizer.lr must be a finite number, got nan (Peak learning rate)",
+        ),
         ({"run": {"dir": ""}}, "run.dir must name a folder, such as runs/{name}, got ''"),
         (
             {"run": {"dir": "runs/{seed}"}},
@@ -148,6 +208,11 @@ def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_tha
         ),
         ({"run": {"zzz": 1}}, "run.zzz: unknown key; [run] has dir, seed, num_ticks, runtime, cores"),
         ({"trainer": {"lr": 1}}, "trainer.lr: unknown key; did you mean 'optimizer.lr'?"),
+        (
+            {"generator": {"sampling": {"stop_token_ids": [3, -1]}}},
+            "generator.sampling.stop_token_ids must be >= 0, got -1 (A response ends with one of these tokens, besides those "
+            "of the model's own tokenizer and generation config)",
+        ),
     ],
 )
 def test_a_wrong_value_is_one_line_with_key_got_expected_and_fix(raw: dict[str, Any], line: str) -> None:
@@ -199,7 +264,7 @@ def test_keys_that_outside_checks_rely_on_exist() -> None:
 def test_every_key_is_explained() -> None:
     unexplained = [key for key, info in known_keys().items() if not (info.description or "").strip()]
     assert unexplained in ([], ["generator.sampling"]), unexplained
-    assert "--schedule.max_staleness  (default 1)" in field_help()
+    assert "--schedule.max_staleness  (default 1, >= 0)" in field_help()
 
 
 @pytest.mark.parametrize(
@@ -224,5 +289,44 @@ def test_what_cannot_be_co_located_is_refused_with_the_fix(overrides: list[str],
 
 
 def test_mistakes_travel_between_processes_whole() -> None:
-    again = pickle.loads(pickle.dumps(Mistakes(["a must be 1", "b must be 2"])))
-    assert again.messages == ("a must be 1", "b must be 2") and str(again) == "a must be 1; b must be 2"
+    found = (Mistake("a", "must be 1", ("b",)), Mistake("b", ": no file"))
+    again = pickle.loads(pickle.dumps(Mistakes(found)))
+    assert again.found == found and str(again) == "a must be 1; b: no file"
+    error = pickle.loads(pickle.dumps(ConfigError("two", mistakes=found)))
+    assert error.mistakes == found and str(error) == "two"
+
+
+def test_a_word_that_means_another_thing_in_each_section_is_no_hint() -> None:
+    """``name`` stands in three sections: none of them is what was meant."""
+    (line,) = lines_of({"optimizer": {"name": "adam"}})
+    assert line.startswith("optimizer.name: unknown key; [optimizer] has lr, ") and "task" not in line
+
+
+def test_an_optional_dependency_is_used_by_some_code() -> None:
+    root = Path(__file__).resolve().parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    code = "\n".join(
+        file.read_text() for folder in ("src", "examples", "tests/browser") for file in (root / folder).rglob("*.py")
+    )
+    for extra, packages in extras.items():
+        for package in packages if extra != "dev" else ():
+            name = {"torchmonarch": "monarch"}.get(name := re.split("[><=;]", package)[0], name)
+            assert re.search(
+                rf"import {name}|from {name}|import_module\(\"{name}|find_spec\(\"{name}|importorskip\(\"{name}", code
+            ), f"{extra}: {name}"
+
+
+@pytest.mark.parametrize("key", ["generator.sampling.temperature", "evaluation.temperature"])
+@pytest.mark.parametrize(("temperature", "fits"), [("0.005", False), ("0.01", True), ("2", True), ("2.5", False)])
+def test_vllm_samples_between_two_temperatures(key: str, temperature: str, fits: bool) -> None:
+    given = ["--generator.engine.name", "vllm", f"--{key}", temperature]
+    if fits:
+        assert load_config(None, given).generator.engine.name == "vllm"
+        return
+    with pytest.raises(ConfigError, match=f"{key} is {temperature}, but generator.engine.name is 'vllm'.* 0.01 and 2"):
+        load_config(None, given)
+    load_config(None, given[2:])
+
+
+def test_vllm_evaluates_greedily() -> None:
+    load_config(None, ["--generator.engine.name", "vllm", "--evaluation.temperature", "0"])

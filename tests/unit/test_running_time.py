@@ -40,7 +40,7 @@ def test_a_sleeping_process_is_not_taken_for_a_stopped_one() -> None:
 
 _WAITING = """
 import sys, time
-from llamarl.weight_sync.clock import deadline_clock
+from llamarl.transports.deadline import deadline_clock
 clock = deadline_clock(3.0, "sink rank 0")
 print("waiting", flush=True)
 for _ in range(10):

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.errors import ConfigError
+from llamarl.import_path import is_import_path, resolve
 
 __all__ = ["ESTIMATORS", "compute_advantages", "group_mean", "group_std", "leave_one_out", "overlong_penalty"]
 
@@ -95,6 +97,8 @@ def compute_advantages(
     groups = [np.asarray(group, dtype=np.float64) for group in rewards]
     if config.advantage in ESTIMATORS:
         return [ESTIMATORS[config.advantage](group) for group in groups]
+    if is_import_path(config.advantage):
+        return [_by_users_function(config.advantage, group) for group in groups]
     if config.advantage in ("reward", "gae"):  # gae: the trainer replaces it by an advantage a token
         return [np.nan_to_num(group, nan=0.0) for group in groups]
     if config.advantage == "group_mean_batch_std":  # REINFORCE++-baseline (arXiv:2501.03262)
@@ -105,6 +109,18 @@ def compute_advantages(
     squares = [(group - mean) ** 2 for group in groups]
     deviation = np.sqrt(sum_over_ranks(_count_and_sum(squares))[1] / max(1.0, count - 1.0))
     return [np.nan_to_num((group - mean) / (deviation + _STD_EPSILON), nan=0.0) for group in groups]
+
+
+def _by_users_function(name: str, rewards: Rewards) -> Rewards:
+    """Advantages of one group by a function of the user's own; 0 for samples without a reward, whatever it says of them."""
+    found = np.asarray(resolve(name)(rewards.copy()), dtype=np.float64)
+    scored = ~np.isnan(rewards)
+    if found.shape != rewards.shape or not np.isfinite(found[scored]).all():
+        raise ConfigError(
+            f"algorithm.advantage {name!r} made {found.tolist()} of the rewards {rewards.tolist()}: expected one finite "
+            f"advantage for each (nan is a sample without a reward)"
+        )
+    return np.where(scored, found, 0.0)
 
 
 def _count_and_sum(groups: Sequence[Rewards]) -> Rewards:

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, check_same_shape, masked_log_ratio
+from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, check_same_shape
 from llamarl.algorithms.config import AlgorithmConfig
 
 __all__ = ["aipo", "aipo_loss", "aipo_surrogate", "reinforce"]
@@ -41,7 +41,8 @@ def aipo_loss(
         behavior_logprobs: log mu(y_t) as recorded by the generator, nats, [T].
         advantages: A_t, [T]; finite everywhere, also where masked.
         loss_mask: [T] bool, True on trained tokens; other entries of ``behavior_logprobs`` may be NaN.
-        rho: Clip on pi / mu, > 0; the paper suggests 2 to 10. ``math.inf`` never clips.
+        rho: Clip on pi / mu, > 0; the paper suggests 2 to 10. ``math.inf`` leaves only the cap at e^20 that keeps it
+            finite (``MOST_LOG_RATIO``).
         num_loss_tokens: True mask entries in the whole optimizer step, over all microbatches and
             data-parallel ranks. Parts then add up to the full-batch loss.
 
@@ -52,16 +53,15 @@ def aipo_loss(
         raise ValueError(f"rho must be > 0, got {rho}")
     if num_loss_tokens < 1:
         raise ValueError(f"num_loss_tokens must be >= 1, got {num_loss_tokens}: there is nothing to average over")
-    losses, _ = _aipo_terms(policy_logprobs, behavior_logprobs, advantages, loss_mask, rho)
+    check_same_shape(policy=policy_logprobs, behavior=behavior_logprobs, advantages=advantages, mask=loss_mask)
+    losses, _ = _aipo_terms(policy_logprobs[loss_mask], behavior_logprobs[loss_mask], advantages[loss_mask], rho)
     return losses.sum() / num_loss_tokens
 
 
 def aipo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     """``aipo_loss`` before averaging, under ``config.rho``."""
     rho = math.inf if config.rho == "none" else float(config.rho)
-    losses, clipped = _aipo_terms(
-        batch.policy_logprobs, batch.behavior_logprobs, batch.advantages, batch.loss_mask, rho
-    )
+    losses, clipped = _aipo_terms(batch.policy_logprobs, batch.behavior_logprobs, batch.advantages, rho)
     return TokenLosses(losses=losses, clipped=clipped)
 
 
@@ -71,11 +71,11 @@ def aipo_surrogate(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     Some implementations call this AIPO. It is here to compare with, not what the paper's update says.
     """
     rho = math.inf if config.rho == "none" else float(config.rho)
-    log_ratio = masked_log_ratio(batch.policy_logprobs, batch.behavior_logprobs, batch.loss_mask)
-    clipped = batch.loss_mask & (log_ratio > math.log(rho)).detach()
+    log_ratio = batch.log_ratio
     most = min(math.log(rho), MOST_LOG_RATIO)
+    clipped = (log_ratio > most).detach()
     ratio = torch.where(log_ratio > most, most, log_ratio).exp()  # where, not clamp: no gradient through the bound
-    return TokenLosses(losses=torch.where(batch.loss_mask, -ratio * batch.advantages, 0.0), clipped=clipped)
+    return TokenLosses(losses=-ratio * batch.advantages, clipped=clipped)
 
 
 def reinforce(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -83,15 +83,14 @@ def reinforce(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
 
     Unbiased only on policy. On stale tokens it is the "no correction" that AIPO is compared with.
     """
-    losses = torch.where(batch.loss_mask, -batch.advantages * batch.policy_logprobs, 0.0)
-    return TokenLosses(losses=losses, clipped=torch.zeros_like(batch.loss_mask))
+    losses = -batch.advantages * batch.policy_logprobs
+    return TokenLosses(losses=losses, clipped=torch.zeros_like(losses, dtype=torch.bool))
 
 
 def _aipo_terms(
-    policy_logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, rho: float
+    policy_logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, rho: float
 ) -> tuple[Tensor, Tensor]:
-    check_same_shape(policy=policy_logprobs, behavior=behavior_logprobs, advantages=advantages, mask=loss_mask)
-    log_ratio = masked_log_ratio(policy_logprobs, behavior_logprobs, loss_mask).detach()
-    weight = log_ratio.clamp(max=min(math.log(rho), MOST_LOG_RATIO)).exp()  # clamp the log: exp cannot overflow
-    losses = torch.where(loss_mask, -weight * advantages * policy_logprobs, 0.0)
-    return losses, loss_mask & (log_ratio > math.log(rho))
+    log_ratio = (policy_logprobs - behavior_logprobs).detach()
+    most = min(math.log(rho), MOST_LOG_RATIO)
+    weight = log_ratio.clamp(max=most).exp()  # clamp the log: exp cannot overflow
+    return -weight * advantages * policy_logprobs, log_ratio > most

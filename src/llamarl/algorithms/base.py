@@ -23,27 +23,27 @@ __all__ = [
     "TokenBatch",
     "TokenLosses",
     "check_same_shape",
-    "masked_log_ratio",
     "sequence_means",
 ]
 
 MOST_LOG_RATIO = 20.0
-"""Where log ratios without another bound are cut: far above any bound that is set, and the exp is finite. An infinite ratio
-times an advantage of 0 would be NaN."""
+"""Where log ratios without another bound are cut: a ratio of e^20, some 5e8, far above any bound that is set, so that the
+exp is finite. An infinite ratio times an advantage of 0 would be NaN. A token that is cut here counts as clipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch:
-    """Per-token tensors of one micro-batch; T response tokens of S responses, in response order."""
+    """Per-token tensors of one micro-batch; the T trained tokens of S responses, in response order.
+
+    Tokens that nobody trains on (prompts, what an environment wrote) are left out before: a loss never sees them.
+    """
 
     policy_logprobs: Tensor
     """log pi, nats, [T], with grad: the weights being trained."""
     behavior_logprobs: Tensor
-    """log mu as recorded while sampling, nats, [T]; may be NaN where masked."""
+    """log mu as recorded while sampling, nats, [T]."""
     advantages: Tensor
     """[T], finite."""
-    loss_mask: Tensor
-    """[T] bool, True on trained tokens."""
     sequence_ids: Tensor
     """[T] int64, 0 .. num_sequences - 1: which response of the micro-batch a token belongs to."""
     num_sequences: int
@@ -51,15 +51,21 @@ class TokenBatch:
     """log-probs under the weights before the tick's first update, nats, [T]; None where the tick has one update, which
     makes them the policy's own."""
 
+    @property
+    def log_ratio(self) -> Tensor:
+        """log pi - log mu, [T], with grad."""
+        return self.policy_logprobs - self.behavior_logprobs
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLosses:
     """A loss's answer."""
 
     losses: Tensor
-    """[T], to be minimised, with grad; 0 where masked. Not averaged."""
+    """[T], to be minimised, with grad. Not averaged."""
     clipped: Tensor
-    """[T] bool: the algorithm's bound was active on this token (for ``ratio/clipped_fraction``)."""
+    """[T] bool: the algorithm's bound, or the cap ``MOST_LOG_RATIO`` where it has none, was active on this token (for
+    ``ratio/clipped_fraction``)."""
 
 
 LossFunction = Callable[[TokenBatch, AlgorithmConfig], TokenLosses]
@@ -74,17 +80,11 @@ def check_same_shape(**tensors: Tensor) -> None:
         raise ValueError(f"per-token tensors must have one shape, got {shapes}")
 
 
-def masked_log_ratio(policy_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """log pi - log mu, [T], with grad; 0 where masked, so that a NaN there reaches neither value nor gradient."""
-    behavior = torch.where(loss_mask, behavior_logprobs, 0.0)
-    return torch.where(loss_mask, policy_logprobs - behavior, 0.0)
-
-
 def sequence_means(values: Tensor, batch: TokenBatch) -> Tensor:
-    """Mean of ``values`` [T] over each response's trained tokens, [S], with grad; 0 for a response without any.
+    """Mean of ``values`` [T] over each response's tokens, [S], with grad; 0 for a response without any.
 
     A product with the membership matrix, not a scatter: its sums have a fixed order on every device.
     """
     members = batch.sequence_ids[None, :] == torch.arange(batch.num_sequences, device=values.device)[:, None]
-    members = (members & batch.loss_mask).to(values.dtype)
+    members = members.to(values.dtype)
     return members @ values / members.sum(dim=1).clamp(min=1.0)

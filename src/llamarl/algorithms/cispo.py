@@ -6,9 +6,7 @@ The paper leaves the lower side open, which is ``clip_low = 1``.
 
 from __future__ import annotations
 
-import torch
-
-from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, masked_log_ratio
+from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses
 from llamarl.algorithms.config import AlgorithmConfig
 
 __all__ = ["cispo"]
@@ -16,8 +14,8 @@ __all__ = ["cispo"]
 
 def cispo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     """-clip(pi / mu).detach() * A * log pi."""
-    log_ratio = masked_log_ratio(batch.policy_logprobs, batch.behavior_logprobs, batch.loss_mask).detach()
+    log_ratio = batch.log_ratio.detach()
     ratio = log_ratio.clamp(max=MOST_LOG_RATIO).exp()
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    losses = torch.where(batch.loss_mask, -weight * batch.advantages * batch.policy_logprobs, 0.0)
-    return TokenLosses(losses=losses, clipped=batch.loss_mask & (weight != ratio))
+    losses = -weight * batch.advantages * batch.policy_logprobs
+    return TokenLosses(losses=losses, clipped=((weight != ratio) | (log_ratio > MOST_LOG_RATIO)))

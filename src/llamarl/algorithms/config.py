@@ -2,75 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
-from llamarl.strict import STRICT, at_least, refuse
+from llamarl.errors import Mistake
+from llamarl.import_path import why_no_name
+from llamarl.strict import STRICT, refuse
 
-__all__ = ["AlgorithmConfig"]
+__all__ = ["ADVANTAGE_NAMES", "LOSS_NAMES", "PRESETS", "AlgorithmConfig", "Preset", "spelled_out"]
+
+LOSS_NAMES = ("aipo", "aipo_surrogate", "reinforce", "ppo", "decoupled_ppo", "truncated_is", "cispo", "gspo")
+ADVANTAGE_NAMES = ("group_mean", "leave_one_out", "group_std", "batch_std", "group_mean_batch_std", "reward", "gae")
+
+
+class Preset(NamedTuple):
+    """What a well-known name stands for, in keys of ``AlgorithmConfig``."""
+
+    means: Mapping[str, Any]
+    """What makes it this algorithm; a recipe that says otherwise is refused."""
+    constants: Mapping[str, Any]
+    """The source's numbers; those that a recipe sets win."""
+
+
+PRESETS: Mapping[str, Preset] = {
+    "grpo": Preset(
+        means={"name": "ppo", "advantage": "group_std", "normalization": "sequence"},
+        constants={"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.04, "kl_place": "loss", "kl_estimator": "k3"},
+    ),
+    "dapo": Preset(
+        means={"name": "ppo", "advantage": "group_std", "normalization": "token"},
+        constants={"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.0},
+    ),
+}
+"""``algorithm.name`` -> the keys that it stands for. A run's own config.toml shows those, not the name."""
+
+
+def spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``[algorithm]`` as a user set it, with the keys that a preset's name stands for where ``values`` leaves them out.
+
+    Put on top of other settings, the name alone would stand beside their advantage, clip and KL.
+    """
+    preset = PRESETS.get(str(values.get("name")))
+    return {**preset.constants, **preset.means, **values} if preset else dict(values)
+
+
+def _loss(name: str) -> str:
+    if why := why_no_name(name, (*LOSS_NAMES, *PRESETS), "my_name.py:function"):
+        raise ValueError(why)
+    return name
+
+
+def _advantage(name: str) -> str:
+    if why := why_no_name(name, ADVANTAGE_NAMES, "my_advantage.py:function"):
+        raise ValueError(why)
+    return name
+
+
+def _positive(rho: float | str) -> float | str:
+    if rho != "none" and not float(rho) > 0:
+        raise ValueError(f"must be > 0 or 'none' (no clip), got {rho}; the paper uses 2 to 10")
+    return rho
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AlgorithmConfig:
     """The loss, the advantage estimator and how per-token terms are averaged."""
 
-    name: Literal["aipo", "aipo_surrogate", "reinforce", "ppo", "decoupled_ppo", "truncated_is", "cispo", "gspo"] = (
-        "aipo"
-    )
-    """Loss; docs/algorithms/ has a page each. ``aipo`` weighs each token by min(pi / mu, rho), LlamaRL's objective.
+    name: Annotated[str, AfterValidator(_loss)] = "aipo"
+    """Loss: aipo, aipo_surrogate, reinforce, ppo, decoupled_ppo, truncated_is, cispo, gspo, grpo, dapo, or your own as
+    package.module:function or path/to/file.py:function (docs/algorithms/README.md). docs/algorithms/ has a page each. ``aipo`` weighs each token by min(pi / mu, rho), LlamaRL's objective.
     ``reinforce`` weighs every token by 1: no correction at all for staleness or for the generator's precision.
     ``ppo`` is the clip of PPO, GRPO and DAPO; ``gspo`` its response-level form; ``cispo`` clips the weight instead.
-    ``decoupled_ppo`` and ``truncated_is`` tell the proximal policy from the behaviour policy."""
+    ``decoupled_ppo`` and ``truncated_is`` tell the proximal policy from the behaviour policy. ``grpo`` and ``dapo`` are not
+    losses but presets, ``ppo`` with the advantage, normalization and constants of their papers (docs/algorithms/ppo.md)."""
 
-    rho: float | Literal["none"] = 4.0
+    rho: Annotated[float | Literal["none"], AfterValidator(_positive)] = 4.0
     """Clip on the weight pi / mu of ``aipo``, ``aipo_surrogate`` and ``truncated_is``, > 0; the paper suggests 2 to 10.
-    ``none`` never clips: unbiased, of unbounded variance."""
+    ``none`` never clips: unbiased, of unbounded variance. It is then capped only at e^20 (some 5e8), so that a float holds
+    it; capped tokens count in ``ratio/clipped_fraction``, which is otherwise 0."""
 
-    clip_low: float = 0.2
-    """Ratios below 1 - clip_low are clipped by ``ppo``, ``decoupled_ppo``, ``truncated_is``, ``cispo`` and ``gspo``; in
-    [0, 1], 1 never clips. GSPO needs about 3e-4."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Ratios below 1 - clip_low are clipped by ``ppo``, ``decoupled_ppo``, ``truncated_is``, ``cispo`` and ``gspo``;
+    1 never clips. GSPO needs about 3e-4."""
 
-    clip_high: float = 0.2
-    """Ratios above 1 + clip_high are clipped by the same losses, >= 0. DAPO uses 0.28; GSPO needs about 4e-4."""
+    clip_high: NonNegativeFloat = 0.2
+    """Ratios above 1 + clip_high are clipped by the same losses. DAPO uses 0.28; GSPO needs about 4e-4."""
 
     ratio_mask: Literal["none", "token", "sequence"] = "none"
     """Leave tokens out of the loss where pi / mu lies outside [ratio_mask_low, ratio_mask_high]: ``token`` looks at
     each token (IcePop), ``sequence`` drops a whole response by its geometric mean ratio. Works with every loss."""
 
-    ratio_mask_low: float = 0.5
-    """Smallest ratio that still trains, >= 0. Used with ``ratio_mask``."""
+    ratio_mask_low: NonNegativeFloat = 0.5
+    """Smallest ratio that still trains. Used with ``ratio_mask``."""
 
     ratio_mask_high: float = 5.0
     """Largest ratio that still trains, > ``ratio_mask_low``. Used with ``ratio_mask``."""
 
-    advantage: Literal[
-        "group_mean", "leave_one_out", "group_std", "batch_std", "group_mean_batch_std", "reward", "gae"
-    ] = "group_mean"
-    """Advantage of a response. ``group_mean`` subtracts its group's mean reward, ``leave_one_out`` the mean of the other
+    advantage: Annotated[str, AfterValidator(_advantage)] = "group_mean"
+    """Advantage of a response: group_mean, leave_one_out, group_std, batch_std, group_mean_batch_std, reward, gae, or your
+    own function of one group's rewards, as package.module:function or path/to/file.py:function. ``group_mean`` subtracts its group's mean reward, ``leave_one_out`` the mean of the other
     members, ``group_std`` subtracts the mean and divides by the group's standard deviation (GRPO). ``batch_std`` uses
     mean and deviation of the whole step (REINFORCE++), ``group_mean_batch_std`` the group's mean and the step's
     deviation. ``reward`` is the reward itself, without a baseline. ``gae`` is an advantage a token from a critic's values
     (section ``critic``); it needs no group."""
 
-    gae_gamma: float = 1.0
-    """Discount of rewards a token, in [0, 1], for ``gae``. Below 1, late rewards count less for early tokens."""
+    gae_gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Discount of rewards a token, for ``gae``. Below 1, late rewards count less for early tokens."""
 
-    gae_lambda: float = 0.95
-    """In [0, 1], for ``gae``: 1 trusts the rewards alone (unbiased), 0 the critic's next value (least variance)."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Of ``gae``: 1 trusts the rewards alone (unbiased), 0 the critic's next value (least variance)."""
 
     gae_normalize: bool = True
     """Whether ``gae`` advantages get mean 0 and deviation 1 over the trained tokens of the step."""
 
-    overlong_buffer: int = 0
+    overlong_buffer: NonNegativeInt = 0
     """Tokens before ``overlong_limit`` over which the reward falls linearly by ``overlong_penalty`` (DAPO); 0 is off."""
 
     overlong_limit: int = 0
     """Response length in tokens at which the penalty is full, usually generator's longest response."""
 
-    overlong_penalty: float = 1.0
-    """What a response of ``overlong_limit`` tokens loses of its reward, >= 0."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """What a response of ``overlong_limit`` tokens loses of its reward."""
 
     train_truncated: bool = True
     """Whether responses that hit the length limit train. False keeps them in the baseline but out of the loss."""
@@ -80,11 +136,11 @@ class AlgorithmConfig:
     response's own trained tokens, then the number of responses. ``constant``: ``normalization_constant`` times the number
     of responses (Dr. GRPO: no preference for short answers)."""
 
-    normalization_constant: float = 1024.0
-    """Tokens, > 0. Used when ``normalization`` is ``constant``; the longest response allowed is the usual choice."""
+    normalization_constant: PositiveFloat = 1024.0
+    """Tokens. Used when ``normalization`` is ``constant``; the longest response allowed is the usual choice."""
 
-    kl_coef: float = 0.0
-    """Weight of KL(policy || reference model), >= 0. Above 0 the job has a reference executor (section ``reference``)."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of KL(policy || reference model). Above 0 the job has a reference executor (section ``reference``)."""
 
     kl_place: Literal["loss", "reward", "token_reward"] = "loss"
     """Where that KL counts. ``loss``: a term of each token's loss. ``reward``: its sum over a response, from the recorded
@@ -104,27 +160,41 @@ class AlgorithmConfig:
         """Whether the loss has a term for the KL to the reference model."""
         return self.kl_coef > 0 and self.kl_place == "loss"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_preset(cls, given: Any) -> Any:
+        """Replace a preset's name by the keys that it stands for."""
+        values = dict(given.kwargs or {}) if isinstance(given, ArgsKwargs) else given
+        name = values.get("name") if isinstance(values, dict) else None
+        if not isinstance(name, str) or name not in PRESETS:
+            return given
+        preset, asked = PRESETS[name], {key: value for key, value in values.items() if key != "name"}
+        refuse(
+            Mistake(
+                key,
+                f"is {asked[key]!r}, but name {name!r} means {value!r}: leave {key} out, or set name to "
+                f"{preset.means['name']!r} and say what you want instead",
+                ("name",),
+            )
+            for key, value in preset.means.items()
+            if key in asked and asked[key] != value
+        )
+        return {**preset.constants, **asked, **preset.means}
+
     def __post_init__(self) -> None:
         refuse(self._mistakes())
 
-    def _mistakes(self) -> Iterator[str]:
-        if self.rho != "none" and not float(self.rho) > 0:
-            yield f"rho must be > 0 or 'none' (no clip), got {self.rho}; the paper uses 2 to 10"
-        if not 0 <= self.clip_low <= 1:
-            yield f"clip_low must be in [0, 1], got {self.clip_low}; 1 never clips from below"
-        yield from at_least(self, 0, "clip_high", "kl_coef", "overlong_penalty", "overlong_buffer", "ratio_mask_low")
+    def _mistakes(self) -> Iterator[Mistake]:
         if not self.ratio_mask_low < self.ratio_mask_high:
-            yield f"ratio_mask_low ({self.ratio_mask_low}) must be below ratio_mask_high ({self.ratio_mask_high})"
-        for name in ("gae_gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                yield f"{name} must be in [0, 1], got {getattr(self, name)}"
-        if self.overlong_buffer and self.overlong_limit < self.overlong_buffer:
-            yield (
-                f"overlong_limit must be >= overlong_buffer ({self.overlong_buffer}) tokens, got {self.overlong_limit};"
-                " use the longest response that the generator may write"
+            yield Mistake(
+                "ratio_mask_low",
+                f"({self.ratio_mask_low}) must be below ratio_mask_high ({self.ratio_mask_high})",
+                ("ratio_mask_high",),
             )
-        if not self.normalization_constant > 0:
-            yield (
-                f"normalization_constant must be > 0 tokens, got {self.normalization_constant};"
-                " use the longest response allowed"
+        if self.overlong_buffer and self.overlong_limit < self.overlong_buffer:
+            yield Mistake(
+                "overlong_limit",
+                f"must be >= overlong_buffer ({self.overlong_buffer}) tokens, got {self.overlong_limit}; use the longest "
+                "response that the generator may write",
+                ("overlong_buffer",),
             )

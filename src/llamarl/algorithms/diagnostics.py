@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.base import masked_log_ratio
 from llamarl.algorithms.kl import k3
 
 __all__ = ["MAXIMA", "SUMS", "token_statistics"]
@@ -21,27 +20,26 @@ MAXIMA = ("ratio/max",)
 
 @torch.no_grad()
 def token_statistics(
-    policy_logprobs: Tensor, behavior_logprobs: Tensor, entropy: Tensor, loss_mask: Tensor, clipped: Tensor
+    policy_logprobs: Tensor, behavior_logprobs: Tensor, entropy: Tensor, clipped: Tensor
 ) -> dict[str, Tensor]:
     """Sums (and maxima) over the trained tokens of one micro-batch; scalars on the device.
 
     Args:
         policy_logprobs: log pi, nats, [T].
-        behavior_logprobs: log mu, nats, [T]; may be NaN where masked.
+        behavior_logprobs: log mu, nats, [T].
         entropy: Entropy of pi at each position, nats, [T].
-        loss_mask: [T] bool, True on trained tokens.
         clipped: [T] bool, from the loss.
 
     Returns:
         ``ratio/mean``: sum of pi / mu. ``ratio/clipped_fraction``: number of clipped tokens. ``mismatch/kl``: sum of
         the k3 estimate of KL(mu || pi), nats. ``entropy``: sum, nats. ``ratio/max``: largest pi / mu, 0 if T is 0.
     """
-    log_ratio = masked_log_ratio(policy_logprobs, behavior_logprobs, loss_mask)
-    ratio = torch.where(loss_mask, log_ratio.exp(), 0.0)
+    log_ratio = policy_logprobs - behavior_logprobs
+    ratio = log_ratio.exp()
     return {
         "ratio/mean": ratio.sum(),
         "ratio/clipped_fraction": clipped.sum().to(ratio.dtype),
-        "mismatch/kl": k3(log_ratio).sum(),  # a masked log ratio is 0, and so is its k3
-        "entropy": torch.where(loss_mask, entropy, 0.0).sum(),
+        "mismatch/kl": k3(log_ratio).sum(),
+        "entropy": entropy.sum(),
         "ratio/max": ratio.max() if ratio.numel() else ratio.new_zeros(()),
     }

@@ -29,6 +29,8 @@ class Selection:
     """At most ``num_wanted``, in prompt order."""
     spares: tuple[Group, ...]
     """Groups with a signal that may still train at the next tick, in prompt order."""
+    dropped: tuple[Group, ...]
+    """Groups that will never train: those without a signal, then those that expired."""
     num_no_signal: int
     """Groups of this tick that can move nothing; dropped."""
     num_refilled: int
@@ -51,8 +53,8 @@ def has_signal(group: Group, config: AlgorithmConfig) -> bool:
 
 
 def oldest_version(group: Group) -> int | None:
-    """Oldest policy version that wrote a token of the group; None where no policy wrote any."""
-    written = [int(v) for r in group.responses for v in r.policy_versions if v >= 0]
+    """Oldest policy version that wrote a token of the group; None where no version wrote any."""
+    written = [int(v) for r in group.responses if not r.sampled_by for v in r.policy_versions if v >= 0]
     return min(written, default=None)
 
 
@@ -77,18 +79,21 @@ def select_groups(
         num_wanted: Groups of a full batch.
         max_staleness: No token may be older than so many versions when it is trained.
     """
-    good = sorted((g for g in fresh if has_signal(g, config)), key=_prompt_index)
+    signals = [(g, has_signal(g, config)) for g in fresh]
+    good = sorted((g for g, has in signals if has), key=_prompt_index)
     waiting = sorted(spares, key=lambda g: (_age(g, tick) * -1, g.prompt.index))
     chosen, extra = good[:num_wanted], good[num_wanted:]
     refill = waiting[: num_wanted - len(chosen)]
     left = [*waiting[len(refill) :], *extra]
     kept = [g for g in left if _age(g, tick + 1) <= max_staleness]
+    expired = [g for g in left if _age(g, tick + 1) > max_staleness]
     return Selection(
         chosen=tuple(sorted([*chosen, *refill], key=_prompt_index)),
         spares=tuple(sorted(kept, key=_prompt_index)),
+        dropped=(*(g for g, has in signals if not has), *expired),
         num_no_signal=len(fresh) - len(good),
         num_refilled=len(refill),
-        num_expired=len(left) - len(kept),
+        num_expired=len(expired),
     )
 
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.base import TokenBatch, masked_log_ratio, sequence_means
+from llamarl.algorithms.base import TokenBatch, sequence_means
 from llamarl.algorithms.config import AlgorithmConfig
 
 __all__ = ["ratio_keep_mask"]
@@ -22,9 +22,9 @@ __all__ = ["ratio_keep_mask"]
 def ratio_keep_mask(batch: TokenBatch, config: AlgorithmConfig) -> Tensor:
     """[T] bool: trained tokens whose ratio lies in [ratio_mask_low, ratio_mask_high]; all of them for ``none``."""
     if config.ratio_mask == "none":
-        return batch.loss_mask
-    log_ratio = masked_log_ratio(batch.policy_logprobs, batch.behavior_logprobs, batch.loss_mask)
+        return torch.ones_like(batch.behavior_logprobs, dtype=torch.bool)
+    log_ratio = batch.log_ratio
     if config.ratio_mask == "sequence":
         log_ratio = sequence_means(log_ratio, batch)[batch.sequence_ids]
     low = math.log(config.ratio_mask_low) if config.ratio_mask_low > 0 else -math.inf
-    return batch.loss_mask & (log_ratio >= low) & (log_ratio <= math.log(config.ratio_mask_high))
+    return (log_ratio >= low) & (log_ratio <= math.log(config.ratio_mask_high))

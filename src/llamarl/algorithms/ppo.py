@@ -7,7 +7,8 @@ All maximise min(u A, clip(u, 1 - clip_low, 1 + clip_high) A). They differ in wh
     truncated_is    u = pi / pi_prox                     min(pi_prox / mu, rho), detached
     gspo            u = (pi(y) / mu(y))^(1 / |y|)        1          one u for a whole response
 
-A clipped token has no gradient. That bounds how far one batch can move the policy; AIPO bounds only the weight.
+A clipped token has no gradient. That bounds how far one batch can move the policy; AIPO bounds only the weight. Where A is
+negative u has no upper bound but the cap at e^20, which counts as clipping.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, masked_log_ratio, sequence_means
+from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, sequence_means
 from llamarl.algorithms.config import AlgorithmConfig
 
 __all__ = ["decoupled_ppo", "gspo", "ppo", "truncated_is"]
@@ -29,7 +30,7 @@ def ppo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     The ratio is to what sampled the token, so a stale token starts outside the trust region and may have no gradient
     from the first step on: at high staleness PPO learns from fewer tokens, where AIPO reweighs them.
     """
-    log_ratio = masked_log_ratio(batch.policy_logprobs, batch.behavior_logprobs, batch.loss_mask)
+    log_ratio = batch.log_ratio
     return _clipped_surrogate(log_ratio, batch, config)
 
 
@@ -55,19 +56,20 @@ def gspo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
 
     Each token carries its response's term, so normalisation by ``sequence`` is the paper's mean over responses.
     """
-    log_ratio = masked_log_ratio(batch.policy_logprobs, batch.behavior_logprobs, batch.loss_mask)
+    log_ratio = batch.log_ratio
     means = sequence_means(log_ratio, batch)
-    return _clipped_surrogate(torch.where(batch.loss_mask, means[batch.sequence_ids], 0.0), batch, config)
+    return _clipped_surrogate(means[batch.sequence_ids], batch, config)
 
 
 def _with_proximal_weight(batch: TokenBatch, config: AlgorithmConfig, rho: float) -> TokenLosses:
     proximal = batch.proximal_logprobs
     if proximal is None:
         proximal = batch.policy_logprobs.detach()
-    log_weight = masked_log_ratio(proximal, batch.behavior_logprobs, batch.loss_mask).detach()
-    weight = log_weight.clamp(max=min(math.log(rho), MOST_LOG_RATIO)).exp()
-    terms = _clipped_surrogate(masked_log_ratio(batch.policy_logprobs, proximal, batch.loss_mask), batch, config)
-    over = batch.loss_mask & (log_weight > math.log(rho))
+    log_weight = (proximal - batch.behavior_logprobs).detach()
+    most = min(math.log(rho), MOST_LOG_RATIO)
+    weight = log_weight.clamp(max=most).exp()
+    terms = _clipped_surrogate(batch.policy_logprobs - proximal, batch, config)
+    over = log_weight > most
     return TokenLosses(losses=weight * terms.losses, clipped=terms.clipped | over)
 
 
@@ -75,5 +77,6 @@ def _clipped_surrogate(log_ratio: Tensor, batch: TokenBatch, config: AlgorithmCo
     ratio = log_ratio.clamp(max=MOST_LOG_RATIO).exp()
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     plain, clipped = ratio * batch.advantages, bounded * batch.advantages
-    losses = torch.where(batch.loss_mask, -torch.minimum(plain, clipped), 0.0)
-    return TokenLosses(losses=losses, clipped=batch.loss_mask & (clipped < plain).detach())
+    losses = -torch.minimum(plain, clipped)
+    capped = (log_ratio > MOST_LOG_RATIO) & (batch.advantages != 0)  # where A < 0 nothing else bounds the ratio
+    return TokenLosses(losses=losses, clipped=((clipped < plain) | capped).detach())

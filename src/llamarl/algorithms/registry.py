@@ -1,13 +1,16 @@
-"""Names that a recipe may write, and the functions they stand for."""
+"""Names that a recipe may write, and the functions they stand for; a user's own are named by import path."""
 
 from __future__ import annotations
 
 from llamarl.algorithms.aipo import aipo, aipo_surrogate, reinforce
-from llamarl.algorithms.base import LossFunction
+from llamarl.algorithms.base import LossFunction, TokenBatch, TokenLosses
 from llamarl.algorithms.cispo import cispo
+from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.ppo import decoupled_ppo, gspo, ppo, truncated_is
+from llamarl.errors import ConfigError
+from llamarl.import_path import resolve
 
-__all__ = ["LOSSES", "WITH_PROXIMAL_POLICY"]
+__all__ = ["LOSSES", "WITH_PROXIMAL_POLICY", "find_loss"]
 
 LOSSES: dict[str, LossFunction] = {
     "aipo": aipo,
@@ -19,7 +22,33 @@ LOSSES: dict[str, LossFunction] = {
     "cispo": cispo,
     "gspo": gspo,
 }
-"""``algorithm.name`` -> loss. A new algorithm is one file, one test and one line here."""
+"""``algorithm.name`` -> loss. A new algorithm is one file, one test, one line here and its name in ``config.LOSS_NAMES``."""
 
 WITH_PROXIMAL_POLICY = frozenset({"decoupled_ppo", "truncated_is"})
 """Losses that look at ``proximal_logprobs``. With one update a tick these are the policy's own and nobody computes them."""
+
+
+def find_loss(name: str) -> LossFunction:
+    """The loss that ``algorithm.name`` names, built in or a user's own.
+
+    A user's own raises ConfigError when it is called: no such module, file or function, or an answer of another shape than
+    its batch.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+
+    def checked(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+        terms = resolve(name)(batch, config)  # imported when it is first needed: an export of a run runs no code of it
+        if not isinstance(terms, TokenLosses):
+            raise ConfigError(
+                f"algorithm.name {name!r} returned a {type(terms).__name__}: a loss returns "
+                f"llamarl.algorithms.base.TokenLosses, one term a token, not averaged"
+            )
+        shapes = {"losses": tuple(terms.losses.shape), "clipped": tuple(terms.clipped.shape)}
+        if set(shapes.values()) != {(expected := tuple(batch.policy_logprobs.shape))}:
+            raise ConfigError(
+                f"algorithm.name {name!r} returned {shapes} for a batch of {expected} tokens: one term a token"
+            )
+        return terms
+
+    return checked

@@ -45,7 +45,7 @@ class ChannelSpec:
     """Beside the token of tick k - delay, which it always waits for, the sink may take any later one that lies on the edge,
     and hears of new ones while it works: it gets a :class:`llamarl.executors.base.Feed` instead of a payload."""
     transport: str = "shared_memory"
-    """What carries a WEIGHTS channel: ``shared_memory``, ``cuda_ipc`` or ``rdma``; see ``weight_sync.transports``."""
+    """What carries it: a name of ``llamarl.transports.table``. ``cuda_ipc`` is for WEIGHTS alone."""
     sink_replicas: int = 1
     """Consecutive sink ranks that receive the same part of a SCATTER: the tensor-parallel peers of one data-parallel rank."""
 

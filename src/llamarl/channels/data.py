@@ -1,14 +1,14 @@
 """Channels for data: lists of items (most often groups of responses) from source ranks straight to sink ranks.
 
     sender                                                     receiver
-    parts = one list a sink rank (SCATTER) or one for all      open the segment (once a slot)
-    pickle each, copy into slot  seq % (capacity + 1)          copy my part into private memory
-    handle = (segment, sequence, checksum of the table)  ──▶   checksum, unpickle over the private copy
+    parts = one list a sink rank (SCATTER) or one for all      open the buffer (once a slot)
+    pickle each, copy into slot  seq % (capacity + 1)          read the table, then my part into private memory
+    handle = (address, sequence, checksum of the table)  ──▶   checksum, unpickle over the private copy
 
 The handle is a few hundred bytes whatever the payload. A part is pickled with protocol 5, its arrays out of band, so an
-array is copied once into the segment and once out of it, and the receiver's arrays are its own: writable, and stable
+array is copied once into the slot and once out of it, and the receiver's arrays are its own: writable, and stable
 when the slot is written again. ``capacity + 1`` slots are reused in turn, so a token stays whole until ``capacity``
-later ones have been sent; a reader that comes too late is told so by the slot's sequence number.
+later ones have been sent; a reader that comes too late is told so by the generation in the slot's header.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
+import torch
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
-from llamarl.channels.segments import MappedSegment, Segment, SegmentHandle, open_segment
-from llamarl.errors import ChannelError, DeadlineExceeded
-from llamarl.running_time import running_s
+from llamarl.errors import ChannelError
+from llamarl.transports.base import Address, RemoteBuffer, SinkTransport, SourceBuffer, SourceTransport
+from llamarl.transports.checksum import digest
+from llamarl.transports.deadline import Clock, deadline_clock
+from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
+from llamarl.transports.slots import HEADER_BYTES, SlotHeader, SlotState, Word, header_words, parse_header
 
 __all__ = ["DataHandle", "DataReceiver", "DataSender", "split_by_cost"]
 
 _ALIGN = 64
 _COPY_CHUNK = 64 << 20  # bytes between two looks at the clock
-_SLOT_HEADER = struct.Struct("<Q")  # sequence number of the token in the slot; 0 while it is being written
-_ENTRY = struct.Struct("<QQQ")  # offset, bytes, checksum of one part
+_ENTRY = struct.Struct("<QQQ")  # offset behind the control part, bytes, checksum of one part
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class DataHandle:
     sequence: int
     """How many tokens this sender had sent, this one included."""
     slot: int
-    segment: SegmentHandle
+    address: Address
+    pid: int
     num_parts: int
     table_checksum: int
 
@@ -60,12 +62,21 @@ class DataSender:
         num_sink_ranks: Parts of a SCATTER: the sink's data-parallel ranks.
     """
 
-    def __init__(self, spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> None:
+    def __init__(
+        self,
+        spec: ChannelSpec,
+        *,
+        rank: int,
+        num_source_ranks: int,
+        num_sink_ranks: int,
+        transport: SourceTransport | None = None,
+    ) -> None:
         _check_ranks(spec, rank, num_source_ranks, num_source_ranks, num_sink_ranks)
         self._spec = spec
         self._rank = rank
         self._num_parts = num_sink_ranks if spec.kind is ChannelKind.SCATTER else 1
-        self._slots: list[Segment | None] = [None] * (spec.capacity + 1)
+        self._transport = transport if transport is not None else SharedMemorySource()
+        self._slots: list[SourceBuffer | None] = [None] * (spec.capacity + 1)
         self._sequence = 0
         self._closed = False
 
@@ -95,10 +106,11 @@ class DataSender:
     def close(self) -> None:
         """Free the slots. Idempotent; receivers that have a slot open keep it."""
         self._closed = True
-        for segment in self._slots:
-            if segment is not None:
-                segment.close()
+        for buffer in self._slots:
+            if buffer is not None:
+                buffer.close()
         self._slots = [None] * len(self._slots)
+        self._transport.close()
 
     def _encode(self, tick: int, part: Any) -> list[memoryview]:
         buffers: list[pickle.PickleBuffer] = []
@@ -114,37 +126,43 @@ class DataSender:
         return [memoryview(lengths), *views]
 
     def _publish(self, tick: int, parts: list[list[memoryview]]) -> DataHandle:
-        offset = _aligned(_SLOT_HEADER.size + _ENTRY.size * len(parts))
         placed: list[tuple[int, int]] = []
+        end = 0
         for views in parts:
             size = sum(_aligned(v.nbytes) for v in views)
-            placed.append((offset, size))
-            offset += size
+            placed.append((end, size))
+            end += size
         self._sequence += 1
         slot = self._sequence % len(self._slots)
-        segment = self._slots[slot]
-        if segment is None or segment.size < offset:
-            if segment is not None:
-                segment.close()
-            segment = self._slots[slot] = Segment(offset + offset // 4)  # room to grow without a new segment
-        memory = segment.bytes
-        raw = memory.data
-        _SLOT_HEADER.pack_into(raw, 0, 0)
+        buffer = self._slots[slot]
+        if buffer is None or buffer.data.numel() < end:
+            if buffer is not None:
+                buffer.close()
+            room = max(_ALIGN, end + end // 4)  # to grow without a new buffer
+            buffer = self._slots[slot] = self._transport.register(_control_bytes(len(parts)), room)
+        words = header_words(buffer.control.numpy())
+        words[Word.STATE] = SlotState.WRITING
+        words[Word.GENERATION] = self._sequence
+        words[Word.VERSION] = tick % (1 << 64)  # tokens that lie on a delayed edge at start have ticks below 0
         table = bytearray()
         for views, (start, size) in zip(parts, placed, strict=True):
-            _write(memory[start : start + size], views)
-            table += _ENTRY.pack(start, size, xxhash.xxh3_64_intdigest(raw[start : start + size]))
-        memory[_SLOT_HEADER.size : _SLOT_HEADER.size + len(table)] = np.frombuffer(table, np.uint8)
-        _SLOT_HEADER.pack_into(raw, 0, self._sequence)
+            part = buffer.data[start : start + size]
+            _write(part, views)
+            table += _ENTRY.pack(start, size, digest(part.numpy().data))
+        checksum = digest(table)
+        buffer.control[HEADER_BYTES : HEADER_BYTES + len(table)] = torch.frombuffer(table, dtype=torch.uint8)
+        words[Word.CHECKSUM] = checksum
+        words[Word.STATE] = SlotState.READY
         return DataHandle(
-            self._spec.name,
-            tick,
-            self._rank,
-            self._sequence,
-            slot,
-            segment.handle,
-            len(parts),
-            xxhash.xxh3_64_intdigest(table),
+            channel=self._spec.name,
+            tick=tick,
+            source_rank=self._rank,
+            sequence=self._sequence,
+            slot=slot,
+            address=buffer.address,
+            pid=os.getpid(),
+            num_parts=len(parts),
+            table_checksum=checksum,
         )
 
 
@@ -155,13 +173,22 @@ class DataReceiver:
         rank: This sink rank, or for SCATTER its data-parallel rank: which part is its own.
     """
 
-    def __init__(self, spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> None:
+    def __init__(
+        self,
+        spec: ChannelSpec,
+        *,
+        rank: int,
+        num_source_ranks: int,
+        num_sink_ranks: int,
+        transport: SinkTransport | None = None,
+    ) -> None:
         _check_ranks(spec, rank, num_sink_ranks, num_source_ranks, num_sink_ranks)
         self._spec = spec
         self._rank = rank
         self._num_source_ranks = num_source_ranks
         self._num_parts = num_sink_ranks if spec.kind is ChannelKind.SCATTER else 1
-        self._open: dict[tuple[int, int], MappedSegment] = {}
+        self._transport = transport if transport is not None else SharedMemorySink()
+        self._open: dict[tuple[int, int], tuple[Address, RemoteBuffer]] = {}
 
     def receive(self, handles: tuple[Handle, ...], deadline_s: float) -> Any:
         """Pull one token: the list of this rank's items in source-rank order, or the broadcast object.
@@ -174,19 +201,21 @@ class DataReceiver:
             raise ValueError(
                 f"channel {self._spec.name!r} joins {self._num_source_ranks} source ranks, got {len(handles)} handles"
             )
-        deadline = _Deadline(self._spec, self._rank, deadline_s)
+        who = f"channel {self._spec.name!r}: {self._spec.sink!r} rank {self._rank} (process {os.getpid()}) is reading"
+        clock = deadline_clock(deadline_s, who)
         if self._spec.kind is ChannelKind.BROADCAST:
-            return self._pull(self._check(handles[0], 0), deadline)
+            return self._pull(self._check(handles[0], 0), clock)
         items: list[Any] = []
         for source_rank, handle in enumerate(handles):
-            items.extend(self._pull(self._check(handle, source_rank), deadline))
+            items.extend(self._pull(self._check(handle, source_rank), clock))
         return items
 
     def close(self) -> None:
         """Unmap what was open. Idempotent."""
-        for segment in self._open.values():
-            segment.close()
+        for _, remote in self._open.values():
+            remote.close()
         self._open.clear()
+        self._transport.close()
 
     def _check(self, handle: Any, source_rank: int) -> DataHandle:
         if not isinstance(handle, DataHandle) or (handle.channel, handle.source_rank) != (self._spec.name, source_rank):
@@ -198,47 +227,58 @@ class DataReceiver:
             )
         return handle
 
-    def _pull(self, handle: DataHandle, deadline: _Deadline) -> Any:
-        what = (
-            f"channel {self._spec.name!r}: {self._spec.sink!r} rank {self._rank} cannot read the token of tick "
-            f"{handle.tick} from {self._spec.source!r} rank {handle.source_rank} (process {handle.segment.pid})"
-        )
+    def _pull(self, handle: DataHandle, clock: Clock) -> Any:
+        doing = f"the token of tick {handle.tick} from {self._spec.source!r} rank {handle.source_rank}"
+        what = f"channel {self._spec.name!r}: {self._spec.sink!r} rank {self._rank} cannot read {doing} (process {handle.pid})"
         try:
-            memory = self._map(handle).bytes
+            remote = self._connect(handle, clock, doing)
+            remote.forget()
+            private = self._read_part(handle, remote, clock, doing)
+            if private is not None:
+                return _decode(private)
+            header = self._header(remote, clock, doing)
         except ChannelError as error:
             raise ChannelError(f"{what}: {error}; restart the source and resume the run") from error
-        table_end = _SLOT_HEADER.size + _ENTRY.size * handle.num_parts
-        table = memory[_SLOT_HEADER.size : table_end].tobytes() if table_end <= len(memory) else b""
-        part = self._rank if self._spec.kind is ChannelKind.SCATTER else 0
-        if xxhash.xxh3_64_intdigest(table) == handle.table_checksum:
-            offset, size, checksum = _ENTRY.unpack_from(table, _ENTRY.size * part)
-            private = np.empty(size, np.uint8)
-            for start in range(0, size, _COPY_CHUNK):
-                deadline.check(handle)
-                end = min(size, start + _COPY_CHUNK)
-                private[start:end] = memory[offset + start : offset + end]
-            deadline.check(handle)
-            if xxhash.xxh3_64_intdigest(private.data) == checksum:
-                return _decode(private)
-        (sequence,) = _SLOT_HEADER.unpack_from(memory.data)
-        if sequence != handle.sequence:
+        if header is None or header.generation != handle.sequence:
             raise ChannelError(
-                f"{what}: its slot holds sequence {sequence}, expected {handle.sequence}; it was overwritten because "
-                f"more than capacity={self._spec.capacity} later tokens were sent: raise the channel's capacity"
+                f"{what}: its slot holds {f'sequence {header.generation}' if header else 'no token'}, expected "
+                f"{handle.sequence}; it was overwritten because more than capacity={self._spec.capacity} later tokens were "
+                "sent: raise the channel's capacity"
             )
         raise ChannelError(
             f"{what}: the bytes do not match their checksum; the memory was altered or torn, resume the run"
         )
 
-    def _map(self, handle: DataHandle) -> MappedSegment:
+    def _read_part(self, handle: DataHandle, remote: RemoteBuffer, clock: Clock, doing: str) -> torch.Tensor | None:
+        """This rank's part in private memory, proved; None where a checksum does not agree."""
+        table = torch.empty(_ENTRY.size * handle.num_parts, dtype=torch.uint8)
+        remote.read(HEADER_BYTES, table, clock(doing), fresh=True)
+        if digest(table.numpy().data) != handle.table_checksum:
+            return None
+        part = self._rank if self._spec.kind is ChannelKind.SCATTER else 0
+        offset, size, checksum = _ENTRY.unpack_from(table.numpy().data, _ENTRY.size * part)
+        offset += _control_bytes(handle.num_parts)
+        private = torch.empty(size, dtype=torch.uint8)
+        for start in range(0, size, _COPY_CHUNK):
+            end = min(size, start + _COPY_CHUNK)
+            remote.read(offset + start, private[start:end], clock(doing))
+        clock(doing)
+        return private if digest(private.numpy().data) == checksum else None
+
+    def _header(self, remote: RemoteBuffer, clock: Clock, doing: str) -> SlotHeader | None:
+        data = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        remote.read(0, data, clock(doing), fresh=True)
+        return parse_header(data.numpy())
+
+    def _connect(self, handle: DataHandle, clock: Clock, doing: str) -> RemoteBuffer:
         key = (handle.source_rank, handle.slot)
-        segment = self._open.get(key)
-        if segment is None or segment.handle != handle.segment:
-            if segment is not None:
-                segment.close()
+        known = self._open.get(key)
+        if known is None or known[0] != handle.address:
+            if known is not None:
+                known[1].close()
                 del self._open[key]
-            segment = self._open[key] = open_segment(handle.segment)
-        return segment
+            known = self._open[key] = (handle.address, self._transport.open(handle.address, clock(doing)))
+        return known[1]
 
 
 def split_by_cost(items: Sequence[Any], num_parts: int, *, first: int = 0) -> list[list[Any]]:
@@ -268,21 +308,6 @@ def split_by_cost(items: Sequence[Any], num_parts: int, *, first: int = 0) -> li
     return parts
 
 
-class _Deadline:
-    def __init__(self, spec: ChannelSpec, rank: int, seconds: float) -> None:
-        self._spec, self._rank, self._seconds = spec, rank, seconds
-        self._started = running_s()
-
-    def check(self, handle: DataHandle) -> None:
-        waited = running_s() - self._started
-        if waited > self._seconds:
-            raise DeadlineExceeded(
-                f"channel {self._spec.name!r}: {self._spec.sink!r} rank {self._rank} (process {os.getpid()}) has been "
-                f"reading the token of tick {handle.tick} from {self._spec.source!r} rank {handle.source_rank} for "
-                f"{waited:.1f} s, limit {self._seconds:g} s; raise the limit or send less"
-            )
-
-
 def _check_ranks(spec: ChannelSpec, rank: int, num_own: int, num_source_ranks: int, num_sink_ranks: int) -> None:
     if spec.kind is ChannelKind.WEIGHTS:
         raise ValueError(f"channel {spec.name!r} carries weights: use llamarl.channels.weights")
@@ -298,7 +323,13 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _write(memory: npt.NDArray[np.uint8], views: list[memoryview]) -> None:
+def _control_bytes(num_parts: int) -> int:
+    """Header and table of a slot."""
+    return _aligned(HEADER_BYTES + _ENTRY.size * num_parts)
+
+
+def _write(into: torch.Tensor, views: list[memoryview]) -> None:
+    memory = into.numpy()
     position = 0
     for view in views:
         end = position + view.nbytes
@@ -307,8 +338,8 @@ def _write(memory: npt.NDArray[np.uint8], views: list[memoryview]) -> None:
         memory[end:position] = 0  # padding is part of the checksum
 
 
-def _decode(private: npt.NDArray[np.uint8]) -> Any:
-    memory = private.data
+def _decode(private: torch.Tensor) -> Any:
+    memory = private.numpy().data
     (count,) = struct.unpack_from("<Q", memory)
     lengths = struct.unpack_from(f"<{count}Q", memory, 8)
     position = _aligned(8 * (count + 1))

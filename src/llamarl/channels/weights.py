@@ -17,12 +17,12 @@ import torch
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.errors import ChannelError
+from llamarl.transports.base import SinkTransport, SourceTransport
+from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 from llamarl.weight_sync.layout import HeldShard, Layout
+from llamarl.weight_sync.manifest import SlotHandle
 from llamarl.weight_sync.sink import Puller, WeightVersion
-from llamarl.weight_sync.slot import SlotHandle
 from llamarl.weight_sync.source import Publisher
-from llamarl.weight_sync.transports.base import SinkTransport, SourceTransport
-from llamarl.weight_sync.transports.shared_memory import SharedMemorySink, SharedMemorySource
 
 __all__ = ["WeightVersion", "WeightsPayload", "WeightsReceiver", "WeightsSender"]
 
@@ -39,7 +39,7 @@ class WeightsPayload:
     layout: Layout | Mapping[str, HeldShard] | None = None
     """Which boxes all source ranks hold, or this rank's shard of each parameter; None: every rank holds all whole."""
     wire_dtype: torch.dtype | None = None
-    """Floating-point parameters travel in it, quantized codes and their scales excepted; None: all as they are."""
+    """Floating-point parameters travel in it, one-byte codes excepted; None: all as they are."""
     sink_layout: Layout | None = None
     """What the sinks will ask for, if known: the bytes are then laid out so that each sink reads only its own."""
     released: threading.Event | None = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Annotated
 
+from pydantic import NonNegativeFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT, refuse
+from llamarl.strict import NO_BITS, STRICT
 
 __all__ = ["CheckpointConfig"]
 
@@ -15,39 +16,33 @@ __all__ = ["CheckpointConfig"]
 class CheckpointConfig:
     """Checkpoints of the whole job, in ``RUN/checkpoints``."""
 
-    every: int = 0
-    """Trainer ticks from one checkpoint to the next. 0 takes none before the end. A killed run repeats at most this many, and
-    those that passed while the last one was still being written."""
+    every_minutes: Annotated[NonNegativeFloat, NO_BITS] = 10.0
+    """Minutes from one checkpoint to the next, by the clock, while the job is up; 0 takes none by the clock. A killed run
+    repeats at most what it did in them, and while the last one was still being written. When a state is saved changes no bit."""
 
-    keep: int = 3
-    """Newest checkpoints kept; older ones are removed once a newer one is proved. 0 keeps all."""
+    every: Annotated[NonNegativeInt, NO_BITS] = 0
+    """Trainer ticks from one checkpoint to the next, besides those by the clock; 0 takes none by count."""
 
-    at_end: bool = True
+    keep: Annotated[NonNegativeInt, NO_BITS] = 2
+    """Newest checkpoints kept, 0 for all; older ones are removed once a newer one is proved."""
+
+    at_end: Annotated[bool, NO_BITS] = True
     """Also take one after the last tick, so that the run can be prolonged."""
 
-    background: bool = True
+    background: Annotated[bool, NO_BITS] = True
     """Write the trainer's state beside the training: its tick waits only for a copy in host memory (12 bytes a parameter,
     and 4 for each version on the weights edge), and a checkpoint counts once all of it is written and proved. False waits."""
 
-    reshard: bool = False
+    reshard: Annotated[bool, NO_BITS] = False
     """Let a run go on with another ``trainer.fsdp``, ``tp`` or ``threads`` than its checkpoint: to rounding, no longer bit
     for bit."""
 
-    other_platform: bool = False
+    other_platform: Annotated[bool, NO_BITS] = False
     """Let a run go on where library versions or the kind of processor differ from its checkpoint's: to rounding, no longer
     bit for bit."""
 
-    def __post_init__(self) -> None:
-        refuse(self._mistakes())
-
-    def _mistakes(self) -> Iterator[str]:
-        if self.every < 0:
-            yield f"checkpoint.every must be >= 0 ticks (0 = only at the end), got {self.every}"
-        if self.keep < 0:
-            yield f"checkpoint.keep must be >= 0 checkpoints (0 = all), got {self.keep}"
-
     def is_due(self, tick: int, num_ticks: int) -> bool:
-        """Whether the state after ``tick`` (from 0) is saved in a run of ``num_ticks`` ticks.
+        """Whether the state after ``tick`` (from 0) is saved in a run of ``num_ticks`` ticks, whatever the clock says.
 
         With ``every = 10`` that is after ticks 9, 19, 29 ..: after 10, 20, 30 updates of the policy.
         """

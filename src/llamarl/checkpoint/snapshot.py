@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from llamarl.errors import FileError
+from llamarl.reading import parse_json
+
 __all__ = [
     "FORMAT",
-    "FREE_TO_CHANGE",
     "MANIFEST",
     "Checkpoint",
     "FileRecord",
@@ -30,9 +32,6 @@ __all__ = [
     "canonical_json",
     "checksum_bytes",
     "checksum_file",
-    "config_digest",
-    "describe_run",
-    "run_differences",
 ]
 
 FORMAT = 2
@@ -41,11 +40,6 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 
 _CHUNK_BYTES = 1 << 22
-
-FREE_TO_CHANGE = frozenset(
-    {"run.dir", "run.num_ticks", "schedule.transport", "schedule.colocated", "checkpoint", "observability"}
-)
-"""Configuration keys (or whole tables) that may differ on resume: they say how long and where, not what is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +61,7 @@ class Manifest:
     platform: Mapping[str, str] = field(default_factory=dict)
     """What wrote it (see ``platform_facts``)."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What the run says of itself (see ``describe_run``): configuration, its digest, threads of each executor."""
+    """What the run says of itself: ``config``, the resolved configuration as nested plain values (what ``config.toml`` holds)."""
     format: int = FORMAT
 
     def to_bytes(self) -> bytes:
@@ -89,8 +83,8 @@ class Manifest:
             ValueError: It is not JSON, of another format, or not byte for byte what was written.
         """
         try:
-            body = json.loads(data)
-        except ValueError as error:
+            body = parse_json(data, "the manifest")
+        except FileError as error:
             raise ValueError(f"is not whole JSON ({error})") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             found = body.get("format") if isinstance(body, dict) else None
@@ -104,9 +98,13 @@ class Manifest:
                 platform=body["platform"],
                 run=body["run"],
             )
+            whole = type(manifest.tick) is int and all(
+                (type(f.path), type(f.num_bytes), type(f.xxh3_128)) == (str, int, str) for f in manifest.files
+            )
+            again = manifest.to_bytes() if whole else b""
         except (KeyError, TypeError) as error:
             raise ValueError(f"was altered (entry {error} is missing or of another kind)") from error
-        if manifest.to_bytes() != data:
+        if again != data:
             raise ValueError("was altered (it does not match its own checksum)")
         return manifest
 
@@ -154,50 +152,3 @@ def checksum_file(path: str | os.PathLike[str]) -> tuple[int, str]:
             digest.update(buffer[:count])
             num_bytes += count
     return num_bytes, digest.hexdigest()
-
-
-def config_digest(config: Mapping[str, Any], *, ignore: Collection[str] = FREE_TO_CHANGE) -> str:
-    """Digest of a resolved configuration (nested plain values), without the keys that may change on resume."""
-    return checksum_bytes(canonical_json(_flatten(config, ignore)))
-
-
-def describe_run(config: Mapping[str, Any], threads: Mapping[str, int]) -> dict[str, Any]:
-    """What a checkpoint records of its run: pass it to ``CheckpointStore.finish``.
-
-    Args:
-        config: The resolved configuration as nested plain values (what ``config.toml`` holds).
-        threads: Executor -> CPU threads of each of its ranks; the bits depend on them.
-    """
-    return {"config": dict(config), "config_digest": config_digest(config), "threads": dict(threads)}
-
-
-def run_differences(
-    saved: Mapping[str, Any], current: Mapping[str, Any], *, ignore: Collection[str] = FREE_TO_CHANGE
-) -> list[str]:
-    """Why going on from ``saved`` would not give the bits of an uninterrupted run; empty if it would.
-
-    Both are what ``describe_run`` returns. Each line names one setting with both values.
-    """
-    old, new = _flatten(saved.get("config", {}), ignore), _flatten(current.get("config", {}), ignore)
-    old |= {f"threads of {name}": count for name, count in saved.get("threads", {}).items()}
-    new |= {f"threads of {name}": count for name, count in current.get("threads", {}).items()}
-    missing = "absent"
-    return [
-        f"{key}: it has {old.get(key, missing)!r}, this run {new.get(key, missing)!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key, missing) != new.get(key, missing)
-    ]
-
-
-def _flatten(config: Mapping[str, Any], ignore: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """Nested tables -> {"table.key": value}, without ignored keys and tables."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        if key in ignore:
-            continue
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, ignore, f"{key}.")
-        else:
-            flat[key] = list(value) if isinstance(value, tuple) else value
-    return flat

@@ -29,6 +29,7 @@ from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.checkpoint.platform import platform_facts
 from llamarl.checkpoint.snapshot import MANIFEST, Checkpoint, FileRecord, Manifest, checksum_file
 from llamarl.errors import CheckpointError
+from llamarl.reading import read_bytes
 
 __all__ = ["CheckpointStore", "saving"]
 
@@ -64,7 +65,7 @@ class CheckpointStore:
         Call it when every rank has written. Returns after the disk has it.
 
         Args:
-            metadata: What the run says of itself, plain JSON values (``snapshot.describe_run``).
+            metadata: What the run says of itself, plain JSON values (``Manifest.run``).
 
         Raises:
             CheckpointError: Nothing was begun, or the disk failed; then the unfinished folder is removed and earlier
@@ -268,7 +269,7 @@ def _prove(path: Path) -> Checkpoint:
     if not (path / MANIFEST).is_file():
         raise ValueError(f"{MANIFEST} is missing")
     try:
-        manifest = Manifest.from_bytes((path / MANIFEST).read_bytes())
+        manifest = Manifest.from_bytes(read_bytes(path / MANIFEST))
     except ValueError as error:
         raise ValueError(f"{MANIFEST} {error}") from error
     match = _NAME.fullmatch(path.name)
@@ -278,6 +279,8 @@ def _prove(path: Path) -> Checkpoint:
     for record in manifest.files:
         if record.path not in present:
             raise ValueError(f"{record.path} is missing")
+        if not (path / record.path).is_file():  # reading a pipe would wait for its other end
+            raise ValueError(f"{record.path} is no file")
         num_bytes = (path / record.path).stat().st_size
         if num_bytes != record.num_bytes:
             raise ValueError(f"{record.path} is torn: {num_bytes} bytes, {record.num_bytes} were written")

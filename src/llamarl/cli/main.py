@@ -7,24 +7,31 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from types import FrameType
 
 from llamarl import __version__
-from llamarl.errors import LlamaRLError, RunInterrupted
+from llamarl.cli.streams import open_missing_streams
+from llamarl.errors import ConfigError, LlamaRLError, RunInterrupted
 
-__all__ = ["main"]
+__all__ = ["VERBS", "main"]
 
-_VERBS = ("train", "eval", "generate", "plan", "plan-sync", "simulate", "doctor")
+VERBS = (
+    "train", "recipes", "new", "eval", "generate", "export", "plan", "plan-sync", "simulate", "report", "watch", "doctor",
+    "completion",
+)  # fmt: skip
+_NEED_TEMPORARY_FILES = ("train", "eval", "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code. An expected error is printed once, without a traceback."""
+    open_missing_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="llamarl",
         description="Asynchronous, repeatable reinforcement learning for language models.",
-        epilog="First steps: llamarl doctor; llamarl train recipes/tiny.toml; llamarl VERB --help.",
+        epilog="First steps: llamarl doctor; llamarl train tiny; llamarl new my-task; llamarl VERB --help.",
     )
     parser.add_argument("--version", action="version", version=f"llamarl {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -32,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [word for word in words if _is_override(word)]
     words = [word for word in words if not _is_override(word)]  # argparse must not take them for the verb's own
     named = next((a for a in words if not a.startswith("-")), None)
-    for verb in _VERBS:
+    for verb in VERBS:
         # Only the verb asked for is imported in full: the others cost a second of imports each.
         importlib.import_module(f"llamarl.cli.{verb.replace('-', '_')}").add_parser(verbs, full=verb == named)
     args, extra = parser.parse_known_args(words)
@@ -41,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(args.overrides)}")
     signal.signal(signal.SIGTERM, _terminate)
     try:
+        if args.verb in _NEED_TEMPORARY_FILES:
+            _check_temporary_folder()
         return int(args.run(args))
     except LlamaRLError as error:
         print(f"llamarl {args.verb}: {error}", file=sys.stderr)
@@ -51,6 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"llamarl {args.verb}: stopped by the user", file=sys.stderr)
         return RunInterrupted.exit_code
+
+
+def _check_temporary_folder() -> None:
+    """Raises ConfigError where the system gives no folder for temporary files, which every run needs."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        raise ConfigError(
+            f"no folder for temporary files can be written ({error.strerror}): set TMPDIR to one"
+        ) from error
 
 
 def _join_overrides(arguments: Sequence[str]) -> list[str]:

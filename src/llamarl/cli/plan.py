@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +22,16 @@ from llamarl.cli.questions import (
     workload_of,
 )
 from llamarl.errors import PlanError
+from llamarl.reading import read_toml, user_path
+from llamarl.shipped import shipped_or_path
 
 if TYPE_CHECKING:
-    from llamarl.cli.measured_splits import MeasuredSplits
+    from llamarl.cli.measured_schedules import MeasuredSchedules
     from llamarl.planner.choices import Options, Workload
     from llamarl.planner.hardware import Hardware
+    from llamarl.planner.model_spec import ModelSpec
     from llamarl.planner.recipe import RecipeQuestion
     from llamarl.planner.search import Plan
-    from llamarl.simulator.splits import Allowed
 
 __all__ = ["add_parser", "run"]
 
@@ -44,6 +45,10 @@ Tells, for a model, a number of devices and a batch, the best layout of three sy
 For each: split, parallel sizes, precision, memory by part against the limit, time by part, share of device time
 spent waiting, and what binds. The plan marked * has the least staleness within 2% of the fastest."""
 
+_NEEDS_FOLDER = (
+    "{shape} is a shape without weights: before training, set model.path to the Hugging Face folder that holds them"
+)
+
 _EPILOG = """\
 examples:
   llamarl plan --model Llama-3.1-70B --devices 256 --hardware h100-sxm --prompts 128 --group-size 16 \\
@@ -51,8 +56,7 @@ examples:
   llamarl plan --model path/to/hf-folder --devices 8 --hardware a100 --picture plan.png --recipe plan.toml
   llamarl plan recipes/tiny.toml                 what this machine will make of a recipe
   llamarl plan runs/tiny                         the same with the lengths that the run measured
-  llamarl plan recipes/tiny.toml --calibrate     measure this machine and the recipe's executors first; keep both
-  llamarl plan recipes/tiny.toml --calibrate --splits    other thread counts and int8 too: which split is fastest
+  llamarl plan recipes/tiny.toml --calibrate     measure short runs of it first; keep what they say of this machine
 
 response lengths:
   512                            every response has 512 tokens
@@ -76,7 +80,12 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     parser.set_defaults(run=run)
     if not full:
         return
-    parser.add_argument("source", nargs="?", help="recipe (TOML), run folder, or Hugging Face config.json / folder")
+    parser.add_argument(
+        "source",
+        nargs="?",
+        type=shipped_or_path,
+        help="recipe (its name or TOML file), run folder, or Hugging Face config.json / folder",
+    )
     what = add_job(parser, "a recipe or run")
     what.add_argument("--reference-model", action="store_true", help="the trainer also scores with a frozen reference")
     where = add_devices(parser)
@@ -84,13 +93,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     where.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine with the model, and a recipe's executors at work; keep the result",
-    )
-    where.add_argument(
-        "--splits",
-        action="store_true",
-        help="with --calibrate RECIPE: measure other threads and precisions too, then let the near splits take turns at the "
-        "machine for up to seven minutes",
+        help="run the recipe for a few ticks, fit this machine to them; keep the result for plans of any model",
     )
     how = parser.add_argument_group("the search")
     how.add_argument("--staleness", help="max_staleness values to plan for (default 0,1,2,4)")
@@ -110,14 +113,15 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Raises PlanError (exit code 2) for a question that makes no sense or has no answer."""
-    from llamarl.planner.report import report_json, report_text, save_picture
+    from llamarl.planner.plan_report import report_json, report_text, save_picture
+    from llamarl.planner.runnable import why_not_run
     from llamarl.planner.search import recommend
 
     config, question = _read_source(args)
     model_path = args.model or (question.model if question else None) or _model_source(args)
     if model_path is None:
         raise PlanError("no model: give --model NAME_OR_FOLDER, a recipe, a run folder or a config.json")
-    hardware = _hardware(args, model_path)
+    hardware = _hardware(args)
     measured = _measured(args, hardware)
     if measured and question:
         question = measured.question(question)
@@ -132,18 +136,19 @@ def run(args: argparse.Namespace) -> int:
         hardware, work, options, devices, staleness_levels(args.staleness or "0,1,2,4")
     )
     chosen = recommend(plans)
-    unrunnable = unrunnable or _stages(chosen)
+    reasons = [unrunnable] if unrunnable else []
+    unrunnable = "; ".join([*reasons, *why_not_run(chosen, work.model, hardware)]) or None
     if args.picture:
         save_picture(plans, args.picture, f"{work.model.name} on {devices} x {hardware.device.title}")
     if args.recipe and measured:
         _write(args.recipe, config or {}, *measured.recipe())
     elif args.recipe:
-        if unrunnable:
-            raise PlanError(f"--recipe: {unrunnable}")
-        _write_recipe(args.recipe, plans, config, model_path, hardware, options)
+        if reasons:
+            raise PlanError(f"--recipe: {reasons[0]}")
+        _write_recipe(args.recipe, plans, config, model_path, work.model, hardware, options)
     if args.json:
         report = report_json(plans, chosen, work, hardware, price, model_path=_absolute(model_path), options=options)
-        report |= {"splits": measured.as_json() if measured else None, "unrunnable": unrunnable}
+        report |= {"measured": measured.as_json() if measured else None, "unrunnable": unrunnable}
         print(json.dumps(report, indent=1))
     else:
         print(report_text(plans, chosen, work, hardware, price))
@@ -153,20 +158,12 @@ def run(args: argparse.Namespace) -> int:
             print(measured.text())
         if question and not args.response_tokens:
             print(f"  lengths    {question.note}")
+        if args.recipe and _model_folder(model_path) is None:
+            print(f"  to do      {_NEEDS_FOLDER.format(shape=model_path)}")
         for path in filter(None, (args.picture, args.recipe)):
             what = f" ({measured.chosen.name})" if measured and path is args.recipe else ""
             print(f"  wrote      {path}{what}")
     return 0
-
-
-def _stages(plan: Plan) -> str | None:
-    """Why llamarl does not run a plan's pipeline; None: it has none."""
-    from llamarl.planner.report import system_title
-
-    stages = max(plan.generator.layout.pp, plan.trainer.layout.pp)
-    return (
-        f"{system_title(plan)} has {stages} pipeline stages, llamarl runs 1 (--max-pipeline 1)" if stages > 1 else None
-    )
 
 
 def _search(
@@ -194,9 +191,17 @@ def _search(
             raise error from None
 
 
+def _model_folder(model_path: str) -> str | None:
+    """What a recipe may name as ``model.path``; None for a bundled shape, which has no weights."""
+    path = Path(model_path).expanduser()
+    if path.is_file():
+        return str(path.parent)
+    return model_path if path.is_dir() or model_path.startswith("bundled:") else None
+
+
 def _absolute(model_path: str) -> str:
     """The model's folder or file from wherever the plan is read; a name stays as it is."""
-    path = Path(model_path).expanduser()
+    path = user_path(model_path, "the model")
     return str(path.resolve()) if path.exists() else model_path
 
 
@@ -209,7 +214,7 @@ def _read_source(args: argparse.Namespace) -> tuple[dict[str, Any] | None, Recip
     """The recipe as written, and the question it poses with its defaults filled in; (None, None) without a recipe."""
     if not args.source:
         return None, None
-    path = Path(args.source).expanduser()
+    path = user_path(args.source, "the source")
     run_dir = path if (path / "config.toml").is_file() else None
     recipe = path / "config.toml" if run_dir else path
     if recipe.suffix != ".toml":
@@ -218,81 +223,76 @@ def _read_source(args: argparse.Namespace) -> tuple[dict[str, Any] | None, Recip
     from llamarl.planner.recipe import question_from_config
 
     config = to_plain(load_config(recipe))
-    written = tomllib.loads(recipe.read_text(encoding="utf-8"))
+    written = read_toml(recipe)
     written.get("run", {}).pop("dir", None)  # the new recipe's runs go to a folder of their own
     return written, question_from_config(config, run_dir)
 
 
-def _hardware(args: argparse.Namespace, model_path: str) -> Hardware:
-    from llamarl.planner.calibrate import calibrate
+def _hardware(args: argparse.Namespace) -> Hardware:
     from llamarl.planner.hardware import find_hardware
-    from llamarl.planner.kept_hardware import calibration_path, save_calibration
 
     if not args.calibrate:
         return hardware_of(args.hardware, args.calibration)
-    path = args.calibration or calibration_path()
     if args.hardware and find_hardware(args.hardware).device.name != "this-machine":
         raise PlanError(f"--calibrate measures this machine, not {args.hardware}: leave --hardware out")
-    hardware, samples = calibrate(model_path, log=to_stderr)
-    save_calibration(path, hardware, samples, model_path)
-    to_stderr(f"kept in {path}")
-    return hardware
+    path = user_path(args.source, "the source") if args.source else Path()
+    recipe = path if path.suffix == ".toml" else path / "config.toml"
+    if not args.source or not recipe.is_file():
+        raise PlanError(
+            "--calibrate measures short runs of a recipe: give one, for example llamarl plan recipes/tiny.toml --calibrate; "
+            "what it finds of this machine then serves plans of any model"
+        )
+    from llamarl.cli.measured_schedules import calibrate
+
+    return calibrate(recipe, args.calibration, changes=_batch(args), log=to_stderr)
 
 
-def _measured(args: argparse.Namespace, hardware: Hardware) -> MeasuredSplits | None:
-    """What a recipe's own executors were measured to need on this machine's cores; None where that is not asked."""
-    recipe = Path(args.source).expanduser() if args.source and args.source.endswith(".toml") else None
-    if args.splits and (recipe is None or not args.calibrate):
-        raise PlanError("--splits measures a recipe's executors: llamarl plan RECIPE.toml --calibrate --splits")
+def _batch(args: argparse.Namespace) -> dict[str, Any]:
+    """Dotted recipe key -> value of what the command line asks for instead of the recipe's batch."""
+    asked = {"schedule.prompts_per_step": args.prompts, "generator.group_size": args.group_size}
+    return {key: value for key, value in asked.items() if value is not None}
+
+
+def _measured(args: argparse.Namespace, hardware: Hardware) -> MeasuredSchedules | None:
+    """What short runs of a recipe measured on this machine's cores; None where that is not asked."""
+    recipe = user_path(args.source, "the source") if args.source and args.source.endswith(".toml") else None
     if recipe is None:
         return None
-    asked = ("--model", "--prompt-tokens", "--response-tokens", "--devices")
-    if other := [flag for flag in asked if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None]:
-        if args.splits:
-            raise PlanError(
-                f"--splits measures the recipe's own job: leave {', '.join(other)} out, or set it in the recipe"
-            )
-        if args.calibrate:
-            to_stderr(f"the recipe's executors are not measured: {', '.join(other)} makes another job of it")
-        return None
+    asked = ("--model", "--prompt-tokens", "--response-tokens", "--devices", "--precision")
+    if any(getattr(args, flag.removeprefix("--").replace("-", "_")) is not None for flag in asked):
+        return None  # another job than the recipe's
     if hardware.device.name != "this-machine" or hardware.device.train_precision != "fp32":
         return None
-    from llamarl.cli.measured_splits import measure_splits
+    from llamarl.cli.measured_schedules import schedules_of
 
-    return measure_splits(
+    limits: dict[str, Any] = {}
+    if args.staleness:
+        limits["staleness"] = staleness_levels(args.staleness)
+    if args.max_segments is not None:
+        limits["max_segments"] = args.max_segments
+    return schedules_of(
         recipe,
         args.calibration,
-        changes={
-            key: value
-            for key, value in (("schedule.prompts_per_step", args.prompts), ("generator.group_size", args.group_size))
-            if value is not None
-        },
-        measure=args.calibrate,
-        variants=args.splits,
-        allowed=_allowed(args),
+        changes=_batch(args),
         reward_s=reward_seconds(args),
         log=to_stderr,
-    )
-
-
-def _allowed(args: argparse.Namespace) -> Allowed:
-    """What the command line lets a proposal for this machine's cores use."""
-    from llamarl.simulator.splits import Allowed
-
-    precisions = options_of(args.precision, 1).precisions
-    return Allowed(
-        staleness=staleness_levels(args.staleness) if args.staleness else Allowed.staleness,
-        precisions=tuple("none" if precision == "fp32" else precision for precision in precisions),
-        max_segments=args.max_segments if args.max_segments is not None else Allowed.max_segments,
+        **limits,
     )
 
 
 def _write_recipe(
-    path: Path, plans: list[Plan], config: dict[str, Any] | None, model_path: str, hardware: Hardware, options: Options
+    path: Path,
+    plans: list[Plan],
+    config: dict[str, Any] | None,
+    model_path: str,
+    model: ModelSpec,
+    hardware: Hardware,
+    options: Options,
 ) -> None:
     from llamarl.engine.config import QUANTIZATIONS
+    from llamarl.planner.plan_report import system_title
     from llamarl.planner.recipe import plan_settings
-    from llamarl.planner.report import system_title
+    from llamarl.planner.runnable import why_not_run
     from llamarl.planner.search import recommend
 
     cpu = hardware.device.train_precision == "fp32"
@@ -301,8 +301,8 @@ def _write_recipe(
     if not runnable:
         raise PlanError("a recipe needs a plan with a layout for each role, and none fits: give more devices")
     plan = recommend(runnable)
-    if stages := _stages(plan):
-        raise PlanError(f"--recipe: {stages}")
+    if reasons := why_not_run(plan, model, hardware):
+        raise PlanError(f"--recipe: llamarl train does not run this plan: {'; '.join(reasons)}")
     precision, kind = plan.generator.layout.precision, "cpu" if cpu else "cuda"
     known = set(QUANTIZATIONS["native", kind]) & set(hardware.device.weight_precisions)
     if precision not in {hardware.device.train_precision, *known}:
@@ -310,7 +310,8 @@ def _write_recipe(
             f"--recipe: the plan generates in {precision}, which llamarl's engine does not have on {hardware.device.title}: "
             f"leave --precision out, or take from {', '.join([hardware.device.train_precision, *sorted(known)])}"
         )
-    settings = plan_settings(plan, model_path, hardware, options.oversubscription)
+    folder = _model_folder(model_path)
+    settings = plan_settings(plan, folder or model_path, hardware, options.oversubscription)
     for role in ("generator", "trainer"):
         if (config or {}).get(role, {}).get("device", "auto") not in ("auto", kind):
             settings[role]["device"] = kind
@@ -321,6 +322,8 @@ def _write_recipe(
         f"Forecast: {plan.step_s:.4g} s a step (generator {plan.generator.time_s:.4g} s, trainer "
         f"{plan.trainer.time.total_s:.4g} s)."
     )
+    if folder is None:
+        header += f"\n{_NEEDS_FOLDER.format(shape=model_path)}"
     _write(path, config or {}, settings, header)
 
 

@@ -7,14 +7,14 @@ import difflib
 import json
 import math
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.errors import PlanError
+from llamarl.reading import user_path
 
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
-    from llamarl.weight_sync.forecast import Link
+    from llamarl.planner.sync_forecast import Link
 
 __all__ = ["add_parser", "run"]
 
@@ -32,7 +32,7 @@ _EPILOG = """\
 examples:
   llamarl plan-sync Llama-3.1-405B --trainer fsdp=64,tp=8 --generator tp=16,replicas=32 --hardware h100-sxm
   llamarl plan-sync path/to/config.json --trainer fsdp=4 --generator tp=2,replicas=2 --link-gb-per-s 25
-  llamarl plan-sync Qwen3-8B --trainer fsdp=8 --generator replicas=8 --quantization fp8 --json
+  llamarl plan-sync Qwen3-8B --trainer fsdp=8 --generator replicas=8 --json
   llamarl plan-sync recipes/tiny.toml                  layouts, type and staleness as the recipe says
 
 Layouts are planned even where llamarl train refuses them: its own tp must divide the key-value heads too (8 in the first line).
@@ -44,7 +44,6 @@ _DTYPES = {
     "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "fp32": "float32",
     "float32": "float32",
 }  # fmt: skip
-_QUANTIZATIONS = ("none", "int8", "fp8")
 _SIDES = {
     "trainer": {"fsdp": "fsdp", "dp": "fsdp", "tp": "tp"},
     "generator": {"tp": "tp", "replicas": "replicas", "replica": "replicas", "dp": "replicas"},
@@ -66,11 +65,6 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     parser.add_argument("--trainer", metavar="fsdp=F,tp=T", help="layout of the trainer (default: fsdp=1,tp=1)")
     parser.add_argument("--generator", metavar="tp=T,replicas=R", help="of the generator (default: tp=1,replicas=1)")
     parser.add_argument("--dtype", help="type in which weights travel: bf16 (default), fp16, fp32")
-    parser.add_argument(
-        "--quantization",
-        help="none (default); int8 or fp8: the layers' matrices travel as 1-byte codes with scales, the rest in --dtype",
-    )
-    parser.add_argument("--group", type=int, default=128, help="columns that share a scale (default 128)")
     parser.add_argument("--max-staleness", type=int, help="the trainer holds this + 1 versions (default 1)")
     parser.add_argument(
         "--cut-vocabulary",
@@ -85,7 +79,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Raises PlanError (exit code 2) for a question that makes no sense."""
     from llamarl.planner.model_spec import find_config
-    from llamarl.weight_sync.forecast import SyncQuestion, forecast_sync
+    from llamarl.planner.sync_forecast import SyncQuestion, forecast_sync
     from llamarl.weight_sync.model_layouts import model_parameters
 
     recipe = _recipe(args.model)
@@ -111,10 +105,6 @@ def run(args: argparse.Namespace) -> int:
         generator_replicas=generator.get("replicas", 1),
         versions=staleness + 1,
         dtype=_one_of("--dtype", args.dtype, _DTYPES) if args.dtype is not None else dtype,
-        quantization="none"
-        if args.quantization is None
-        else _one_of("--quantization", args.quantization, {q: q for q in _QUANTIZATIONS}),
-        group=args.group,
     )
     parameters = model_parameters(config, dtype=question.dtype, cut_vocabulary=args.cut_vocabulary)
     answer = forecast_sync(parameters, question, _link(args, question))
@@ -151,7 +141,7 @@ def parse_layout(side: str, text: str) -> dict[str, int]:
 
 
 def _recipe(model: str) -> RunConfig | None:
-    path = Path(model).expanduser()
+    path = user_path(model, "the model")
     if (path / "config.toml").is_file():  # a run's folder
         path = path / "config.toml"
     if path.suffix != ".toml":
@@ -170,7 +160,7 @@ def _one_of(flag: str, value: str, known: dict[str, str]) -> str:
 
 
 def _link(args: argparse.Namespace, question: Any) -> Link | None:
-    from llamarl.weight_sync.forecast import Link
+    from llamarl.planner.sync_forecast import Link
 
     if args.link_gb_per_s is not None:
         if args.hardware is not None:

@@ -72,8 +72,8 @@ def hardware_of(name: str | None, calibration: Path | None) -> Hardware:
     Raises:
         PlanError: The name is unknown, or the calibration asked for is not there.
     """
+    from llamarl.planner.calibration_cache import calibration_path, load_calibration, measured_elsewhere
     from llamarl.planner.hardware import find_hardware
-    from llamarl.planner.kept_hardware import calibration_path, load_calibration, measured_elsewhere
 
     if name and find_hardware(name).device.name != "this-machine":
         if calibration:

@@ -23,6 +23,8 @@ from llamarl.cli.questions import (
     workload_of,
 )
 from llamarl.errors import PlanError
+from llamarl.reading import user_path
+from llamarl.shipped import shipped_or_path
 
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
@@ -74,7 +76,12 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     )  # a plan's JSON may say more
     if not full:
         return
-    parser.add_argument("source", nargs="?", help="recipe (TOML), run folder, or the JSON of llamarl plan --json")
+    parser.add_argument(
+        "source",
+        nargs="?",
+        type=shipped_or_path,
+        help="recipe (its name or TOML file), run folder, or the JSON of llamarl plan --json",
+    )
     parser.add_argument("--durations", metavar="G,R,T[,SYNC]", help="seconds a tick of each role, always the same")
     what = add_job(parser, "a recipe, run or plan")
     what.add_argument("--reward-sample", metavar="MEAN[:SIGMA[:WORKERS]]", help="more: seconds a sample, log-normal")
@@ -113,8 +120,8 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print. Raises PlanError or ConfigError (exit code 2) for a question that makes no sense."""
-    from llamarl.simulator.report import result_to_dict, results_text, save_simulation_picture, save_trace
     from llamarl.simulator.simulate import simulate
+    from llamarl.simulator.simulation_report import result_to_dict, results_text, save_simulation_picture, save_trace
 
     scenarios = [
         _with_weights(_varied(scenario, args), weights, args)
@@ -142,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 def _scenarios(args: argparse.Namespace) -> list[Scenario]:
     if args.durations:
         return _from_durations(args)
-    path = Path(args.source).expanduser() if args.source else None
+    path = user_path(args.source, "the source") if args.source else None
     if path is not None and path.suffix == ".json" and path.name != "config.json":
         _take_plan(args, path)
         return _from_plans(args)
@@ -241,59 +248,54 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
 def _take_plan(args: argparse.Namespace, path: Path) -> None:
     """Fill in, from a plan's JSON, what the command line leaves open."""
     from llamarl.planner.hardware import hardware_from_dict
+    from llamarl.simulator.plan_file import read_plan
 
-    try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-        work, separate = plan["workload"], [p for p in plan["plans"] if p["system"] == "separate"]
-        model, hardware, options = plan["model"]["path"], plan["hardware"], plan["options"]
-        if not separate:
-            raise PlanError(f"{path}: no plan in it has separate generator and trainer; plan for 2 devices or more")
-        filled = {
-            "model": model,
-            "devices": separate[0]["devices"],
-            "prompts": work["prompts_per_step"],
-            "group_size": work["group_size"],
-            "prompt_tokens": work["prompt_tokens"],
-            "reward_s": work["reward_s"],
-            "staleness": ",".join(str(p["max_staleness"]) for p in separate),
-            "precision": ",".join(options["precisions"]) or None,
-            "max_segments": options["max_segments"],
-        }
-        args.max_pipeline, args.reference_model = options["max_pipeline"], work["reference_model"]
-        args.any_tp = args.any_tp or (None if options["runnable"] else True)
-        label = work["response"]
-        if plan["unrunnable"]:
-            print(f"not yet: llamarl train does not run this plan: {plan['unrunnable']}", file=sys.stderr)
-        if args.hardware is None and args.calibration is None:  # as it was then, whatever is kept now
-            device = dict(hardware["device"])
-            args.planned_hardware = hardware_from_dict(device.pop("name"), device, hardware["efficiency"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"{path} is not the JSON of this version's llamarl plan --json: {error!r}") from None
+    plan = read_plan(path)
+    work, options = plan.workload, plan.options
+    filled = {
+        "model": plan.model.path,
+        "devices": plan.separate[0].devices,
+        "prompts": work.prompts_per_step,
+        "group_size": work.group_size,
+        "prompt_tokens": work.prompt_tokens,
+        "reward_s": work.reward_s,
+        "staleness": ",".join(str(p.max_staleness) for p in plan.separate),
+        "precision": ",".join(options.precisions) or None,
+        "max_segments": options.max_segments,
+    }
+    args.max_pipeline, args.reference_model = options.max_pipeline, work.reference_model
+    args.any_tp = args.any_tp or (None if options.runnable else True)
+    if plan.unrunnable:
+        print(f"not yet: llamarl train does not run this plan: {plan.unrunnable}", file=sys.stderr)
+    if args.hardware is None and args.calibration is None:  # as it was then, whatever is kept now
+        device = dict(plan.hardware.device)
+        args.planned_hardware = hardware_from_dict(str(device.pop("name", "")), device, plan.hardware.efficiency)
     for key, value in filled.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
     if not args.response_tokens:
-        args.response_tokens = _lengths_of_label(label, path)
+        args.response_tokens = _lengths_of_label(work.response, path)
 
 
 def _lengths_of_label(label: str, path: Path) -> str:
     """``--response-tokens`` that gives the distribution a plan names."""
     words = label.replace(",", "").split()
     values = dict(zip(words[1::2], words[2::2], strict=False))
-    if words and words[0] == "constant":
-        return words[1]
-    if words and words[0] == "log-normal":
-        return f"{values['mean']}:lognormal:sigma={values['sigma']},limit={values['limit']}"
-    if words and words[0] == "Pareto":
-        return f"{values['mean']}:pareto:alpha={values['alpha']},limit={values['limit']}"
+    match words:
+        case ["constant", length]:
+            return length
+        case ["log-normal", *_] if {"mean", "sigma", "limit"} <= set(values):
+            return f"{values['mean']}:lognormal:sigma={values['sigma']},limit={values['limit']}"
+        case ["Pareto", *_] if {"mean", "alpha", "limit"} <= set(values):
+            return f"{values['mean']}:pareto:alpha={values['alpha']},limit={values['limit']}"
     raise PlanError(f"{path}: its lengths were measured ({label}): give them with --response-tokens file:PATH")
 
 
 def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
     from llamarl.config import load_config, to_plain
     from llamarl.planner.recipe import question_from_config
-    from llamarl.simulator.kept_calibration import settled_threads
-    from llamarl.simulator.sources import fit_runs, scenario_from_recipe, scenario_from_run
+    from llamarl.simulator.calibrate import fit_runs, settled_threads
+    from llamarl.simulator.sources import scenario_from_recipe, scenario_from_run
 
     run_dir = path if path.is_dir() else None
     refuse_flags(
@@ -307,7 +309,7 @@ def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
     refuse_flags(args, "--any-tp", because="a recipe says its own layout; simulate plans with --model")
     written = load_config(path / "config.toml" if run_dir else path)
     config = _changed(written, args)
-    scenario: Scenario | None
+    levels = _levels(args, str(config.schedule.max_staleness))
     if run_dir is not None and (run_dir / "metrics.jsonl").is_file() and not args.hardware:
         refuse_flags(
             args,
@@ -318,14 +320,13 @@ def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
         scenario = _overridden(scenario_from_run(config, run_dir, fit_runs([(measured, run_dir)])), args)
     else:
         hardware = hardware_of(args.hardware, args.calibration)
-        scenario = None if args.hardware or run_dir else _calibrated(config, written, args)
-        if scenario is None:
-            question = question_from_config(to_plain(config), run_dir)
-            cpu = hardware.device.train_precision == "fp32"
-            threads = settled_threads(config) if cpu else {"generator": 1, "trainer": 1}
-            work = workload_of(args, args.model or question.model, question)
-            scenario = scenario_from_recipe(config, work, hardware, threads)
-    levels = _levels(args, str(config.schedule.max_staleness))
+        if not (args.hardware or run_dir) and (calibrated := _calibrated(config, written, args, levels)):
+            return calibrated
+        question = question_from_config(to_plain(config), run_dir)
+        cpu = hardware.device.train_precision == "fp32"
+        threads = settled_threads(config) if cpu else {"generator": 1, "trainer": 1}
+        work = workload_of(args, args.model or question.model, question)
+        scenario = scenario_from_recipe(config, work, hardware, threads)
     return [dataclasses.replace(scenario, max_staleness=level) for level in levels]
 
 
@@ -347,23 +348,31 @@ def _changed(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     return validate(raw)
 
 
-def _calibrated(config: RunConfig, written: RunConfig, args: argparse.Namespace) -> Scenario | None:
-    """The recipe with the costs, lengths and contention that ``llamarl plan RECIPE --calibrate`` measured, if it did.
+def _calibrated(
+    config: RunConfig, written: RunConfig, args: argparse.Namespace, levels: list[int]
+) -> list[Scenario] | None:
+    """The recipe at each staleness with the costs and lengths that ``llamarl plan RECIPE --calibrate`` measured, if it did.
 
     Args:
         config: ``written`` with the batch that the command line asks for, whose own measurement is taken first.
     """
-    from llamarl.simulator.calibration import calibrated_scenario
-    from llamarl.simulator.kept_calibration import find_calibration
+    from llamarl.simulator.calibrate import find_calibration
+    from llamarl.simulator.sources import calibrated_scenario
 
     found = None if args.model else find_calibration((config, written), args.calibration, log=to_stderr)
-    return None if found is None else _overridden(calibrated_scenario(config, found), args)
+    if found is None:
+        return None
+    schedules = [dataclasses.replace(config.schedule, max_staleness=level) for level in levels]
+    return [
+        _overridden(calibrated_scenario(dataclasses.replace(config, schedule=schedule), found), args)
+        for schedule in schedules
+    ]
 
 
 def _overridden(scenario: Scenario, args: argparse.Namespace) -> Scenario:
     """Measured costs, with the lengths, prompts and rewards that the command line gives instead of the measured ones."""
     from llamarl.planner.lengths import parse_lengths
-    from llamarl.simulator.costs import RewardCost
+    from llamarl.simulator.tick_costs import RewardCost
 
     changes: dict[str, Any] = {}
     if args.response_tokens:
@@ -379,7 +388,7 @@ def _overridden(scenario: Scenario, args: argparse.Namespace) -> Scenario:
 
 def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:
     """Ticks, seed and everything that varies, as the command line says."""
-    from llamarl.simulator.costs import Variation
+    from llamarl.simulator.tick_costs import Variation
 
     own = scenario.variation
     slow = (own.slow_fraction, own.slow_factor)

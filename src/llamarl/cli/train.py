@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-from pathlib import Path
 from typing import Any
+
+from llamarl.cli.streams import outlive_the_console
+from llamarl.reading import user_path
 
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
 Runs generator, reward and trainer at once, each in its own process, as a recipe says.
 
-  llamarl train recipes/tiny.toml
+  llamarl train tiny                                       a recipe that ships with llamarl, or a TOML file of your own
   llamarl train recipes/tiny.toml --schedule.max_staleness 0 --run.dir runs/synchronous
-  llamarl train recipes/tiny.toml --resume runs/tiny        go on from the last good checkpoint, bit for bit
+  llamarl train --resume runs/tiny                          go on from the last good checkpoint, bit for bit
+  llamarl train --resume runs/tiny --run.num_ticks 200      the same, and longer
+  llamarl train --resume runs/tiny --fork runs/slower --optimizer.lr 1e-5
+                                                            a new run from that checkpoint, with other settings
   llamarl train recipes/tiny.toml --schedule.weights latest in-flight weight updates; decisions go to events.jsonl
   llamarl train --replay runs/tiny                          repeat such a run from its event log, bit for bit
   llamarl train recipes/tiny.toml --dry-run                 print the configuration, graph and placement; run nothing
@@ -31,9 +37,21 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "recipe", nargs="?", help="TOML file; every key can be overridden: --section.key VALUE. Not with --replay"
+        "recipe",
+        nargs="?",
+        help="TOML file, or the name of a recipe that ships with llamarl (llamarl recipes); every key can be overridden: --section.key VALUE. Not needed with --resume, not taken by --replay",
     )
-    parser.add_argument("--resume", metavar="RUN_DIR", help="go on with this run from its last good checkpoint")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN_DIR",
+        help="go on with this run from its last good checkpoint, under its own configuration; what RECIPE or overrides set "
+        "besides must change no bit",
+    )
+    parser.add_argument(
+        "--fork",
+        metavar="NEW_RUN_DIR",
+        help="with --resume: leave that run as it is and start a new one from its checkpoint, in which other settings may differ",
+    )
     parser.add_argument(
         "--replay",
         metavar="RUN_DIR",
@@ -52,28 +70,47 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.controller.preflight import find_missing
     from llamarl.errors import ConfigError
 
+    outlive_the_console()
     overrides = list(args.overrides)
+    if args.fork and not args.resume:
+        raise ConfigError("--fork needs --resume RUN_DIR: the run whose checkpoint the new one begins with")
     if args.replay:
         return _replay(args, overrides)
+    if args.resume:
+        return _resume(args, overrides)
     if args.recipe is None:
         taken = [word for word in overrides if word.endswith(".toml")]
         hint = f"; {taken[0].replace('=', ' took ', 1)} for its value" if taken else ""
-        raise ConfigError(f"which recipe? llamarl train RECIPE.toml, or --replay RUN_DIR{hint}")
-    if args.resume:
-        overrides += ["--run.dir", json.dumps(str(args.resume), ensure_ascii=False)]
+        raise ConfigError(f"which recipe? llamarl train RECIPE.toml, --resume RUN_DIR or --replay RUN_DIR{hint}")
     config = load_config(args.recipe, overrides, [find_missing])
     # Absolute, because executors in other processes must find the same files.
-    from llamarl.controller.training import plan_run, resume_run, start_run
+    from llamarl.controller.run import plan_run, start_run
 
     if args.dry_run:
-        if args.resume and not (Path(args.resume).expanduser() / "config.toml").is_file():
-            raise ConfigError(f"--resume: {args.resume} holds no run (no config.toml)")
         print(plan_run(config))
-        return 0
-    if args.resume:
-        resume_run(config)
     else:
         start_run(config)
+    return 0
+
+
+def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
+    from llamarl.config import read_settings
+    from llamarl.controller.fork import fork_run
+    from llamarl.controller.resume import begun_config, check_resume, resume_run
+    from llamarl.controller.run import plan_run
+
+    source = user_path(args.resume, "--resume")
+    config = begun_config(source, read_settings(args.recipe, overrides))
+    if args.fork:
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(args.fork)))
+    if args.dry_run:
+        if not args.fork:
+            check_resume(config)
+        print(plan_run(config))
+    elif args.fork:
+        fork_run(config, source)
+    else:
+        resume_run(config)
     return 0
 
 
@@ -81,14 +118,14 @@ def _replay(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from llamarl.config import load_config
     from llamarl.controller.preflight import find_missing
-    from llamarl.controller.replay import replay_folder
-    from llamarl.controller.training import plan_run, replay_run
+    from llamarl.controller.replay import replay_folder, replay_run
+    from llamarl.controller.run import plan_run
     from llamarl.errors import ConfigError
 
     for other, name in ((args.recipe, f"the recipe {args.recipe}"), (args.resume, "--resume")):
         if other:
             raise ConfigError(f"--replay takes the run's own configuration and log: leave {name} out")
-    source = Path(args.replay).expanduser().resolve()
+    source = user_path(args.replay, "--replay").resolve()
     if not (source / "config.toml").is_file():
         raise ConfigError(f"--replay: {source} holds no run (no config.toml)")
     into = ["--run.dir", json.dumps(replay_folder(source), ensure_ascii=False)]

@@ -2,62 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT, refuse
+from llamarl.strict import NO_BITS, STRICT
 
 __all__ = ["DeadlineConfig", "ScheduleConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ScheduleConfig:
-    prompts_per_step: int = 16
+    prompts_per_step: PositiveInt = 16
     """Prompt groups consumed by one trainer tick, over all data-parallel ranks."""
 
-    max_staleness: int = 1
-    """Delay of the weights edge less one, in trainer ticks. 0 runs synchronously, 1 is LlamaRL's schedule."""
+    max_staleness: NonNegativeInt = 1
+    """Delay of the weights edge less one, in trainer ticks; 0 runs synchronously, 1 is LlamaRL's schedule."""
 
     weights: Literal["exact", "latest"] = "exact"
     """Which version makes batch k. "exact": always version max(0, k - max_staleness), so a run repeats bit for bit.
     "latest": the newest there is, swapped in between decode steps; no trained token is older than max_staleness. Such a run
     depends on timing; its decisions go to events.jsonl, from which ``llamarl train --replay RUN_DIR`` repeats it."""
 
-    colocated: bool = False
+    colocated: Annotated[bool, NO_BITS] = False
     """Generator and trainer share their devices and take turns: the one that waits gives its memory back (the generator its
     weights and KV cache, the trainer on GPUs everything, to host memory). Needs max_staleness 0, where they never work at the
     same time; the bits are those of the same run without it. With ``threads`` 0 each gets all cores that are left."""
 
-    transport: Literal["auto", "shared_memory", "cuda_ipc", "rdma"] = "auto"
+    transport: Annotated[Literal["auto", "shared_memory", "cuda_ipc", "rdma"], NO_BITS] = "auto"
     """What carries weight versions. "auto" chooses by where the ranks are and says so at the start: "cuda_ipc" between GPUs
     of one host in processes of their own, "rdma" between hosts, else "shared_memory"."""
-
-    def __post_init__(self) -> None:
-        refuse(self._mistakes())
-
-    def _mistakes(self) -> Iterator[str]:
-        if self.prompts_per_step < 1:
-            yield f"prompts_per_step must be >= 1 prompt groups, got {self.prompts_per_step}"
-        if self.max_staleness < 0:
-            yield f"max_staleness must be >= 0 trainer ticks, got {self.max_staleness}"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DeadlineConfig:
     """Every wait has a limit; when it runs out, the error names who waited for whom and since when."""
 
-    setup_s: float = 600.0
+    setup_s: Annotated[PositiveFloat, NO_BITS] = 600.0
     """Seconds until every executor stands ready (model loaded, pools up)."""
 
-    step_s: float = 1800.0
+    step_s: Annotated[PositiveFloat, NO_BITS] = 1800.0
     """Seconds one executor may spend on one tick."""
-
-    def __post_init__(self) -> None:
-        refuse(self._mistakes())
-
-    def _mistakes(self) -> Iterator[str]:
-        for name in ("setup_s", "step_s"):
-            if getattr(self, name) <= 0:
-                yield f"{name} must be > 0 seconds, got {getattr(self, name)}"

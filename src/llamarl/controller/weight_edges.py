@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import RunConfig
 from llamarl.controller.graph import Graph
+from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.executors.evaluator import evaluation_due
 from llamarl.models.folders import resolve_model_path
+from llamarl.planner.weight_traffic import MeshSide, format_bytes, report_transfer
+from llamarl.plural import plural
+from llamarl.roles import carries_version
+from llamarl.transports.table import Place, choose_transport
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters
-from llamarl.weight_sync.report import MeshSide, format_bytes, report_transfer
-from llamarl.weight_sync.transports.choose import Place, choose_transport
 
 __all__ = ["WeightEdge", "edge_copies_held", "settle_weight_edges", "versions_held"]
 
@@ -45,12 +47,12 @@ class WeightEdge:
     def summary(self) -> str:
         """One line for people."""
         line = (
-            f"{self.transport} ({self.reason}); holds {_versions(self.versions)}, {format_bytes(self.bytes_per_rank)} a "
+            f"{self.transport} ({self.reason}); holds {plural(self.versions, 'version')}, {format_bytes(self.bytes_per_rank)} a "
             f"{self.source} rank"
         )
         if self.checkpoint_copies:
             size = format_bytes(self.checkpoint_bytes_per_rank)
-            line += f"; near checkpoints copies of {_versions(self.checkpoint_copies)} more, {size}"
+            line += f"; near checkpoints copies of {plural(self.checkpoint_copies, 'version')} more, {size}"
         return line
 
 
@@ -59,16 +61,25 @@ def settle_weight_edges(config: RunConfig, graph: Graph) -> tuple[Graph, tuple[W
 
     Args:
         graph: With devices settled.
+
+    Raises:
+        ConfigError: ``schedule.transport`` asks for what one machine does not have.
     """
+    if config.schedule.transport == "rdma":
+        raise ConfigError(
+            "schedule.transport 'rdma' reads through Monarch, which a run on one machine does without: set it to 'auto'"
+        )
     executors = {spec.name: spec for spec in graph.executors}
     host = platform.node() or "this host"
-    num_ticks, every = config.run.num_ticks, config.evaluation.every
-    sends: dict[str, Callable[[int], bool]] = {
-        "eval_weights": lambda tick: evaluation_due(tick + 1, every=every, num_ticks=num_ticks)
-    }
+    num_ticks = config.run.num_ticks
     slot_bytes = _version_bytes(config, config.generator.engine.dtype)  # as it travels
     staleness = config.schedule.max_staleness
-    copies = edge_copies_held(staleness, num_ticks, lambda tick: config.checkpoint.is_due(tick, num_ticks))
+    by_clock = (
+        min(staleness, num_ticks) - 1 if config.checkpoint.every_minutes else -1
+    )  # it may come after any tick: one
+    copies = edge_copies_held(
+        staleness, num_ticks, lambda tick: tick == by_clock or config.checkpoint.is_due(tick, num_ticks)
+    )
     channels: list[ChannelSpec] = []
     edges: list[WeightEdge] = []
     for channel in graph.channels:
@@ -81,7 +92,10 @@ def settle_weight_edges(config: RunConfig, graph: Graph) -> tuple[Graph, tuple[W
             if config.schedule.transport != "auto":
                 name, reason = config.schedule.transport, "schedule.transport says so"
             channel = replace(channel, transport=name)
-            versions = versions_held(channel.capacity, num_ticks, sends.get(channel.name, lambda tick: True))
+            keeps = bool(channel.delay) and not any(
+                edge.checkpoint_copies for edge in edges
+            )  # one copy serves them all
+            versions = versions_held(channel.capacity, num_ticks, _carries(config, channel))
             edges.append(
                 WeightEdge(
                     channel=channel.name,
@@ -91,16 +105,17 @@ def settle_weight_edges(config: RunConfig, graph: Graph) -> tuple[Graph, tuple[W
                     reason=reason,
                     versions=versions,
                     bytes_per_rank=versions * slot_bytes,
-                    checkpoint_copies=copies if channel.delay else 0,
-                    checkpoint_bytes_per_rank=copies * _version_bytes(config, "float32") if channel.delay else 0.0,
+                    checkpoint_copies=copies if keeps else 0,
+                    checkpoint_bytes_per_rank=copies * _version_bytes(config, "float32") if keeps else 0.0,
                 )
             )
         channels.append(channel)
     return Graph(graph.executors, tuple(channels)), tuple(edges)
 
 
-def _versions(number: int) -> str:
-    return f"{number} version{'' if number == 1 else 's'}"
+def _carries(config: RunConfig, channel: ChannelSpec) -> Callable[[int], bool]:
+    """Whether the token that the source makes at a tick carries a version."""
+    return lambda tick: carries_version(config, channel.sink, tick)
 
 
 def versions_held(capacity: int, num_ticks: int, sends: Callable[[int], bool]) -> int:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +19,11 @@ from llamarl.errors import DataError
 __all__ = ["Tokenizer", "render_prompt", "uses_chat_template"]
 
 
+TraceFunction = Callable[[FrameType, str, object], Any]
+_LINES_BETWEEN_LOOKS = 200
+_TEMPLATE = "<template>"  # what jinja calls the file of a template that came as text
+
+
 class Tokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
 
@@ -22,6 +32,41 @@ class Tokenizer(Protocol):
     # The library's signatures change with its versions: only the names are relied on here.
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+_MAX_TEMPLATE_S = 5.0
+"""Processor seconds that a chat template may take for one prompt; real ones take milliseconds."""
+
+
+@contextlib.contextmanager
+def _limited_time(seconds: float) -> Iterator[None]:
+    """Ends a jinja template that runs for too long, in whichever thread this is.
+
+    The interpreter asks before each of its lines, so that no alarm, no other thread and no process is needed. Time is this
+    thread's own on a processor: a busy or suspended machine changes nothing. A single built-in call is not interrupted.
+
+    Raises:
+        TimeoutError: In the template, at the line that it has reached.
+    """
+    left = [_LINES_BETWEEN_LOOKS]
+    end = time.thread_time() + seconds
+
+    def look(frame: FrameType, event: str, argument: object) -> TraceFunction | None:
+        if frame.f_code.co_filename != _TEMPLATE:
+            return None  # no look at the lines of the libraries around it
+        left[0] -= 1
+        if left[0] < 0:
+            left[0] = _LINES_BETWEEN_LOOKS
+            if time.thread_time() > end:
+                raise TimeoutError(f"it was still running after {seconds:g} s: does it loop?")
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def uses_chat_template(tokenizer: Tokenizer, config: DataConfig) -> bool:
@@ -47,9 +92,12 @@ def render_prompt(item: TaskItem, tokenizer: Tokenizer, config: DataConfig) -> t
         if config.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": config.system_prompt})
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            with _limited_time(_MAX_TEMPLATE_S):
+                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs of the model's author: any jinja error can come out
-            raise DataError(f"the chat template refused {messages!r}: {error}; try chat_template = 'none'") from error
+            raise DataError(
+                f"the chat template refused {messages!r:.1000}: {error}; try data.chat_template = 'none'"
+            ) from error
         special = False
     else:
         if item.messages:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT, refuse
+from llamarl.strict import STRICT
 
 __all__ = ["DataConfig"]
+
+
+def _has_place(template: str) -> str:
+    if "{question}" not in template:
+        raise ValueError(f"must contain {{question}}, got {template!r}")
+    return template
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -23,13 +29,13 @@ class DataConfig:
     """Words before the question: a system message in a chat template, a paragraph of its own in plain text. Empty:
     none, and the template's own default system message, if it has one, stands."""
 
-    question_template: str = "{question}"
+    question_template: Annotated[str, AfterValidator(_has_place)] = "{question}"
     """Wraps each question; must contain {question}. Other braces need no doubling."""
 
     response_prefix: str = ""
     """Words put into the policy's mouth: they end the prompt, and the response goes on from them."""
 
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: PositiveInt = 1024
     """Longest prompt, in tokens, chat template included; less where the model's context leaves less beside
     generator.sampling.max_new_tokens."""
 
@@ -39,12 +45,3 @@ class DataConfig:
 
     shuffle: bool = True
     """A finite task's items are shuffled anew each epoch, by the run's seed; false keeps their order."""
-
-    def __post_init__(self) -> None:
-        refuse(self._mistakes())
-
-    def _mistakes(self) -> Iterator[str]:
-        if "{question}" not in self.question_template:
-            yield f"question_template must contain {{question}}, got {self.question_template!r}"
-        if self.max_prompt_tokens < 1:
-            yield f"max_prompt_tokens must be >= 1 token, got {self.max_prompt_tokens}"

@@ -58,6 +58,8 @@ class PromptStream:
             else f"data.max_prompt_tokens={self._limit}"
         )
         self._remedy = "lower generator.sampling.max_new_tokens" if of_context else "raise data.max_prompt_tokens"
+        self.num_skipped = 0
+        """Training items that were too long and left out, since this stream was made."""
         self._order = lru_cache(maxsize=4)(self._compute_order)
 
     def get(self, index: int) -> Prompt:
@@ -80,6 +82,7 @@ class PromptStream:
                 place = int(self._order(num_items, epoch)[position]) if self._config.shuffle else position
             prompt = self._make("train", place, index)
             if prompt is not None:
+                self.num_skipped += attempt
                 return prompt
         raise DataError(
             f"task {self._task.name!r}: {_MAX_REPLACEMENTS} items in a row are longer than {self._limit_words} (looking for "
@@ -149,6 +152,8 @@ class PromptStream:
                 f"{item.question[:80]!r}"
             )
         metadata = dict(item.metadata)
+        if item.messages:  # a judge may want to see the conversation
+            metadata["messages"] = [dict(message) for message in item.messages]
         return Prompt(
             index=index, tokens=tokens, text=text, answer=item.answer, task=self._task.name, metadata=metadata
         )

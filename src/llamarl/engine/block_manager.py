@@ -20,28 +20,33 @@ class BlockManager:
             raise ValueError(f"need at least one block of one token, got {num_blocks} blocks of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(range(num_blocks))
-        self._holders = [0] * num_blocks
+        self._never_used = 0  # this block and all above it: a large cache is not listed before it is needed
+        self._released: list[int] = []  # a heap, of blocks below that one
+        self._holders: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.num_blocks - len(self._holders)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return len(self._holders)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens of one sequence take."""
         return -(-num_tokens // self.block_size)
 
     def holders(self, block: int) -> int:
-        return self._holders[block]
+        return self._holders.get(block, 0)
 
     def allocate(self) -> int:
         """A free block, held once. The caller has checked ``num_free``."""
-        assert self._free, "the scheduler must preempt before it allocates"
-        block = heapq.heappop(self._free)
+        assert self.num_free, "the scheduler must preempt before it allocates"
+        if self._released:
+            block = heapq.heappop(self._released)
+        else:
+            block = self._never_used
+            self._never_used += 1
         self._holders[block] = 1
         return block
 
@@ -49,19 +54,21 @@ class BlockManager:
         """Take, in a manager without used blocks, the blocks of ``tables``; each table is one holder of its blocks."""
         assert self.num_used == 0, "some blocks are in use already"
         for block in (block for table in tables for block in table):
-            self._holders[block] += 1
-        self._free = [block for block in range(self.num_blocks) if self._holders[block] == 0]  # sorted: a heap
+            self._holders[block] = self._holders.get(block, 0) + 1
+        self._never_used = max(self._holders, default=-1) + 1
+        self._released = [block for block in range(self._never_used) if block not in self._holders]  # sorted: a heap
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more holder for each block."""
         for block in blocks:
-            assert self._holders[block] > 0, f"block {block} is free and cannot be shared"
+            assert block in self._holders, f"block {block} is free and cannot be shared"
             self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """One holder less for each block."""
         for block in blocks:
-            assert self._holders[block] > 0, f"block {block} is released twice"
+            assert block in self._holders, f"block {block} is released twice"
             self._holders[block] -= 1
             if self._holders[block] == 0:
-                heapq.heappush(self._free, block)
+                del self._holders[block]
+                heapq.heappush(self._released, block)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT, at_least, refuse
+from llamarl.errors import Mistake
+from llamarl.import_path import is_import_path, why_no_name
+from llamarl.strict import STRICT, refuse
 
-__all__ = ["LEAST_TEMPERATURE", "QUANTIZATIONS", "EngineConfig"]
+__all__ = ["ENGINE_NAMES", "LEAST_TEMPERATURE", "QUANTIZATIONS", "VLLM_TEMPERATURES", "EngineConfig", "why_not_in_vllm"]
+
+ENGINE_NAMES = ("native", "vllm")
 
 LEAST_TEMPERATURE = 1e-6
 """Below it float32 cannot hold logits divided by it; 0 stands for greedy."""
+
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""Between these vLLM samples; it raises lower ones but 0 to the first and refuses higher ones."""
 
 QUANTIZATIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("native", "cpu"): ("none", "int8"),
@@ -23,27 +31,45 @@ QUANTIZATIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
 """(engine, kind of device) -> what ``generator.quantization`` may be there."""
 
 
+def why_not_in_vllm(temperature: float) -> str | None:
+    """Why vLLM does not sample at this temperature; None if it does."""
+    least, most = VLLM_TEMPERATURES
+    if temperature == 0 or least <= temperature <= most:
+        return None
+    return f"vLLM samples at temperature 0 (greedy) or between {least:g} and {most:g}, not at {temperature:g}"
+
+
+def _name(name: str) -> str:
+    if why := why_no_name(name, ENGINE_NAMES, "my_engine.py:Engine"):
+        raise ValueError(why)
+    return name
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EngineConfig:
     """Memory, batch and precision of one generation engine."""
 
-    name: Literal["native", "vllm"] = "native"
+    name: Annotated[str, AfterValidator(_name)] = "native"
     """"native" is llamarl's own engine; "vllm" uses the installed vLLM behind the same interface: fast on GPUs, but its bits
-    depend on the batch, so runs with it do not repeat bit for bit. block_size, kernels, cuda_graphs and quantize_head are the native one's."""
+    depend on the batch, so runs with it do not repeat bit for bit. block_size, kernels, cuda_graphs and quantize_head are the native one's.
+    Or an engine of your own as package.module:Class or file.py:Class (docs/engine.md)."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Whatever an engine of your own understands: it finds them in its ``config.options``."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of weights, activations and KV cache."""
 
-    block_size: int = 2
+    block_size: PositiveInt = 2
     """Tokens in one block of the KV cache. Smaller wastes less memory at the end of a sequence, larger gathers faster."""
 
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: PositiveInt = 1 << 30
     """Hard limit of the KV cache, in bytes, over all layers. When it is full, the youngest sequences are preempted and later recomputed."""
 
-    max_batch_tokens: int = 2048
+    max_batch_tokens: PositiveInt = 2048
     """Token budget of one engine step: decoded tokens plus prompt tokens. A longer prompt is computed in chunks over several steps."""
 
-    max_sequences: int = 256
+    max_sequences: PositiveInt = 256
     """Sequences in the running batch; the rest wait in admission order."""
 
     kernels: Literal["torch", "compiled"] = "torch"
@@ -63,10 +89,22 @@ class EngineConfig:
     def __post_init__(self) -> None:
         refuse(self._mistakes())
 
-    def _mistakes(self) -> Iterator[str]:
-        yield from at_least(self, 1, "block_size", "kv_cache_bytes", "max_batch_tokens", "max_sequences")
+    @property
+    def by_import_path(self) -> bool:
+        """Whether ``name`` is where an engine of the user's own is imported from."""
+        return is_import_path(self.name)
+
+    def _mistakes(self) -> Iterator[Mistake]:
+        if self.options and not self.by_import_path:
+            yield Mistake(
+                "options",
+                f"are for an engine of your own, but name is {self.name!r}; got {sorted(self.options)}",
+                ("name",),
+            )
         if self.max_sequences > self.max_batch_tokens:
-            yield (
-                f"max_sequences ({self.max_sequences}) must be <= max_batch_tokens "
-                f"({self.max_batch_tokens}): every running sequence decodes one token a step; lower the first or raise the second"
+            yield Mistake(
+                "max_sequences",
+                f"({self.max_sequences}) must be <= max_batch_tokens ({self.max_batch_tokens}): every running sequence "
+                "decodes one token a step; lower the first or raise the second",
+                ("max_batch_tokens",),
             )

@@ -31,9 +31,18 @@ import torch
 from torch import Tensor
 
 from llamarl.engine.scheduler import Chunk
+from llamarl.models.support import is_known, why_unsupported
 from llamarl.models.transfer import to_device
 
-__all__ = ["Bucket", "Buckets", "DecodeInputs", "PaddedDecoder", "pad_decodes", "reason_against", "sizes_between"]
+__all__ = [
+    "Bucket",
+    "Buckets",
+    "DecodeInputs",
+    "PaddedDecoder",
+    "pad_decodes",
+    "why_graphs_unsupported",
+    "sizes_between",
+]
 
 _MOST_ROWS = 512
 _LEAST_TOKENS = 64  # of context that the narrowest bucket holds
@@ -230,7 +239,7 @@ class PaddedDecoder:
         return _Recorded(graph, inputs, logits)
 
 
-def reason_against(config: Any, *, device: torch.device, num_ranks: int) -> str | None:
+def why_graphs_unsupported(config: Any, *, device: torch.device, num_ranks: int) -> str | None:
     """Why decode steps of this engine cannot be recorded; None if they can.
 
     Args:
@@ -239,6 +248,11 @@ def reason_against(config: Any, *, device: torch.device, num_ranks: int) -> str 
     """
     if device.type != "cuda":
         return f"they need a CUDA device, the engine computes on {device.type}"
+    values = config.to_dict()
+    if not is_known(values):
+        return "it is known of the families in docs/models.md alone"
+    if why_unsupported(values, "int8"):  # its experts, whose tokens are counted on the host in every step
+        return f"layers of {config.model_type} are not those of a dense decoder"
     if num_ranks > 1:
         return "with tensor parallelism a step holds collectives"
     ropes = getattr(config, "rope_parameters", None) or {}

@@ -1,4 +1,4 @@
-"""Compiles ``kernel_source`` with the user's C++ compiler, once a machine, and calls it.
+"""Compiles ``csrc/kernels.cpp`` with the user's C++ compiler, once a machine, and calls it.
 
 The library lies in the user's cache folder under a hash of source, compiler and processor, so it is compiled again when one
 of them changes. It takes threads from the OpenMP runtime that torch has loaded, and no more of them than torch uses.
@@ -20,8 +20,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llamarl.engine.kernel_source import SOURCE
-
 __all__ = ["Kernels", "KernelsUnavailable", "load_kernels"]
 
 _FLAGS = (
@@ -33,6 +31,7 @@ _FLAGS = (
     "-fopenmp",
     "-fPIC",
 )
+_SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
 _COMPILE_S = 120
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
@@ -174,7 +173,7 @@ def _load_library() -> ctypes.CDLL:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelsUnavailable(f"{compiler} does not run: {error}") from error
-    identity = "\0".join([SOURCE, *_FLAGS, version, _processor()])
+    identity = "\0".join([_SOURCE.read_text(encoding="utf-8"), *_FLAGS, version, _processor()])
     name = f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     for folder in (_cache_folder(), Path(tempfile.gettempdir()) / f"llamarl-{os.getuid()}"):
         try:
@@ -194,12 +193,11 @@ def _load_library() -> ctypes.CDLL:
 
 def _compile(compiler: str, folder: Path, name: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        source, partial = Path(work) / "kernels.cpp", Path(work) / name
-        source.write_text(SOURCE, encoding="utf-8")
+        compiled, linked = Path(work) / "kernels.o", Path(work) / name
         # compiled and linked apart: linking with -fopenmp would bring a second OpenMP runtime beside torch's
         steps = (
-            [compiler, *_FLAGS, "-c", str(source), "-o", f"{source}.o"],
-            [compiler, "-shared", "-o", str(partial), f"{source}.o"],
+            [compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(compiled)],
+            [compiler, "-shared", "-o", str(linked), str(compiled)],
         )
         for command in steps:
             try:
@@ -208,7 +206,7 @@ def _compile(compiler: str, folder: Path, name: str) -> None:
                 raise KernelsUnavailable(f"{compiler} took more than {_COMPILE_S} s") from error
             if done.returncode:
                 raise KernelsUnavailable(f"{compiler} failed: {done.stderr.strip()[-800:]}")
-        os.replace(partial, folder / name)  # whole or not at all: other processes may be at the same
+        os.replace(linked, folder / name)  # whole or not at all: other processes may be at the same
 
 
 def _cache_folder() -> Path:

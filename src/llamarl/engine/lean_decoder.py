@@ -10,8 +10,8 @@ arithmetic is the module's in another order of sums: log-probs agree to about 1e
 products, cache and their inputs are; the residual stream and everything between load and store stay float32, so this way
 lies nearer to the float32 model than the module does.
 
-Families whose layer is exactly this: Llama, Qwen2, Qwen3, Mistral, Phi-3. Gemma's has more norms and soft caps and goes through its
-module.
+Families whose layer is exactly this stand in ``models/support.py`` (``compiled_kernels``): Gemma's has more norms and soft caps
+and goes through its module.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from transformers import PreTrainedModel
 from llamarl.engine.kernels import Kernels
 from llamarl.engine.linears import FusedLinear, fused_of
 from llamarl.models.paged_attention import PrefillChunk, prefill_attention
+from llamarl.models.support import why_unsupported
 
-__all__ = ["DecodeTables", "LeanDecoder", "reason_against"]
-
-_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
+__all__ = ["DecodeTables", "LeanDecoder", "why_kernels_unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +56,11 @@ class _Layer:
     down: FusedLinear
 
 
-def reason_against(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> str | None:
+def why_kernels_unsupported(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why this model cannot go this way; None if it can."""
-    config = model.config
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return f"they compute in float32 or bfloat16 on CPU, the engine in {str(dtype).removeprefix('torch.')} on {device.type}"
-    if config.model_type not in _FAMILIES:
-        return f"they know {', '.join(_FAMILIES)}, not {config.model_type}"
-    if config.hidden_act != "silu":
-        return f"they know the activation silu, not {config.hidden_act}"
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if head > 512:
-        return f"they know heads of up to 512 features, not {head}"
-    return None
+    return why_unsupported(model.config.to_dict(), "compiled_kernels")
 
 
 class LeanDecoder:

@@ -13,25 +13,26 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from llamarl.engine.config import EngineConfig
-from llamarl.engine.cuda_graphs import Buckets, DecodeInputs, PaddedDecoder
-from llamarl.engine.cuda_graphs import reason_against as reason_against_graphs
+from llamarl.engine.cuda_graphs import Buckets, DecodeInputs, PaddedDecoder, why_graphs_unsupported
 from llamarl.engine.kernels import Kernels, KernelsUnavailable, load_kernels
-from llamarl.engine.lean_decoder import DecodeTables, LeanDecoder, reason_against
+from llamarl.engine.lean_decoder import DecodeTables, LeanDecoder, why_kernels_unsupported
 from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, ModelError
+from llamarl.models.decoder import cache_shape, logit_scale, logit_softcap
 from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
-from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk
+from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk, paged_step
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.repeatable import suspended
 from llamarl.models.sharded_loading import load_tensor_parallel
+from llamarl.models.support import Use, why_unsupported
 from llamarl.models.transfer import indices
 
 __all__ = ["ModelRunner"]
@@ -65,11 +66,14 @@ class ModelRunner:
         )
         self.model.requires_grad_(False)
         self.model_config = self.model.config
+        self.model_config.pad_token_id = None  # there is no padding; GPT-2 would wait for the device to look for it
         if quantization not in supported_quantizations(self.device):
             raise ConfigError(
                 f"generator.quantization={quantization!r} is not available on {self.device.type}; "
                 f"use one of {', '.join(supported_quantizations(self.device))}"
             )
+        if quantization != "none" and (reason := why_unsupported(self.model_config.to_dict(), cast(Use, quantization))):
+            raise ModelError(f"generator.quantization={quantization!r}: {reason}")
         kernels = _kernels(self.model, config, self.dtype, self.device)
         self._parameters = dict(self.model.named_parameters())
         self._adopted = False
@@ -84,11 +88,9 @@ class ModelRunner:
             summed=frozenset(name.removesuffix(".weight") for name, dim in cuts.items() if dim == 1),
         )
         self.block_size = config.block_size
-        c = self.model_config
-        self._head_dim: int = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        self._num_kv_heads: int = c.num_key_value_heads // self.ranks.size
-        self._num_layers: int = c.num_hidden_layers
-        self._final_softcap: float | None = getattr(c, "final_logit_softcapping", None)
+        self._num_layers, num_kv_heads, self._head_dim = cache_shape(self.model_config)
+        self._num_kv_heads = num_kv_heads // self.ranks.size
+        self._logit_scale, self._final_softcap = logit_scale(self.model_config), logit_softcap(self.model_config)
         padded = self._pads_decodes(config)
         self._cache_blocks = config.kv_cache_bytes // self.block_bytes
         self.num_blocks = self._cache_blocks - padded  # the last one is scratch
@@ -114,7 +116,7 @@ class ModelRunner:
     def _pads_decodes(self, config: EngineConfig) -> bool:
         if config.cuda_graphs in ("off", "padded"):
             return config.cuda_graphs == "padded"
-        reason = reason_against_graphs(self.model_config, device=self.device, num_ranks=self.ranks.size)
+        reason = why_graphs_unsupported(self.model_config, device=self.device, num_ranks=self.ranks.size)
         if reason is not None and config.cuda_graphs == "on":
             raise ConfigError(f"engine.cuda_graphs is 'on', but decode steps cannot be recorded here: {reason}")
         return reason is None
@@ -289,6 +291,8 @@ class ModelRunner:
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.ranks.gather_logits(self.model.get_output_embeddings()(hidden), self.model_config.vocab_size)
         logits = logits.float()
+        if self._logit_scale != 1.0:
+            logits = logits * self._logit_scale
         if self._final_softcap is not None:
             logits = torch.tanh(logits / self._final_softcap) * self._final_softcap
         return logits
@@ -335,7 +339,8 @@ class ModelRunner:
     def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
         """Hidden states [T, E] of a row of tokens [T]."""
         row: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None]}
-        return self.model.base_model(**row, use_cache=False, paged_batch=batch).last_hidden_state[0]
+        with paged_step(batch):
+            return self.model.base_model(**row, use_cache=False).last_hidden_state[0]
 
     def _decode_padded(self, inputs: DecodeInputs) -> Tensor:
         decode = DecodeBatch(0, inputs.tables, inputs.lengths, inputs.bucket.width * self.block_size)
@@ -392,7 +397,7 @@ def _kernels(model: torch.nn.Module, config: EngineConfig, dtype: torch.dtype, d
     """The compiled loops that the configuration asks for, or None; if they cannot be had, says why."""
     if config.kernels != "compiled":
         return None
-    reason = reason_against(model, dtype, device)  # type: ignore[arg-type]
+    reason = why_kernels_unsupported(model, dtype, device)  # type: ignore[arg-type]
     if reason is None:
         try:
             return load_kernels(dtype)

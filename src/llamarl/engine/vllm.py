@@ -3,7 +3,7 @@
     add / step / suspend ─▶ LLMEngine.add_request / step / abort_request      one request a sequence
     parameters_for_sync  ─▶ staging tensors under the trainer's names ──weights_updated──▶ vLLM's reload_weights
 
-What differs from the native engine: bits are vLLM's own, and depend on what else is in the batch; ``raw_logprobs`` are known
+What differs from the native engine: bits are vLLM's own, and it promises none; ``raw_logprobs`` are known
 only where they equal ``logprobs`` (temperature 1, no filter) and NaN elsewhere, because vLLM reports one of the two; a
 sequence that was interrupted draws from a new seed, made of its own and its length. Sequences that run while weights change are
 computed again under the new ones, as in the native engine. The staging tensors take memory for one more copy of the model, on the host.
@@ -11,6 +11,7 @@ computed again under the new ones, as in the native engine. The staging tensors 
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import time
@@ -20,14 +21,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from llamarl.engine.config import EngineConfig
+from llamarl.engine.config import EngineConfig, why_not_in_vllm
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.errors import ConfigError
-from llamarl.models.folders import resolve_model_path
-from llamarl.models.sharded_loading import make_skeleton
+from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.models.folders import check_supported, resolve_model_path
+from llamarl.models.loading import context_length
+from llamarl.models.sharded_loading import make_skeleton, stored_weights
 from llamarl.seeding import derive_seed
 from llamarl.types import FinishReason
 
@@ -45,7 +47,9 @@ def import_vllm() -> ModuleType:
     Raises:
         ConfigError: It is not installed, does not import, or is too old.
     """
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read when vllm is imported
+    # read when vllm is imported
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns of untouched layers at every hand-over
     try:
         import vllm
     except ModuleNotFoundError as error:
@@ -98,19 +102,31 @@ class VllmEngine:
         self._clock = clock
         self._eos = None if eos_token_ids is None else sorted(eos_token_ids)
         folder = resolve_model_path(model_path)
+        check_supported(folder, "vllm")
+        # A prompt in chunks draws once for each, and only a CUDA generator can take a draw back (vLLM 0.32): on CPU whole
+        # sequences fit the token budget instead.
+        on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
+        longest = min(context_length(folder) or config.max_batch_tokens, config.max_batch_tokens) if on_cpu else None
+        set_num_threads = torch.set_num_threads
         self._llm: Any = self._vllm.LLM(
             model=str(folder),
+            trust_remote_code=False,
             dtype=config.dtype,
             quantization=_QUANTIZATIONS[quantization],
             seed=0,
             logprobs_mode="processed_logprobs",
             max_num_seqs=config.max_sequences,
             max_num_batched_tokens=config.max_batch_tokens,
-            enable_chunked_prefill=True,
+            enable_chunked_prefill=not on_cpu,
+            max_model_len=longest,
             kv_cache_memory_bytes=config.kv_cache_bytes,
             enable_prefix_caching=True,  # the prompt of a group is computed once
             disable_log_stats=True,
         )
+        torch.set_num_threads = (
+            set_num_threads  # on CPU vLLM has put a function there that does nothing, for all of the process
+        )
+        self._folder = folder
         self._context: int = self._llm.llm_engine.model_config.max_model_len
         skeleton = make_skeleton(folder, attention="sdpa")
         dtype: torch.dtype = getattr(torch, config.dtype)
@@ -172,9 +188,13 @@ class VllmEngine:
                 self._end(name, "cancelled", abort=True)
 
     def parameters_for_sync(self) -> Mapping[str, Tensor]:
-        """Staging tensors on the host, made when first asked for; vLLM holds fused and rearranged copies of them."""
+        """Staging tensors on the host, read from the folder when first asked for; vLLM holds fused and rearranged copies."""
         if self._staged is None:
-            self._staged = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in self._shapes.items()}
+            with stored_weights(self._folder, self._shapes) as read:
+                self._staged = {
+                    name: torch.empty(shape, dtype=dtype).copy_(read(name))
+                    for name, (shape, dtype) in self._shapes.items()
+                }
         return self._staged
 
     def weights_updated(self, version: int) -> None:
@@ -185,7 +205,11 @@ class VllmEngine:
         if self._staged is not None:
             staged = list(self._staged.items())
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(staged)})
-        self._llm.reset_prefix_cache()  # its keys and values are of the old weights
+            self._llm.apply_model(_prepare_heads)
+        if not self._llm.reset_prefix_cache():  # its keys and values are of the old weights
+            raise LlamaRLError(
+                "vllm kept the keys and values of earlier weights: it still holds blocks of ended requests"
+            )
         self._policy_version = version
         self.add(carried)
 
@@ -213,6 +237,8 @@ class VllmEngine:
             raise ValueError(f"{where} has already ended ({sequence.finish_reason})")
         if not sequence.prompt_tokens:
             raise ValueError(f"prompt {sequence.prompt_index} is empty: a prompt needs at least one token")
+        if why := why_not_in_vllm(params.temperature):
+            raise ValueError(f"{where}: {why}")
         if params.max_new_tokens <= len(sequence.tokens):
             raise ValueError(
                 f"{where} has {len(sequence.tokens)} tokens, max_new_tokens={params.max_new_tokens} leaves none"
@@ -220,7 +246,8 @@ class VllmEngine:
         if len(sequence.prompt_tokens) + params.max_new_tokens > self._context:
             raise ValueError(
                 f"{where}: {len(sequence.prompt_tokens)} prompt tokens and max_new_tokens={params.max_new_tokens} exceed the "
-                f"model's context of {self._context} tokens: shorten the prompt or lower max_new_tokens"
+                f"{self._context} tokens that vLLM holds of one here (on CPU at most generator.engine.max_batch_tokens, "
+                f"{self.config.max_batch_tokens}): shorten the prompt, lower max_new_tokens or raise that budget"
             )
 
     def _sampling_params(self, sequence: TokenSequence) -> Any:
@@ -272,6 +299,19 @@ class VllmEngine:
         sequence.finish_reason = reason
         self._ended.append((int(name), sequence))
         self._deadlines.pop(name, None)
+
+
+def _prepare_heads(model: nn.Module) -> None:
+    """Derive again what an output head computes with.
+
+    On CPU that is a packed copy, and ``reload_weights`` (vLLM 0.32) packs only layers whose own weights were handed over: a
+    head that shares its matrix with the embedding would go on with the old one.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _is_plain(params: SamplingParams) -> bool:

@@ -2,40 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT, refuse
+from llamarl.errors import Mistake
+from llamarl.strict import NO_BITS, STRICT, ListOf, refuse
 
-__all__ = ["RewardPoolConfig", "TaskConfig"]
+__all__ = ["BUILT_IN", "MixedTask", "RewardPart", "RewardPoolConfig", "TaskConfig", "TaskSection"]
+
+BUILT_IN = ("steps", "reasoning_gym", "math", "function", "gsm8k", "countdown", "mixture")
+"""Kinds of tasks that come with this package; another is named by its import path."""
+
+_LEAST_MEMORY_MB = 256
+"""Below this a worker does not come to judge: its interpreter and libraries take most of it."""
+
+
+def _enough_memory(limit_mb: int) -> int:
+    if limit_mb != 0 and limit_mb < _LEAST_MEMORY_MB:
+        raise ValueError(f"must be 0 (no limit) or >= {_LEAST_MEMORY_MB} MiB, got {limit_mb}")
+    return limit_mb
+
+
+def _name_alone(variable: str) -> str:
+    if not variable.strip() or "=" in variable:
+        raise ValueError(f"holds names of environment variables without their values, got {variable!r}")
+    return variable
+
+
+def _has_place(template: str) -> str:
+    if template and "{question}" not in template:
+        raise ValueError(f"must contain {{question}}, got {template!r}")
+    return template
+
+
+def _import_path(reward: str) -> str:
+    if reward and ":" not in reward:
+        raise ValueError(f"must be module:function or file.py:function, got {reward!r}")
+    return reward
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardPoolConfig:
     """The worker processes that judge responses."""
 
-    num_workers: int = 1
+    num_workers: Annotated[PositiveInt, NO_BITS] = 1
     """Worker processes; each judges one sample at a time."""
 
-    timeout_s: float = 20.0
-    """Wall-clock seconds that one sample may take; after that its worker is killed and the sample is failed."""
+    timeout_s: Annotated[PositiveFloat, NO_BITS] = 20.0
+    """Wall-clock seconds that one sample (with task.reward_batch_size, one batch) may take; after that its worker is
+    killed and what it judged is failed."""
 
-    startup_timeout_s: float = 120.0
+    startup_timeout_s: Annotated[PositiveFloat, NO_BITS] = 120.0
     """Seconds that a worker may take to start: interpreter, imports, the task's data."""
 
-    def __post_init__(self) -> None:
-        refuse(self._mistakes())
+    memory_limit_mb: Annotated[int, NO_BITS, AfterValidator(_enough_memory)] = 4096
+    """MiB of memory of its own that a worker may take, and each process that it starts (RLIMIT_DATA); a sample that wants
+    more is failed. 0 is no limit."""
 
-    def _mistakes(self) -> Iterator[str]:
-        if self.num_workers < 1:
-            yield f"num_workers must be >= 1, got {self.num_workers}"
-        if self.timeout_s <= 0:
-            yield f"timeout_s must be > 0 seconds, got {self.timeout_s}"
-        if self.startup_timeout_s <= 0:
-            yield f"startup_timeout_s must be > 0 seconds, got {self.startup_timeout_s}"
+    pass_env: ListOf[Annotated[str, AfterValidator(_name_alone)]] = ()
+    """Environment variables that workers get besides the usual harmless ones, such as ["OPENAI_API_KEY"]; a name may hold
+    "*". See docs/environments.md."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RewardPart:
+    """One of several rewards that are added up."""
+
+    function: Annotated[str, AfterValidator(_import_path)] = ""
+    """Import path, as of task.reward."""
+
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """What its value is multiplied by in the sum. 0 only logs it; below 0 it is a penalty."""
+
+    name: str = ""
+    """Of its part in the metrics (reward/parts/NAME) and in causes; empty is the function's own."""
+
+    @property
+    def part(self) -> str:
+        """Its name in metrics."""
+        return self.name or self.function.rpartition(":")[2]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -43,26 +92,62 @@ class TaskConfig:
     """One task: where its questions come from and who judges the answers."""
 
     name: str = "steps"
-    """steps (the bundled model's), reasoning_gym:DATASET, math, or function (JSONL data and a reward of your own)."""
+    """steps (the bundled model's), reasoning_gym:DATASET, math, function (data and a reward of your own), gsm8k and countdown
+    (ready made), or the import path of a task of your own: package.module:Task or path/to/file.py:Task."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """The task's own options: those of the reasoning_gym dataset, or of steps (min_terms, max_terms)."""
+    """The task's own options: those of the reasoning_gym dataset, of steps (min_terms, max_terms), or of your own task."""
 
     train_file: str = ""
-    """JSONL file of training items, for math and function."""
+    """JSONL file of training items, for math and function; or see data."""
 
     eval_file: str = ""
     """JSONL file of held-out items. Empty: eval_fraction of the training file's distinct questions are held out."""
 
-    eval_fraction: float = 0.1
+    data: str = ""
+    """Table of training items, for math, gsm8k and function: a data set of the Hugging Face Hub (org/name), a folder of one,
+    or a file of parquet, arrow, CSV, JSON or JSONL. Needs the package datasets."""
+
+    revision: str = ""
+    """Branch, tag or commit of a data set of the Hub; empty is main. The run's config.toml says the commit that it was."""
+
+    subset: str = ""
+    """Which of the several that a data set consists of, such as main; also called its configuration."""
+
+    split: str = "train"
+    """Split of data that is trained on."""
+
+    eval_data: str = ""
+    """Table of held-out items; empty: eval_split of data, or else eval_fraction of its distinct questions."""
+
+    eval_split: str = ""
+    """Split of held-out items, of eval_data or of data."""
+
+    eval_revision: str = ""
+    """As revision, of eval_data."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    """What a task calls a column -> what data calls it, such as { question = "problem", answer = "solution" }."""
+
+    template: Annotated[str, AfterValidator(_has_place)] = ""
+    """Wraps each question of a table at {question}, before data.question_template does; empty: as it is."""
+
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of distinct questions kept for evaluation only, chosen by a hash of the question; procedural tasks too."""
 
     answer_from: Literal["auto", "tag", "boxed", "last_number", "last_line", "whole"] = "auto"
     """Where in a response reasoning_gym tasks look for the answer; see docs/environments.md."""
 
-    reward: str = ""
+    reward: Annotated[str, AfterValidator(_import_path)] = ""
     """Import path of a function reward(prompt, response, answer) -> float that judges instead of the task:
-    package.module:function or path/to/file.py:function. Required for function."""
+    package.module:function or path/to/file.py:function. It may also take metadata. Required for function."""
+
+    rewards: ListOf[RewardPart] = ()
+    """Several instead of reward, whose weighted sum judges: a table [[task.rewards]] each, with function, weight and name."""
+
+    reward_batch_size: NonNegativeInt = 0
+    """0: reward judges one sample a call. n > 0: reward(prompts, responses, answers) -> list of floats judges up to n
+    samples a call; groups stay whole where they fit."""
 
     pool: RewardPoolConfig = field(default_factory=RewardPoolConfig)
     """The worker processes that judge."""
@@ -70,23 +155,144 @@ class TaskConfig:
     def __post_init__(self) -> None:
         refuse(self._mistakes())
 
-    def _mistakes(self) -> Iterator[str]:
-        if not 0.0 <= self.eval_fraction < 1.0:
-            yield f"eval_fraction must be in [0, 1), got {self.eval_fraction}"
+    @property
+    def judges(self) -> tuple[RewardPart, ...]:
+        """The functions of the user's own that judge; of one alone no part is logged."""
+        return (RewardPart(function=self.reward),) if self.reward else self.rewards
+
+    @property
+    def by_import_path(self) -> bool:
+        """Whether ``name`` is where a task of the user's own is imported from."""
+        module, _, name = self.name.rpartition(":")
+        return bool(module and name) and self.name.partition(":")[0] not in BUILT_IN
+
+    def _mistakes(self) -> Iterator[Mistake]:
         kind = self.name.partition(":")[0]
-        if kind not in ("steps", "reasoning_gym", "math", "function"):
-            yield f"name must be steps, reasoning_gym:DATASET, math or function, got {self.name!r}"
+        if kind not in BUILT_IN and not self.by_import_path:
+            yield Mistake(
+                "name",
+                f"must be steps, reasoning_gym:DATASET, math, function, or a task of your own as package.module:Task or "
+                f"file.py:Task, got {self.name!r}",
+            )
         if kind == "reasoning_gym" and not self.name.partition(":")[2]:
-            yield "name reasoning_gym needs a dataset, such as reasoning_gym:chain_sum"
-        if kind != "reasoning_gym" and ":" in self.name:
-            yield f"name {self.name!r}: only reasoning_gym takes a dataset after the colon"
-        if kind in ("math", "function") and not self.train_file:
-            yield f"train_file must name a JSONL file, as name is {self.name!r}"
-        if kind not in ("math", "function") and (self.train_file or self.eval_file):
-            yield f"train_file and eval_file must be empty, as name is {self.name!r}, which makes its own questions"
-        if kind in ("math", "function") and self.options:
-            yield f"options must be empty, as name is {self.name!r}, got {sorted(self.options)}"
-        if kind == "function" and not self.reward:
-            yield "reward must name a function, as name is 'function', such as my_rewards.py:score"
-        if self.reward and ":" not in self.reward:
-            yield f"reward must be module:function or file.py:function, got {self.reward!r}"
+            yield Mistake("name", "reasoning_gym needs a dataset, such as reasoning_gym:chain_sum")
+        if kind in BUILT_IN and kind != "reasoning_gym" and ":" in self.name:
+            yield Mistake("name", f"{self.name!r}: only reasoning_gym takes a dataset after the colon")
+        if kind == "function" and not self.train_file and not self.data:
+            yield Mistake("train_file", f"must name a JSONL file, or data a table, as name is {self.name!r}", ("name",))
+        if self.train_file and self.data:
+            yield Mistake(
+                "data", f"{self.data!r} and train_file {self.train_file!r}: give one of them", ("train_file",)
+            )
+        if self.eval_file and not self.train_file:
+            yield Mistake(
+                "eval_file", "goes with train_file; beside data there are eval_data and eval_split", ("data",)
+            )
+        of_tables = [
+            name
+            for name in ("eval_data", "eval_split", "revision", "eval_revision", "subset", "columns", "template")
+            if getattr(self, name)
+        ]
+        of_tables += ["data"] * bool(self.data) + ["split"] * (self.split != "train")
+        if of_tables and (self.train_file or kind not in ("math", "function", "gsm8k")):
+            yield Mistake(
+                of_tables[0],
+                f"is of a table, but name is {self.name!r}"
+                + (
+                    " and train_file is set: give the file as data"
+                    if self.train_file
+                    else ", which makes its own questions"
+                ),
+                ("name", "train_file"),
+            )
+        if kind not in ("math", "function", "gsm8k") and (self.train_file or self.eval_file):
+            yield Mistake(
+                "train_file",
+                f"and eval_file must be empty, as name is {self.name!r}, which makes its own questions",
+                ("eval_file", "name"),
+            )
+        if kind in ("math", "function", "gsm8k") and self.options:
+            yield Mistake("options", f"must be empty, as name is {self.name!r}, got {sorted(self.options)}", ("name",))
+        if self.reward and self.rewards:
+            yield Mistake("rewards", f"and reward {self.reward!r}: give one of them", ("reward",))
+        for place, part in enumerate(self.rewards):
+            if not part.function:
+                yield Mistake(f"rewards.{place}.function", "must name one, such as my_rewards.py:format")
+        names = [part.part for part in self.rewards]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            yield Mistake("rewards", f": more than one is called {twice[0]!r}; give each a name of its own")
+        if self.rewards and not any(part.weight for part in self.rewards):
+            yield Mistake("rewards", ": every weight is 0, so that every reward would be")
+        if kind == "function" and not self.judges:
+            yield Mistake(
+                "reward", "must name a function, as name is 'function', such as my_rewards.py:score", ("name",)
+            )
+        if self.reward_batch_size > 0 and not self.judges:
+            yield Mistake(
+                "reward_batch_size",
+                f"{self.reward_batch_size} is for a reward of your own: set reward, or leave it at 0",
+                ("reward",),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MixedTask(TaskConfig):
+    """One task of a mixture."""
+
+    weight: PositiveFloat = 1.0
+    """Share of the prompts that come from it, relative to the other tasks' weights."""
+
+    label: str = ""
+    """What its metrics and rollouts call it; empty is its name."""
+
+    def _mistakes(self) -> Iterator[Mistake]:
+        yield from super()._mistakes()
+        if self.pool != RewardPoolConfig():
+            yield Mistake("pool", "is of all tasks together: set task.pool")
+        if self.name == "mixture":
+            yield Mistake("name", "is 'mixture', which cannot be part of one")
+
+    @property
+    def title(self) -> str:
+        """Its label."""
+        return self.label or self.name
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TaskSection(TaskConfig):
+    """The task of a run, or several of them."""
+
+    mixture: ListOf[MixedTask] = ()
+    """Several tasks at once, a table [[task]] each, with the keys of a task and its weight and label."""
+
+    @property
+    def tasks(self) -> Mapping[str, TaskConfig]:
+        """Label -> task, of a mixture; empty where there is one task."""
+        return {task.title: task for task in self.mixture}
+
+    @property
+    def titles(self) -> str:
+        """For people."""
+        return " + ".join(self.tasks) or self.name
+
+    def _mistakes(self) -> Iterator[Mistake]:
+        yield from super()._mistakes()
+        if (self.name == "mixture") != bool(self.mixture):
+            yield Mistake("mixture", "goes with name = 'mixture': write each task as a table [[task]]", ("name",))
+        titles = [task.title for task in self.mixture]
+        if twice := sorted({title for title in titles if titles.count(title) > 1}):
+            yield Mistake("mixture", f": more than one task is called {twice[0]!r}; give each a label of its own")
+        defaults = TaskConfig()
+        for key in ("options", "train_file", "data", "reward", "rewards", "reward_batch_size", "eval_fraction") * bool(
+            self.mixture
+        ):
+            if getattr(self, key) != getattr(defaults, key):
+                yield Mistake(key, "is of one task: set it in the [[task]] that it is meant for", ("mixture",))
+
+
+for _of_several in (
+    MixedTask,
+    TaskSection,
+):  # pydantic reads the strings under the fields of a class itself, not of its base
+    for _name, _field in getattr(TaskConfig, "__pydantic_fields__").items():  # noqa: B009
+        getattr(_of_several, "__pydantic_fields__")[_name].description = _field.description  # noqa: B009

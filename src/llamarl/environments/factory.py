@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 from llamarl.environments.base import Task
-from llamarl.environments.config import TaskConfig
-from llamarl.errors import DataError
+from llamarl.environments.config import TaskConfig, TaskSection
+from llamarl.environments.patches import refuse_patches
+from llamarl.errors import DataError, Mistake
 
-__all__ = ["make_task", "task_mistakes"]
+__all__ = ["PRESETS", "make_task", "task_mistakes", "with_preset"]
+
+
+T = TypeVar("T", bound=TaskConfig)
+
+_BOXED = "{question}\n\nReason step by step, and put your final answer within \\boxed{}."
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "gsm8k": {"data": "openai/gsm8k", "subset": "main", "split": "train", "eval_split": "test", "template": _BOXED},
+    "math": {"data": "DigitalLearningGmbH/MATH-lighteval", "split": "train", "eval_split": "test", "template": _BOXED},
+}
+"""Tasks that bring their data: name -> keys of ``TaskConfig``."""
 
 
 def make_task(config: TaskConfig, seed: int) -> Task:
@@ -19,32 +34,46 @@ def make_task(config: TaskConfig, seed: int) -> Task:
 
     Raises:
         DataError: A data file is missing, empty or malformed, a dataset or option is unknown, or the user's function
-            cannot exist. That function is not imported here: see ``user_code``.
+            cannot exist. That function is not imported here: see ``llamarl.import_path``.
     """
+    if isinstance(config, TaskSection) and config.mixture:
+        from llamarl.environments.mixture import MixtureTask
+
+        return MixtureTask({label: make_task(task, seed) for label, task in config.tasks.items()})
     task = _make_questions(config, seed)
-    if config.reward:
+    if config.judges:
         from llamarl.environments.functions import FunctionTask
 
-        task = FunctionTask(task, config.reward)
+        task = FunctionTask(task, config.judges, config.reward_batch_size)
     return task
 
 
-def task_mistakes(config: TaskConfig, seed: int) -> Iterator[str]:
-    """Everything for which ``make_task`` would refuse a configuration, each beginning with its key."""
+def task_mistakes(config: TaskConfig, seed: int) -> Iterator[Mistake]:
+    """Everything for which a run would refuse its task."""
+    if isinstance(config, TaskSection) and config.mixture:
+        for label, task in config.tasks.items():
+            for mistake in task_mistakes(task, seed):
+                yield Mistake(re.sub(r"^task\.", f"task.mixture.{label}.", mistake.key), mistake.text)
+        return
     try:
-        _make_questions(config, seed)
+        refuse_patches()
+        questions = _make_questions(config, seed)
+        if with_preset(config).data:
+            questions.num_items("train")  # a table is opened when it is first asked
     except DataError as error:
-        yield from str(error).splitlines()
-    if config.reward:
-        from llamarl.environments.user_code import check_function
+        yield from error.mistakes
+    for part in config.judges:
+        from llamarl.import_path import check
 
         try:
-            check_function(config.reward)
+            check(part.function, "task.reward" if config.reward else f"task.rewards.{part.part}")
         except DataError as error:
-            yield str(error)
+            yield from error.mistakes
 
 
 def _make_questions(config: TaskConfig, seed: int) -> Task:
+    if config.by_import_path:
+        return _users_task(config, seed)
     kind, _, dataset = config.name.partition(":")
     if kind == "steps":
         from llamarl.environments.steps import StepsTask
@@ -56,10 +85,58 @@ def _make_questions(config: TaskConfig, seed: int) -> Task:
         return ReasoningGymTask(
             dataset, config.options, seed=seed, eval_fraction=config.eval_fraction, answer_from=config.answer_from
         )
-    if kind == "math":
+    if kind == "countdown":
+        from llamarl.environments.reasoning_gym import ReasoningGymTask
+
+        return ReasoningGymTask(
+            "countdown", config.options, seed=seed, eval_fraction=config.eval_fraction, answer_from=config.answer_from
+        )
+    if not config.train_file:
+        return _of_a_table(config, seed)
+    if kind in ("math", "gsm8k"):
         from llamarl.environments.math import MathTask
 
         return MathTask(config.train_file, config.eval_file, seed=seed, eval_fraction=config.eval_fraction)
     from llamarl.environments.functions import JsonlItems
 
     return JsonlItems(config.train_file, config.eval_file, seed=seed, eval_fraction=config.eval_fraction)
+
+
+def with_preset(config: T) -> T:
+    """``config`` with the data that its name stands for, where it names none of its own."""
+    if config.data or config.train_file or config.name not in PRESETS:
+        return config
+    return replace(config, **PRESETS[config.name])
+
+
+def _of_a_table(config: TaskConfig, seed: int) -> Task:
+    config = with_preset(config)
+    if config.name == "function":
+        from llamarl.environments.functions import TableItems
+
+        return TableItems(config, seed=seed)
+    from llamarl.environments.math import MathTable
+
+    return MathTable(config, seed=seed)
+
+
+def _users_task(config: TaskConfig, seed: int) -> Task:
+    from llamarl.import_path import check, import_user
+
+    check(config.name, "task.name")
+    make = import_user(config.name, "task.name")
+    try:
+        task = make(config.options, seed=seed, eval_fraction=config.eval_fraction)
+    except Exception as error:  # the user's code may raise anything
+        raise DataError.at(
+            "task.name",
+            f"{config.name!r}, called as Task(options, seed=..., eval_fraction=...): {type(error).__name__}: {error}",
+        ) from error
+    missing = [name for name in ("name", "num_items", "item", "respond") if not hasattr(task, name)]
+    if missing:
+        raise DataError.at(
+            "task.name",
+            f"{config.name!r}: a task has name, num_items, item and respond (llamarl.environments.base.Task); "
+            f"{type(task).__name__} lacks {', '.join(missing)}",
+        )
+    return cast(Task, task)

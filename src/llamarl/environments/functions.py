@@ -1,48 +1,73 @@
 """A user's own reward function, by import path, over JSONL items or over any bundled task's questions.
 
-``reward(prompt, response, answer) -> float``: the prompt's text, the response's text, the reference answer or None.
-A finite real number (or a bool) is a score; a ``llamarl.types.Score`` is one with named parts. Anything else, and any
-exception, fails the sample.
+``reward(prompt, response, answer) -> float``: the prompt's text, the response's text, the reference answer or None;
+``calling`` says what else it may take. A finite real number (or a bool) is a score; a ``llamarl.types.Score`` is one with
+named parts. Anything else, and any exception, fails the sample.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llamarl.data.items import Split, TaskItem, read_messages
 from llamarl.environments.base import Task
+from llamarl.environments.calling import Caller, CompletionsCaller, how_to_call
+from llamarl.environments.config import RewardPart, TaskConfig
 from llamarl.environments.jsonl import JsonlSplits, text_field
-from llamarl.environments.user_code import check_function, import_function
+from llamarl.environments.tables import TableSplits
+from llamarl.import_path import check, import_user
 from llamarl.types import Prompt, Score
 
-__all__ = ["FunctionTask", "JsonlItems", "NotANumber", "as_score", "function_item"]
+__all__ = ["FunctionTask", "JsonlItems", "NotANumber", "RewardFailed", "TableItems", "as_score", "function_item"]
 
 
 class NotANumber(ValueError):
     """A reward that is no finite real number."""
 
 
+class RewardFailed(RuntimeError):
+    """One of several reward functions raised."""
+
+
+_NONE_APPLIES = NotANumber(
+    "no reward: every reward function returned None, which is for samples that it does not apply to"
+)
+
+
 def as_score(value: object) -> Score:
-    """What a reward function returned, as a score.
+    """What a reward function returned, as a score; an error in its place is raised.
 
     Raises:
         NotANumber: It is NaN, infinite, or no real number at all.
     """
+    if isinstance(value, NotANumber):
+        raise value
     if isinstance(value, Score):
-        for part, number in value.parts.items():
-            as_score(number)
-            if not isinstance(part, str):
-                raise NotANumber(f"reward part {part!r} must be named by text")
-        return Score(value=as_score(value.value).value, parts={k: float(v) for k, v in value.parts.items()})
-    if not isinstance(value, (numbers.Real, bool)):
-        raise NotANumber(f"reward is {type(value).__name__} {str(value)[:80]!r}, expected a number: return float(...)")
-    number = float(value)
+        parts = {_part_name(name): _finite(f"reward part {name!r}", number) for name, number in value.parts.items()}
+        return Score(value=_finite("reward", value.value), parts=parts)
+    return Score(value=_finite("reward", value))
+
+
+def _part_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise NotANumber(f"reward part {name!r} must be named by text")
+    return str.__str__(name)  # the text alone of a member of a string enumeration, which others could not read
+
+
+def _finite(what: str, value: object) -> float:
+    if not isinstance(value, numbers.Real):
+        shown = str(value)[:80] if not isinstance(value, Score) else "Score"
+        raise NotANumber(f"{what} is {type(value).__name__} {shown!r}, expected a number: return float(...)")
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise NotANumber(f"{what} is too large for a float, expected a finite number") from error
     if not math.isfinite(number):
-        raise NotANumber(f"reward is {number}, expected a finite number")
-    return Score(value=number)
+        raise NotANumber(f"{what} is {number}, expected a finite number")
+    return number
 
 
 def function_item(record: Mapping[str, Any], where: str) -> TaskItem:
@@ -82,28 +107,49 @@ class JsonlItems(JsonlSplits):
         raise NotImplementedError("questions from JSONL have no judge: set task.reward")
 
 
-class FunctionTask:
-    """Another task's questions, judged by a user's function. Single-turn.
+class TableItems(TableSplits):
+    """Questions from a table without a judge of their own."""
 
-    Made everywhere, but only where it judges is the user's module imported: see ``user_code``.
+    name = "function"
+
+    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+        super().__init__(config, function_item, seed=seed)
+
+    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
+        raise NotImplementedError("questions from a table have no judge: set task.reward")
+
+
+class FunctionTask:
+    """Another task's questions, judged by functions of the user's own. Single-turn.
+
+    Made everywhere, but only where it judges are the user's modules imported: see ``llamarl.import_path``.
+
+    Args:
+        judges: What is added up. The value of a single one without a name is the score itself, with the parts that it has.
+        batch_size: ``task.reward_batch_size``; above 0 the functions judge lists.
 
     Raises:
         DataError: There is no such module or function, as far as can be told without running it.
     """
 
-    def __init__(self, items: Task, path: str) -> None:
+    def __init__(self, items: Task, judges: Sequence[RewardPart], batch_size: int = 0) -> None:
         self._items = items
-        self._path = path
-        self._function: Callable[..., Any] | None = None
-        check_function(path)
+        self._judges = tuple(judges)
+        self._batch_size = batch_size
+        self._calls: list[Caller] = []
+        for judge in self._judges:
+            check(judge.function, self._key(judge))
 
     def prepare(self) -> None:
-        """Import the user's module, which runs it.
+        """Import the user's modules, which runs them.
 
         Raises:
-            DataError: It cannot be imported, or has no such function.
+            DataError: One cannot be imported, has no such function, or the function takes other arguments.
         """
-        self._function = import_function(self._path)
+        self._calls = [
+            how_to_call(import_user(judge.function, self._key(judge)), judge.function, batch_size=self._batch_size)
+            for judge in self._judges
+        ]
 
     @property
     def name(self) -> str:
@@ -116,12 +162,81 @@ class FunctionTask:
         return self._items.item(split, index)
 
     def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
-        """What the function returns, checked.
+        """What the functions return, checked and added up.
 
         Raises:
-            NotANumber: The function returned no finite number. Whatever the function raises passes through.
+            NotANumber: A function returned no finite number. Whatever one raises passes through.
         """
-        if self._function is None:
+        (value,) = self.respond_to_batch([(prompt, turns, ())])
+        return as_score(value)
+
+    def respond_to_batch(self, episodes: Sequence[tuple[Prompt, Sequence[str], Sequence[int]]]) -> list[object]:
+        """A value for each sample (prompt, the policy's words, their tokens), not yet checked.
+
+        Raises:
+            NotANumber: A function returned no list, or one of another length.
+            RewardFailed: One of several raised; says which. What a single one raises passes through.
+        """
+        if not self._calls:
             self.prepare()
-        assert self._function is not None
-        return as_score(self._function(prompt.text, turns[-1], prompt.answer))
+        if len(self._judges) == 1 and not self._judges[0].name:
+            (call,) = self._calls
+            values = self._values(call, episodes)
+            skips = isinstance(call, CompletionsCaller)
+            return [_NONE_APPLIES if value is None and skips else value for value in values]
+        columns = []
+        for judge, call in zip(self._judges, self._calls, strict=True):
+            try:
+                columns.append(self._values(call, episodes))
+            except NotANumber as error:
+                raise NotANumber(f"reward {judge.part!r}: {error}") from error
+            except MemoryError as error:  # known by its type: the worker is replaced
+                raise MemoryError(f"reward {judge.part!r}: {error}") from error
+            except Exception as error:  # the user's code may raise anything
+                words = f"{judge.part!r}: {type(error).__name__}: {error}"
+                raise RewardFailed(words).with_traceback(error.__traceback__) from error
+        return [self._sum(row) for row in zip(*columns, strict=True)]
+
+    def _key(self, judge: RewardPart) -> str:
+        single = len(self._judges) == 1 and not judge.name
+        return "task.reward" if single else f"task.rewards.{judge.part}"
+
+    def _values(self, call: Caller, episodes: Sequence[tuple[Prompt, Sequence[str], Sequence[int]]]) -> list[object]:
+        """What one function returns, one value a sample."""
+        if not self._batch_size and not isinstance(call, CompletionsCaller):
+            return [call(p.text, turns[-1], p.answer, dict(p.metadata)) for p, turns, _ in episodes]
+        prompts = [prompt for prompt, _, _ in episodes]
+        metadata = [dict(prompt.metadata) for prompt in prompts]
+        responses, answers = [turns[-1] for _, turns, _ in episodes], [prompt.answer for prompt in prompts]
+        texts = [prompt.text for prompt in prompts]
+        if isinstance(call, CompletionsCaller):
+            values = call.judge(texts, responses, answers, metadata, [list(tokens) for _, _, tokens in episodes])
+        else:
+            values = call(texts, responses, answers, metadata)
+        if hasattr(values, "tolist"):  # arrays and tensors
+            values = values.tolist()
+        if isinstance(values, (str, bytes, Mapping, Score)) or not isinstance(values, Iterable):
+            raise NotANumber(
+                f"the reward of a batch is {type(values).__name__}, expected a list of {len(prompts)} numbers"
+            )
+        values = list(values)
+        if len(values) != len(prompts):
+            raise NotANumber(
+                f"the reward of a batch has {len(values)} values for {len(prompts)} samples, expected one each"
+            )
+        return values
+
+    def _sum(self, row: Sequence[object]) -> Score | NotANumber:
+        """Of one sample's values, those left out that do not apply."""
+        total, parts = 0.0, {}
+        for judge, call, value in zip(self._judges, self._calls, row, strict=True):
+            if value is None and isinstance(call, CompletionsCaller):
+                continue
+            try:
+                score = as_score(value)
+            except NotANumber as error:
+                return NotANumber(f"reward {judge.part!r}: {error}")
+            total += judge.weight * score.value
+            parts[judge.part] = score.value
+            parts |= {f"{judge.part}/{name}": number for name, number in score.parts.items()}
+        return Score(value=total, parts=parts) if parts else _NONE_APPLIES

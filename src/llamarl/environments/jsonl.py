@@ -6,14 +6,16 @@ out. Without one, a share of the distinct questions is held out by a hash of the
 
 from __future__ import annotations
 
-import json
 import logging
+import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from llamarl.data.items import Split, TaskItem, held_out
-from llamarl.errors import DataError
+from llamarl.errors import DataError, FileError, Mistake
+from llamarl.reading import parse_json, read_lines
 
 __all__ = ["JsonlSplits", "load_jsonl", "text_field"]
 
@@ -29,26 +31,17 @@ def load_jsonl(path: str | Path, to_item: Callable[[Mapping[str, Any], str], Tas
     Raises:
         DataError: The file is missing, unreadable or has no items, or a line is not a JSON object of the right form.
     """
-    file = Path(path).expanduser()
+    file = os.path.expanduser(path)
     try:
-        # Lines end at newlines alone: splitlines would also cut at U+2028, which JSON allows inside text.
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}); give a JSONL file") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8 text (byte {error.start}); expected one JSON object a line") from error
+        lines = read_lines(file)
+    except FileError as error:
+        raise DataError(f"{error}; give a JSONL file: one JSON object a line, UTF-8") from error
     items = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
+    for where, line in lines:
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{where}: got {line.strip()[:80]!r}, expected one JSON object ({error.msg} at column {error.colno}): "
-                "fix or remove the line"
-            ) from error
+            record = parse_json(line, where, big_integers=True)
+        except FileError as error:
+            raise DataError(f"{error}, expected one JSON object: fix or remove the line") from error
         if not isinstance(record, dict):
             raise DataError(f"{where}: got {type(record).__name__} {line.strip()[:80]!r}, expected a JSON object")
         items.append(to_item(record, where))
@@ -66,7 +59,8 @@ def text_field(record: Mapping[str, Any], names: tuple[str, ...], where: str) ->
     for name in names:
         if name in record:
             value = record[name]
-            if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            finite = not isinstance(value, float) or math.isfinite(value)
+            if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not finite:
                 raise DataError(f"{where}: field {name!r} is {type(value).__name__} {value!r:.60}, expected text")
             text = str(value).strip()
             if not text:
@@ -93,22 +87,23 @@ class JsonlSplits:
     ) -> None:
         files = {"task.train_file": train_file} | ({"task.eval_file": eval_file} if eval_file else {})
         loaded: dict[str, list[TaskItem]] = {}
-        problems = []
+        problems: list[Mistake] = []
         for key, file in files.items():
             try:
                 loaded[key] = load_jsonl(file, to_item)
             except DataError as error:
-                problems.append(f"{key}: {error}")
+                problems.append(Mistake(key, f": {error}"))
         if problems:
-            raise DataError("\n".join(problems))
+            raise DataError("\n".join(map(str, problems)), mistakes=problems)
         train = loaded["task.train_file"]
         if eval_file:
             held = loaded["task.eval_file"]
             asked = {item.question for item in held}
             kept = [item for item in train if item.question not in asked]
             if not kept:
-                raise DataError(
-                    f"task.train_file: every question of {train_file} is also in {eval_file}; the splits must be disjoint"
+                raise DataError.at(
+                    "task.train_file",
+                    f": every question of {train_file} is also in {eval_file}; the splits must be disjoint",
                 )
             if len(kept) < len(train):
                 _log.warning("%s: left out %d items that %s holds too", train_file, len(train) - len(kept), eval_file)
@@ -116,7 +111,9 @@ class JsonlSplits:
             held = [item for item in train if held_out(item.question, seed=seed, fraction=eval_fraction)]
             kept = [item for item in train if not held_out(item.question, seed=seed, fraction=eval_fraction)]
             if not kept:
-                raise DataError(f"task.eval_fraction: {eval_fraction} holds out every item of {train_file}; lower it")
+                raise DataError.at(
+                    "task.eval_fraction", f": {eval_fraction} holds out every item of {train_file}; lower it"
+                )
         self._items: dict[Split, list[TaskItem]] = {"train": kept, "eval": held}
 
     def num_items(self, split: Split) -> int | None:

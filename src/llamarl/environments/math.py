@@ -1,8 +1,8 @@
 """Math word problems from JSONL, in the format of GSM8K or of MATH; answers compared by ``math-verify``.
 
 GSM8K: ``question``, and ``answer`` that ends in ``#### number``. MATH: ``problem``, and ``answer``, or a ``solution``
-whose last ``\\boxed{...}`` is the answer. A response's answer is its last box, else what follows its last ``####``, else
-its last number; it is right when it equals the reference as mathematics (``1/2``, ``0.5`` and ``\\frac12`` are one).
+whose last ``\\boxed{...}`` is the answer. ``answers.final_answer`` finds the answer in a response; it is right when it
+equals the reference as mathematics (``1/2``, ``0.5`` and ``\\frac12`` are one).
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llamarl.data.items import TaskItem
-from llamarl.environments.answers import extract_answer, last_boxed
+from llamarl.data.items import ItemSource, Split, TaskItem
+from llamarl.environments.answers import final_answer, last_boxed
+from llamarl.environments.config import TaskConfig
 from llamarl.environments.jsonl import JsonlSplits, text_field
+from llamarl.environments.math_equivalence import check_reference, is_words, same_answer, why_unreadable
+from llamarl.environments.tables import TableSplits
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 
-__all__ = ["MathTask", "math_item", "same_answer"]
+__all__ = ["MathTable", "MathTask", "check_references", "judge_answer", "math_item"]
 
 
 def math_item(record: Mapping[str, Any], where: str) -> TaskItem:
-    """One line of a GSM8K or MATH file.
+    """One line of a GSM8K or MATH file. The other fields become the item's metadata, for a judge of the user's own.
 
     Raises:
         DataError: No question, or no answer in either format; names ``where``.
@@ -37,26 +40,55 @@ def math_item(record: Mapping[str, Any], where: str) -> TaskItem:
         if not boxed:
             raise DataError(f"{where}: no field 'answer', and field 'solution' has no complete \\boxed{{...}}")
         answer = boxed
-    return TaskItem(question=question, answer=answer, where=where)
+    try:
+        check_reference(answer)
+    except ValueError as error:
+        raise DataError(
+            f"{where}: answer {answer!r:.80} cannot be judged ({error}); expected a number, an expression or a few words: "
+            "fix or remove the line"
+        ) from error
+    metadata = {key: value for key, value in record.items() if key not in ("question", "problem", "answer")}
+    return TaskItem(question=question, answer=answer, metadata=metadata, where=where)
 
 
-def same_answer(given: str, reference: str) -> bool:
-    """True where two answers are equal as mathematics.
+def check_references(task: ItemSource) -> None:
+    """Read every reference answer once with ``math-verify``, some milliseconds for one that is no plain number.
 
-    The library's own alarms are off: they work in a main thread alone and turn a timeout into a wrong answer, while
-    the reward pool's limit turns it into a failed sample.
+    Raises:
+        DataError: One cannot be read: whatever a policy answered would be wrong. Names up to 40 lines.
     """
-    from math_verify import parse, verify
+    places: dict[str, str] = {}
+    splits: tuple[Split, ...] = ("train", "eval")
+    for split in splits:
+        for index in range(task.num_items(split) or 0):
+            item = task.item(split, index)
+            if item.answer is not None:
+                places.setdefault(item.answer, item.where)
+    unread = [
+        f"{where}: answer {answer!r:.80}: {why}" for answer, where in places.items() if (why := why_unreadable(answer))
+    ]
+    if unread:
+        more = f"\n... and {len(unread) - 40} more" if len(unread) > 40 else ""
+        raise DataError(
+            "\n".join(unread[:40])
+            + f"{more}\nno answer could equal such a reference: fix or remove the lines, or give a judge "
+            "of your own (task.reward)"
+        )
 
-    if given == reference:
-        return True
-    target = parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
-    answer = parse(f"\\boxed{{{given}}}", parsing_timeout=None)
-    return bool(verify(target, answer, timeout_seconds=None))
+
+def judge_answer(response: str, reference: str) -> Score:
+    """1 where the final answer of a response equals the reference; ``parts`` tells wrong answers from missing ones.
+
+    Raises:
+        ValueError: The reference cannot be read; no response can be judged by it.
+    """
+    given = final_answer(response, words=is_words(reference))
+    correct = given is not None and same_answer(given, reference)
+    return Score(value=float(correct), parts={"correct": float(correct), "answered": float(given is not None)})
 
 
 class MathTask(JsonlSplits):
-    """Single-turn: 1 for the right final answer, 0 for another or none."""
+    """Single-turn: 1 for the right final answer, 0 for another, for none, and for one beyond the judge's limits."""
 
     name = "math"
 
@@ -65,8 +97,23 @@ class MathTask(JsonlSplits):
 
     def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
         """Score the last turn against ``prompt.answer``; ``parts`` tells wrong answers from missing ones."""
-        if prompt.answer is None:
-            raise ValueError(f"prompt {prompt.index} has no reference answer; the math task cannot judge it")
-        given = extract_answer(turns[-1], numeric=True)
-        correct = given is not None and same_answer(given, prompt.answer)
-        return Score(value=float(correct), parts={"correct": float(correct), "answered": float(given is not None)})
+        return _judge_last(prompt, turns)
+
+
+class MathTable(TableSplits):
+    """The same judge over a table; a row is what a line of a file is."""
+
+    name = "math"
+
+    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+        super().__init__(config, math_item, seed=seed)
+
+    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
+        """As ``MathTask``."""
+        return _judge_last(prompt, turns)
+
+
+def _judge_last(prompt: Prompt, turns: Sequence[str]) -> Score:
+    if prompt.answer is None:
+        raise ValueError(f"prompt {prompt.index} has no reference answer; the math task cannot judge it")
+    return judge_answer(turns[-1], prompt.answer)

@@ -39,16 +39,17 @@ class ReasoningGymTask:
         self.name = f"reasoning_gym:{dataset}"
         if dataset not in DATASETS:
             near = difflib.get_close_matches(dataset, DATASETS, n=3) or sorted(DATASETS)[:5]
-            raise DataError(f"task.name: reasoning_gym has no dataset {dataset!r}; nearest: {', '.join(near)}")
+            raise DataError.at("task.name", f": reasoning_gym has no dataset {dataset!r}; nearest: {', '.join(near)}")
         if "seed" in options:
-            raise DataError("task.options: leave out 'seed'; questions follow run.seed")
+            raise DataError.at("task.options", ": leave out 'seed'; questions follow run.seed")
         try:
             self._dataset = reasoning_gym.create_dataset(dataset, seed=0, **options)
             self._entry = lru_cache(maxsize=1024)(self._make_entry)
             self._entry(0)  # an option of the wrong type may only be found out by making a question
         except Exception as error:  # each dataset checks its options in its own way, or not at all
-            raise DataError(
-                f"task.options: reasoning_gym dataset {dataset!r} refuses {dict(options)}: {type(error).__name__}: {error}"
+            raise DataError.at(
+                "task.options",
+                f": reasoning_gym dataset {dataset!r} refuses {dict(options)}: {type(error).__name__}: {error}",
             ) from error
         self._seed = seed
         self._eval_fraction = eval_fraction

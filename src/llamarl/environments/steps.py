@@ -50,15 +50,15 @@ class StepsTask:
     def __init__(self, options: Mapping[str, Any], *, seed: int, eval_fraction: float) -> None:
         unknown = set(options) - {"min_terms", "max_terms"}
         if unknown:
-            raise DataError(f"task.options: steps has no option {sorted(unknown)}; it has min_terms, max_terms")
+            raise DataError.at("task.options", f": steps has no option {sorted(unknown)}; it has min_terms, max_terms")
         wrong = {name: value for name, value in options.items() if type(value) is not int}
         if wrong:
-            raise DataError(f"task.options: min_terms and max_terms of steps are integers, got {wrong}")
+            raise DataError.at("task.options", f": min_terms and max_terms of steps are integers, got {wrong}")
         self._min_terms: int = options.get("min_terms", 2)
         self._max_terms: int = options.get("max_terms", 9)
         if not 2 <= self._min_terms <= self._max_terms <= len(ascii_lowercase):
-            raise DataError(
-                f"task.options: need 2 <= min_terms <= max_terms <= 26, got {self._min_terms} and {self._max_terms}"
+            raise DataError.at(
+                "task.options", f": need 2 <= min_terms <= max_terms <= 26, got {self._min_terms} and {self._max_terms}"
             )
         self._seed = seed
         self._eval_fraction = eval_fraction

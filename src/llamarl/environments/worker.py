@@ -1,112 +1,240 @@
-"""One worker process of the reward pool: ``python -m llamarl.environments.worker LIFELINE_FD``.
+"""One worker of the reward pool: ``python -m llamarl.environments.worker JOBS_FD CONTROL_FD POOL_PID``.
 
-It reads pickled requests on its standard input and writes pickled replies on what was its standard output; user code
-that prints goes to standard error. It judges in its main thread. It imports no torch, and starts in about the time the
-task's own library takes.
+The program forks at once: the parent becomes the worker's guardian (see ``guardian``), the child judges, in its main thread,
+what comes over the socket ``JOBS_FD`` (see ``messages``). It imports no torch, and starts in about the time the task's
+own library takes.
 
-The lifeline is a pipe whose other end only the parent holds. When the parent dies, however it dies, the kernel sends
-SIGIO to this process group and ends it, even inside a call that never returns to Python.
+Judges print, fork, exit and close what they find. So standard input is empty, standard output and error lead to the guardian,
+processes that a judge starts or forks do not inherit the socket, a forked one that comes back here ends instead of answering, and
+the worker answers only where its socket still is its socket.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pickle
-import select
+import resource
 import signal
 import sys
 import traceback
-from typing import Any, BinaryIO
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
-__all__ = ["main", "pack_message", "read_message", "write_message"]
+from llamarl.environments.guardian import guard
 
-_LENGTH_BYTES = 8
+if TYPE_CHECKING:
+    from llamarl.environments.base import Task
+    from llamarl.types import Prompt
 
+__all__ = ["limit_memory", "main", "plain_text"]
 
-def read_message(stream: BinaryIO) -> Any:
-    """One pickled message.
-
-    Raises:
-        EOFError: The other end is gone.
-    """
-    header = stream.read(_LENGTH_BYTES)
-    if len(header) < _LENGTH_BYTES:
-        raise EOFError
-    body = stream.read(int.from_bytes(header, "little"))
-    return pickle.loads(body)
+_MAX_MESSAGE = 1500
+_MAX_PLACE = 500
 
 
-def write_message(stream: BinaryIO, message: Any) -> None:
-    """Length, then the pickle."""
-    stream.write(pack_message(message))
-    stream.flush()
+class _Pool:
+    """The worker's end of the socket."""
+
+    def __init__(self, fd: int, output: int, mark: bytes) -> None:
+        self._fd, self._output, self._mark = fd, output, mark
+        os.set_inheritable(fd, False)
+        self._identities = {fd: _identify(fd), output: _identify(output), 0: _identify(0)}
+        self._pid = os.getpid()
+        self._streams: dict[str, Any] = {}
+        os.register_at_fork(after_in_child=self._forked)
+
+    def read(self) -> Any:
+        """The next request; ends the process where there is no pool any more."""
+        import pickle
+
+        from llamarl.environments.messages import LENGTH_BYTES
+
+        return pickle.loads(self._read(int.from_bytes(self._read(LENGTH_BYTES), "little")))
+
+    def reply(self, message: dict[str, Any]) -> None:
+        from llamarl.environments.messages import pack_reply
+
+        self._check()
+        left = memoryview(pack_reply(message))
+        while left:
+            left = left[os.write(self._fd, left) :]
+
+    def next_sample(self) -> None:
+        """Put back what the last judge did to the standard streams, and have the guardian forget what it printed."""
+        if not self._has(0):
+            null = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(null, 0)
+            os.set_inheritable(0, True)
+            if null != 0:  # the lowest free number may just have been 0
+                os.close(null)
+        if not self._has(self._output):
+            return  # and the socket is gone with it, most likely
+        for fd, name in ((1, "stdout"), (2, "stderr")):
+            try:
+                getattr(sys, name).flush()
+            except Exception:  # closed, or an object of the judge's own in its place
+                pass
+            if _identify(fd) != self._identities[self._output]:
+                os.dup2(self._output, fd)
+            stream = self._streams.setdefault(name, getattr(sys, name))  # as the user's module left it when imported
+            if stream is None or getattr(stream, "closed", False) is True:
+                stream = self._streams[name] = open(fd, "w", buffering=1, closefd=False)
+            setattr(sys, name, stream)
+        os.write(self._output, self._mark)
+
+    def is_own(self) -> bool:
+        """False in a process that a judge forked."""
+        return os.getpid() == self._pid
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._check()
+            chunk = os.read(self._fd, min(size - len(data), 1 << 20))
+            if not chunk:
+                os._exit(0)
+            data += chunk
+        return bytes(data)
+
+    def _check(self) -> None:
+        if not self._has(self._fd):
+            _end(70, "the judge closed the reward worker's connection to the pool")
+
+    def _has(self, fd: int) -> bool:
+        """False where a judge closed it, though another file may have its number now."""
+        return _identify(fd) == self._identities[fd]
+
+    def _forked(self) -> None:
+        for fd in (self._fd, self._output):
+            if self._has(fd):
+                os.close(fd)
 
 
-def pack_message(message: Any) -> bytes:
-    """A message as it stands on the pipe."""
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+def _identify(fd: int) -> tuple[int, int] | None:
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
-def _die_with_parent(lifeline: int) -> None:
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    poll = select.poll()
-    poll.register(lifeline, select.POLLIN | select.POLLHUP)
-    if poll.poll(0):  # the parent died before the signal was armed
-        os._exit(1)
+def _end(status: int, words: str) -> NoReturn:
+    try:
+        os.write(2, f"{words}\n".encode())
+    except OSError:
+        pass
+    os._exit(status)
 
 
-def _first_lines(error: BaseException) -> str:
+def limit_memory(limit_mb: int) -> None:
+    """Let this process and each that it starts hold at most so much memory of its own; 0 is no limit."""
+    if limit_mb:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = limit_mb << 20
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def plain_text(text: str, most: int) -> str:
+    """Text that can be written as UTF-8, of limited length."""
+    return text[:most].encode("utf-8", "backslashreplace").decode()
+
+
+def _first_lines(error: BaseException, memory_limit_mb: int) -> str:
     """Type, message and the innermost place of an exception, in a few lines."""
+    try:
+        message = str(error)
+    except Exception as second:  # the user's exceptions too may raise anything
+        message = f"(its text cannot be had: {type(second).__name__})"
+    if isinstance(error, MemoryError) and memory_limit_mb:
+        message = f"{message} (task.pool.memory_limit_mb = {memory_limit_mb})".lstrip()
     frames = traceback.extract_tb(error.__traceback__)
     place = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    return f"{type(error).__name__}: {error}"[:1500] + place[:500]
+    return plain_text(f"{type(error).__name__}: {message}", _MAX_MESSAGE) + plain_text(place, _MAX_PLACE)
+
+
+def _failed(error: Exception, memory_limit_mb: int) -> dict[str, Any]:
+    from llamarl.environments.functions import NotANumber
+
+    if isinstance(error, NotANumber):
+        return {"failed": "not_a_number", "detail": plain_text(str(error), _MAX_MESSAGE)}
+    return {"failed": "exception", "detail": _first_lines(error, memory_limit_mb)}
+
+
+def _judge(task: Task, episodes: Sequence[tuple[Prompt, Sequence[str], Sequence[int]]]) -> list[dict[str, Any]]:
+    from llamarl.environments.base import Turn
+    from llamarl.environments.functions import FunctionTask, NotANumber, as_score
+    from llamarl.environments.mixture import MixtureTask
+
+    if isinstance(task, MixtureTask):  # a job's samples are of one task
+        task = task.tasks[episodes[0][0].task]
+    if isinstance(task, FunctionTask):
+        returned = task.respond_to_batch(episodes)
+    else:
+        ((prompt, turns, _),) = episodes
+        returned = [task.respond(prompt, turns)]
+    verdicts: list[dict[str, Any]] = []
+    for value in returned:
+        if isinstance(value, Turn):
+            raise TypeError("the environment wants another turn, but the episode was ended")
+        try:
+            score = as_score(value)
+            parts = {plain_text(part, 200): number for part, number in score.parts.items()}
+            verdicts.append({"value": score.value, "parts": parts})
+        except NotANumber as error:
+            verdicts.append(_failed(error, 0))
+    return verdicts
 
 
 def main() -> None:
-    """Serve until standard input ends."""
-    _die_with_parent(int(sys.argv[1]))
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    requests = sys.stdin.buffer
-    # Only now the imports that take time, so that a parent lost meanwhile takes this process along.
-    from llamarl.environments.base import Turn
+    """Serve until the pool is gone."""
+    jobs, control, pool_pid = (int(argument) for argument in sys.argv[1:4])
+    output, mark = guard(control, pool_pid, jobs)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the last lines are there when it crashes
+    pool = _Pool(jobs, output, mark)
+    # Only now the imports that take time: the guardian keeps watch already.
     from llamarl.environments.factory import make_task
-    from llamarl.environments.functions import FunctionTask, NotANumber, as_score
+    from llamarl.environments.functions import FunctionTask
+    from llamarl.environments.mixture import MixtureTask
     from llamarl.errors import LlamaRLError
 
+    config, seed = pool.read()
+    memory_limit_mb = config.pool.memory_limit_mb
     try:
-        config, seed = read_message(requests)
+        limit_memory(memory_limit_mb)
         task = make_task(config, seed)
-        if isinstance(task, FunctionTask):
+        if isinstance(task, FunctionTask | MixtureTask):
             task.prepare()
-    except EOFError:
-        return
     except LlamaRLError as error:
-        write_message(replies, ("refused", str(error)))
+        pool.reply({"kind": "refused", "cause": plain_text(str(error), 4 * _MAX_MESSAGE)})
         return
-    except Exception as error:  # user code at import; the parent turns it into its own error
-        write_message(replies, ("refused", _first_lines(error)))
+    except Exception as error:  # user code at import; the pool turns it into its own error
+        pool.reply({"kind": "refused", "cause": _first_lines(error, memory_limit_mb)})
         return
-    write_message(replies, ("ready", None))
+    pool.reply({"kind": "ready", "pid": os.getpid()})
     while True:
+        job, episodes = pool.read()
+        pool.next_sample()
+        retire = False
         try:
-            prompt, turns = read_message(requests)
-        except EOFError:
-            return
-        try:
-            verdict = task.respond(prompt, turns)
-            if isinstance(verdict, Turn):
-                raise TypeError("the environment wants another turn, but the episode was ended")
-            reply: tuple[str, Any] = ("score", as_score(verdict))
-        except NotANumber as error:
-            reply = ("not_a_number", str(error))
-        except Exception as error:  # a judge may raise anything; the sample is failed, and the run goes on
-            reply = ("exception", _first_lines(error))
-        write_message(replies, reply)
+            verdicts = _judge(task, episodes)
+        except BaseException as error:
+            if not pool.is_own():
+                if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+                    os._exit(error.code or 0)
+                traceback.print_exc()
+                os._exit(1)
+            if not isinstance(error, Exception):  # SystemExit and its like end the worker
+                raise
+            # A judge may raise anything: its samples are failed, and the run goes on.
+            verdicts = [_failed(error, memory_limit_mb)] * len(episodes)
+            # Nobody knows what a process that ran out of memory still holds, so no other sample is judged by it.
+            retire = isinstance(error, MemoryError)
+            del error
+        if not pool.is_own():  # a judge's forked child came back from it
+            os._exit(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left over would ring in the next sample
+        pool.reply({"kind": "verdicts", "job": job, "retire": retire, "verdicts": verdicts})
 
 
 if __name__ == "__main__":

@@ -9,13 +9,16 @@ so a test can drive one executor alone, with plain values and no channel, proces
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Executor", "ExecutorContext", "ExecutorSpec", "Feed", "StepResult"]
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.roles import ROLES
+
+__all__ = ["BaseExecutor", "Executor", "ExecutorContext", "ExecutorSpec", "Feed", "KeepsTokens", "StepResult"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,8 @@ class ExecutorSpec:
     """Import path ``package.module:callable``; called as ``factory(config, context)`` in each of its processes."""
     config: Any = None
     """Whatever the factory takes; picklable."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of this executor alone; plain values."""
     num_ranks: int = 1
     threads: int = 1
     """CPU threads of each rank. Bits depend on it, so a run pins it."""
@@ -34,8 +39,8 @@ class ExecutorSpec:
     """``cpu``, ``cuda:N``, a comma-separated list with one a rank (``cuda:2,cuda:3``), or ``cuda``: placement chooses."""
     process_group: str = ""
     """Backend of ``torch.distributed`` that each rank has joined before the factory is called: ``gloo``, ``nccl``,
-    ``cpu:gloo,cuda:nccl``; empty for none. In processes of their own, RANK,
-    WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in any case."""
+    ``cpu:gloo,cuda:nccl``; empty for none. In processes of their own, RANK and
+    WORLD_SIZE are set in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,12 @@ class ExecutorContext:
     device: str
     run_dir: Path | None
     seed: int
+    reads: tuple[ChannelSpec, ...] = ()
+    """Channels that end at this executor: the keys of ``inputs``."""
+    writes: tuple[ChannelSpec, ...] = ()
+    """Channels that leave it: each wants a payload in ``StepResult.outputs``."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """``[executors.NAME.options]`` of the recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +68,14 @@ class StepResult:
     outputs: Mapping[str, Any] = field(default_factory=dict)
     """One payload a channel that leaves this executor, by channel name."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metric key -> value; see docs/metrics.md. Rank 0's are kept."""
+    """Metric key -> value. Ranks' values are reduced as docs/metrics.md says of the key, or of names that it does not know."""
     spans: tuple[tuple[str, float, float], ...] = ()
     """(label, start, end) on ``time.monotonic``, for the trace: what the step spent its time on."""
     stop: str = ""
     """Why the job should end soon, with a checkpoint; empty to go on. Rank 0's is kept."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Why samples have no reward: an example of each kind of cause -> samples that failed so, for the console. All ranks'
+    are kept."""
     events: tuple[Mapping[str, Any], ...] = ()
     """What this firing decided that its inputs alone do not determine, as small plain JSON values, for the run's event log.
     All ranks' are kept."""
@@ -76,6 +90,15 @@ class Feed(Protocol):
 
     def take(self, source_tick: int) -> Any:
         """The payload made at ``source_tick``, from tick - delay up to ``newest()``."""
+        ...
+
+
+@runtime_checkable
+class KeepsTokens(Protocol):
+    """An executor that saves, with its own state, the tokens that lie on a delayed edge which leaves it."""
+
+    def expect_saves(self, ticks: Collection[int]) -> None:
+        """The states after ``ticks`` will be saved: keep the tokens that will then lie on the edge. Asked before ``step``."""
         ...
 
 
@@ -120,3 +143,60 @@ class Executor(Protocol):
     def close(self) -> None:
         """Release processes, files and memory. Called more than once at worst."""
         ...
+
+
+class BaseExecutor:
+    """What most executors have in common: no model to build, no state, no token to begin with. Subclasses write ``step``.
+
+    Args:
+        config: The whole recipe.
+        context: Where it finds itself, and the channels that it reads and writes.
+    """
+
+    def __init__(self, config: Any, context: ExecutorContext) -> None:
+        self.name = context.name
+        self.config = config
+        self.context = context
+
+    def setup(self) -> None:
+        """Nothing to build."""
+
+    def initial_token(self, channel: str, source_tick: int) -> Any:
+        """Refused.
+
+        Raises:
+            ValueError: Always: who makes no first token cannot stand before a delay.
+        """
+        raise ValueError(
+            f"channel {channel!r} leaves {self.name!r} with a delay, but {type(self).__name__} has no token that could lie on "
+            f"it at start: give it an initial_token method, or the channel no delay"
+        )
+
+    def save(self, folder: Path, tick: int) -> Future[None] | None:
+        """No state: what this executor makes is a function of what it reads."""
+        return None
+
+    def load(self, folder: Path, tick: int) -> None:
+        """No state."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def own_keys(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a class of the standard job, under keys that two executors of it do not both report.
+
+        One of the user's own names its rows ``NAME/key``; times and ``tokens/*`` stay as they are, since those of all add up.
+        """
+        if self.name in ROLES:
+            return dict(metrics)
+        shared = ("time/", "tokens/")
+        return {key if key.startswith(shared) else f"{self.name}/{key}": value for key, value in metrics.items()}
+
+    def items_of(self, inputs: Mapping[str, Any]) -> list[Any]:
+        """What has come on all data channels that it reads, in their order: usually :class:`llamarl.types.Group`."""
+        data = (channel for channel in self.context.reads if channel.kind is not ChannelKind.WEIGHTS)
+        return [item for channel in data for item in inputs[channel.name]]
+
+    def outputs_of(self, items: list[Any]) -> dict[str, Any]:
+        """The same items on every data channel that it writes."""
+        return {channel.name: items for channel in self.context.writes if channel.kind is not ChannelKind.WEIGHTS}

@@ -5,67 +5,97 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.engine.config import LEAST_TEMPERATURE, EngineConfig
-from llamarl.strict import STRICT, refuse
+from llamarl.errors import Mistake
+from llamarl.import_path import is_import_path
+from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, refuse
 
-__all__ = ["DynamicSamplingConfig", "EvaluationConfig", "GeneratorConfig", "SamplingConfig"]
+__all__ = ["DynamicSamplingConfig", "EvaluationConfig", "GeneratorConfig", "RewardConfig", "SamplingConfig"]
 
-_DEVICE = r"(auto|cpu|cuda(:\d+)?)"
+
+def _temperature(value: float) -> float:
+    if not (value == 0 or LEAST_TEMPERATURE <= value < math.inf):
+        raise ValueError(f"must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, got {value}")
+    return value
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(_DEVICE, text):
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N, got {text!r}")
+    return text
+
+
+def _devices(text: str) -> str:
+    if not all(re.fullmatch(_DEVICE, part.strip()) for part in text.split(",")):
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N, or several joined by commas, one a rank, got {text!r}")
+    return text
+
+
+def _not_empty(stop: str) -> str:
+    if not stop:
+        raise ValueError("must not hold an empty string: it would end every response at once")
+    return stop
+
+
+def _factory(path: str) -> str:
+    if path and not is_import_path(path):
+        raise ValueError(f"must be package.module:Class or path/to/file.py:Class, got {path!r}")
+    return path
+
+
+def _channels(names: tuple[str, ...]) -> tuple[str, ...]:
+    if any(not re.fullmatch(r"[A-Za-z]\w*", name) for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"must be different names of letters, digits and underscores, got {list(names)}")
+    return names
+
+
+_DEVICE = r"auto|cpu|cuda(:\d+)?"
+Temperature = Annotated[float, AfterValidator(_temperature)]
+Device = Annotated[str, AfterValidator(_device)]
+Devices = Annotated[str, AfterValidator(_devices)]
+Channels = Annotated[ListOf[str], AfterValidator(_channels)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SamplingConfig:
     """How tokens are drawn and when a response ends."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: PositiveInt = 128
     """Longest response, in tokens. A response cut here has finish reason "length"."""
 
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Logits are divided by it; 0 is greedy."""
 
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Keep the k likeliest tokens; 0 keeps all."""
 
-    top_p: float = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Keep the smallest set of likeliest tokens with at least this probability; 1 keeps all."""
 
-    min_p: float = 0.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."""
 
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: ListOf[Annotated[str, AfterValidator(_not_empty)]] = ()
     """A response ends when its text contains one of these. The end-of-text token always ends it."""
 
-    def __post_init__(self) -> None:
-        refuse(self._mistakes())
-
-    def _mistakes(self) -> Iterator[str]:
-        if self.max_new_tokens < 1:
-            yield f"max_new_tokens must be >= 1, got {self.max_new_tokens}"
-        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
-            yield f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, got {self.temperature}"
-        if self.top_k < 0:
-            yield f"top_k must be >= 0 (0 keeps all tokens), got {self.top_k}"
-        if not 0 < self.top_p <= 1:
-            yield f"top_p must be in (0, 1], got {self.top_p}"
-        if not 0 <= self.min_p < 1:
-            yield f"min_p must be in [0, 1), got {self.min_p}"
-        if any(not s for s in self.stop_strings):
-            yield "stop_strings must not hold an empty string: it would end every response at once"
+    stop_token_ids: ListOf[NonNegativeInt] = ()
+    """A response ends with one of these tokens, besides those of the model's own tokenizer and generation config."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GeneratorConfig:
     """The executor that samples responses."""
 
-    group_size: int = 8
+    group_size: PositiveInt = 8
     """Responses sampled for each prompt. A group baseline needs at least 2."""
 
-    max_segments: int = 1
+    max_segments: PositiveInt = 1
     """Most policy versions one response may span. 1 finishes every response within its tick; more lets long ones be
     cut and resumed under later weights (partial rollouts). Under schedule.weights = "latest" it counts the generator ticks
     that a response may take; the versions in it are then at most max_staleness + 1."""
@@ -76,7 +106,7 @@ class GeneratorConfig:
 
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
 
-    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    kv_on_update: Annotated[Literal["recompute", "keep"], IN_STATE] = "recompute"
     """KV cache of unfinished responses when new weights arrive. "recompute": computed again under them, so every token is
     sampled by one version. "keep": kept, which saves that work; later tokens are then sampled by the new weights over keys
     and values of older ones, and their log-probabilities are recorded so. A response that this happened to says so in the
@@ -87,81 +117,135 @@ class GeneratorConfig:
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
 
-    dp: int = 1
+    dp: Annotated[PositiveInt, IN_STATE] = 1
     """Generator replicas; each samples its share of the prompts of a tick."""
 
-    tp: int = 1
-    """Ranks over which each matrix product of one replica is split (tensor parallelism, the model's own plan), >= 1.
+    tp: Annotated[PositiveInt, IN_STATE] = 1
+    """Ranks over which each matrix product of one replica is split (tensor parallelism, the model's own plan).
     The generator runs ``dp * tp`` processes; the evaluator always holds the whole model."""
 
-    threads: int = 0
+    threads: NonNegativeInt = 0
     """CPU threads of each process; 0 divides the machine's cores. A run records what it used, since bits depend on it."""
 
-    device: str = "auto"
+    device: Devices = "auto"
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())
 
-    def _mistakes(self) -> Iterator[str]:
-        if self.group_size < 1:
-            yield f"group_size must be >= 1 response a prompt, got {self.group_size}"
-        if self.max_segments < 1:
-            yield f"max_segments must be >= 1 policy version a response, got {self.max_segments}"
+    def _mistakes(self) -> Iterator[Mistake]:
         if not 1.0 <= self.oversubscription <= self.max_segments:
-            yield (
-                f"oversubscription must be between 1 and max_segments ({self.max_segments}), got {self.oversubscription}: "
-                f"a group has at most max_segments ticks to be delivered in; raise max_segments or lower oversubscription"
+            yield Mistake(
+                "oversubscription",
+                f"must be between 1 and max_segments ({self.max_segments}), got {self.oversubscription}: a group has at most "
+                "max_segments ticks to be delivered in; raise max_segments or lower oversubscription",
+                ("max_segments",),
             )
         if self.sampling.temperature == 0 and self.group_size > 1:
-            yield (
-                f"sampling.temperature is 0 (greedy), so all responses of a group (group_size {self.group_size}) are equal "
-                f"and teach nothing: set it to 1.0"
+            yield Mistake(
+                "sampling.temperature",
+                f"is 0 (greedy), so all responses of a group (group_size {self.group_size}) are equal and teach nothing: "
+                "set it to 1.0",
+                ("group_size",),
             )
-        if self.dp < 1:
-            yield f"dp must be >= 1 replica, got {self.dp}"
-        if self.tp < 1:
-            yield f"tp must be >= 1 rank, got {self.tp}"
+        if self.engine.by_import_path and (self.tp > 1 or self.quantization != "none"):
+            yield Mistake(
+                "engine.name",
+                f"is {self.engine.name!r}, an engine of your own: it runs on one rank and quantizes as its own "
+                f"engine.options say, but tp is {self.tp} and quantization {self.quantization!r}: set them to 1 and 'none'",
+                ("tp", "quantization"),
+            )
         if self.engine.name == "vllm" and (self.tp > 1 or self.quantization == "int8"):
-            yield (
-                f"engine.name is 'vllm', which runs here on one rank without int8, but tp is {self.tp} and quantization "
-                f"{self.quantization!r}: set tp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'"
+            yield Mistake(
+                "engine.name",
+                f"is 'vllm', which runs here on one rank without int8, but tp is {self.tp} and quantization "
+                f"{self.quantization!r}: set tp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'",
+                ("tp", "quantization"),
             )
         if self.engine.name == "vllm" and self.kv_on_update == "keep":
-            yield (
-                "kv_on_update is 'keep', but engine.name is 'vllm', whose KV cache does not outlive a change of weights: "
-                "set kv_on_update to 'recompute', or engine.name to 'native'"
+            yield Mistake(
+                "kv_on_update",
+                "is 'keep', but engine.name is 'vllm', whose KV cache does not outlive a change of weights: set kv_on_update "
+                "to 'recompute', or engine.name to 'native'",
+                ("engine.name",),
             )
-        if self.threads < 0:
-            yield f"threads must be >= 0 (0 divides the cores), got {self.threads}"
-        if not re.fullmatch(rf"{_DEVICE}(\s*,\s*{_DEVICE})*", self.device):
-            yield f"device must be auto, cpu, cuda or cuda:N, or several joined by commas, one a rank, got {self.device!r}"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RewardConfig:
+    """When samples without a reward end the run. Which task judges, and how, stands in section ``task``."""
+
+    max_failed_fraction: Annotated[Share, NO_BITS] = 0.9
+    """Share of a tick's samples that may be without a reward. More than that for ``max_failed_ticks`` ticks in a
+    row ends the run with a checkpoint and the commonest causes; 1 never does."""
+
+    max_failed_ticks: Annotated[PositiveInt, NO_BITS] = 3
+    """Ticks in a row above ``max_failed_fraction`` that end the run."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ExecutorConfig:
+    """``[executors.NAME]``: an executor of the user's own, or another class and other channels for one of the standard job."""
+
+    factory: Annotated[str, AfterValidator(_factory)] = ""
+    """Import path of its class, package.module:Class or path/to/file.py:Class; called as Class(config, context) with the
+    whole recipe. Empty keeps a standard executor's own."""
+
+    reads: Channels = ()
+    """Names of the channels whose groups it takes; a channel has one writer and one reader. Empty keeps a standard
+    executor's own."""
+
+    writes: Channels = ()
+    """Names of the channels that it makes. Empty keeps a standard executor's own."""
+
+    delays: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    """Channel that it reads -> ticks by which what arrives is older than its own tick. Its writer then makes the first
+    tokens (``initial_token``). A cycle needs a delay."""
+
+    ranks: PositiveInt = 1
+    """Processes. Each gets its share of the groups. A standard executor has its sizes in its own section."""
+
+    threads: NonNegativeInt = 1
+    """CPU threads of each process; 0 divides the machine's cores. Bits depend on it."""
+
+    device: Devices = "cpu"
+    """"cpu", "cuda", "cuda:N", or "auto" for CUDA where there is one."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Whatever the class understands: it finds them in ``context.options``."""
+
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Sections of the recipe, as far as they are otherwise for this executor: its class is given a recipe with these values, so
+    that one of llamarl's own classes can stand a second time in a job, with another model for example."""
+
+    def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[Mistake]:
+        if others := sorted(set(self.delays) - set(self.reads)):
+            yield Mistake("delays", f"must name channels of reads ({', '.join(self.reads)}), got {others}", ("reads",))
+        if "executors" in self.settings:
+            yield Mistake(
+                "settings",
+                "are of the recipe's other sections: an executor's own keys stand beside settings, not in them",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DynamicSamplingConfig:
     """Train only on groups with a signal, and refill the batch from groups generated in excess (DAPO)."""
 
-    enabled: bool = False
+    enabled: Annotated[bool, IN_STATE] = False
     """Drop groups whose rewards are all equal before they reach the trainer. Needs a group baseline
     (``algorithm.advantage``). A batch that cannot be filled is trained short and counted (``groups/short``)."""
 
-    oversample: float = 1.5
-    """Groups generated a tick, as a multiple of schedule.prompts_per_step, >= 1; rounded up to a whole number a generator
+    oversample: Annotated[float, Field(ge=1)] = 1.5
+    """Groups generated a tick, as a multiple of schedule.prompts_per_step; rounded up to a whole number a generator
     replica. 1 drops without refilling from the same tick. Not ``generator.oversubscription``, which are groups in flight."""
 
-    carry_ticks: int = 0
-    """Ticks by which waiting for a later batch may raise the bound on staleness, >= 0. 0 keeps the bound: a spare group
+    carry_ticks: NonNegativeInt = 0
+    """Ticks by which waiting for a later batch may raise the bound on staleness. 0 keeps the bound: a spare group
     waits only as long as its own tokens allow (those of partial rollouts that were quick, and the first ticks')."""
-
-    def __post_init__(self) -> None:
-        refuse(self._mistakes())
-
-    def _mistakes(self) -> Iterator[str]:
-        if not self.oversample >= 1:
-            yield f"oversample must be >= 1, got {self.oversample}; 1.5 generates half a batch in excess"
-        if self.carry_ticks < 0:
-            yield f"carry_ticks must be >= 0 trainer ticks, got {self.carry_ticks}"
 
     def groups_per_tick(self, prompts_per_step: int, replicas: int) -> int:
         """Groups that all ``replicas`` together deliver a tick, a multiple of their number."""
@@ -174,37 +258,24 @@ class DynamicSamplingConfig:
 class EvaluationConfig:
     """The executor that scores policy versions on held-out prompts, beside the training."""
 
-    every: int = 10
-    """Trainer ticks between evaluations; version 0 and the last version are always scored. 0 never evaluates."""
+    every: Annotated[NonNegativeInt, NO_BITS] = 10
+    """Trainer ticks between evaluations, 0 for none; version 0 and the last version are then scored too."""
 
-    num_prompts: int = 100
+    num_prompts: Annotated[PositiveInt, NO_BITS] = 100
     """Held-out prompts of one evaluation."""
 
-    samples_per_prompt: int = 1
+    samples_per_prompt: Annotated[PositiveInt, NO_BITS] = 1
     """Responses a prompt; accuracy is their mean, pass@k counts prompts with a right one among k."""
 
-    temperature: float = 1.0
+    temperature: Annotated[Temperature, NO_BITS] = 1.0
     """Sampling temperature of evaluations; 0 is greedy. The seed is fixed, so evaluations compare."""
 
-    threads: int = 0
+    threads: Annotated[NonNegativeInt, NO_BITS] = 0
     """CPU threads; 0 divides the machine's cores."""
 
-    device: str = "auto"
+    device: Annotated[Device, NO_BITS] = "auto"
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
 
-    def __post_init__(self) -> None:
-        refuse(self._mistakes())
-
-    def _mistakes(self) -> Iterator[str]:
-        if self.every < 0:
-            yield f"every must be >= 0 trainer ticks (0 never evaluates), got {self.every}"
-        if self.num_prompts < 1:
-            yield f"num_prompts must be >= 1, got {self.num_prompts}"
-        if self.samples_per_prompt < 1:
-            yield f"samples_per_prompt must be >= 1, got {self.samples_per_prompt}"
-        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
-            yield f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, got {self.temperature}"
-        if self.threads < 0:
-            yield f"threads must be >= 0 (0 divides the cores), got {self.threads}"
-        if not re.fullmatch(_DEVICE, self.device):
-            yield f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}"
+    def is_due(self, version: int, num_ticks: int) -> bool:
+        """Whether a policy version is scored after version 0: every ``every`` versions, and the last of ``num_ticks``."""
+        return self.every > 0 and (version % self.every == 0 or version == num_ticks)

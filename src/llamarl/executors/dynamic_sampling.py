@@ -16,6 +16,7 @@ import numpy as np
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.dynamic_sampling import select_groups
+from llamarl.observability.ledger import scored_tokens
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 __all__ = ["DynamicSampler"]
@@ -56,6 +57,8 @@ class DynamicSampler:
             "groups/spare": len(selection.spares),
             "groups/expired": selection.num_expired,
             "groups/short": self._num_wanted - len(selection.chosen),
+            "tokens/dropped": scored_tokens(selection.dropped),
+            "tokens/spare": scored_tokens(selection.spares),
         }
         return list(selection.chosen), {key: float(value) for key, value in metrics.items()}
 

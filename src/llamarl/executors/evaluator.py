@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from llamarl.config import RunConfig
 from llamarl.engine.base import Engine
+from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.pool import RewardPool
-from llamarl.executors.base import ExecutorContext, StepResult
-from llamarl.executors.generator import make_engine, sampling_params, to_response
+from llamarl.executors.base import BaseExecutor, StepResult
 from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.reward import JUDGING_SHARE
 from llamarl.executors.version_loader import VersionLoader
@@ -28,40 +26,28 @@ from llamarl.running_time import running_s
 from llamarl.seeding import derive_seed
 from llamarl.types import Failure, Group, Prompt, Score
 
-__all__ = ["EvaluatorExecutor", "evaluate", "evaluation_due", "sample_groups"]
+__all__ = ["EvaluatorExecutor", "evaluate", "sample_groups"]
 
 _EVALUATION_SEED = 2
 
 
-def evaluation_due(version: int, *, every: int, num_ticks: int) -> bool:
-    """Whether policy version ``version`` is scored: every ``every`` versions, and the last."""
-    return every > 0 and (version % every == 0 or version == num_ticks)
-
-
-class EvaluatorExecutor:
+class EvaluatorExecutor(BaseExecutor):
     """Scores version 0 at tick 0, and version k + 1 at tick k where it is due."""
 
-    def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
-        self.name = context.name
-        self.config = config
-        self.context = context
-
     def setup(self) -> None:
-        self.tokenizer = load_tokenizer(self.config.model.path)
+        model = self.config.model
+        self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         stream = make_prompt_stream(self.config, self.tokenizer)
         self.prompts = stream.eval_prompts(self.config.evaluation.num_prompts)
         self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
-        self.version_loader = VersionLoader(self.engine, self.config.lora)
+        self.version_loader = VersionLoader(self.engine, self.config.lora, model_path=self.config.model.path)
         self.params = sampling_params(
             self.config.generator.sampling, self.tokenizer, temperature=self.config.evaluation.temperature
         )
         self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
 
-    def initial_token(self, channel: str, source_tick: int) -> Any:
-        raise ValueError(f"channel {channel!r} leaves the evaluator with a delay; only the weights edge may have one")
-
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
-        weights = inputs["eval_weights"]
+        (weights,) = (inputs[channel.name] for channel in self.context.reads)
         metrics: dict[str, float] = {}
         spans: tuple[tuple[str, float, float], ...] = ()
         if tick == 0:
@@ -89,14 +75,8 @@ class EvaluatorExecutor:
         least_s = (
             (1 - JUDGING_SHARE) / 2 * step_s
         )  # after slow sampling, still within the tick's deadline if all goes well
-        scores = evaluate(self.pool.score(groups, limit_s=max(left_s, least_s)))
+        scores = evaluate(self.pool.score(groups, limit_s=max(left_s, least_s)), list(self.config.task.tasks))
         return {f"eval/{key}": value for key, value in scores.items()} | {"eval/policy_version": float(version)}
-
-    def save(self, folder: Path, tick: int) -> None:
-        pass  # prompts and seeds are functions of the recipe, weights arrive by channel
-
-    def load(self, folder: Path, tick: int) -> None:
-        pass
 
     def close(self) -> None:
         if hasattr(self, "pool"):
@@ -135,20 +115,26 @@ def sample_groups(
     ]
 
 
-def evaluate(groups: Sequence[Group]) -> dict[str, float]:
+def evaluate(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[str, float]:
     """Scores of judged groups.
 
     A response is right when its reward is at least 1. ``accuracy``: share of right ones among scored samples;
     ``pass_at_k``: share of prompts with a right one among their k samples; ``reward_mean``: mean reward of scored
-    samples; ``failed``: samples without a verdict, which count in none of these.
+    samples; ``failed``: samples without a verdict, which count in none of these. Of each of ``tasks``, the
+    labels of a mixture, the first three as ``tasks/LABEL/*``.
     """
+    of_tasks: dict[str, float] = {}
+    for task in tasks:
+        mine = evaluate([group for group in groups if group.prompt.task == task])
+        of_tasks |= {f"tasks/{task}/{key}": mine[key] for key in ("accuracy", "reward_mean", "pass_at_k")}
     responses = [r for g in groups for r in g.responses]
     values = [r.outcome.value for r in responses if isinstance(r.outcome, Score)]
     solved = [any(isinstance(r.outcome, Score) and r.outcome.value >= 1 for r in g.responses) for g in groups]
     return {
         "accuracy": float(np.mean([v >= 1 for v in values])) if values else float("nan"),
         "reward_mean": float(np.mean(values)) if values else float("nan"),
-        "pass_at_k": float(np.mean(solved)),
-        "length_mean": float(np.mean([len(r.tokens) for r in responses])),
+        "pass_at_k": float(np.mean(solved)) if solved else float("nan"),
+        "length_mean": float(np.mean([len(r.tokens) for r in responses])) if responses else float("nan"),
         "failed": float(sum(isinstance(r.outcome, Failure) for r in responses)),
+        **of_tasks,
     }

@@ -4,53 +4,54 @@
                                        ▲                                                            │
                                        └───────────── unfinished sequences (no KV cache) ◀──────────┘
 
+A second generator of a recipe's own (``[executors.NAME]`` with this class) samples other prompts of the same task. Without a
+weights channel its model stays as it is, and its responses say so (``Response.sampled_by``).
+
 Every tick starts from an empty KV cache, whether the weights changed or not, so a resumed run repeats the same
 arithmetic. (With ``generator.kv_on_update = "keep"`` the cache lives on, and checkpoints hold it.) The end of a tick is
 counted in completed groups, never in seconds.
 
 Under ``schedule.weights = "latest"`` newer versions are swapped in between engine steps. Which and when is decided by a
 ``SwapPolicy`` and reported as an event; everything else follows from these decisions. Groups whose tokens would become
-too old before they can leave wait outside of the engine for a newer version (``partial_rollouts.py``).
+too old before they can leave wait outside of the engine for a newer version (``tick_schedule.py``).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerBase
 
+from llamarl.channels.base import ChannelKind
 from llamarl.config import RunConfig
-from llamarl.engine.base import Engine, KeepsKV, Parkable
-from llamarl.engine.engine import NativeEngine
-from llamarl.engine.sequence import SamplingParams
+from llamarl.engine.base import KeepsKV, Parkable
+from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ConfigError
-from llamarl.executors.base import ExecutorContext, Feed, StepResult
-from llamarl.executors.config import SamplingConfig
+from llamarl.executors.base import BaseExecutor, ExecutorContext, Feed, StepResult
+from llamarl.executors.device_lease import DeviceLease
 from llamarl.executors.generator_ranks import generator_layout, generator_weights
-from llamarl.executors.hand_over import Served
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
-from llamarl.executors.partial_rollouts import deadline, num_startable, select_due, urgency_order
 from llamarl.executors.prompts import make_prompt_stream
-from llamarl.executors.turns import Turns
-from llamarl.executors.version_loader import VersionLoader
+from llamarl.executors.version_loader import Served, VersionLoader
 from llamarl.models.loading import load_tokenizer
-from llamarl.models.parallel import ParallelLayout
+from llamarl.observability.ranks import own_metrics
+from llamarl.roles import ROLES
 from llamarl.seeding import derive_seed
-from llamarl.types import Failure, Group, Prompt, Response
+from llamarl.tick_schedule import NEVER, deadlines, num_startable, select_due, urgency_order
+from llamarl.types import Group, Prompt
 
-__all__ = ["GeneratorExecutor", "make_engine", "resolve_device", "sampling_params", "to_response"]
+__all__ = ["GeneratorExecutor"]
 
 _SAMPLING_SEED = 1
+_OWN_PROMPTS = 1 << 25
+"""Prompt indices of each further generator: the first one's begin at 0, the next one's here."""
 
 
 @dataclass
@@ -73,16 +74,23 @@ class _ActiveGroup:
         return all(s.finished for s in self.sequences)
 
 
-class GeneratorExecutor:
+class GeneratorExecutor(BaseExecutor):
     """Samples groups of responses; in: ``weights``; out: ``completions``."""
 
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
-        self.name = context.name
-        self.config = config
-        self.context = context
-        self._prompts_per_tick = config.groups_per_tick // config.generator.dp
+        super().__init__(config, context)
+        self._replicas = context.num_ranks // config.generator.tp
+        if not self._replicas or config.groups_per_tick % self._replicas:
+            raise ConfigError(
+                f"executor {self.name!r} has {context.num_ranks} ranks for {config.groups_per_tick} groups a tick "
+                f"(schedule.prompts_per_step) and generator.tp {config.generator.tp}: it needs a multiple of its ranks, and a tp of 1"
+            )
+        self._prompts_per_tick = config.groups_per_tick // self._replicas
+        others = [name for name in config.executors if name not in ROLES]
+        self._first_prompt = 0 if self.name in ROLES else _OWN_PROMPTS * (1 + others.index(self.name))
+        self._weights = next((c for c in context.reads if c.kind is ChannelKind.WEIGHTS), None)
         self._replica, tp_rank = divmod(context.rank, config.generator.tp)
-        self._speaks = tp_rank == 0  # its tensor-parallel peers hold the same groups and deliver none
+        self._is_tp_leader = tp_rank == 0  # its tensor-parallel peers hold the same groups and deliver none
         self._num_active = int(self._prompts_per_tick * config.generator.oversubscription)
         self._cursor = 0  # prompts this replica has admitted so far
         self._active: list[_ActiveGroup] = []  # in order of admission
@@ -94,50 +102,59 @@ class GeneratorExecutor:
         self._steps = 0  # engine steps of this tick
         self._swaps: list[tuple[int, int]] = []  # (engine step, version) of this tick
         self._sync_spans: list[tuple[str, float, float]] = []
-        self._turns: Turns | None = None  # of a co-located job
+        self._colocated = config.schedule.colocated and self.name in ROLES
+        self._lease: DeviceLease | None = None
 
     def setup(self) -> None:
-        self.tokenizer = load_tokenizer(self.config.model.path)
+        model = self.config.model
+        self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         self.prompts = make_prompt_stream(self.config, self.tokenizer)
         layout = generator_layout(self.config, self.context.device)
-        colocated = self.config.schedule.colocated
         self.engine = make_engine(
-            self.config, self.tokenizer, device=self.context.device, layout=layout, parked=colocated
+            self.config, self.tokenizer, device=self.context.device, layout=layout, parked=self._colocated
         )
-        if colocated:
+        if self._colocated:
             assert isinstance(self.engine, Parkable)  # the configuration has been checked
-            self._turns = Turns(self.name, self.engine, parked=True)
+            self._lease = DeviceLease(self.name, self.engine, parked=True)
         self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
         if self._keep_kv and not isinstance(self.engine, KeepsKV):
             raise ConfigError(
                 'generator.kv_on_update is "keep", but this engine cannot keep its KV cache: set it to "recompute"'
             )
         self.version_loader = VersionLoader(
-            self.engine, self.config.lora, generator_weights(self.config), keep_kv=self._keep_kv
+            self.engine,
+            self.config.lora,
+            generator_weights(self.config),
+            model_path=self.config.model.path,
+            keep_kv=self._keep_kv,
         )
-        if self.config.schedule.weights == "latest":
+        if self._weights is not None and self._weights.latest:
             self._policy = swap_policy(self.context.run_dir, self.context.rank, num_ticks=self.config.run.num_ticks)
-
-    def initial_token(self, channel: str, source_tick: int) -> Any:
-        raise ValueError(f"channel {channel!r} leaves the generator with a delay; only the weights edge may have one")
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         self._steps, self._swaps, self._sync_spans = 0, [], []
-        if self._turns is not None:
-            self._turns.take()
-        self._take_weights(tick, inputs["weights"])
+        if self._lease is not None:
+            self._lease.take()
+        weights = inputs[self._weights.name] if self._weights is not None else None
+        if weights is not None:
+            self._take_weights(tick, weights)
         loaded = time.monotonic()
+        skipped = self.prompts.num_skipped
         self._admit(tick)
-        before = sum(len(s.tokens) for g in self._active for s in g.sequences)
-        delivered = self._decode(tick, inputs["weights"])
+        before = _num_sampled(self._active)
+        delivered = self._decode(tick, weights)
         self._served.check()
         finished = time.monotonic()
-        if self._turns is not None:
-            self._turns.give_back()
-        generated = sum(len(s.tokens) for g in [*delivered, *self._active] for s in g.sequences) - before
+        if self._lease is not None:
+            self._lease.give_back()
+        carried = _num_sampled(self._active)
+        generated = _num_sampled(delivered) + carried - before
         groups = [self._to_group(g) for g in delivered]
         metrics = _metrics(groups, delivered, tick)
+        if self.config.data.too_long == "skip":
+            metrics["prompts/too_long"] = float(self.prompts.num_skipped - skipped)
         metrics["tokens/generated"] = float(generated)
+        metrics["tokens/carried"] = float(carried)
         metrics["time/repack_s"] = sum(end - start for label, start, end in self._sync_spans if label == "repack")
         metrics["rollout/carried"] = float(sum(not s.finished for g in self._active for s in g.sequences))
         metrics["tokens_per_s/generated"] = generated / max(finished - loaded, 1e-9)
@@ -148,11 +165,13 @@ class GeneratorExecutor:
             events = (event.to_plain(),)
             metrics["rollout/swaps"] = float(len(self._swaps) - 1)
         spans = (*self._sync_spans, ("generate", loaded, finished))
-        if self._turns is not None:
-            metrics |= self._turns.metrics
-            spans += self._turns.spans
-        outputs = {"completions": groups if self._speaks else []}
-        return StepResult(outputs=outputs, metrics=metrics, spans=spans, events=events)
+        if self._lease is not None:
+            metrics |= self._lease.metrics
+            spans += self._lease.spans
+        metrics = self.own_keys(metrics)
+        if not self._is_tp_leader:
+            return StepResult(outputs=self.outputs_of([]), metrics=own_metrics(metrics), spans=spans, events=events)
+        return StepResult(outputs=self.outputs_of(groups), metrics=metrics, spans=spans, events=events)
 
     def _take_weights(self, tick: int, weights: Any) -> bool:
         """Serve the version that is due before the next engine step; returns whether it is another one.
@@ -174,7 +193,7 @@ class GeneratorExecutor:
             if self._steps:  # else the last tick has checked it, and its slot may since hold another version
                 self._served.check()
         changed = bool(weights.version != self.engine.policy_version)
-        lost = self._served.in_place is not None or self._turns is not None  # what was served did not outlive its tick
+        lost = self._served.in_place is not None or self._lease is not None  # what was served did not outlive its tick
         if changed or lost:
             self._served = self.version_loader.load(weights)
             arrived = self._served.arrived_s
@@ -183,7 +202,7 @@ class GeneratorExecutor:
 
     def _admit(self, tick: int) -> None:
         while len(self._active) < self._num_active:
-            index = self._cursor * self.config.generator.dp + self._replica
+            index = self._first_prompt + self._cursor * self._replicas + self._replica
             self._cursor += 1
             self._active.append(self._new_group(index, tick))
 
@@ -255,11 +274,11 @@ class GeneratorExecutor:
         segments = self.config.generator.max_segments
         if self._policy is None:
             return [g.admitted_tick + segments - 1 for g in self._active]
+        oldest = [NEVER if g.oldest_version is None else g.oldest_version for g in self._active]
+        admitted = [g.admitted_tick for g in self._active]
         staleness = self.config.schedule.max_staleness
-        return [
-            deadline(g.admitted_tick, g.oldest_version, max_segments=segments, max_staleness=staleness)
-            for g in self._active
-        ]
+        found: list[int] = deadlines(admitted, oldest, max_segments=segments, max_staleness=staleness).tolist()
+        return found
 
     def _deliverable(self, tick: int) -> list[int] | None:
         position = {g.prompt.index: i for i, g in enumerate(self._active)}
@@ -271,7 +290,9 @@ class GeneratorExecutor:
         )
 
     def _to_group(self, active: _ActiveGroup) -> Group:
-        return Group(prompt=active.prompt, responses=tuple(to_response(s, self.tokenizer) for s in active.sequences))
+        sampled_by = "" if self._weights is not None else self.name
+        responses = (to_response(s, self.tokenizer) for s in active.sequences)
+        return Group(prompt=active.prompt, responses=tuple(replace(r, sampled_by=sampled_by) for r in responses))
 
     def save(self, folder: Path, tick: int) -> None:
         state = {
@@ -324,72 +345,9 @@ def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
     return {name: getattr(sequence, name) for name in _STATE}
 
 
-def make_engine(
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    device: str,
-    layout: ParallelLayout | None = None,
-    parked: bool = False,
-) -> Engine:
-    """The engine that the recipe's generator section asks for.
-
-    Args:
-        layout: This rank's place among tensor-parallel ranks; None holds the whole model.
-        parked: Without its memory until ``unpark``; the native engine only.
-    """
-    if config.generator.engine.name == "vllm":
-        from llamarl.engine.vllm import VllmEngine
-
-        return VllmEngine(config.model.path, config.generator.engine, quantization=config.generator.quantization)
-    return NativeEngine(
-        config.model.path,
-        config.generator.engine,
-        tokenizer=tokenizer,
-        device=device,
-        quantization=config.generator.quantization,
-        layout=layout,
-        parked=parked,
-    )
-
-
-def resolve_device(device: str) -> str:
-    """ "auto" is CUDA where there is one.
-
-    Raises:
-        ConfigError: There is no such device here.
-    """
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    there = torch.cuda.device_count()
-    if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= there:
-        raise ConfigError(f"there is no device {device!r} here ({there} CUDA devices): set it to cpu or auto")
-    return device
-
-
-def sampling_params(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> SamplingParams:
-    """Sampling parameters of a recipe; the tokenizer's end-of-text token always stops a response."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)} | changes
-    eos = tokenizer.eos_token_id
-    return SamplingParams(stop_token_ids=() if eos is None else (int(eos),), **values)
-
-
-def to_response(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> Response:
-    """The record of a finished sequence. One that the engine had to give up is failed, not scored."""
-    assert sequence.finish_reason is not None, "only a finished sequence becomes a response"
-    failed = sequence.finish_reason in ("error", "deadline", "cancelled")
-    return Response(
-        prompt_index=sequence.prompt_index,
-        sample_index=sequence.sample_index,
-        tokens=np.asarray(sequence.tokens, np.int32),
-        behavior_logprobs=np.asarray(sequence.logprobs, np.float32),
-        policy_versions=np.asarray(sequence.policy_versions, np.int32),
-        loss_mask=np.asarray(sequence.loss_mask, np.bool_),
-        text=str(tokenizer.decode(sequence.tokens, skip_special_tokens=True)),
-        finish_reason=sequence.finish_reason,
-        kept_kv=sequence.kept_kv,
-        outcome=Failure(kind="generation", detail=sequence.error or sequence.finish_reason) if failed else None,
-    )
+def _num_sampled(groups: Sequence[_ActiveGroup]) -> int:
+    """Tokens that a policy wrote."""
+    return sum(len(s.tokens) - s.policy_versions.count(-1) for g in groups for s in g.sequences)
 
 
 def _metrics(groups: Sequence[Group], delivered: Sequence[_ActiveGroup], tick: int) -> dict[str, float]:
@@ -397,6 +355,7 @@ def _metrics(groups: Sequence[Group], delivered: Sequence[_ActiveGroup], tick: i
     reasons = [r.finish_reason for g in groups for r in g.responses]
     segments = [len(np.unique(r.policy_versions)) for g in groups for r in g.responses]
     return {
+        "samples/delivered": float(len(lengths)),
         "response/length_mean": float(np.mean(lengths)),
         "response/length_min": float(min(lengths)),
         "response/length_max": float(max(lengths)),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from llamarl.config import RunConfig
 from llamarl.data.chat import Tokenizer
+from llamarl.data.mixture import MixedStream
 from llamarl.data.prompts import PromptStream
+from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError
 from llamarl.models.loading import context_length
@@ -12,7 +14,7 @@ from llamarl.models.loading import context_length
 __all__ = ["make_prompt_stream"]
 
 
-def make_prompt_stream(config: RunConfig, tokenizer: Tokenizer) -> PromptStream:
+def make_prompt_stream(config: RunConfig, tokenizer: Tokenizer) -> PromptStream | MixedStream:
     """The same stream wherever it is made: every executor that reads prompts makes its own.
 
     Raises:
@@ -25,6 +27,12 @@ def make_prompt_stream(config: RunConfig, tokenizer: Tokenizer) -> PromptStream:
             f"generator.sampling.max_new_tokens = {longest} leaves no room for a prompt in the context of "
             f"{config.model.path} ({context} tokens): lower it"
         )
-    task = make_task(config.task, seed=config.run.seed)
-    room = None if context is None else context - longest
-    return PromptStream(task, tokenizer, config.data, seed=config.run.seed, room=room)
+    seed, room = config.run.seed, None if context is None else context - longest
+
+    def stream_of(task: TaskConfig) -> PromptStream:
+        return PromptStream(make_task(task, seed), tokenizer, config.data, seed=seed, room=room)
+
+    if not config.task.mixture:
+        return stream_of(config.task)
+    streams = {label: stream_of(task) for label, task in config.task.tasks.items()}
+    return MixedStream(streams, {task.title: task.weight for task in config.task.mixture}, seed)

@@ -2,6 +2,8 @@
 
 In: ``completions``; out: ``scored``. A response without a verdict is *failed*, never scored zero. With dynamic sampling,
 ``scored`` holds the groups chosen for the tick; rollouts and ``reward/*`` still cover every judged one.
+
+A run in which nearly everything fails teaches nothing: it is asked to stop, with the causes (section ``reward``).
 """
 
 from __future__ import annotations
@@ -13,11 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.checkpoint.run_identity import RunIdentity
 from llamarl.config import RunConfig
+from llamarl.environments.failures import count_causes
 from llamarl.environments.pool import RewardPool
-from llamarl.executors.base import ExecutorContext, StepResult
+from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
 from llamarl.executors.dynamic_sampling import DynamicSampler
+from llamarl.observability.failures import Causes, few_causes, remedy, too_many_failed
+from llamarl.observability.ledger import failed_tokens
 from llamarl.observability.rollouts import RolloutWriter
+from llamarl.roles import ROLES
 from llamarl.types import Failure, Group, Score
 
 __all__ = ["JUDGING_SHARE", "RewardExecutor", "reward_metrics"]
@@ -26,14 +33,15 @@ JUDGING_SHARE = 0.9
 """Of ``deadlines.step_s``, what judging may take; the samples that are left then are failed, and the run goes on."""
 
 
-class RewardExecutor:
+class RewardExecutor(BaseExecutor):
     """Scores groups. Its only state between ticks are the spare groups of dynamic sampling, if that is on."""
 
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
-        self.name = context.name
-        self.config = config
-        self.context = context
+        super().__init__(config, context)
         self._writer: RolloutWriter | None = None
+        self._failed: list[tuple[float, Mapping[str, int]]] = []
+        """Share of failed samples and their causes, of the last ticks."""
+        self._stop = ""
         self._sampler: DynamicSampler | None = None
         if config.dynamic_sampling.enabled:
             self._sampler = DynamicSampler(
@@ -44,27 +52,52 @@ class RewardExecutor:
 
     def setup(self) -> None:
         self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
-        if self.context.run_dir is not None:
+        if self.context.run_dir is not None and self.name in ROLES:  # a further one judges what the first has kept
+            self._folder = RunIdentity.of(self.context.run_dir)
             self._writer = RolloutWriter(self.context.run_dir / "rollouts")
-
-    def initial_token(self, channel: str, source_tick: int) -> Any:
-        raise ValueError(
-            f"channel {channel!r} leaves the reward executor with a delay; only the weights edge may have one"
-        )
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
         limit_s = JUDGING_SHARE * self.config.deadlines.step_s
-        groups = self.pool.score(inputs["completions"], limit_s=limit_s)
+        groups = self.pool.score(self.items_of(inputs), limit_s=limit_s)
         scored = time.monotonic()
         if self._writer is not None and self.config.observability.rollouts_due(tick):
+            self._folder.check()
             self._writer.write(tick, groups)
         spans = (("score", started, scored), ("write_rollouts", scored, time.monotonic()))
-        metrics = reward_metrics(groups)
+        metrics = reward_metrics(groups, list(self.config.task.tasks))
+        failures = few_causes(count_causes(groups))
+        self._watch_failures(sum(failures.values()) / max(1, sum(len(g.responses) for g in groups)), failures, tick)
         if self._sampler is not None:
             groups, counts = self._sampler.select(groups, tick)
             metrics |= counts
-        return StepResult(outputs={"scored": groups}, metrics=metrics, spans=spans)
+        if self.name not in ROLES:  # it judges once more what the first has judged and counted
+            metrics = {f"{self.name}/{key}": value for key, value in metrics.items()}
+        return StepResult(
+            outputs=self.outputs_of(groups), metrics=metrics, spans=spans, failures=failures, stop=self._stop
+        )
+
+    def _watch_failures(self, share: float, failures: Mapping[str, int], tick: int) -> None:
+        """Ask for the end of a run whose samples fail for too long."""
+        limits = self.config.reward
+        self._failed = [*self._failed, (share, failures)][-limits.max_failed_ticks :]
+        if self._stop or not too_many_failed(
+            [share for share, _ in self._failed],
+            max_fraction=limits.max_failed_fraction,
+            max_ticks=limits.max_failed_ticks,
+        ):
+            return
+        causes = Causes()
+        for _, found in self._failed:
+            causes.add(found)
+        first = tick + 1 - limits.max_failed_ticks
+        ticks = f"ticks {first} to {tick}" if first < tick else f"tick {tick}"
+        self._stop = (
+            f"reward: more than {limits.max_failed_fraction:.0%} of the samples of {ticks} have no reward "
+            f"(reward.max_failed_fraction, reward.max_failed_ticks = {limits.max_failed_ticks}):\n"
+            + "\n".join(f"  {line}" for line in causes.lines())
+            + f"\n{remedy(causes.commonest()[0][0])}; the limit is reward.max_failed_fraction."
+        )
 
     def save(self, folder: Path, tick: int) -> None:
         if self._sampler is not None:  # every verdict is a function of its response: there is no other state
@@ -79,10 +112,13 @@ class RewardExecutor:
             self.pool.close()
 
 
-def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def reward_metrics(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[str, float]:
     """``reward/*`` and ``groups/*`` of scored groups; failed samples count as failed and nothing else.
 
     ``reward/parts/NAME`` is the mean of a named part over the responses that have it.
+
+    Args:
+        tasks: Labels of a mixture's tasks, of each of which ``reward/tasks/LABEL/*`` is told.
     """
     outcomes = [r.outcome for g in groups for r in g.responses]
     values = [o.value for o in outcomes if isinstance(o, Score)]
@@ -98,6 +134,19 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/mean": float(np.mean(values)) if values else float("nan"),
         "reward/std": float(np.std(values)) if values else float("nan"),
         "reward/failed": float(sum(isinstance(o, Failure) for o in outcomes)),
+        "tokens/failed": float(failed_tokens(groups)),
+        "groups/generated": float(len(groups)),
         "groups/no_signal": float(no_signal),
         **{f"reward/parts/{name}": float(np.mean(values)) for name, values in sorted(parts.items())},
+        **{f"reward/tasks/{task}/{key}": value for task in tasks for key, value in _of_task(groups, task).items()},
+    }
+
+
+def _of_task(groups: Sequence[Group], task: str) -> dict[str, float]:
+    mine = [group for group in groups if group.prompt.task == task]
+    values = [r.outcome.value for g in mine for r in g.responses if isinstance(r.outcome, Score)]
+    return {
+        "mean": float(np.mean(values)) if values else float("nan"),
+        "accuracy": float(np.mean([value >= 1 for value in values])) if values else float("nan"),
+        "groups": float(len(mine)),
     }

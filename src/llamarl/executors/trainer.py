@@ -1,33 +1,37 @@
 """The trainer executor: one optimizer step a tick, then the new version goes onto its weight edges.
 
-In: the judged samples (``scored``, or what reference and critic made of them); out: ``weights`` (delay max_staleness + 1, to the generator) and, where the job evaluates,
-``eval_weights`` (the versions that are due, nothing at other ticks).
+In: the judged samples; out: ``weights`` (with a delay, to the generator) and, where the job evaluates, ``eval_weights``
+(without one: the versions that are due, nothing at other ticks).
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload
-from llamarl.checkpoint.storage import saving
+from llamarl.checkpoint.run_identity import RunIdentity
 from llamarl.config import RunConfig
 from llamarl.errors import DeadlineExceeded, TrainingDiverged
-from llamarl.executors.base import ExecutorContext, StepResult
-from llamarl.executors.evaluator import evaluation_due
+from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
+from llamarl.executors.device_lease import DeviceLease
 from llamarl.executors.generator_ranks import generator_weights
-from llamarl.executors.sample_path import sample_channel_into
-from llamarl.executors.turns import Turns
+from llamarl.models.exported import ExportFacts
+from llamarl.observability.ranks import own_metrics
+from llamarl.observability.trained_tokens import write_trained
+from llamarl.roles import carries_version
+from llamarl.trainer.narrowing import texts_of
 from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
+from llamarl.trainer.token_log import TokenLog
 from llamarl.types import Group
 from llamarl.weight_sync.layout import Layout
 
@@ -49,13 +53,11 @@ class _Released(threading.Event):
         super().set()
 
 
-class TrainerExecutor:
+class TrainerExecutor(BaseExecutor):
     """Owns the policy. Version v is the weights after v ticks."""
 
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
-        self.name = context.name
-        self.config = config
-        self.context = context
+        super().__init__(config, context)
         self._stop = ""
         self._readers: list[_Released] = []
         """Copies of the last version into slots that may still be running."""
@@ -69,10 +71,14 @@ class TrainerExecutor:
         """Spans of this tick in which training stood still for such a copy."""
         self._edge_versions: dict[int, dict[str, torch.Tensor]] = {}
         """Earlier versions that the next checkpoint must hold: copies, made only in the ticks before one is due."""
-        self._turns: Turns | None = None
+        self._saves: set[int] = set()
+        """Ticks to come after which the state is saved, as far as they are told."""
+        self._lease: DeviceLease | None = None
         """Of a co-located job."""
 
     def setup(self) -> None:
+        if self.context.run_dir is not None:
+            self._folder = RunIdentity.of(self.context.run_dir)
         self.trainer = Trainer(
             self.config.model.path,
             self.config.trainer,
@@ -84,63 +90,84 @@ class TrainerExecutor:
             num_ticks=self.config.run.num_ticks,
             lora=self.config.lora,
             has_reference=self.config.has_reference,
+            max_staleness=self.config.token_staleness_bound,
         )
         self.trainer.before_update = self._wait_for_readers
-        self._remember(0)
         if self.config.schedule.colocated:
-            self._turns = Turns(self.name, self.trainer)
+            self._lease = DeviceLease(self.name, self.trainer)
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
         """The version made at ``source_tick``: version 0 before the run began, saved ones after a resume."""
         version = max(0, source_tick + 1)
+        sink_layout = self._layout_behind(channel)
         if version == self.trainer.policy_version:
-            return self._payload(version, sink_layout=generator_weights(self.config))
+            return self._payload(version, sink_layout=sink_layout)
         return WeightsPayload(
             version=version,
             tensors=self._edge_versions[version],
             layout=self.trainer.sync_layout(),
             wire_dtype=self._wire_dtype,
-            sink_layout=generator_weights(self.config),
+            sink_layout=sink_layout,
         )
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
-        if self._turns is not None:
-            self._turns.take()
+        if self._lease is not None:
+            self._lease.take()
         started = time.monotonic()
-        metrics = self._train(inputs[sample_channel_into(self.config, "trainer")], tick)
+        groups: list[Group] = self.items_of(inputs)
+        log = TokenLog(groups) if self._logs_tokens(tick) else None
+        self.trainer.on_tokens = log.add if log is not None else None
+        metrics = self._train(groups, tick)
         trained = time.monotonic()
+        if log is not None and self.context.run_dir is not None:
+            self._folder.check()
+            write_trained(self.context.run_dir, tick, self.name, self.context.rank, log.responses())
+            self._waits.append(("write trained tokens", trained, time.monotonic()))
         version = self.trainer.policy_version
         self._remember(version)
         if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None and not self._stop:
-            if self.config.lora.rank:
-                self._export(self.context.run_dir / "adapter", self.trainer.export_adapter)
-            if not self.config.lora.rank or self.config.lora.export_merged:
-                self._export(self.context.run_dir / "model", self.trainer.export)
-        if self._turns is not None:
+            self._export_all(self.context.run_dir, groups)
+        if self._lease is not None:
             self._wait_for_readers()  # a tick without an update has not waited for them
-            self._turns.give_back()
-        outputs: dict[str, Any] = {
-            "weights": self._payload(version, background=True, sink_layout=generator_weights(self.config))
-        }
-        if self.config.evaluation.every:
-            due = evaluation_due(version, every=self.config.evaluation.every, num_ticks=self.config.run.num_ticks)
-            outputs["eval_weights"] = self._payload(version, background=True) if due else None
+            self._lease.give_back()
+        outputs = self.outputs_of(groups)
+        for channel in self.context.writes:
+            if channel.kind is ChannelKind.WEIGHTS:
+                outputs[channel.name] = self._version_for(channel, version)
         metrics = {**metrics, "time/weight_copy_s": self._copied_s}
         self._copied_s = 0.0
         spans = (("train", started, trained), *self._waits)
         self._waits.clear()
-        if self._turns is not None:
-            metrics |= self._turns.metrics
-            spans += self._turns.spans
+        if self._lease is not None:
+            metrics |= self._lease.metrics
+            spans += self._lease.spans
+        if self.context.rank:  # the trainer's are over all ranks already
+            metrics = own_metrics(metrics)
         return StepResult(outputs=outputs, metrics=metrics, spans=spans, stop=self._stop)
 
+    def _logs_tokens(self, tick: int) -> bool:
+        """Whether this rank writes what it makes of the tick's tokens; of tensor-parallel peers, which see the same, one does."""
+        due = self.context.run_dir is not None and self.config.observability.rollouts_due(tick)
+        return due and self.trainer.layout.tp_rank == 0
+
     def _train(self, groups: list[Group], tick: int) -> Mapping[str, float]:
-        """One optimizer step; if training has diverged, the job is asked to stop and this step's metrics are few."""
+        """The tick's optimizer steps; if training has diverged, the job is asked to stop."""
         try:
             return self.trainer.train(groups, tick)
         except TrainingDiverged as error:
             self._stop = self._stop or str(error)
-            return {"policy_version": float(self.trainer.policy_version), "step/skipped": 1.0}
+            return self.trainer.metrics
+
+    def _version_for(self, channel: ChannelSpec, version: int) -> WeightsPayload | None:
+        """What leaves on a weights channel: each version to a generator, to the evaluator those that are due."""
+        if not carries_version(self.config, channel.sink, version - 1):
+            return None
+        return self._payload(version, background=True, sink_layout=self._layout_behind(channel.name))
+
+    def _layout_behind(self, channel: str) -> Layout | None:
+        """What the ranks at a channel's other end hold of each parameter; None: all of it, as everyone but the generator."""
+        others = (edge.name for edge in self.context.writes if edge.sink != "generator")
+        return None if channel in others else generator_weights(self.config)
 
     def _payload(self, version: int, *, background: bool = False, sink_layout: Layout | None = None) -> WeightsPayload:
         released = _Released() if background else None
@@ -173,32 +200,50 @@ class TrainerExecutor:
             self._waits.append(("weight_sync: wait for own copy", started, time.monotonic()))
         self._readers.clear()
 
+    def expect_saves(self, ticks: Collection[int]) -> None:
+        """Keep the versions that the checkpoints after ``ticks`` hold: from the one that is there now on."""
+        self._saves.update(ticks)
+        self._remember(self.trainer.policy_version)
+
     def _remember(self, version: int) -> None:
         """Copy this version if a checkpoint comes while it still lies on the weights edge.
 
         The checkpoint after tick c holds versions c + 1 - max_staleness .. c + 1; the last is the trainer's own state.
         """
         staleness = self.config.schedule.max_staleness
-        saves = self.config.checkpoint.is_due
         ahead = range(version, version + staleness)  # ticks c whose checkpoint needs this version as an older one
-        if staleness and (self._stop or any(saves(c, self.config.run.num_ticks) for c in ahead)):
+        if version not in self._edge_versions and not self._saves.isdisjoint(ahead):
             self._edge_versions[version] = {
                 name: tensor.detach().to("cpu", copy=True)
                 for name, tensor in self.trainer.parameters_for_sync().items()
             }
         for old in [v for v in self._edge_versions if v < version - staleness]:
             del self._edge_versions[old]
+        self._saves = {tick for tick in self._saves if tick >= version}
 
-    def _export(self, folder: Path, write: Callable[[Path], None]) -> None:
-        """A folder of the policy; the old one, if any, stays until the new one is whole."""
-        partial = folder.with_name(folder.name + ".partial")
-        if self.context.rank == 0:  # who writes also tidies: another rank would remove what rank 0 has begun
-            shutil.rmtree(partial, ignore_errors=True)
-        with saving(partial):
-            write(partial)
-            if self.context.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.replace(partial, folder)
+    def _export_all(self, run_dir: Path, groups: list[Group]) -> None:
+        """The last version as the recipe wants it: adapters, a whole model, or both."""
+        trainer, served = self.trainer, self.config.generator.engine.dtype
+        writes = self.context.rank == 0
+        if self.config.lora.rank:
+            self._folder.replace_folder(
+                "adapter", lambda folder: trainer.export_adapter(folder, served_dtype=served), writes=writes
+            )
+        if self.config.lora.rank and not self.config.lora.export_merged:
+            return
+        texts = texts_of(groups)
+        facts: list[ExportFacts | None] = []
+        self._folder.replace_folder(
+            "model",
+            lambda folder: facts.append(trainer.export(folder, served_dtype=served, texts=texts)),
+            writes=writes,
+        )
+        if facts[0] is not None and (narrowing := facts[0].narrowing) is not None:
+            print(
+                f"llamarl: {run_dir / 'model'} is {facts[0].dtype} (trainer.export_dtype), served was {served}: "
+                f"{narrowing.sentence()}",
+                file=sys.stderr,
+            )
 
     def save(self, folder: Path, tick: int) -> Future[None]:
         """All ranks write into one folder beside their own, on a thread unless ``checkpoint.background`` is off."""
@@ -212,15 +257,14 @@ class TrainerExecutor:
         return writing
 
     def load(self, folder: Path, tick: int) -> None:
-        if self._turns is not None:
-            self._turns.take()
+        if self._lease is not None:
+            self._lease.take()
         edge = self.trainer.load(folder.parent / "state")
-        if self._turns is not None:
-            self._turns.give_back()
+        if self._lease is not None:
+            self._lease.give_back()
         assert self.trainer.policy_version == tick + 1, f"{folder}: version {self.trainer.policy_version}, tick {tick}"
         staleness = self.config.schedule.max_staleness
         self._edge_versions = {v: edge[_edge(v)] for v in range(max(0, tick + 1 - staleness), tick + 1)}
-        self._remember(self.trainer.policy_version)
 
     def close(self) -> None:
         self._edge_versions = {}

@@ -1,17 +1,50 @@
-"""How an executor that samples takes a new version into its engine: whole weights, or adapters that it merges itself."""
+"""Load a weight version into an engine: map it if both ends share memory, else copy; or merge adapters.
+
+    same host, whole model, the engine's own dtype, ─▶ the engine computes with the source's slot itself: nothing is copied
+    in one piece at the source
+    else                                            ─▶ the slices are pulled into the engine's parameters
+
+A trainer that cuts its tensors by rows (fsdp >= 2) holds no whole model in one piece. What would have to be put together
+anew for each version goes into the engine's own parameters, so that a hand-over never holds the weights twice: memory
+grows by at most ``llamarl.weight_sync.mapped.MOST_PRIVATE`` of them.
+
+In place, the slot belongs to this version until the sink's tick ends. ``Served.check`` proves at the end of the tick that
+it did, so a token is never sampled from bytes that were being overwritten.
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
-from llamarl.engine.base import Engine
-from llamarl.executors.hand_over import Served, begin_version, serve
-from llamarl.models.adapters import AdapterReceiver
+from llamarl.engine.base import AdoptsWeights, Engine, KeepsKV
+from llamarl.models.adapters import AdapterReceiver, merge_adapter, read_adapter_folder
 from llamarl.trainer.config import LoraConfig
 from llamarl.weight_sync.layout import Layout
 from llamarl.weight_sync.sink import WeightVersion
 
-__all__ = ["VersionLoader"]
+__all__ = ["Served", "VersionLoader", "load_adapter", "serve"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A version that an engine has been given."""
+
+    version: int
+    in_place: WeightVersion | None
+    """Set if the engine reads the source's memory."""
+    arrived_s: float = 0.0
+    """``time.monotonic`` when its bytes were there and proved; what follows is the engine's own preparation of them."""
+
+    def check(self) -> None:
+        """Prove that what the engine has computed with since is this version; asked when the tick's work is done.
+
+        Raises:
+            WeightSyncError: The source has written into the memory that was served from.
+        """
+        if self.in_place is not None:
+            self.in_place.check_current()
 
 
 class VersionLoader:
@@ -19,11 +52,18 @@ class VersionLoader:
 
     Args:
         layout: What the sink ranks hold of whole weights; None: each holds every parameter whole.
+        model_path: Folder of version 0.
         keep_kv: Sequences go on over the KV cache of the version before; needs an engine that ``KeepsKV``.
     """
 
     def __init__(
-        self, engine: Engine, lora: LoraConfig, layout: Layout | None = None, *, keep_kv: bool = False
+        self,
+        engine: Engine,
+        lora: LoraConfig,
+        layout: Layout | None = None,
+        *,
+        model_path: str,
+        keep_kv: bool = False,
     ) -> None:
         self._engine = engine
         self._layout = layout
@@ -31,7 +71,11 @@ class VersionLoader:
         self._adapters: AdapterReceiver | None = None
         if lora.rank and lora.hand_over == "adapter":
             self._adapters = AdapterReceiver(
-                engine.parameters_for_sync(), rank=lora.rank, alpha=lora.alpha, targets=lora.targets
+                engine.parameters_for_sync(),
+                rank=lora.rank,
+                alpha=lora.alpha,
+                targets=lora.targets,
+                model_path=model_path,
             )
 
     def load(self, weights: WeightVersion) -> Served:
@@ -41,5 +85,52 @@ class VersionLoader:
         weights.load_into(self._adapters.tensors)
         arrived_s = time.monotonic()
         self._adapters.merge()
-        begin_version(self._engine, weights.version, keep_kv=self._keep_kv)
+        _begin_version(self._engine, weights.version, keep_kv=self._keep_kv)
         return Served(weights.version, None, arrived_s)
+
+
+def load_adapter(engine: Engine, folder: Path, *, model_path: str) -> None:
+    """Merge an adapter folder into an engine that holds the model in ``model_path``.
+
+    Raises:
+        ModelError: The adapter is not a plain LoRA adapter, or not of this model.
+    """
+    merge_adapter(read_adapter_folder(folder), engine.parameters_for_sync(), model_path=model_path)
+    engine.weights_updated(engine.policy_version)
+
+
+def serve(weights: WeightVersion, engine: Engine, layout: Layout | None = None, *, keep_kv: bool = False) -> Served:
+    """Give ``engine`` the version ``weights``, proved byte by byte.
+
+    Args:
+        layout: What the sink ranks hold; None: each holds every parameter whole.
+        keep_kv: Sequences go on over the KV cache of the version before, if there was another; needs ``KeepsKV``.
+
+    Raises:
+        WeightSyncError, DeadlineExceeded: As ``WeightVersion.load_into``, within the channel's pull deadline; the engine
+            must not be used then.
+    """
+    in_place = (
+        layout is None
+        and isinstance(engine, AdoptsWeights)
+        and weights.can_map
+        and engine.can_adopt({name: spec.dtype for name, spec in weights.parameters.items()})
+        and weights.worth_mapping()
+    )
+    if in_place:
+        assert isinstance(engine, AdoptsWeights)
+        engine.adopt(weights.map_tensors())
+    else:
+        weights.load_into(engine.parameters_for_sync(), layout)
+    arrived_s = time.monotonic()
+    _begin_version(engine, weights.version, keep_kv=keep_kv)
+    return Served(weights.version, weights if in_place else None, arrived_s)
+
+
+def _begin_version(engine: Engine, version: int, *, keep_kv: bool) -> None:
+    """Tell the engine that its parameters are ``version`` from now on."""
+    if keep_kv:
+        assert isinstance(engine, KeepsKV)
+        engine.weights_updated(version, keep_kv=True)
+    else:
+        engine.weights_updated(version)

@@ -6,27 +6,50 @@ merged:  W + (alpha / rank) * B @ A       one float32 product; the same function
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llamarl.errors import ModelError
+from llamarl.errors import FileError, ModelError
 from llamarl.models.parallel import ParameterShard
+from llamarl.models.sharded_loading import stored_weights
+from llamarl.reading import read_object
 
 __all__ = [
+    "ADAPTER_CONFIG",
     "AdapterReceiver",
+    "StoredAdapter",
+    "adapter_shapes",
     "add_adapters",
     "base_name",
+    "merge_adapter",
     "merged",
+    "read_adapter_folder",
     "whole_shards",
     "write_adapter_folder",
 ]
 
+ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_FILE = "adapter_model.safetensors"
+_NOT_PLAIN = {
+    "use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none", "modules_to_save": None, "rank_pattern": {},
+    "alpha_pattern": {}, "layer_replication": None, "trainable_token_indices": None, "use_qalora": False,
+    "target_parameters": None, "megatron_config": None,
+}  # fmt: skip
+"""Settings of ``peft`` under which an adapter is more than two factors a layer, and what they are where it is not."""
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
+"""Ways of ``peft`` to begin an adapter that take something out of the base weights as well."""
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
@@ -91,29 +114,140 @@ def whole_shards(tensors: Mapping[str, Tensor]) -> dict[str, ParameterShard]:
     }
 
 
+def adapter_shapes(
+    shapes: Mapping[str, tuple[int, ...]], *, rank: int, targets: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the adapters beside the matrices whose layer is one of ``targets``."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if len(shape) == 2 and name.split(".")[-2] in targets:
+            layer = name.removesuffix(".weight")
+            found[layer + _A] = (rank, shape[1])
+            found[layer + _B] = (shape[0], rank)
+    return found
+
+
 class AdapterReceiver:
     """A generator's side of an adapter-only hand-over: holds the base weights, takes adapters, merges into the engine's."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], *, rank: int, alpha: float, targets: Sequence[str]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        *,
+        rank: int,
+        alpha: float,
+        targets: Sequence[str],
+        model_path: str | Path,
+    ) -> None:
         """
         Args:
             parameters: The engine's, holding version 0; ``merge`` writes into them.
+            model_path: Folder of version 0. Where the engine holds it rounded, the base is read from there: rounding comes
+                once, after the adapter is added, as when whole weights are handed over.
         """
         self._scaling = alpha / rank
         self._parameters = {n: p for n, p in parameters.items() if p.ndim == 2 and n.split(".")[-2] in targets}
-        self._base = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._base = _unrounded(self._parameters, model_path)
         self.tensors: dict[str, Tensor] = {}
         """Where a version's adapters are loaded; float32."""
-        for name, parameter in self._parameters.items():
-            layer = name.removesuffix(".weight")
-            self.tensors[layer + _A] = torch.zeros(rank, parameter.shape[1], device=parameter.device)
-            self.tensors[layer + _B] = torch.zeros(parameter.shape[0], rank, device=parameter.device)
+        device = next((parameter.device for parameter in self._parameters.values()), None)
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        for name, shape in adapter_shapes(shapes, rank=rank, targets=targets).items():
+            self.tensors[name] = torch.zeros(shape, device=device)
 
     @torch.no_grad()
     def merge(self) -> None:
         """The engine's parameters become base plus the adapters in ``tensors``."""
         for name, weight in merged(self._base, self.tensors, scaling=self._scaling):
             self._parameters[name].copy_(weight)
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """A LoRA adapter folder, as ``peft`` writes them."""
+
+    tensors: Mapping[str, Tensor]
+    """``LAYER.lora_A.default.weight`` [rank, in] and ``LAYER.lora_B.default.weight`` [out, rank]."""
+    scaling: float
+    base: str
+    """Folder of the model that it was trained on, as the adapter names it; may be empty."""
+
+
+def read_adapter_folder(folder: Path) -> StoredAdapter:
+    """Read an adapter that ``write_adapter_folder``, or ``peft`` itself, wrote.
+
+    Raises:
+        ModelError: It cannot be read, or is not a plain LoRA adapter; the message says what it has more.
+    """
+    try:
+        config = read_object(folder / ADAPTER_CONFIG)
+        kind = config.get("peft_type")
+        more = [key for key, plain in _NOT_PLAIN.items() if (config.get(key) or plain) != plain]
+        if str(config.get("init_lora_weights", True)).lower().startswith(_CHANGES_BASE):
+            more.append("init_lora_weights")
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    except FileError as error:
+        raise ModelError(str(error)) from error
+    except (ValueError, TypeError, KeyError, ArithmeticError) as error:
+        raise ModelError(f"{folder / ADAPTER_CONFIG} is not a usable adapter configuration: {error!r}") from error
+    if kind != "LORA" or more:
+        what = f"peft_type {kind!r}" if kind != "LORA" else ", ".join(f"{key} = {config[key]!r}" for key in more)
+        raise ModelError(
+            f"{folder} is no plain LoRA adapter ({what}): merge it into its base model with peft (merge_and_unload, "
+            f"save_pretrained) and give that folder"
+        )
+    if not (folder / _ADAPTER_FILE).is_file():
+        raise ModelError(f"{folder} has no {_ADAPTER_FILE}; adapters are read from safetensors alone")
+    try:
+        stored = load_file(folder / _ADAPTER_FILE)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{folder / _ADAPTER_FILE} cannot be read: {error}") from error
+    tensors = {}
+    for name, tensor in stored.items():
+        layer, _, factor = name.removeprefix("base_model.model.").rpartition(".lora_")
+        if factor not in ("A.weight", "B.weight") or tensor.ndim != 2:
+            raise ModelError(f"{folder / _ADAPTER_FILE}: {name} is not a factor of a linear layer's adapter")
+        tensors[f"{layer}.lora_{factor[0]}.default.weight"] = tensor
+    return StoredAdapter(tensors, scaling, str(config.get("base_model_name_or_path") or ""))
+
+
+@torch.no_grad()
+def merge_adapter(adapter: StoredAdapter, parameters: Mapping[str, Tensor], *, model_path: str | Path) -> None:
+    """Add an adapter to an engine's parameters, which hold the model in ``model_path``.
+
+    Raises:
+        ModelError: The model lacks a layer of the adapter, or has it in another size.
+    """
+    layers = sorted({name.removesuffix(_A).removesuffix(_B) for name in adapter.tensors})
+    for layer in layers:
+        a, b, weight = (
+            adapter.tensors.get(layer + _A),
+            adapter.tensors.get(layer + _B),
+            parameters.get(layer + ".weight"),
+        )
+        if weight is None or a is None or b is None or (len(b), a.shape[1]) != tuple(weight.shape):
+            got = "no such layer" if weight is None else f"a layer of shape {tuple(weight.shape)}"
+            raise ModelError(
+                f"the adapter's {layer} does not fit the base model {model_path}, which has {got}: is it the model that the "
+                f"adapter was trained on?"
+            )
+    changed = {f"{layer}.weight": parameters[f"{layer}.weight"] for layer in layers}
+    tensors = {name: tensor.to(changed[_layer(name)].device) for name, tensor in adapter.tensors.items()}
+    for name, weight in merged(_unrounded(changed, model_path), tensors, scaling=adapter.scaling):
+        changed[name].copy_(weight)
+
+
+def _layer(name: str) -> str:
+    return name.removesuffix(_A).removesuffix(_B) + ".weight"
+
+
+def _unrounded(parameters: Mapping[str, Tensor], model_path: str | Path) -> dict[str, Tensor]:
+    """Copies of parameters that hold a folder's weights; in the folder's own precision where theirs has fewer bits."""
+    if all(parameter.dtype == torch.float32 for parameter in parameters.values()):
+        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with stored_weights(model_path, parameters) as stored:
+        return {name: stored(name).to(parameter.device) for name, parameter in parameters.items()}
 
 
 def write_adapter_folder(
@@ -124,11 +258,16 @@ def write_adapter_folder(
     config = _peft_config(rank, alpha, targets)
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(folder)
+    config_file = folder / ADAPTER_CONFIG
+    values = json.loads(config_file.read_text(encoding="utf-8"))
+    values["target_modules"] = sorted(targets)  # peft writes a set, in an order that differs from process to process
+    config_file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tensors = {
         f"base_model.model.{name.replace('.default.', '.')}": tensor.detach().float().cpu().contiguous()
         for name, tensor in adapters.items()
     }
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / _ADAPTER_FILE, metadata={"format": "pt"})
+    os.chmod(folder / _ADAPTER_FILE, stat.S_IMODE(config_file.stat().st_mode))  # safetensors makes its files private
 
 
 def _peft_config(rank: int, alpha: float, targets: Sequence[str]) -> Any:

@@ -6,6 +6,8 @@ the tokens of its own sequence up to itself, and within the layer's sliding wind
     with packed_attention_context([0, 3, 7]):                  # two sequences, of 3 and 4 tokens
         hidden = model(tokens[None], position_ids=packed.position_ids(device)).last_hidden_state
 
+The boundaries travel beside the call, not through it: not every decoder passes what it does not know on to its layers.
+
 How it is computed: on CUDA in half precision by the variable-length flash kernel. Elsewhere sequences of similar length
 share one padded batch for ``scaled_dot_product_attention``: padding lies after the last token, so causality alone hides it
 and the result is exact. Neither ever holds a [T, T] matrix. Layers with a soft cap (Gemma 2) have no fused kernel: they go
@@ -26,22 +28,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface
 
-from llamarl.errors import ModelError
 from llamarl.models.transfer import to_device
 
 __all__ = [
-    "SUPPORTED_MODEL_TYPES",
+    "PACKED_ATTENTION",
     "PackedSequences",
-    "check_attention_supported",
+    "attending",
+    "current_packing",
     "fused_attention",
     "packed_attention_context",
     "softcapped_attention",
 ]
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3")
-"""Families whose tokens are tested against the library's own attention."""
+PACKED_ATTENTION = "llamarl_packed"
+"""Name in transformers' attention interface. To take it from here is to have it registered."""
 
 _MAX_LENGTH_RATIO = 0.8  # a padded batch holds sequences at least this long relative to its longest
 _SMALL_GAP = 16  # tokens of padding that are always cheaper than another kernel call
@@ -133,7 +135,23 @@ class PackedSequences:
         return self._cache[key]
 
 
-_current: ContextVar[PackedSequences | None] = ContextVar("llamarl_packed_sequences", default=None)
+_current: ContextVar[Any] = ContextVar("llamarl_packed_sequences", default=None)
+
+
+@contextmanager
+def attending(packing: Any) -> Iterator[None]:
+    """Model calls inside attend within the sequences of ``packing``: a ``PackedSequences``, or what another attention of the
+    trainer's takes instead. Whoever runs a layer again in the backward pass, on CUDA in another thread, enters it again there."""
+    token = _current.set(packing)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_packing() -> Any:
+    """What the enclosing ``attending`` was given; None outside."""
+    return _current.get()
 
 
 @contextmanager
@@ -141,9 +159,7 @@ def packed_attention_context(cu_seqlens: Tensor | Sequence[int] | PackedSequence
     """Tell ``llamarl_packed`` where the sequences of the packed row lie.
 
     Model calls inside take ``input_ids`` [1, T] and ``position_ids`` [1, T] that restart at every sequence (the yielded
-    object's ``position_ids`` gives them) and no attention mask. Activation checkpointing runs the forward again during
-    ``backward``, on CUDA in another thread, where a context is not seen: then pass the object to the model call
-    instead, ``model(..., packed_sequences=PackedSequences.of(cu_seqlens))``, which is kept with the recomputation.
+    object's ``position_ids`` gives them) and no attention mask.
 
     Args:
         cu_seqlens: [num_sequences + 1]; 0, then the end of each sequence in tokens.
@@ -152,33 +168,8 @@ def packed_attention_context(cu_seqlens: Tensor | Sequence[int] | PackedSequence
         ValueError: The boundaries do not start at 0 or do not increase strictly.
     """
     packed = PackedSequences.of(cu_seqlens)
-    token = _current.set(packed)
-    try:
+    with attending(packed):
         yield packed
-    finally:
-        _current.reset(token)
-
-
-def check_attention_supported(config: PretrainedConfig) -> None:
-    """Refuse, before any weight is loaded, a model whose attention ours would compute wrongly.
-
-    Raises:
-        ModelError: The architecture is not one of ``SUPPORTED_MODEL_TYPES``, asks for attention that is not causal, or for
-            rotary factors that depend on what else is computed at the same time.
-    """
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ModelError(
-            f"model.path: architecture {config.model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
-    if getattr(config, "use_bidirectional_attention", False):
-        raise ModelError(f"model.path: {config.model_type} with use_bidirectional_attention is not a causal decoder")
-    rope = getattr(config, "rope_parameters", None) or {}
-    short = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    if rope.get("rope_type") == "longrope" and (short is None or config.max_position_embeddings > short):
-        raise ModelError(
-            f"model.path: {config.model_type} with rotary embedding 'longrope' is not supported: transformers chooses its short or "
-            "long factors by the longest sequence of a call, so log-probs would depend on what shares the batch"
-        )
 
 
 def fused_attention(
@@ -281,7 +272,7 @@ def packed_attention_forward(
     Args:
         query: [1, H, T, D], already rotated.
         key, value: [1, KV, T, D].
-        packed_sequences: Boundaries; without it, those of the enclosing ``packed_attention_context``.
+        packed_sequences: Boundaries; without it, those of the enclosing ``attending``.
 
     Returns:
         [1, T, H, D], and None for the attention weights, which never exist.
@@ -339,4 +330,4 @@ def packed_attention_forward(
     return torch.cat(outputs).index_select(0, place)[None], None
 
 
-AttentionInterface.register("llamarl_packed", packed_attention_forward)
+AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)

@@ -1,40 +1,127 @@
 """Hugging Face folders in and out. Trainer and generator load the same decoder module through here.
 
-``trust_remote_code`` stays off: a folder whose architecture transformers does not know is refused.
+Of a folder that holds a model in several parts (text and images), the text decoder alone is loaded, under the names that it
+has when it stands alone: what is trained, handed over and exported is a text model.
+
+A model's own code is never run: its architecture is one of transformers' own. Every call says
+``trust_remote_code=False``, because without a value transformers asks on the console, where a pipe may answer. Only a
+tokenizer may bring code, where the user said so (``model.trust_remote_code``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
-from llamarl.errors import ModelError
-from llamarl.models.attention import check_attention_supported
-from llamarl.models.folders import resolve_model_path
+from llamarl.errors import FileError, ModelError
+from llamarl.models.folders import check_supported, resolve_model_path
+from llamarl.models.support import Use, text_part
+from llamarl.reading import read_object
 
 transformers_logging.disable_progress_bar()  # three processes would draw three bars into one console
 
-__all__ = ["context_length", "load_model", "load_model_config", "load_tokenizer", "resolve_model_path"]
+_CONFIG_FILES = ("config.json", "generation_config.json")
+_WEIGHT_FILES = ("model.safetensors.index.json",)
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+__all__ = [
+    "context_length",
+    "decoder_arguments",
+    "load_model",
+    "load_model_config",
+    "load_tokenizer",
+    "quiet",
+    "resolve_model_path",
+    "use_of",
+]
 
 
 def load_model_config(path: str | Path) -> PretrainedConfig:
-    """The architecture's configuration, without weights."""
+    """The decoder's configuration, without weights.
+
+    Raises:
+        ModelError: It is not usable, or of an architecture that transformers does not know.
+    """
     folder = resolve_model_path(path)
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"model.path: {folder}/config.json is not usable: {error}") from error
+    with _reading(folder, f"{folder}/config.json is not usable", _CONFIG_FILES):
+        _check_known(folder)
+        whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        text = whole.get_text_config(decoder=True)
+        if text is not whole:
+            text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", True)  # the whole model's decision
+        return text
+
+
+def _check_known(folder: Path) -> None:
+    values = read_object(folder / "config.json")
+    kind = values.get("model_type")
+    if isinstance(kind, str) and kind and kind not in CONFIG_MAPPING:
+        code = "; its folder brings code of its own (auto_map), which is never run" if values.get("auto_map") else ""
+        raise ModelError.at(
+            "model.path",
+            f": {folder}: architecture {kind!r} is not one of those that transformers "
+            f"{transformers_version} knows{code}",
+        )
+
+
+def decoder_arguments(path: str | Path) -> dict[str, Any]:
+    """What ``from_pretrained`` must be told to take the text decoder alone out of a folder; nothing where it is alone there."""
+    folder = resolve_model_path(path)
+    if text_part(values := read_object(folder / "config.json")) is values:
+        return {}
+    config = load_model_config(folder)
+    with torch.device("meta"):
+        body = AutoModel.from_config(config, trust_remote_code=False)
+    alone = next(name for name, _ in body.named_parameters())
+    stored = [name for name in _stored_names(folder) if name.endswith(f".{alone}")]
+    found = [name for name in stored if re.search(r"language|text|decoder", name)] or stored
+    if len(found) != 1:
+        raise ModelError.at(
+            "model.path",
+            f": {folder} holds {len(found)} tensors that may be {alone} of its {config.model_type}, expected 1",
+        )
+    prefix = found[0].removesuffix(alone)
+    mapping = {f"^{re.escape(prefix)}": f"{_body_name(config)}."}
+    heads = [name for name in _stored_names(folder) if name.endswith(".lm_head.weight")]
+    mapping |= {f"^{re.escape(head)}$": "lm_head.weight" for head in heads}
+    return {"config": config, "key_mapping": mapping}
+
+
+def _body_name(config: PretrainedConfig) -> str:
+    """Under which name the decoder's body stands in its language model."""
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return str(model.base_model_prefix)
+
+
+def _stored_names(folder: Path) -> list[str]:
+    """Names of the tensors in a folder's safetensors files."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return list(read_object(index).get("weight_map", {}))
+    names: list[str] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names += tensors.keys()
+    return names
 
 
 def context_length(path: str | Path) -> int | None:
@@ -43,27 +130,40 @@ def context_length(path: str | Path) -> int | None:
     return None if length is None else int(length)
 
 
+def use_of(attention: str | None) -> Use:
+    """What a model is loaded for, by the attention that it gets: the engine's is its own."""
+    return "generate" if attention == "llamarl_paged" else "train"
+
+
 def load_model(
-    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", attention: str = "sdpa"
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", attention: str | None = None
 ) -> PreTrainedModel:
     """The causal language model of a folder, in eval mode, on ``device``.
 
     Args:
-        attention: Name registered in transformers' attention interface (``llamarl_paged``, ``llamarl_packed``, ``sdpa``).
+        attention: Name registered in transformers' attention interface (``llamarl_paged``, ``llamarl_packed``); None: what
+            transformers itself would take, of which not every architecture has all.
 
     Raises:
-        ModelError: Weights are missing or do not fit the architecture, or ours does not know its attention.
+        ModelError: The architecture is not supported, or weights are missing or do not fit it.
     """
     folder = resolve_model_path(path)
-    if attention.startswith("llamarl_"):
-        check_attention_supported(load_model_config(folder))
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
-        )
-    except (ValueError, OSError, KeyError, RuntimeError) as error:
-        raise ModelError(f"model.path: cannot load {folder}: {error}") from error
+    check_supported(folder, use_of(attention))
+    with _reading(folder, f"cannot load {folder}", _CONFIG_FILES + _WEIGHT_FILES):
+        of_decoder = decoder_arguments(folder)
+        with quiet() if of_decoder else contextlib.nullcontext():  # it would list every tensor of the other parts
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **of_decoder,
+            )
     model, found = loaded
+    if of_decoder:
+        model._weight_conversions = None  # its names are its own from here on, also where it is written
     if missing := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
         raise ModelError(
             f"model.path: {folder} lacks {len(missing)} tensors of its architecture: {', '.join(missing[:4])}"
@@ -72,10 +172,70 @@ def load_model(
     return model.to(torch.device(device)).eval()
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside a model."""
-    folder = resolve_model_path(path)
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """transformers says errors alone."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"model.path: {folder} has no usable tokenizer: {error}") from error
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def _tokenizer_code(folder: Path) -> str:
+    """What the folder names as the code of its tokenizer; empty where it names none."""
+    try:
+        named = read_object(folder / "tokenizer_config.json").get("auto_map") or {}
+    except FileError:
+        return ""
+    code = named.get("AutoTokenizer", "") if isinstance(named, dict) else named
+    return ", ".join(str(c) for c in code if c) if isinstance(code, list | tuple) else str(code)
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside a model.
+
+    Args:
+        trust_remote_code: Whether it may be Python code of the folder, which then runs in this process.
+
+    Raises:
+        ModelError: There is none, or it is such code and may not run.
+    """
+    folder = resolve_model_path(path)
+    with _reading(folder, f"{folder} has no usable tokenizer", _CONFIG_FILES + _TOKENIZER_FILES):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+            tokenizer("1")  # a setting of a wrong kind ends where it is first used
+            return tokenizer
+        except (ValueError, OSError, KeyError) as error:
+            if not trust_remote_code and (code := _tokenizer_code(folder)):
+                raise ModelError(
+                    f"model.path: the tokenizer of {folder} is Python code of that folder ({code}), which is not run. If you have "
+                    f"read it and trust who wrote it, set model.trust_remote_code to true (llamarl generate: --trust-remote-code); "
+                    f"it then runs with all your rights"
+                ) from error
+            raise
+
+
+@contextlib.contextmanager
+def _reading(folder: Path, what: str, objects: tuple[str, ...]) -> Iterator[None]:
+    """Around what transformers reads of a folder that anybody may have written.
+
+    Args:
+        objects: The JSON objects among those files; each is read first, so that a malformed one is named.
+
+    Raises:
+        ModelError: A file is malformed, or the library refuses what is in it.
+    """
+    try:
+        for name in objects:
+            if (folder / name).is_file():
+                read_object(folder / name)
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # any value of a wrong kind ends wherever the library first uses it
+        raise ModelError(f"model.path: {what}: {str(error) or repr(error)}") from error

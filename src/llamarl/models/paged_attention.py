@@ -15,6 +15,9 @@ Shape legend: N sequences, T tokens, L cached tokens (padded), H query heads, KV
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +28,7 @@ from transformers import AttentionInterface
 
 from llamarl.models.attention import fused_attention, softcapped_attention
 
-__all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk", "prefill_attention"]
+__all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk", "paged_step", "prefill_attention"]
 
 
 @dataclass(slots=True)
@@ -79,7 +82,7 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """What ``llamarl_paged`` must know of a step. Passed to the model call as ``paged_batch``."""
+    """What ``llamarl_paged`` must know of a step."""
 
     keys: list[Tensor]
     """Per layer, [num_blocks, block_size, KV, D]."""
@@ -88,6 +91,20 @@ class PagedBatch:
     """[T] flat slot (block * block_size + offset) of each token."""
     decodes: list[DecodeBatch]
     prefills: list[PrefillChunk]
+
+
+_current: ContextVar[PagedBatch | None] = ContextVar("llamarl_paged_batch", default=None)
+
+
+@contextmanager
+def paged_step(batch: PagedBatch) -> Iterator[None]:
+    """Model calls inside compute this step. Not every decoder passes on to its layers what it does not know, so the batch
+    travels beside the call."""
+    token = _current.set(batch)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def paged_attention_forward(
@@ -100,7 +117,6 @@ def paged_attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    paged_batch: PagedBatch | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """The function behind ``llamarl_paged``; its signature is transformers' attention interface.
@@ -112,10 +128,9 @@ def paged_attention_forward(
     Returns:
         [1, T, H, D], and None for the attention weights.
     """
+    paged_batch = _current.get()
     if paged_batch is None:
-        raise ValueError(
-            "llamarl_paged needs paged_batch: it runs inside the engine only; load with attention='sdpa' otherwise"
-        )
+        raise ValueError("llamarl_paged runs inside the engine only; load with attention='sdpa' otherwise")
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys, values = paged_batch.keys[layer], paged_batch.values[layer]
     _, H, T, D = query.shape

@@ -27,17 +27,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
 from llamarl.models.sizes import fitting_sizes
+from llamarl.models.support import why_unsupported
 
 __all__ = [
     "ParallelLayout",
     "ParameterShard",
     "apply_fully_shard",
     "apply_tensor_parallel",
-    "check_tensor_parallel_plan",
     "gather_parameters",
     "local_tensor",
     "make_layout",
@@ -142,10 +142,12 @@ def apply_tensor_parallel(
         Parameter name -> dimension that was cut.
 
     Raises:
-        ModelError: The architecture has no plan, asks for a style that is not supported, or does not divide.
+        ModelError: The architecture has no plan that is carried out here, or does not divide.
     """
     if layout.tp == 1:
         return {}
+    if reason := why_unsupported(model.config.to_dict(), "tensor_parallel"):
+        raise ModelError(f"{key} = {layout.tp}: {reason}; set {key} to 1")
     text = model.config.get_text_config()
     heads = text.num_attention_heads
     sizes = fitting_sizes(heads, getattr(text, "num_key_value_heads", None) or heads, text.intermediate_size)
@@ -155,8 +157,6 @@ def apply_tensor_parallel(
         )
     base = model.base_model
     plan: Mapping[str, str] = getattr(base.config, "base_model_tp_plan", None) or {}
-    if not plan:
-        raise ModelError(f"{type(model).__name__} has no tensor-parallel plan: set {key} to 1")
     prefix = f"{model.base_model_prefix}."
     cut: dict[str, int] = {}
     shared_input = _SharedInput(layout.group("tp"))
@@ -179,22 +179,6 @@ def apply_tensor_parallel(
     if not cut:
         raise ModelError(f"{type(model).__name__}: its tensor-parallel plan fits none of its layers: set {key} to 1")
     return cut
-
-
-def check_tensor_parallel_plan(config: PretrainedConfig, *, key: str = "trainer.tp") -> None:
-    """Refuse, before any weight is loaded, a model whose own plan is not one that we carry out.
-
-    Raises:
-        ModelError: It has no plan, or one with a style that is not supported.
-    """
-    plan: Mapping[str, str] = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-    unknown = sorted(set(plan.values()) - set(_STYLES))
-    if not plan or unknown:
-        raise ModelError(
-            f"{key}: {config.model_type} has {'a' if plan else 'no'} tensor-parallel plan"
-            + (f" with the styles {', '.join(unknown)}, which are not supported" if plan else "")
-            + f": set {key} to 1"
-        )
 
 
 def apply_fully_shard(root: nn.Module, layers: list[nn.Module], layout: ParallelLayout, dtype: torch.dtype) -> None:

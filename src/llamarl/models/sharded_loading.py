@@ -9,21 +9,19 @@ Only plain folders go this way: every parameter in a safetensors file under its 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llamarl.errors import ModelError
-from llamarl.models.attention import check_attention_supported
-from llamarl.models.folders import resolve_model_path
-from llamarl.models.loading import load_model, load_model_config
+from llamarl.models.folders import check_supported, resolve_model_path
+from llamarl.models.loading import load_model, load_model_config, use_of
 from llamarl.models.parallel import (
     ParallelLayout,
     ParameterShard,
@@ -31,8 +29,17 @@ from llamarl.models.parallel import (
     local_tensor,
     parameter_shards,
 )
+from llamarl.reading import read_object
 
-__all__ = ["can_stream", "give_storage", "load_tensor_parallel", "make_skeleton", "read_parts"]
+__all__ = [
+    "can_stream",
+    "give_storage",
+    "load_tensor_parallel",
+    "make_skeleton",
+    "open_tensors",
+    "read_parts",
+    "stored_weights",
+]
 
 
 def make_skeleton(path: str | Path, *, attention: str) -> PreTrainedModel:
@@ -41,10 +48,12 @@ def make_skeleton(path: str | Path, *, attention: str) -> PreTrainedModel:
     Raises:
         ModelError: The architecture is not supported.
     """
+    check_supported(path, use_of(attention))
     config = load_model_config(path)
-    check_attention_supported(config)
     with _parameters_without_storage():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        )
     return model.eval()
 
 
@@ -117,8 +126,11 @@ def read_parts(path: str | Path, parameters: Mapping[str, nn.Parameter], shards:
         for name, parameter in parameters.items():
             file = files[name]
             if file not in opened:
-                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-            stored = opened[file].get_slice(name)
+                opened[file] = stack.enter_context(open_tensors(file))
+            try:
+                stored = opened[file].get_slice(name)
+            except SafetensorError as error:
+                raise ModelError(f"model.path: {file} lacks {name}: {error}") from error
             shard = shards[name]
             if tuple(stored.get_shape()) != shard.shape:
                 raise ModelError(f"{file}: {name} has shape {tuple(stored.get_shape())}, expected {shard.shape}")
@@ -127,16 +139,64 @@ def read_parts(path: str | Path, parameters: Mapping[str, nn.Parameter], shards:
                 local.copy_(stored[tuple(slice(start, stop) for start, stop in shard.box)])
 
 
+@contextmanager
+def stored_weights(path: str | Path, names: Collection[str]) -> Iterator[Callable[[str], Tensor]]:
+    """A function that reads one of ``names``, parameters of the folder's model, as it is stored.
+
+    Folders that do not hold every one under its own name are loaded whole, in float32.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+    """
+    files = _files(path)
+    if not all(name in files for name in names):
+        parameters = dict(load_model(path, dtype=torch.float32).named_parameters())
+        yield lambda name: parameters[name].detach()
+        return
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+
+        def read(name: str) -> Tensor:
+            file = files[name]
+            if file not in opened:
+                opened[file] = stack.enter_context(open_tensors(file))
+            try:
+                tensor = opened[file].get_tensor(name)
+            except SafetensorError as error:
+                raise ModelError(f"model.path: {file} lacks {name}: {error}") from error
+            assert isinstance(tensor, Tensor)
+            return tensor
+
+        yield read
+
+
+@contextmanager
+def open_tensors(file: Path) -> Iterator[Any]:
+    """A safetensors file, by ``safe_open``.
+
+    Raises:
+        ModelError: It is not one.
+    """
+    try:
+        opened = safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"model.path: {file} is not a usable safetensors file: {error}") from error
+    with opened as tensors:
+        yield tensors
+
+
 def _files(path: str | Path) -> dict[str, Path]:
     """Tensor name -> file that holds it."""
     folder = resolve_model_path(path)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ModelError(f"model.path: {index} has no weight_map of file names")
         return {name: folder / file for name, file in weight_map.items()}
     found: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
+        with open_tensors(file) as tensors:
             found |= {name: file for name in tensors.keys()}
     return found
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 from llamarl.errors import ModelError
 from llamarl.models.folders import resolve_model_path
+from llamarl.reading import read_object
 
 __all__ = ["check_tensor_parallel_size", "fitting_sizes"]
 
@@ -29,11 +29,11 @@ def check_tensor_parallel_size(path: str | Path, tp: int, *, key: str = "trainer
     """
     file = resolve_model_path(path) / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_object(file)
         config = config.get("text_config") or config
         heads, intermediate = int(config["num_attention_heads"]), int(config["intermediate_size"])
         key_value_heads = int(config.get("num_key_value_heads") or heads)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ModelError(
             f"model.path: {file} does not say the model's heads and intermediate size: {error!r}"
         ) from error

@@ -12,12 +12,10 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from llamarl.errors import ModelError
-from llamarl.models.attention import check_attention_supported
-from llamarl.models.folders import resolve_model_path
-from llamarl.models.loading import load_model_config
+from llamarl.models.folders import check_supported, resolve_model_path
+from llamarl.models.loading import decoder_arguments, quiet
 
 __all__ = ["load_value_model", "value_head"]
 
@@ -31,22 +29,21 @@ def load_value_model(path: str | Path, *, device: torch.device | str = "cpu", at
         ModelError: Weights are missing, or transformers has no such model of this architecture.
     """
     folder = resolve_model_path(path)
-    check_attention_supported(load_model_config(folder))
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it would warn of the unused output layer and of the new head
+    check_supported(folder, "critic", key="critic.path")
     try:
-        model, report = AutoModelForTokenClassification.from_pretrained(
-            folder,
-            num_labels=1,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with quiet():  # it would warn of the unused output layer and of the new head
+            model, report = AutoModelForTokenClassification.from_pretrained(
+                folder,
+                num_labels=1,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **decoder_arguments(folder),
+            )
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelError(f"critic.path: cannot load {folder} with a value head: {error}") from error
-    finally:
-        transformers_logging.set_verbosity(level)
     if missing := sorted(name for name in report["missing_keys"] if not name.startswith(_HEAD)):
         raise ModelError(f"critic.path: {folder} lacks {', '.join(missing)}")
     if report["missing_keys"]:

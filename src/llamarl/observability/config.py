@@ -3,59 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT, refuse
+from llamarl.errors import Mistake
+from llamarl.import_path import is_import_path
+from llamarl.strict import NO_BITS, STRICT, ListOf, refuse
 
 __all__ = ["ObservabilityConfig"]
+
+
+def _class(path: str) -> str:
+    if not is_import_path(path):
+        raise ValueError(f"must be package.module:Class or path/to/file.py:Class, got {path!r}")
+    return path
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ObservabilityConfig:
     """Console, curves, rollouts and trace of a run. None of it changes a bit of what is learned."""
 
-    console: Literal["auto", "rich", "plain", "none"] = "auto"
+    console: Annotated[Literal["auto", "rich", "plain", "none"], NO_BITS] = "auto"
     """Live display (rich), one line every few ticks (plain) or nothing. auto takes rich on a terminal, else plain."""
 
-    console_every: int = 0
-    """Ticks that one plain line sums up. 0 chooses, so that a run prints about 30 lines."""
+    console_every: Annotated[NonNegativeInt, NO_BITS] = 0
+    """Ticks that one plain line sums up; 0 chooses, so that a run prints about 30 lines."""
 
-    tensorboard: bool = True
+    tensorboard: Annotated[bool, NO_BITS] = True
     """Write TensorBoard files into ``RUN/tensorboard``."""
 
-    rollouts: bool = True
+    rollouts: Annotated[bool, NO_BITS] = True
     """Write prompts, responses, rewards, log-probabilities and versions into ``RUN/rollouts``."""
 
-    rollouts_every: int = 1
-    """Trainer ticks from one rollout file to the next. 1 writes every batch."""
+    rollouts_every: Annotated[PositiveInt, NO_BITS] = 1
+    """Trainer ticks from one rollout file to the next; 1 writes every batch, rollouts = false
+    none."""
 
-    trace: bool = True
+    trace: Annotated[bool, NO_BITS] = True
     """Write ``RUN/trace.json``, one lane an executor, for https://ui.perfetto.dev or chrome://tracing."""
 
-    wandb: bool = False
+    wandb: Annotated[bool, NO_BITS] = False
     """Also send each row to Weights & Biases; needs the extra ``llamarl[wandb]``. Its own environment variables apply."""
 
-    wandb_project: str = "llamarl"
+    wandb_project: Annotated[str, NO_BITS] = "llamarl"
     """Weights & Biases project of the run."""
+
+    sinks: Annotated[ListOf[Annotated[str, AfterValidator(_class)]], NO_BITS] = ()
+    """Where each row goes besides: classes of your own as package.module:Class or file.py:Class (docs/metrics.md). One that fails
+    is left out from then on, and the run says so; ``metrics.jsonl`` has every row in any case."""
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())
 
-    def _mistakes(self) -> Iterator[str]:
-        if self.console_every < 0:
-            yield (
-                f"observability.console_every must be >= 0 ticks (0 = chosen by the length of the run), "
-                f"got {self.console_every}"
-            )
-        if self.rollouts_every < 1:
-            yield (
-                f"observability.rollouts_every must be >= 1 ticks, got {self.rollouts_every}; "
-                f"set observability.rollouts = false to write none"
-            )
+    def _mistakes(self) -> Iterator[Mistake]:
         if self.wandb and not self.wandb_project:
-            yield "observability.wandb_project must not be empty while observability.wandb is true"
+            yield Mistake("wandb_project", "must not be empty while observability.wandb is true", ("wandb",))
 
     def rollouts_due(self, tick: int) -> bool:
         """Whether the batch of ``tick`` (from 0) is written to ``RUN/rollouts``."""

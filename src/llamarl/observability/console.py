@@ -18,8 +18,8 @@ from rich.text import Text
 
 from llamarl.observability import text
 from llamarl.observability.config import ObservabilityConfig
-from llamarl.observability.job import JobDescription
-from llamarl.observability.summary import RunSummary
+from llamarl.observability.job_description import JobDescription
+from llamarl.observability.summary import RunSummary, is_graded
 
 __all__ = ["ConsoleReporter"]
 
@@ -139,7 +139,7 @@ class _Rich:
         self._job, self._num_ticks, self._done, self._console = job, num_ticks, done, console
         self._ticks: dict[str, int] = {}
         self._row: Mapping[str, Any] = {}
-        self._accuracy: float | None = None
+        self._held_out: tuple[str, float | None] = ("accuracy", None)
         self._num_failed = 0
         self._step_s: list[float] = []
         self._progress = Progress(
@@ -172,7 +172,8 @@ class _Rich:
         self._progress.update(self._task, completed=tick + 1, left=text.duration(left_s))
         evaluation = text.evaluation_line(row)
         if evaluation:
-            self._accuracy = row["eval/accuracy"]
+            graded = is_graded(row)
+            self._held_out = ("held out", row["eval/reward_mean"]) if graded else ("accuracy", row.get("eval/accuracy"))
             self._console.print(Text(evaluation, style="green"), soft_wrap=True)
 
     def message(self, line: str) -> None:
@@ -191,10 +192,12 @@ class _Rich:
                 Text.assemble((label + " ", "dim"), (value, "bold"))
                 for label, value in (
                     ("reward", text.number(row.get("reward/mean"), 3)),
-                    ("accuracy", text.number(self._accuracy, 3)),
+                    (self._held_out[0], text.number(self._held_out[1], 3)),
+                    ("no signal", text.percent(text.no_signal([row]))),
                     ("staleness", text.staleness(row.get("staleness/mean"), row.get("staleness/max"))),
                     ("tokens/s", text.count(row.get("tokens_per_s/generated"))),
                     ("length", text.number(row.get("response/length_mean"), 1)),
+                    ("cut", text.percent(row.get("response/truncated_fraction"))),
                     ("failed rewards", str(self._num_failed)),
                 )
             )

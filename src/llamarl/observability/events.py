@@ -24,8 +24,9 @@ from typing import Any
 import xxhash
 
 from llamarl.checkpoint.platform import platform_facts
-from llamarl.errors import EventLogError
+from llamarl.errors import EventLogError, FileError
 from llamarl.observability.metrics import cannot_write, replace_file
+from llamarl.reading import parse_json, read_bytes
 
 __all__ = ["EVENTS_FILE", "REPLAY_FILE", "EventLog", "TickEvent", "event_platform", "ranges", "read_events"]
 
@@ -112,7 +113,7 @@ class EventLog:
                 os.fsync(file.fileno())
 
     def _cut_after(self, tick: int) -> None:
-        lines = self.path.read_bytes().splitlines(keepends=True)
+        lines = read_bytes(self.path).splitlines(keepends=True)
         kept = []
         for number, line in enumerate(lines, start=1):
             try:
@@ -139,9 +140,9 @@ def read_events(path: str | os.PathLike[str], *, num_ticks: int) -> dict[tuple[i
     """
     path = Path(path)
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise EventLogError(f"{path} cannot be read ({error.strerror}): a replay needs the run's event log") from None
+        lines = read_bytes(path).splitlines(keepends=True)
+    except FileError as error:
+        raise EventLogError(f"{error}: a replay needs the run's event log") from None
     found: dict[tuple[int, int], TickEvent] = {}
     for number, line in enumerate(lines, start=1):
         try:
@@ -151,7 +152,7 @@ def read_events(path: str | os.PathLike[str], *, num_ticks: int) -> dict[tuple[i
                     raise ValueError(f"format {record.get('format')!r}, this llamarl reads format {_FORMAT}")
                 continue
             event = TickEvent.from_plain(record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise EventLogError(_torn(path, number, error)) from None
         found[event.tick, event.rank] = event
     ranks = {rank for _, rank in found}
@@ -170,8 +171,11 @@ def read_events(path: str | os.PathLike[str], *, num_ticks: int) -> dict[tuple[i
 
 def event_platform(path: str | os.PathLike[str]) -> dict[str, str]:
     """Where the log was begun (``platform_facts``)."""
-    with open(path, "rb") as file:
-        return dict(_parse(file.readline()).get("platform", {}))
+    try:
+        platform = _parse(read_bytes(path).partition(b"\n")[0] + b"\n").get("platform")
+    except ValueError as error:
+        raise EventLogError(_torn(Path(path), 1, error)) from None
+    return {str(key): str(value) for key, value in platform.items()} if isinstance(platform, dict) else {}
 
 
 def ranges(indices: Sequence[int]) -> str:
@@ -196,7 +200,7 @@ def _check(record: Mapping[str, Any]) -> str:
 def _parse(line: bytes) -> dict[str, Any]:
     if not line.endswith(b"\n"):
         raise ValueError("it does not end")
-    record = json.loads(line)
+    record = parse_json(line, "it")
     if not isinstance(record, dict):
         raise ValueError("it is no JSON object")
     check = record.pop("check", None)

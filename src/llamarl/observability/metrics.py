@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.errors import ConfigError, FileError, LlamaRLError
 from llamarl.observability.keys import is_integer_key, is_timing_key, key_order
+from llamarl.reading import parse_json, read_bytes
 
 __all__ = [
     "METRICS_FILE",
@@ -96,7 +97,7 @@ class MetricsLog:
                     f"run.dir: {self.path.parent} already holds a run ({METRICS_FILE}): resume it with "
                     f"--resume {self.path.parent}, or choose another run.dir"
                 )
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
@@ -130,7 +131,7 @@ class MetricsLog:
 def merge_metrics(tick: int, reported: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """One row from what each executor reported for ``tick``.
 
-    ``time/*`` keys that several report are added; another key may come from several only with one value.
+    ``time/*`` and ``tokens/*`` keys that several report are added; another key may come from several only with one value.
 
     Raises:
         ValueError: Two executors report different values under one key; the message names them.
@@ -141,7 +142,7 @@ def merge_metrics(tick: int, reported: Mapping[str, Mapping[str, float]]) -> dic
         for key, value in metrics.items():
             if key not in row:
                 row[key], owner[key] = value, executor
-            elif key.startswith("time/"):
+            elif key.startswith(("time/", "tokens/")):
                 row[key] += value
             elif row[key] != value and not (math.isnan(row[key]) and math.isnan(value)):
                 raise ValueError(
@@ -165,9 +166,9 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[Row]:
     path = Path(run_dir)
     path = path / METRICS_FILE if path.is_dir() else path
     try:
-        return [row for row, _ in _whole_rows(path.read_bytes())]
-    except OSError as error:
-        raise LlamaRLError(f"cannot read {path}: {error.strerror}") from error
+        return [row for row, _ in _whole_rows(read_bytes(path))]
+    except FileError as error:
+        raise LlamaRLError(str(error)) from error
 
 
 def strip_timing(row: Mapping[str, Any]) -> Row:
@@ -210,20 +211,24 @@ def _whole_rows(data: bytes) -> list[tuple[Row, bytes]]:
     rows: list[tuple[Row, bytes]] = []
     for line in data.splitlines(keepends=True):
         try:
-            row = json.loads(line)
-        except ValueError:
+            row = parse_json(line, METRICS_FILE)
+        except FileError:
             break
-        if not line.endswith(b"\n") or not isinstance(row, dict):
+        if not line.endswith(b"\n") or not isinstance(row, dict) or not all(map(_is_value, row.values())):
             break
         rows.append((row, line))
     return rows
+
+
+def _is_value(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and math.isfinite(value))
 
 
 def _cut_after(path: Path, tick: int) -> tuple[Row, ...]:
     """Keep rows up to ``tick``; the file is replaced at once, so that a kill leaves the old or the new."""
     if not path.exists():
         return ()
-    kept = [(row, line) for row, line in _whole_rows(path.read_bytes()) if int(row.get("step") or 0) <= tick]
+    kept = [(row, line) for row, line in _whole_rows(read_bytes(path)) if int(row.get("step") or 0) <= tick]
     replace_file(path, b"".join(line for _, line in kept))
     return tuple(row for row, _ in kept)
 
@@ -236,7 +241,8 @@ def replace_file(path: Path, data: bytes) -> None:
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with open(partial, "wb") as file:
+        partial.unlink(missing_ok=True)  # what a kill left, or a link to somewhere else
+        with open(partial, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -3,6 +3,7 @@
     report (executor, tick) ──┬──▶ trace.json            at once
                               ├──▶ console               at once
                               └──▶ join by tick ──▶ row ──▶ metrics.jsonl, TensorBoard, W&B, console
+                                                     └────▶ ledger (must close), health ──▶ warnings.jsonl, console
 
 The recorder adds what only it can know: how long each executor's tick took, how long it stood idle before, how long the
 trainer's step took from end to end, and the rates. It lives in the controller's process and sees no payload.
@@ -19,12 +20,19 @@ from typing import Any, Protocol
 
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.console import ConsoleReporter
-from llamarl.observability.job import JobDescription, Lane
+from llamarl.observability.failures import Causes
+from llamarl.observability.health import Health
+from llamarl.observability.job_description import JobDescription, Lane
+from llamarl.observability.job_file import write_job
+from llamarl.observability.ledger import check_ledger
 from llamarl.observability.metrics import METRICS_FILE, MetricsLog, Row, TickJoin, merge_metrics
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER, RolloutWriter
-from llamarl.observability.sinks import RowSink, TensorBoardSink, WandbSink
+from llamarl.observability.sinks import RowSink, TensorBoardSink, UserSink, WandbSink
 from llamarl.observability.summary import RunSummary, SummaryBuilder
 from llamarl.observability.trace import TRACE_FILE, TraceWriter, idle_share
+from llamarl.observability.trained_tokens import cut_trained_after
+from llamarl.observability.warning_log import WARNINGS_FILE, WarningLog
+from llamarl.plural import plural
 
 __all__ = ["Recorder", "ReportLike", "TENSORBOARD_FOLDER", "WEIGHT_SYNC_SPAN"]
 
@@ -53,6 +61,8 @@ class ReportLike(Protocol):
     @property
     def spans(self) -> tuple[tuple[str, float, float], ...]: ...
     @property
+    def failures(self) -> Mapping[str, int]: ...
+    @property
     def controller_bytes(self) -> int: ...
 
 
@@ -77,6 +87,7 @@ class Recorder:
         job: JobDescription | None = None,
         run_config: Mapping[str, Any] | None = None,
         trainer: str = "trainer",
+        group_baseline: bool = True,
         console: ConsoleReporter | None = None,
     ) -> None:
         """
@@ -87,6 +98,7 @@ class Recorder:
             job: What runs where, for the head of the console.
             run_config: The resolved configuration, for Weights & Biases.
             trainer: Executor whose ticks are the run's steps.
+            group_baseline: Whether a group whose rewards are all equal gives no gradient, for the warnings.
             console: Where to show; made from ``config`` if None.
 
         Raises:
@@ -100,10 +112,14 @@ class Recorder:
         self.run_dir = Path(run_dir)
         self._trainer = trainer
         self._log = MetricsLog(self.run_dir, resume_after_tick)
+        self._warnings = WarningLog(self.run_dir, resume_after_tick)
+        self._health = Health(group_baseline=group_baseline, rows=self._log.rows, said=self._warnings.said)
+        self._causes = Causes()
         self._sinks: list[RowSink] = []
         self._trace: TraceWriter | None = None
         if resume_after_tick is not None:
             RolloutWriter(self.run_dir / ROLLOUTS_FOLDER).cut_after(resume_after_tick)
+            cut_trained_after(self.run_dir, resume_after_tick)
         if config.trace:
             path = self.run_dir / TRACE_FILE
             self._trace = TraceWriter(path, executors, resume_after_tick=resume_after_tick)
@@ -112,6 +128,10 @@ class Recorder:
             self._sinks.append(TensorBoardSink(folder, resume_after_tick=resume_after_tick))
         if config.wandb:
             self._sinks.append(WandbSink(self.run_dir, config.wandb_project, run_config))
+        self._sinks += [
+            UserSink(path, self.run_dir, run_config or {}, resume_after_tick, self._tell_of_a_sink)
+            for path in config.sinks
+        ]
         self._join: TickJoin[_Timed] = TickJoin(executors, 0 if resume_after_tick is None else resume_after_tick + 1)
         self._finishes: dict[str, float] = {}
         self._first_start_s: float | None = None
@@ -120,8 +140,11 @@ class Recorder:
             self._summary.add(row)
         lanes = tuple(Lane(name=name) for name in executors)
         description = job or JobDescription(title=self.run_dir.name, lanes=lanes)
+        if job is not None:
+            write_job(self.run_dir, job)
         self.console = console or ConsoleReporter(config, description, num_ticks, done=len(self._log.rows))
         self._report_gap(resume_after_tick)
+        self._last_row: Mapping[str, Any] | None = self._log.rows[-1] if self._log.rows else None
         self._closed = False
 
     def on_report(self, report: ReportLike) -> list[Row]:
@@ -169,18 +192,19 @@ class Recorder:
             ("metrics", METRICS_FILE),
             ("rollouts", ROLLOUTS_FOLDER),
             ("checkpoints", "checkpoints"),
+            ("warnings", WARNINGS_FILE),
             ("trace", TRACE_FILE),
             ("curves", TENSORBOARD_FOLDER),
         ):
             if (self.run_dir / name).exists():
                 places[label] = str(self.run_dir / name)
-        return self._summary.build(stopped=stopped, places=places)
+        return self._summary.build(stopped=stopped, failures=self._causes.lines(), places=places)
 
     def close(self, stopped: str = "") -> None:
         """Close every file and print the summary. Idempotent.
 
         Args:
-            stopped: Why the run ended early, in one line; empty where it reached its last tick.
+            stopped: By what the run was stopped early ("by the user"); empty where it reached its last tick.
         """
         if self._closed:
             return
@@ -206,7 +230,32 @@ class Recorder:
                 if value is not None:
                     self._trace.counter(key, tick, items[self._trainer].report.finished_s, value)
         self.console.on_row(written)
+        self._warn(written, [timed.report.failures for timed in items.values()])
+        self._check_tokens(written)
         return written
+
+    def _warn(self, row: Row, failures: Sequence[Mapping[str, int]]) -> None:
+        """Say what goes wrong, each kind once, and each new kind of cause for a failed reward."""
+        new = [cause for found in failures for cause in self._causes.add(found)]
+        said = ""
+        for trouble in self._health.look(row, [cause for found in failures for cause in found]):
+            self._warnings.write(int(row["step"] or 0), trouble.kind, trouble.text)
+            self.message(f"warning, tick {row['step']}: {trouble.text}")
+            said += trouble.text
+        for cause in new:
+            if cause not in said:
+                self.message(f"rewards fail, from tick {row['step']}: {cause}")
+
+    def _tell_of_a_sink(self, tick: int, text: str) -> None:
+        self._warnings.write(tick, "sink", text)
+        self.message(f"warning, tick {tick}: {text}")
+
+    def _check_tokens(self, row: Row) -> None:
+        """Every row must account for every token, given the one before it; after a gap there is nothing to go by."""
+        before, self._last_row = self._last_row, row
+        follows = int(before["step"] or 0) + 1 == row["step"] if before is not None else row["step"] == 0
+        if follows:
+            check_ledger(row, before)
 
     def _timing(self, items: Mapping[str, _Timed]) -> dict[str, float]:
         """What the clock says of one tick. An executor's own value under the same key takes precedence."""
@@ -233,4 +282,6 @@ class Recorder:
             return
         missing = set(range(resume_after_tick + 1)) - {int(row.get("step") or 0) for row in self._log.rows}
         if missing:
-            self.message(f"{METRICS_FILE} lacks {len(missing)} rows of before the resume, from step {min(missing)}")
+            self.message(
+                f"{METRICS_FILE} lacks {plural(len(missing), 'row')} of before the resume, from step {min(missing)}"
+            )

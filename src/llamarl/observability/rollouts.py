@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.errors import DataError
+from llamarl.errors import DataError, FileError
 from llamarl.observability.metrics import cannot_write, replace_file
+from llamarl.reading import parse_json, read_bytes
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 __all__ = ["ROLLOUTS_FOLDER", "Rollout", "RolloutWriter", "num_segments", "read_rollouts"]
@@ -112,11 +113,15 @@ def read_rollouts(folder: str | os.PathLike[str], tick: int | None = None) -> It
         wanted = "rollouts" if tick is None else f"rollouts of tick {tick}"
         raise DataError(f"{place} holds no {wanted}: run with observability.rollouts = true")
     for found, path in files:
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        for number, line in enumerate(read_bytes(path, max_bytes=None).split(b"\n"), start=1):
+            where = f"{path}, line {number}"
             try:
-                yield _parse(found, json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{path}, line {number} is not a sample: {error!r}") from error
+                if line.strip():
+                    yield _parse(found, parse_json(line, where, big_integers=True, lone_surrogates=True))
+            except FileError as error:
+                raise DataError(str(error)) from error
+            except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
+                raise DataError(f"{where} is not a sample: {error!r}") from error
 
 
 def num_segments(response: Response) -> int:
@@ -152,6 +157,7 @@ def _record(tick: int, prompt: Prompt, response: Response) -> dict[str, Any]:
         "policy_versions": response.policy_versions.tolist(),
         "loss_mask": response.loss_mask.astype(int).tolist(),
         "metadata": dict(prompt.metadata),
+        **({"sampled_by": response.sampled_by} if response.sampled_by else {}),
     }
 
 
@@ -172,6 +178,7 @@ def _parse(tick: int, record: Mapping[str, Any]) -> Rollout:
         text=record["response"],
         finish_reason=record["finish_reason"],
         kept_kv=record.get("kept_kv", False),
+        sampled_by=record.get("sampled_by", ""),
         outcome=outcome,
     )
     return Rollout(

@@ -1,11 +1,11 @@
-"""Where rows go besides ``metrics.jsonl``: TensorBoard and, if asked, Weights & Biases."""
+"""Where rows go besides ``metrics.jsonl``: TensorBoard, if asked Weights & Biases, and sinks of the user's own."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,18 +13,84 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, DataError
+from llamarl.import_path import import_user
 from llamarl.observability.metrics import append_all, cannot_write, replace_file
+from llamarl.reading import read_text
 
-__all__ = ["RowSink", "TensorBoardSink", "WandbSink"]
+__all__ = ["RowSink", "TensorBoardSink", "UserSink", "WandbSink"]
 
 
 class RowSink(Protocol):
-    """Takes each row once, in order."""
+    """Takes each row once, in order.
 
-    def write(self, row: Mapping[str, Any]) -> None: ...
+    One of the user's own (``observability.sinks``) is called as ``Sink(run_dir, config, resume_after_tick)``: the run's folder,
+    the resolved recipe as nested plain values, and the tick after which a run goes on, whose later rows come again; None for a
+    new run. It lives in the controller's process, so a slow one holds up the job.
+    """
 
-    def close(self) -> None: ...
+    def write(self, row: Mapping[str, Any]) -> None:
+        """A row of ``metrics.jsonl``: key -> number, None where it is not finite; ``step`` is the tick."""
+        ...
+
+    def close(self) -> None:
+        """The run is over, well or ill."""
+        ...
+
+
+class UserSink:
+    """A sink of the user's own: it may fail, and the run goes on without it, and says so."""
+
+    def __init__(
+        self,
+        import_path: str,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        resume_after_tick: int | None,
+        tell: Callable[[int, str], None],
+    ) -> None:
+        """
+        Args:
+            tell: Shows and keeps a line for the user, given the tick.
+
+        Raises:
+            ConfigError: It cannot be imported or made, or lacks a method: nothing has been lost yet.
+        """
+        self._where = f"observability.sinks {import_path!r}"
+        self._tell = tell
+        self._failed = False
+        self._tick = 0 if resume_after_tick is None else resume_after_tick + 1
+        try:
+            sink: Any = import_user(import_path, "observability.sinks")(run_dir, config, resume_after_tick)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            raise ConfigError(
+                f"{self._where}, called as Sink(run_dir, config, resume_after_tick): {type(error).__name__}: {error}"
+            ) from error
+        if missing := [name for name in ("write", "close") if not callable(getattr(sink, name, None))]:
+            raise ConfigError(f"{self._where}: a sink has write(row) and close(); this one lacks {', '.join(missing)}")
+        self._sink: RowSink = sink
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """One row; after a failure nothing."""
+        self._tick = int(row["step"])
+        if not self._failed:
+            self._try(lambda: self._sink.write(dict(row)), "write(row)")
+
+    def close(self) -> None:
+        """The sink is closed whether or not it has failed."""
+        self._try(self._sink.close, "close()")
+
+    def _try(self, call: Callable[[], None], doing: str) -> None:
+        try:
+            call()
+        except (Exception, SystemExit) as error:  # the user's code may raise anything, and a run must not end by it
+            text = f"{self._where} failed in {doing}: {type(error).__name__}: {error}"
+            if not self._failed:
+                text += ". It gets no more rows; metrics.jsonl has them all"
+            self._failed = True
+            self._tell(self._tick, text)
 
 
 class TensorBoardSink:
@@ -104,7 +170,7 @@ class WandbSink:
                 "observability.wandb is true, but wandb is not installed: pip install 'llamarl[wandb]', or set it to false"
             ) from error
         memory = Path(run_dir) / "wandb_id"
-        name = memory.read_text().strip() if memory.is_file() else None
+        name = read_text(memory).strip() if memory.exists() else None
         self._run = wandb.init(
             project=project,
             id=name,

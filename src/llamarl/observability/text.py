@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llamarl
-from llamarl.observability.job import JobDescription, edge_lines
-from llamarl.observability.summary import RunSummary
+from llamarl.observability.job_description import JobDescription, edge_lines
+from llamarl.observability.summary import RunSummary, is_graded
+from llamarl.plural import plural
 
 __all__ = [
     "RowTable",
@@ -19,11 +20,13 @@ __all__ = [
     "evaluation_line",
     "head",
     "lines_every",
+    "no_signal",
     "number",
     "percent",
     "staleness",
     "tail",
     "time_left",
+    "title",
     "whole",
 ]
 
@@ -95,12 +98,13 @@ def head(job: JobDescription, num_ticks: int, done: int = 0) -> list[str]:
     """What runs where."""
     lines = [
         "",
-        f"llamarl {llamarl.__version__} · {job.title} · {num_ticks} ticks" + (f", {done} done" if done else ""),
+        f"llamarl {llamarl.__version__} · {job.title} · {plural(num_ticks, 'tick')}"
+        + (f", {done} done" if done else ""),
     ]
     lines.append("")
     name = max((len(lane.name) for lane in job.lanes), default=0)
     places = {
-        lane.name: f"{_plural(lane.num_ranks, 'rank')} × {_plural(lane.threads, 'thread')} on {lane.device}"
+        lane.name: f"{plural(lane.num_ranks, 'rank')} × {plural(lane.threads, 'thread')} on {lane.device}"
         for lane in job.lanes
     }
     place = max((len(text) for text in places.values()), default=0)
@@ -115,12 +119,16 @@ def head(job: JobDescription, num_ticks: int, done: int = 0) -> list[str]:
 
 
 def evaluation_line(row: Mapping[str, Any]) -> str:
-    """A line for a row in which an evaluation ended, else empty."""
+    """A line for a row in which an evaluation ended, else empty: its accuracy, or its mean reward where rewards are graded."""
     accuracy = row.get("eval/accuracy")
+    line = f"  ▸ policy {whole(row.get('eval/policy_version')):<5} held-out "
     if accuracy is None:
-        return ""
-    line = f"  ▸ policy {whole(row.get('eval/policy_version')):<5} held-out accuracy {accuracy:.3f}  "
-    line += _bar(accuracy, _BAR_CELLS)
+        failed = row.get("eval/failed")
+        return f"{line}accuracy {_MISSING}: all {plural(int(failed), 'sample')} failed" if failed else ""
+    if is_graded(row):
+        line += f"reward {number(row['eval/reward_mean'], 3)}  (accuracy {accuracy:.3f})"
+    else:
+        line += f"accuracy {accuracy:.3f}  {_bar(accuracy, _BAR_CELLS)}"
     length = row.get("eval/length_mean")
     return line if length is None else f"{line}  length {length:.1f}"
 
@@ -143,8 +151,10 @@ class RowTable:
             ("tick", whole(last["step"] + 1), 6),
             ("reward", number(_mean(rows, "reward/mean"), 3), 9),
             ("stale", staleness(_mean(rows, "staleness/mean"), _largest(rows, "staleness/max")), 9),
-            ("clipped", percent(_mean(rows, "ratio/clipped_fraction")), 9),
+            ("no-signal", percent(no_signal(rows)), 11),
+            ("ratio-clip", percent(_mean(rows, "ratio/clipped_fraction")), 12),
             ("length", number(_mean(rows, "response/length_mean"), 1), 8),
+            ("cut", percent(_mean(rows, "response/truncated_fraction")), 7),
             ("tokens/s", count(_mean(rows, "tokens_per_s/generated")), 10),
             ("s/tick", number(_mean(rows, "time/step_s"), 2), 8),
             ("failed", whole(_total(rows, "reward/failed")), 8),
@@ -163,23 +173,33 @@ class RowTable:
         return lines
 
 
+def title(summary: RunSummary) -> str:
+    """How the run ended, in a few words: a run that trained on nothing is not done."""
+    if summary.stopped:
+        return f"stopped {summary.stopped}"
+    if summary.trained_nothing:
+        return "nothing was trained"
+    return "nothing was learned: no update had a gradient" if summary.had_gradient is False else "done"
+
+
 def tail(summary: RunSummary) -> list[str]:
     """What came of the run and where things lie."""
-    title = f"stopped: {summary.stopped}" if summary.stopped else "done"
-    lines = ["", f"{title} · {_plural(summary.num_ticks, 'tick')} in {duration(summary.wall_s)}", ""]
+    lines = ["", f"{title(summary)} · {plural(summary.num_ticks, 'tick')} in {duration(summary.wall_s)}", ""]
     facts: dict[str, str] = {}
-    if summary.first_accuracy is not None and summary.last_accuracy is not None:
-        facts["accuracy"] = f"{summary.first_accuracy:.3f} → {summary.last_accuracy:.3f}, held out"
+    if summary.first_accuracy is not None:
+        facts["accuracy"] = f"{number(summary.first_accuracy, 3)} → {number(summary.last_accuracy, 3)}, held out"
+    if summary.is_graded:
+        facts["held-out reward"] = f"{number(summary.first_eval_reward, 3)} → {number(summary.last_eval_reward, 3)}"
     if summary.first_reward is not None and summary.last_reward is not None:
         facts["reward"] = f"{summary.first_reward:.3f} → {summary.last_reward:.3f}"
     if summary.tokens_generated:
         rate = f", {summary.tokens_generated / summary.wall_s:,.0f} a second" if summary.wall_s > 0 else ""
-        facts["tokens"] = f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained{rate}"
+        facts["tokens"] = f"{summary.tokens_generated:,} generated, {count(summary.tokens_trained)} trained{rate}"
     if summary.staleness_max is not None:
         facts["staleness"] = f"mean {number(summary.staleness_mean, 2)}, max {summary.staleness_max}"
     if summary.idle:
         facts["idle"] = ", ".join(f"{name} {percent(share)}" for name, share in summary.idle.items())
-    facts["rewards failed"] = str(summary.num_failed)
+    facts["rewards failed"] = "; ".join([count(summary.num_failed), *summary.failures])
     if summary.num_skipped:
         facts["updates skipped"] = str(summary.num_skipped)
     facts |= summary.places
@@ -204,10 +224,6 @@ def _bar(share: float, cells: int) -> str:
     return "█" * full + "░" * (cells - full)
 
 
-def _plural(amount: int, noun: str) -> str:
-    return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
-
-
 def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     return [float(row[key]) for row in rows if row.get(key) is not None]
 
@@ -215,6 +231,12 @@ def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = _values(rows, key)
     return sum(values) / len(values) if values else None
+
+
+def no_signal(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Share of the judged groups that move nothing."""
+    judged = _total(rows, "groups/generated")
+    return (_total(rows, "groups/no_signal") or 0.0) / judged if judged else None
 
 
 def _largest(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llamarl.errors import FileError
 from llamarl.observability.metrics import append_all, cannot_write, replace_file
+from llamarl.reading import parse_json, read_bytes
 
 __all__ = ["TRACE_FILE", "TraceWriter", "idle_share"]
 
@@ -162,13 +164,13 @@ def _kept_events(path: Path, after_tick: int) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     kept = []
-    for line in path.read_bytes().splitlines():
+    for line in read_bytes(path).splitlines():
         try:
-            event = json.loads(line.rstrip(b","))
-        except ValueError:
-            continue  # a bracket, or the line in which a kill fell
-        if isinstance(event, dict) and _tick(event) <= after_tick:
-            kept.append(event)
+            event = parse_json(line.rstrip(b","), str(path))
+            if isinstance(event, dict) and _tick(event) <= after_tick:
+                kept.append(event)
+        except (FileError, ValueError, TypeError, AttributeError, KeyError, OverflowError):
+            continue  # a bracket, the line in which a kill fell, or no event of ours
     return kept
 
 

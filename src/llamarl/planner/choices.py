@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from llamarl.errors import PlanError
-from llamarl.planner.costs import GeneratorLayout, tensor_parallel_sizes
 from llamarl.planner.generation import GeneratorDemand, generator_memory, generator_tick_s, weight_bytes
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
+from llamarl.planner.rooflines import GeneratorLayout, tensor_parallel_sizes
 from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime, trainer_memory, trainer_tick
 
 __all__ = [
@@ -185,7 +185,7 @@ def generator_choices(
     partial: bool,
 ) -> Iterator[GeneratorChoice]:
     """Every generator that fits on ``devices``, best concurrency only for each layout and precision."""
-    precisions = options.precisions or hardware.device.weight_precisions
+    precisions = _precisions(hardware, work.model, options)
     for pp in powers(min(options.max_pipeline, work.model.layers)):
         for tp in tensor_parallel_sizes(work.model, devices // pp, runnable=options.runnable):
             replicas = replicas_of(work, options, devices // (tp * pp))
@@ -218,6 +218,18 @@ def generator_choices(
                         break  # fewer at once only queue longer, and the profile of a long queue is slow to make
                 if best:
                     yield best
+
+
+def _precisions(hardware: Hardware, model: ModelSpec, options: Options) -> tuple[str, ...]:
+    asked = options.precisions or hardware.device.weight_precisions
+    if model.quantized_by_llamarl or not options.runnable:
+        return asked
+    whole = hardware.device.train_precision
+    if whole not in asked:
+        raise PlanError(
+            f"{model.name} in {', '.join(asked)}: llamarl does not quantize this architecture, it serves {whole}"
+        )
+    return (whole,)
 
 
 def trainer_choices(

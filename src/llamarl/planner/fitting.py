@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from llamarl.planner.choices import Options, Workload, generator_choices, split_sizes, trainer_choices
-from llamarl.planner.costs import tensor_parallel_sizes
 from llamarl.planner.hardware import Hardware
+from llamarl.planner.rooflines import tensor_parallel_sizes
 
 __all__ = ["MOST_DEVICES", "least_devices", "nothing_fits"]
 

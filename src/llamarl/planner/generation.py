@@ -11,18 +11,19 @@ sum over it.
 
 from __future__ import annotations
 
-import heapq
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.planner.costs import GeneratorLayout, decode_step_s, prefill_s
 from llamarl.planner.hardware import BYTES_PER_WEIGHT, Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.partial import PartialProfile, partial_profile
+from llamarl.planner.rooflines import GeneratorLayout, decode_step_s, prefill_s
+from llamarl.tick_schedule import constant_batches, slot_starts
 
 __all__ = [
     "BatchProfile",
@@ -67,28 +68,9 @@ def batch_profile(lengths: Lengths, count: int, slots: int, total: int) -> Batch
     values[-1] = max(values[-1], lengths.expected_max(total))
     values = values[np.random.default_rng(0).permutation(count)]
     slots = min(slots, count)
-    # (end, start) of each running sequence; between two ends nothing changes.
-    running: list[tuple[float, float]] = [(values[i], 0.0) for i in range(slots)]
-    heapq.heapify(running)
-    waiting = slots
-    start_sum = 0.0
-    now, peak = 0.0, 0.0
-    rows: list[tuple[float, float, float]] = []
-    while running:
-        end, start = running[0]
-        active = len(running)
-        if end > now:
-            middle = (now + end) / 2.0 * active - start_sum
-            rows.append((end - now, active, middle / active))
-            peak = max(peak, end * active - start_sum)
-            now = end
-        heapq.heappop(running)
-        start_sum -= start
-        if waiting < count:
-            heapq.heappush(running, (now + values[waiting], now))
-            start_sum += now
-            waiting += 1
-    return _merged(np.array(rows), peak, slots)
+    start = slot_starts(values[None], slots)
+    runs = constant_batches(values[None], start, np.zeros_like(start), np.array([math.inf]), slots)
+    return _merged(np.stack([runs.steps, runs.active, runs.written], axis=1), float(runs.held.max()), slots)
 
 
 def padded_profile(lengths: Lengths, count: int, slots: int) -> BatchProfile:

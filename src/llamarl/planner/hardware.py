@@ -1,8 +1,8 @@
 """Devices and how much of their peak real kernels reach.
 
 ``Device`` holds what a maker states, ``Efficiency`` what kernels make of it; both come from ``hardware.toml``, where
-every number has its source, or from a calibration of this machine (``calibrate.py``), where every rate is measured and
-the matching efficiency is 1.
+every number has its source, or from a calibration of this machine (``simulator/measured_machine.py``), where every rate
+is measured and the matching efficiency is 1.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from llamarl.errors import PlanError
+from llamarl.mistakes import mistakes_of
+from llamarl.strict import SAVED
 
 __all__ = [
     "BYTES_PER_WEIGHT",
@@ -47,6 +51,8 @@ _ALIASES = {
 class Device:
     """What the maker states of one device: dense peaks, one direction of a link."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = SAVED
+
     name: str
     title: str
     memory_bytes: float
@@ -61,7 +67,22 @@ class Device:
     """Network rate of one device; a node has ``devices_per_node`` times that."""
     host_bytes_per_s: float
     price_per_hour: float = 0.0
+    assumed: bool = False
+    """The rates are guesses: nobody stated or measured them."""
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            for part in value.values() if item.name == "matmul_flops" else (value,):
+                if isinstance(part, int | float) and item.name not in ("price_per_hour", "assumed") and not part > 0:
+                    raise PlanError(f"device {item.name} must be above 0, got {part}")
+        unknown = [name for name in self.weight_precisions if name not in BYTES_PER_WEIGHT]
+        if unknown or not self.weight_precisions or self.train_precision not in self.matmul_flops:
+            raise PlanError(
+                f"device weight_precisions must be of {', '.join(BYTES_PER_WEIGHT)}, the first with its matmul_flops, got "
+                f"{self.weight_precisions}"
+            )
 
     @property
     def train_precision(self) -> str:
@@ -76,6 +97,8 @@ class Device:
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """Shares of a peak (0..1], latencies and host overheads (seconds). One set serves every model and layout."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SAVED
 
     matmul: float
     memory: float
@@ -163,14 +186,18 @@ def hardware_from_dict(name: str, device: Mapping[str, Any], efficiency: Mapping
     """Hardware from plain values, as a table of ``hardware.toml`` or a calibration file holds them.
 
     Raises:
-        PlanError: A key is missing or unknown.
+        PlanError: A key is missing or unknown, or its value is of another kind.
     """
-    values = dict(device)
-    values["weight_precisions"] = tuple(values.get("weight_precisions", ()))
     try:
-        return Hardware(device=Device(name=name, **values), efficiency=Efficiency(**efficiency))
+        return Hardware(
+            device=TypeAdapter(Device).validate_python({**device, "name": name}),
+            efficiency=TypeAdapter(Efficiency).validate_python(efficiency),
+        )
+    except ValidationError as error:
+        found = "; ".join(str(mistake) for mistake in mistakes_of(error)[:3])
+        raise PlanError(f"hardware {name!r}: {found}; the keys are those of planner/hardware.toml") from None
     except TypeError as error:
-        raise PlanError(f"hardware {name!r}: {error}; the keys are those of planner/hardware.toml") from None
+        raise PlanError(f"hardware {name!r} is no table: {error}") from None
 
 
 def find_hardware(name: str) -> Hardware:
@@ -204,7 +231,7 @@ def this_machine() -> Hardware:
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (ValueError, OSError, AttributeError):
         memory = 8e9
-    rough = "assumed; run `llamarl plan --calibrate`"
+    rough = "assumed; run `llamarl plan RECIPE --calibrate`"
     device = Device(
         name="this-machine",
         title=f"this machine ({cores} CPU cores, one core a device)",
@@ -216,6 +243,7 @@ def this_machine() -> Hardware:
         intra_node_bytes_per_s=4e9,
         inter_node_bytes_per_s=1.25e9,
         host_bytes_per_s=10e9,
+        assumed=True,
         sources={
             "memory_bytes": "the operating system, divided by the cores",
             "devices_per_node": "cores this process may use",

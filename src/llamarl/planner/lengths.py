@@ -6,7 +6,6 @@ moment, expected maximum of a batch and quantiles are finite sums, not approxima
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.errors import PlanError
+from llamarl.errors import FileError, PlanError
+from llamarl.reading import parse_json, read_lines, user_path
 
 __all__ = [
     "GroupedLengths",
@@ -159,11 +159,14 @@ def pareto(mean: float, alpha: float = 2.0, limit: float | None = None) -> Lengt
 
 def empirical(lengths: Iterable[int], label: str = "measured") -> Lengths:
     """The distribution of given lengths."""
-    values = np.asarray(list(lengths), dtype=np.int64)
-    if values.size == 0:
+    given = list(lengths)
+    if not given:
         raise PlanError(f"{label}: no lengths to read")
-    if values.min() < 1 or values.max() > _MAX_LIMIT:
-        raise PlanError(f"{label}: lengths must be 1 to {_MAX_LIMIT} tokens, got {values.min()} to {values.max()}")
+    if min(given) < 1 or max(given) > _MAX_LIMIT:  # before they become machine words
+        raise PlanError(
+            f"{label}: lengths must be 1 to {_MAX_LIMIT} tokens, got {min(given)} to {str(max(given))[:20]}"
+        )
+    values = np.asarray(given, dtype=np.int64)
     counts = np.bincount(values)
     survival = 1.0 - np.cumsum(counts)[:-1] / values.size
     return _from_survival(f"{label}, {values.size} responses, mean {values.mean():.1f}", survival)
@@ -171,9 +174,12 @@ def empirical(lengths: Iterable[int], label: str = "measured") -> Lengths:
 
 def grouped(groups: npt.ArrayLike, label: str = "measured") -> GroupedLengths:
     """The distribution of measured groups, [groups, responses of each]."""
-    values = np.asarray(groups, dtype=np.int64)
+    try:
+        values = np.asarray(groups, dtype=np.int64)
+    except (ValueError, OverflowError):
+        values = np.empty(0, dtype=np.int64)
     if values.ndim != 2:
-        raise PlanError(f"{label}: groups of one size are needed, got an array of shape {values.shape}")
+        raise PlanError(f"{label}: groups of whole numbers are needed, all of one size")
     alone = empirical(values.ravel().tolist(), label)
     return GroupedLengths(label=alone.label, survival=alone.survival, groups=values)
 
@@ -188,19 +194,18 @@ def read_lengths(path: Path) -> Lengths:
     found: list[int] = []
     for file in files:
         try:
-            lines = file.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"response lengths: cannot read {file}: {error}") from error
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                found.extend(_lengths_of_line(line, file, number))
+            lines = read_lines(file)
+        except FileError as error:
+            raise PlanError(f"response lengths: {error}") from error
+        for where, line in lines:
+            found.extend(_lengths_of_line(line, where))
     return empirical(found, str(path))
 
 
-def _lengths_of_line(line: str, file: Path, number: int) -> list[int]:
+def _lengths_of_line(line: str, where: str) -> list[int]:
     try:
-        value = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+        value = parse_json(line, where, big_integers=True, lone_surrogates=True)
+    except FileError:
         value = None  # as wrong as any other text
     if isinstance(value, int) and not isinstance(value, bool):
         return [value]
@@ -212,7 +217,7 @@ def _lengths_of_line(line: str, file: Path, number: int) -> list[int]:
         if known:
             return known
     raise PlanError(
-        f"response lengths: {file} line {number}: expected a whole number or an object with response_tokens, "
+        f"response lengths: {where}: expected a whole number or an object with response_tokens, "
         f"response_length, num_tokens or tokens, got {line[:60]!r}"
     )
 
@@ -233,7 +238,7 @@ def parse_lengths(text: str) -> Lengths:
     ``512``, ``4096:lognormal``, ``4096:lognormal:sigma=0.8,limit=16384``, ``1000:pareto:alpha=1.8``, ``file:runs/x/rollouts``.
     """
     if text.startswith("file:"):
-        return read_lengths(Path(text.removeprefix("file:")).expanduser())
+        return read_lengths(user_path(text.removeprefix("file:"), "--response-tokens"))
     parts = text.split(":", 2)
     try:
         mean = float(parts[0])

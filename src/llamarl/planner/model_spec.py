@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from llamarl.errors import PlanError
+from llamarl.errors import FileError, ModelError, PlanError
+from llamarl.models.folders import read_model_config
+from llamarl.models.hub import is_hub_id
+from llamarl.models.support import is_known, text_part, why_unsupported
+from llamarl.reading import read_object
 
 __all__ = ["ModelSpec", "find_config", "find_model", "model_names", "spec_from_config"]
 
@@ -41,12 +46,6 @@ _RECURRENT = {
 _OTHER = {"hrm_text", "jetmoe", "moshi", "phi4_multimodal"}
 """Kinds with parameters that their config names with the keys of a plain decoder: mixtures of attention heads, nested or repeated
 stacks, adapters of other modalities."""
-_CUT = {
-    "", "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
-    "gpt_neox", "granite", "helium", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "phi", "qwen2",
-    "qwen3", "seed_oss", "smollm3", "starcoder2", "vaultgemma",
-}  # fmt: skip
-"""Kinds whose tensor-parallel plan in transformers has only styles that llamarl carries out; unnamed ones count as Llama."""
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model", "dim"),
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
@@ -107,6 +106,10 @@ class ModelSpec:
     max_context: int = 0
     cut_by_llamarl: bool = True
     """llamarl's trainer and engine can cut its layers over tensor-parallel ranks; False: ``tp`` is 1 there."""
+    quantized_by_llamarl: bool = True
+    """llamarl's engine can serve it in int8 and fp8."""
+    unsupported: str = ""
+    """Why ``llamarl train`` does not run it, of ``models/support.py``; empty: it does."""
 
     @property
     def sparse_layers(self) -> int:
@@ -235,6 +238,7 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         PlanError: A recurrent or unknown layer kind, keys of experts or other layers that are not interpreted, or a key is
             missing or not a positive number.
     """
+    whole = config
     if isinstance(config.get("text_config"), Mapping):
         config = {**config["text_config"], "model_type": config["text_config"].get("model_type", "")}
     kind = str(config.get("model_type", ""))
@@ -250,7 +254,7 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         for candidate in (key, *_ALIASES.get(key, ())):
             value = config.get(candidate)
             if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 53:
                     raise PlanError(f"model {name}: config.json {candidate} must be a number >= 0, got {value!r}")
                 return int(value)
         if default is None:
@@ -299,8 +303,17 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         rope_dim=read("qk_rope_head_dim", 0) if latent else 0,
         value_dim=read("v_head_dim", 0) if latent else 0,
         max_context=read("max_position_embeddings", 0),
-        cut_by_llamarl=kind in _CUT and not experts and not latent,
+        cut_by_llamarl=why_unsupported(whole, "tensor_parallel") is None,
+        quantized_by_llamarl=why_unsupported(whole, "int8") is None and why_unsupported(whole, "fp8") is None,
+        unsupported=why_unsupported(whole, "generate") or why_unsupported(whole, "train") or _undecided(whole),
     )
+
+
+def _undecided(config: Mapping[str, Any]) -> str:
+    if is_known(config):
+        return ""
+    kind = text_part(config).get("model_type")
+    return f"whether it computes {kind!r}, the check before a run finds out: llamarl train RECIPE --dry-run"
 
 
 @lru_cache(maxsize=1)
@@ -314,7 +327,8 @@ def model_names() -> list[str]:
 
 
 def find_model(model: str | Path) -> ModelSpec:
-    """A bundled shape by name, or the shape of a Hugging Face folder, a ``config.json`` or ``bundled:NAME``.
+    """A bundled shape by name, or the shape of a Hugging Face folder, a ``config.json``, ``bundled:NAME``, or a model of
+    the Hugging Face Hub, of which no weights are fetched.
 
     Raises:
         PlanError: Neither; the message gives the nearest name. Or the file is not a usable config.
@@ -333,16 +347,14 @@ def find_config(model: str | Path) -> tuple[str, dict[str, Any]]:
     if text.startswith("bundled:"):
         path = _ASSETS / text.removeprefix("bundled:")
     else:
-        path = Path(text).expanduser()
-    if path.is_dir():
+        path = Path(os.path.expanduser(text))
+    if os.path.isdir(path):
         path = path / "config.json"
-    if path.is_file():
+    if os.path.exists(path):
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise PlanError(f"model: {path} is not a readable JSON file: {error}") from error
-        if not isinstance(config, dict):
-            raise PlanError(f"model: {path} holds a {type(config).__name__}, expected the object of a config.json")
+            config = read_object(path)
+        except FileError as error:
+            raise PlanError(f"model: {error}; give a config.json") from error
         return path.parent.name if path.name == "config.json" else path.stem, config
     by_key = {name.lower(): name for name in _bundled()}
     key = text.rsplit("/", 1)[-1].lower()
@@ -351,6 +363,11 @@ def find_config(model: str | Path) -> tuple[str, dict[str, Any]]:
         return by_key[key], dict(_bundled()[by_key[key]])
     near = difflib.get_close_matches(key, by_key, n=1, cutoff=0.5)
     hint = f"the nearest bundled shape is {by_key[near[0]]!r}; " if near else ""
+    if is_hub_id(text):
+        try:
+            return text.rsplit("/", 1)[-1], read_model_config(text, weights=False)
+        except ModelError as error:
+            raise PlanError(f"{error}. As a shape: {hint}known are {', '.join(_bundled())}") from error
     raise PlanError(
         f"model {text!r} is neither a folder with a config.json nor a bundled shape: {hint}known are "
         f"{', '.join(_bundled())}"

@@ -13,6 +13,7 @@ from llamarl.errors import PlanError
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths, constant, read_lengths
 from llamarl.planner.search import Plan
+from llamarl.reading import parse_json, read_lines
 
 __all__ = ["RecipeQuestion", "plan_settings", "question_from_config", "recipe_text"]
 
@@ -82,8 +83,9 @@ def _left_out(config: Mapping[str, Any]) -> list[str]:
 def _mean_prompt(rollouts: Path) -> int | None:
     lengths: list[int] = []
     for file in sorted(rollouts.glob("*.jsonl")):
-        for line in file.read_text(encoding="utf-8").split("\n"):
-            tokens = json.loads(line).get("prompt_tokens") if line.strip() else None
+        for where, line in read_lines(file):
+            record = parse_json(line, where, big_integers=True, lone_surrogates=True)
+            tokens = record.get("prompt_tokens") if isinstance(record, dict) else None
             if isinstance(tokens, list):
                 lengths.append(len(tokens))
     return max(1, round(sum(lengths) / len(lengths))) if lengths else None

@@ -29,11 +29,11 @@ from llamarl.planner.choices import (
     split_sizes,
     trainer_choices,
 )
-from llamarl.planner.costs import GeneratorLayout, pulled_bytes, tensor_parallel_sizes, weight_sync_s
 from llamarl.planner.fitting import nothing_fits
 from llamarl.planner.generation import GeneratorDemand
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.model_spec import ModelSpec
+from llamarl.planner.rooflines import GeneratorLayout, pulled_bytes, tensor_parallel_sizes, weight_sync_s
 from llamarl.planner.step_time import max_cycle_mean, reinforcement_learning_graph
 from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from llamarl.planner.costs import all_reduce_s, gather_s, matmul_s
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
+from llamarl.planner.rooflines import all_reduce_s, gather_s, matmul_s
 
 __all__ = ["RUNNABLE_LOGIT_ROWS", "TrainerDemand", "TrainerLayout", "TrainerTime", "trainer_memory", "trainer_tick"]
 

@@ -1,7 +1,7 @@
-"""The Protocol behind which both runtimes stand: start executors, fire them, wait for whoever finishes next.
+"""The Protocol behind which every runtime stands: start executors, fire them, wait for whoever finishes next.
 
-``inline`` runs executors in the controller's process, ``monarch`` in processes of their own, and the simulator on a
-virtual clock. The controller's loop is the same for all three.
+``local`` runs executors in processes of their own, ``inline`` in the controller's process, ``monarch`` also on other hosts, and the
+simulator on a virtual clock. The controller's loop is the same for all.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ class Order:
     """``latest`` in-channel name -> source tick -> handles, for the tokens on the edge that follow the one in ``inputs``."""
     save_to: Path | None = None
     """If set, each rank saves its state after this tick into ``save_to / executor / rank_N``."""
-    settle: bool = False
-    """Report only when every state that was saved is written: no later tick will tell."""
+    saves: tuple[int, ...] = ()
+    """Ticks from this one on whose states are saved while what this one makes may still lie on a delayed edge."""
+    flush_saves: bool = False
+    """The last tick: wait for background checkpoint writes before reporting, because no later report will tell of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +55,15 @@ class Report:
     outputs: Mapping[str, tuple[Handle, ...]] = field(default_factory=dict)
     """Out-channel name -> one handle a source rank."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of all ranks, each key reduced as docs/metrics.md says."""
     started_s: float = 0.0
-    """When rank 0 began, on the runtime's clock."""
+    """When the first rank began, on the runtime's clock."""
     finished_s: float = 0.0
     spans: tuple[tuple[str, float, float], ...] = ()
     stop: str = ""
     """Why the executor asks for the job to end with a checkpoint; empty to go on."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Of all ranks; see ``StepResult.failures``."""
     events: tuple[Mapping[str, Any], ...] = ()
     """Of all ranks, in rank order; see ``StepResult.events``."""
     saving: tuple[int, ...] = ()

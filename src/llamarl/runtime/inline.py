@@ -1,17 +1,18 @@
 """Every executor in the controller's own process, one rank each, no concurrency: for debuggers, tests and machines
-where Monarch has no wheel.
+where processes cannot be started.
 
 ``fire`` queues an order and ``wait`` runs the oldest one to its end, so the order of execution is a function of the order of
 firing. Two limits follow from sharing one process:
 
 - **A deadline cannot pre-empt.** The step runs to its end first; if it took longer than the deadline, ``wait`` then raises
-  ``DeadlineExceeded``. A step that hangs hangs the program: run it under ``monarch`` to have it ended.
+  ``DeadlineExceeded``. A step that hangs hangs the program: run it under ``local`` to have it ended.
 - **Environment variables come too late** if torch is loaded already; the thread count is pinned by calls before each order
   instead. The settings found at ``start`` are put back by ``close``.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from llamarl.errors import ConfigError, DeadlineExceeded
 from llamarl.executors.base import ExecutorSpec
 from llamarl.running_time import running_s
 from llamarl.runtime.base import News, Order, Report, SetupReport
-from llamarl.runtime.job import combine_reports, combine_setups, executor_failed, plan_workers
+from llamarl.runtime.rank_plans import LOOPBACK, combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.worker import CHANNEL_FACTORY, Worker, capture
 
 __all__ = ["InlineRuntime"]
@@ -65,7 +66,7 @@ class InlineRuntime:
             if spec.num_ranks != 1:
                 raise ConfigError(
                     f"runtime 'inline' holds one rank an executor, {spec.name!r} asks for {spec.num_ranks}: "
-                    "use runtime 'monarch' or one rank"
+                    "use runtime 'local' or one rank"
                 )
         plans = plan_workers(
             executors,
@@ -79,7 +80,8 @@ class InlineRuntime:
             channel_factory=self._channel_factory,
             deterministic=self._deterministic,
         )
-        self._restore = _torch_settings()
+        self._restore = _process_settings()
+        os.environ |= LOOPBACK
         began = self.now()
         reports = {}
         for name, (plan,) in plans.items():
@@ -138,8 +140,23 @@ class InlineRuntime:
             raise executor_failed([capture(executor, 0, doing, error)]) from error
 
 
+def _process_settings() -> Callable[[], None]:
+    """A function that puts the environment of process groups and the settings of torch back as they are now."""
+    found = {name: os.environ.get(name) for name in LOOPBACK}
+    restore_torch = _torch_settings()
+
+    def restore() -> None:
+        for name, value in found.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        restore_torch()
+
+    return restore
+
+
 def _torch_settings() -> Callable[[], None]:
-    """A function that puts the process-wide settings of torch back as they are now."""
     torch = sys.modules.get("torch")
     if torch is None:
         return lambda: None

@@ -1,32 +1,25 @@
 """What the processes of a job print reaches the user line by line, with the executor's name before it.
 
-Each process writes into named pipes made for it (``runtime/bootstrap.py`` puts them in the place of its stdout and stderr);
-one thread here reads them all. A pipe outlives its writer: what a killed process printed last is still read. Lines go to
-``sys.stdout`` and ``sys.stderr`` of the controller, whatever these are when the line arrives, so a live console that
-redirects them keeps its picture whole.
+Each process writes into two pipes made for it; one thread here reads them all. A pipe outlives its writer: what a killed process
+printed last is still read. Lines go to ``sys.stdout`` and ``sys.stderr`` of the controller, whatever these are when the line
+arrives, so a live console that redirects them keeps its picture whole.
 """
 
 from __future__ import annotations
 
 import os
 import selectors
-import shutil
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 __all__ = ["OutputReader"]
 
-_STREAMS = ("stdout", "stderr")
-
 
 class OutputReader:
-    """Named pipes and the thread that reads them."""
+    """Pipes and the thread that reads them."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="llamarl-output-"))
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = os.pipe()
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
@@ -37,22 +30,18 @@ class OutputReader:
         self._thread = threading.Thread(target=self._loop, name="llamarl-output", daemon=True)
         self._thread.start()
 
-    def open(self, label: str) -> str:
-        """Make the pipes of one process, whose lines are to start with ``[label]``; returns their common path prefix."""
-        prefix = str(self._folder / label.replace("/", "_").replace(" ", "_"))
-        for stream in _STREAMS:
-            path = f"{prefix}.{stream}"
-            os.mkfifo(path, 0o600)
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            with self._lock:
-                self._buffers[fd] = b""
-                self._selector.register(fd, selectors.EVENT_READ, (label, stream))
-        os.write(self._wake_w, b"x")
-        return prefix
+    def pipe(self, label: str, stream: str) -> int:
+        """The write end of a new pipe whose lines are to start with ``[label]``, for a child's ``stdout`` or ``stderr``."""
+        read, write = os.pipe()
+        self.read_from(read, label, stream)
+        return write
 
-    def unlink(self) -> None:
-        """Take the pipes' names away once every process has opened its own: nothing is left if this process is killed."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def read_from(self, fd: int, label: str, stream: str) -> None:
+        """Take ``fd`` over and read it to its end."""
+        with self._lock:
+            self._buffers[fd] = b""
+            self._selector.register(fd, selectors.EVENT_READ, (label, stream))
+        os.write(self._wake_w, b"x")
 
     def close(self, timeout_s: float) -> None:
         """Read what is still in the pipes until every writer has gone, for at most ``timeout_s`` seconds."""
@@ -65,7 +54,6 @@ class OutputReader:
         if not self._thread.is_alive():  # the thread may end before it has been woken, so the pipe is not its to close
             os.close(self._wake_r)
             os.close(self._wake_w)
-        self.unlink()
 
     def _loop(self) -> None:
         while True:

@@ -7,7 +7,7 @@ CUDA devices: ranks with a device by number get it; the others get the device th
 first. So executors lie apart while there are devices enough and share devices when there are not; ranks of one executor
 never share one, because their collectives could not run.
 
-Executors that take turns (``Turns``) count as one among the cores: each that asks for threads gets all that the others
+Executors that take turns (``ColocatedGroup``) count as one among the cores: each that asks for threads gets all that the others
 leave. Those of them that give their memory back while they wait share devices, from cuda:0 on.
 """
 
@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 
-__all__ = ["Placement", "Turns", "available_cores", "available_cuda_devices", "place"]
+__all__ = ["ColocatedGroup", "Placement", "available_cores", "available_cuda_devices", "place"]
 
 
 @dataclass(frozen=True)
-class Turns:
+class ColocatedGroup:
     """Executors of which only one works at a time."""
 
     members: tuple[str, ...]
@@ -41,7 +41,7 @@ class Placement:
     executors: tuple[ExecutorSpec, ...]
     cores: int
     cuda_devices: int
-    turns: Turns | None = None
+    colocated: ColocatedGroup | None = None
 
     def table(self) -> str:
         """One row a rank, and what a reader should know about sharing."""
@@ -58,11 +58,11 @@ class Placement:
 
     def notes(self) -> list[str]:
         """What is shared, in words."""
-        members = self.turns.members if self.turns is not None else ()
-        sharing = self.turns.sharing if self.turns is not None else ()
+        members = self.colocated.members if self.colocated is not None else ()
+        sharing = self.colocated.sharing if self.colocated is not None else ()
         threads = sum(spec.threads * spec.num_ranks for spec in self.executors if spec.name not in members)
         threads += max((spec.threads * spec.num_ranks for spec in self.executors if spec.name in members), default=0)
-        notes = [f"{threads} threads on {_count(self.cores, 'core')}"]
+        notes = [f"{_count(threads, 'thread')} on {_count(self.cores, 'core')}"]
         if members:
             notes[0] += f", one at a time of {', '.join(members)}"
         if threads > self.cores:
@@ -104,7 +104,7 @@ def place(
     *,
     cores: int | None = None,
     cuda_devices: int | None = None,
-    turns: Turns | None = None,
+    colocated: ColocatedGroup | None = None,
 ) -> Placement:
     """Settle the threads and devices of ``executors``.
 
@@ -113,7 +113,7 @@ def place(
             ``cuda``, ``cuda:N``, or a comma-separated list with one a rank.
         cores: Cores to share; None takes what this process may use.
         cuda_devices: Number of CUDA devices; None asks torch.
-        turns: Of a co-located job: who takes turns.
+        colocated: Of a co-located job: who takes turns.
 
     Raises:
         ConfigError: The request cannot be met here. The message lists every mistake and what would mend it.
@@ -125,16 +125,16 @@ def place(
         mistakes.append(f"cores must be >= 1, got {cores}")
     if mistakes:
         raise ConfigError("this job cannot be placed here:\n" + "\n".join(f"  - {mistake}" for mistake in mistakes))
-    threads = _threads(executors, cores, turns)
+    threads = _threads(executors, cores, colocated)
     used: Counter[int] = Counter()
     for spec in executors:
         used.update(int(device.removeprefix("cuda:")) for device in _devices(spec) if ":" in device)
-    together = turns.sharing if turns is not None else ()
+    together = colocated.sharing if colocated is not None else ()
     devices: dict[str, str] = {}
     for spec in sorted(executors, key=lambda spec: spec.name not in together):  # those that share come first
         devices[spec.name] = _settle_device(spec, cuda_devices, used, from_first=spec.name in together)
     settled = tuple(replace(spec, threads=threads[spec.name], device=devices[spec.name]) for spec in executors)
-    return Placement(settled, cores, cuda_devices, turns)
+    return Placement(settled, cores, cuda_devices, colocated)
 
 
 def _mistakes(spec: ExecutorSpec, cuda_devices: int) -> list[str]:
@@ -171,10 +171,10 @@ def _devices(spec: ExecutorSpec) -> list[str]:
     return [device.strip() for device in spec.device.split(",")]
 
 
-def _threads(executors: Sequence[ExecutorSpec], cores: int, turns: Turns | None) -> dict[str, int]:
+def _threads(executors: Sequence[ExecutorSpec], cores: int, colocated: ColocatedGroup | None) -> dict[str, int]:
     """Threads of each rank, by executor. All that take turns and ask for a share are one sharer, with as many ranks as the
     largest of them."""
-    members = turns.members if turns is not None else ()
+    members = colocated.members if colocated is not None else ()
     beside = [spec for spec in executors if spec.name not in members]
     in_turn = [spec for spec in executors if spec.name in members]
     left = cores - sum(spec.threads * spec.num_ranks for spec in beside)

@@ -26,12 +26,12 @@ from typing import Any
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle, Receiver, Sender
 from llamarl.checkpoint.storage import saving
-from llamarl.errors import ConfigError, DeadlineExceeded, LlamaRLError
-from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec
+from llamarl.errors import CheckpointError, ConfigError, DeadlineExceeded, LlamaRLError
+from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec, KeepsTokens
+from llamarl.import_path import load_module, resolve
 from llamarl.running_time import wait_for
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.determinism import pin
-from llamarl.runtime.import_path import load_module, resolve
 
 __all__ = [
     "CHANNEL_FACTORY",
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 _HERE = os.path.dirname(__file__)
-CHANNEL_FACTORY = "llamarl.channels.factory"
+CHANNEL_FACTORY = "llamarl.channels.ends"
 """Module with ``make_sender`` and ``make_receiver``."""
 
 
@@ -70,8 +70,10 @@ class WorkerPlan:
     """Longest wait of one collective of the executor's process group."""
     channel_factory: str = CHANNEL_FACTORY
     deterministic: bool = True
-    rendezvous: tuple[str, int] | None = None
-    """Address and port where the ranks of an executor meet for ``torch.distributed``."""
+    rendezvous: str = ""
+    """Where the ranks of an executor meet: an ``init_method`` of ``torch.distributed``; a lone rank needs none."""
+    in_own_process: bool = False
+    """Whether this rank may set the environment of its process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,7 @@ class RankReport:
     started_s: float
     finished_s: float
     stop: str = ""
+    failures: Mapping[str, int] = field(default_factory=dict)
     events: tuple[Mapping[str, Any], ...] = ()
     saving: tuple[int, ...] = ()
     """Ticks whose state is still being written."""
@@ -211,16 +214,10 @@ class Worker:
         """Make the executor and the channel ends, restore the state if asked, publish the initial tokens."""
         plan, spec = self._plan, self._plan.spec
         self.pin()
-        if plan.rendezvous is not None:
-            address, port = plan.rendezvous
-            os.environ |= {
-                "RANK": str(plan.rank),
-                "WORLD_SIZE": str(spec.num_ranks),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-            }
+        if plan.in_own_process:
+            os.environ |= {"RANK": str(plan.rank), "WORLD_SIZE": str(spec.num_ranks)}
         if spec.process_group:
-            self._leave_process_group = _join_process_group(spec, plan.rank, plan.collective_timeout_s)
+            self._leave_process_group = _join_process_group(plan)
         factory = resolve(spec.factory)
         self.pin()  # again: resolving the factory may have been what imported torch
         context = ExecutorContext(
@@ -230,6 +227,9 @@ class Worker:
             device=rank_device(spec, plan.rank),
             run_dir=plan.run_dir,
             seed=plan.seed,
+            reads=tuple(channel for channel in plan.channels if channel.sink == spec.name),
+            writes=tuple(channel for channel in plan.channels if channel.source == spec.name),
+            options=spec.options,
         )
         _take_device(context.device)
         self._executor = executor = factory(spec.config, context)
@@ -261,6 +261,8 @@ class Worker:
                 continue
             with _Span(self._label("receive", name), spans):
                 inputs[name] = self._receivers[name].receive(handles, self._plan.pull_deadline_s)
+        if order.saves and isinstance(executor, KeepsTokens):
+            executor.expect_saves(order.saves)
         result = executor.step(order.tick, inputs)
         spans.extend(result.spans)
         if set(result.outputs) != set(self._senders):
@@ -276,11 +278,13 @@ class Worker:
         if order.save_to is not None:
             with _Span("save", spans):
                 self._finish_saves(wait=True)  # two at once would hold two copies of the state
+                if not order.save_to.parent.is_dir():  # made again, it would be the folder of no run
+                    raise CheckpointError(f"{order.save_to.parent} is not there any more")
                 self._save(executor, order.tick, _rank_folder(order.save_to, order.executor, self._plan.rank))
             if order.tick in self._saves:
                 metrics[f"time/{order.executor}_save_s"] = spans[-1][2] - spans[-1][1]
-        with _Span("settle", spans) if order.settle and self._saves else nullcontext():
-            self._finish_saves(wait=order.settle)
+        with _Span("flush saves", spans) if order.flush_saves and self._saves else nullcontext():
+            self._finish_saves(wait=order.flush_saves)
         return RankReport(
             rank=self._plan.rank,
             tick=order.tick,
@@ -290,6 +294,7 @@ class Worker:
             started_s=started_s,
             finished_s=time.monotonic(),
             stop=result.stop,
+            failures=result.failures,
             saving=tuple(sorted(self._saves)),
             events=result.events,
         )
@@ -411,25 +416,27 @@ def _rank_folder(root: Path, executor: str, rank: int) -> Path:
     return root / executor / f"rank_{rank}"
 
 
-def _join_process_group(spec: ExecutorSpec, rank: int, timeout_s: float) -> Callable[[], None]:
+def _join_process_group(plan: WorkerPlan) -> Callable[[], None]:
     """Join the executor's own ``torch.distributed`` group and return what leaves it.
 
-    The address comes from the environment that the runtime gave the process. A lone rank needs none; where executors
-    share a process, as they do inline, they share its one lone-rank group too.
+    A lone rank meets nobody; where executors share a process, as they do inline, they share its one lone-rank group too.
     """
     import datetime
 
     import torch
     import torch.distributed as dist
 
+    spec, rank = plan.spec, plan.rank
     device = rank_device(spec, rank)
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device))
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=plan.collective_timeout_s)
     if spec.num_ranks == 1:
         if dist.is_initialized():
             return lambda: None
         dist.init_process_group(spec.process_group, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(spec.process_group, rank=rank, world_size=spec.num_ranks, timeout=timeout)
+        dist.init_process_group(
+            spec.process_group, init_method=plan.rendezvous, rank=rank, world_size=spec.num_ranks, timeout=timeout
+        )
     return dist.destroy_process_group

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from llamarl.config import RunConfig, validate
 from llamarl.controller.graph import Graph
-from llamarl.controller.job import llamarl_graph
+from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import PlanError
 from llamarl.planner.lengths import Lengths, constant
-from llamarl.simulator.contention import Contention
-from llamarl.simulator.costs import (
-    EvaluationCost,
+from llamarl.simulator.tick_costs import (
     GeneratorCost,
     LinearGeneratorCost,
     RewardCost,
@@ -22,7 +20,7 @@ from llamarl.simulator.costs import (
     Variation,
 )
 
-__all__ = ["Failures", "Scenario", "durations_scenario"]
+__all__ = ["Failures", "Scenario", "durations_scenario", "weights_policy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +73,6 @@ class Scenario:
     """The generator cannot decode that long at the start of a tick, while it takes a version."""
     variation: Variation = field(default_factory=Variation)
     failures: Failures | None = None
-    evaluation: EvaluationCost | None = None
-    """None: the job has no evaluator."""
-    contention: Contention | None = None
-    """How roles slow one another; None: each has devices of its own and none does."""
     num_ticks: int = 100
     seed: int = 0
     planned_step_s: float | None = None
@@ -121,7 +115,7 @@ class Scenario:
                 },
                 "trainer": {"device": "cpu"},
                 "algorithm": {"advantage": "reward"} if self.group_size == 1 else {},
-                "evaluation": {"every": self.evaluation.every if self.evaluation else 0, "device": "cpu"},
+                "evaluation": {"every": 0, "device": "cpu"},
             }
         )
 
@@ -129,12 +123,8 @@ class Scenario:
     def graph(self) -> Graph:
         """The graph of a real run of this schedule, its executors replaced by ones that only take time."""
         real = llamarl_graph(self.config)
-        factories = {name: f"llamarl.simulator.costed:Costed{name.capitalize()}" for name in _ROLES}
-        factories["evaluator"] = "llamarl.simulator.costed_evaluator:CostedEvaluator"
-        if self.weights == "latest":
-            factories["generator"] = "llamarl.simulator.latest:LatestCostedGenerator"
         executors = tuple(
-            dataclasses.replace(spec, factory=factories[spec.name], config=self) for spec in real.executors
+            dataclasses.replace(spec, factory=_FACTORIES[spec.name], config=self) for spec in real.executors
         )
         return Graph(executors, real.channels)
 
@@ -143,7 +133,11 @@ class Scenario:
         return self.generator_devices + self.trainer_devices
 
 
-_ROLES = ("generator", "reward", "trainer")
+_FACTORIES = {
+    "generator": "llamarl.simulator.costed_generator:CostedGenerator",
+    "reward": "llamarl.simulator.costed:CostedReward",
+    "trainer": "llamarl.simulator.costed:CostedTrainer",
+}
 
 
 def durations_scenario(
@@ -177,3 +171,10 @@ def durations_scenario(
         num_ticks=num_ticks,
     )
     return dataclasses.replace(scenario, **changes)  # type: ignore[arg-type]
+
+
+def weights_policy(config: RunConfig) -> dict[str, Any]:
+    """The fields of a scenario that say which version makes a batch, as the recipe has them."""
+    latest = config.schedule.weights == "latest"
+    kv = config.generator.kv_on_update if latest else "recompute"
+    return {"weights": config.schedule.weights, "kv_on_update": kv}

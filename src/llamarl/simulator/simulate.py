@@ -19,11 +19,9 @@ from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.errors import ExecutorFailed, PlanError
 from llamarl.observability.trace import idle_share
-from llamarl.planner.step_time import closed_form_period
+from llamarl.planner.step_time import closed_form_period, mean_staleness
 from llamarl.runtime.base import Report
-from llamarl.simulator.contention import SharedMachineRuntime
 from llamarl.simulator.costed import STALENESS_METRIC
-from llamarl.simulator.latest import mean_staleness
 from llamarl.simulator.scenario import Failures, Scenario
 from llamarl.simulator.virtual_clock import Snapshots, VirtualClockRuntime
 
@@ -90,8 +88,14 @@ class _VirtualCheckpoints:
         self._every = every
         self.last: int | None = None
 
+    def due(self, tick: int) -> bool:
+        return (tick + 1) % self._every == 0
+
+    def overdue(self) -> bool:
+        return False
+
     def folder_for(self, tick: int) -> Path | None:
-        return Path(f"tick_{tick}") if (tick + 1) % self._every == 0 else None
+        return Path(f"tick_{tick}") if self.due(tick) else None
 
     def require(self, tick: int) -> None:
         raise AssertionError("a simulated executor never asks to stop")
@@ -123,9 +127,7 @@ def simulate(scenario: Scenario) -> SimulationResult:
 
 def _clock(scenario: Scenario, **changes: Any) -> VirtualClockRuntime:
     latency_s = {"weights": scenario.weights_latency_s}
-    if scenario.contention is None:
-        return VirtualClockRuntime(latency_s=latency_s, **changes)
-    return SharedMachineRuntime(scenario.contention, latency_s=latency_s, **changes)
+    return VirtualClockRuntime(latency_s=latency_s, **changes)
 
 
 def _run_with_failures(scenario: Scenario, failures: Failures, collect: _Collect) -> tuple[int, float]:
@@ -178,8 +180,12 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
     if rounds:  # ticks of one round may come in a burst: measure whole rounds
         warm = scenario.num_ticks - rounds * (scenario.max_staleness + 1)
 
+    total_s = max(report.finished_s for report in reports)
+
     def window(role: str) -> tuple[float, float]:
-        return (last[role, warm - 1].finished_s if warm else 0.0, last[role, final].finished_s)
+        if not warm:  # no tick of its own to begin after: the whole run, what the role waits at its end included
+            return 0.0, total_s
+        return last[role, warm - 1].finished_s, last[role, final].finished_s
 
     roles = ("generator", "reward", "trainer")
     steady = {role: [last[role, tick] for tick in range(warm, final + 1)] for role in roles}
@@ -205,7 +211,6 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
                 lag = int(key.removeprefix(STALENESS_METRIC))
                 staleness[lag] = staleness.get(lag, 0) + int(tokens)
     trained = sum(report.metrics["tokens/trained"] for report in steady["trainer"])
-    total_s = max(report.finished_s for report in reports)
     theory_s = closed_form_period(
         generator_s=role_s["generator"], reward_s=role_s["reward"], trainer_s=role_s["trainer"],
         sync_s=scenario.weights_latency_s, max_staleness=scenario.max_staleness,

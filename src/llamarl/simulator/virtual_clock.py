@@ -17,8 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 from llamarl.channels.base import ChannelSpec
 from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorContext, ExecutorSpec
+from llamarl.import_path import resolve
 from llamarl.runtime.base import News, Order, Report, SetupReport
-from llamarl.runtime.import_path import resolve
 
 __all__ = ["RevisingExecutor", "Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
 
@@ -144,9 +144,6 @@ class VirtualClockRuntime:
         assert step.duration_s >= 0, f"{order.executor} tick {order.tick}: duration {step.duration_s}"
         if order.save_to is not None:
             self._snapshots[order.save_to, order.executor] = executor.save()
-        self._begin(order, step, start)
-
-    def _begin(self, order: Order, step: TimedStep, start: float) -> None:
         heapq.heappush(self._out, (start + step.duration_s, self._fired, start, order, step))
         self._fired += 1
 
@@ -164,19 +161,14 @@ class VirtualClockRuntime:
         at, _, executor, payload = heapq.heappop(self._news)
         for place, (_, fired, start, order, _) in enumerate(self._out):
             if order.executor == executor:
-                step = self._revised(order, max(0.0, at - start), payload)
+                sink = self._executors[executor]
+                assert isinstance(sink, RevisingExecutor), f"{executor!r} has a latest channel and no revise"
+                step = sink.revise(max(0.0, at - start), payload)
+                if order.save_to is not None:
+                    self._snapshots[order.save_to, executor] = sink.save()
                 self._out[place] = (start + step.duration_s, fired, start, order, step)
                 heapq.heapify(self._out)
                 return
-
-    def _revised(self, order: Order, elapsed_s: float, payload: Any) -> TimedStep:
-        """The tick of ``order`` as it now will be, and its state where that is saved."""
-        sink = self._executors[order.executor]
-        assert isinstance(sink, RevisingExecutor), f"{order.executor!r} has a latest channel and no revise"
-        step = sink.revise(elapsed_s, payload)
-        if order.save_to is not None:
-            self._snapshots[order.save_to, order.executor] = sink.save()
-        return step
 
     def wait(self, deadline_s: float) -> Report:
         """Jump to the earliest finish."""

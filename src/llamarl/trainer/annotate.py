@@ -56,7 +56,11 @@ def per_sequence(
 
 
 def microbatches(
-    sequences: Sequence[TrainingSequence], packing: Sequence[Sequence[int]], *, device: str, share_prompts: bool
+    sequences: Sequence[TrainingSequence],
+    packing: Sequence[Sequence[int]],
+    *,
+    device: str | torch.device,
+    share_prompts: bool,
 ) -> list[Microbatch]:
     """Tensors of each micro-batch; every token weighs 1."""
     return [

@@ -55,16 +55,33 @@ class TrainingSequence:
     behavior_logprobs: npt.NDArray[np.float32]
     """[T]"""
     policy_versions: npt.NDArray[np.int64]
-    """[T]"""
+    """[T]; empty where no version of the policy sampled them, but another model."""
     advantage: float
     group: int
     """Index of its group among this rank's."""
+    sample: int = 0
+    """Its place in its group (``Response.sample_index``)."""
     num_prompt: int
     """Prompt tokens at the start of ``tokens``."""
     token_advantages: npt.NDArray[np.float64] | None = None
     """[T] where tokens differ; None where each has ``advantage``."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """[T] where a reference executor has seen the response."""
+
+    @classmethod
+    def to_score(cls, prompt: Sequence[int], response: Sequence[int], *, group: int) -> TrainingSequence:
+        """A response whose log-probs are wanted and nothing else: every token of it, no history, no advantage."""
+        tokens = np.array([*prompt, *response], np.int64)
+        return cls(
+            tokens=tokens[:-1],
+            positions=np.arange(len(prompt) - 1, len(tokens) - 1),
+            targets=tokens[len(prompt) :],
+            behavior_logprobs=np.zeros(len(response), np.float32),
+            policy_versions=np.zeros(len(response), np.int64),
+            advantage=0.0,
+            group=group,
+            num_prompt=len(prompt),
+        )
 
     @property
     def has_signal(self) -> bool:
@@ -271,9 +288,10 @@ def training_sequence(
         positions=positions.astype(np.int64),
         targets=tokens[positions + 1],
         behavior_logprobs=behavior.astype(np.float32),
-        policy_versions=response.policy_versions[trained].astype(np.int64),
+        policy_versions=response.policy_versions[[] if response.sampled_by else trained].astype(np.int64),
         advantage=advantage if of_tokens is None else float(of_tokens.mean()),
         group=index,
+        sample=response.sample_index,
         num_prompt=num_prompt,
         token_advantages=of_tokens,
         reference_logprobs=None if response.reference_logprobs is None else response.reference_logprobs[trained],

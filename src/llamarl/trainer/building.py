@@ -1,39 +1,42 @@
-"""From a Hugging Face folder to a policy that lies over the ranks of a mesh, trained or frozen.
+"""From a Hugging Face folder to a policy or a value model that lies over the ranks of a mesh, trained or frozen.
 
 folder ─▶ read whole, or every rank its own part ─▶ prove the output layer ─▶ adapters ─▶ cut (tp, then fsdp) ─▶ compute dtype
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from llamarl.models.adapters import add_adapters
 from llamarl.models.loading import load_model
 from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import ParallelLayout, apply_fully_shard, apply_tensor_parallel, parameter_shards
 from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts
+from llamarl.models.small_copy import small_model
+from llamarl.models.value import load_value_model
 from llamarl.trainer.config import LoraConfig
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy, check_output_layer
+from llamarl.trainer.value_model import ValueModel
 
-__all__ = ["BuiltPolicy", "build_policy"]
+__all__ = ["Built", "Module", "build_policy", "build_value_model"]
 
-_SMALL = {
-    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 32, "vocab_size": 128,
-}  # fmt: skip
+
+Module = TypeVar("Module", Policy, ValueModel)
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltPolicy:
-    """A policy on one rank, and what its optimizer must know of it."""
+class Built(Generic[Module]):
+    """A model on one rank, and what its optimizer must know of it."""
 
-    policy: Policy
+    module: Module
     cuts: dict[str, int]
     """Parameter -> the dimension that tensor parallelism cut."""
     initial: dict[str, Tensor] | None
@@ -54,7 +57,7 @@ def build_policy(
     checkpoint_every: int = 0,
     lora: LoraConfig | None = None,
     lora_seed: int = 0,
-) -> BuiltPolicy:
+) -> Built[Policy]:
     """This rank's part of the model in ``model_path``.
 
     Args:
@@ -68,7 +71,7 @@ def build_policy(
         ModelError: The model is not supported, or not with this ``tp``.
         ValueError: ``temperature`` is 0.
     """
-    attention = "llamarl_shared_prompts" if share_prompts else "llamarl_packed"
+    attention = _attention(share_prompts)
     streamed = False
     if layout.num_ranks > 1:  # no rank may need memory for the whole
         model = make_skeleton(model_path, attention=attention)
@@ -79,34 +82,69 @@ def build_policy(
     check_output_layer(_small_copy(model.config, attention) if streamed else model, transform)
     if lora is not None:
         add_adapters(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=lora_seed)
-    cuts = apply_tensor_parallel(model, layout)
-    if layout.num_ranks == 1:  # on a mesh, weights are wrapped tensors that take the ordinary product
-        use_onednn_linears(model)
-    policy = Policy(model, transform, chunk_tokens=chunk_tokens, entropy_needs_grad=entropy_needs_grad)
-    if not trained:
-        policy.requires_grad_(False)
-    if checkpoint_every:
-        policy.checkpoint_activations(every=checkpoint_every)
-    apply_fully_shard(policy, policy.layers, layout, dtype)
-    if streamed:
+
+    def wrap(model: PreTrainedModel) -> Policy:
+        policy = Policy(model, transform, chunk_tokens=chunk_tokens, entropy_needs_grad=entropy_needs_grad)
+        if not trained:
+            policy.requires_grad_(False)
+        if checkpoint_every:
+            policy.checkpoint_activations(every=checkpoint_every)
+        return policy
+
+    def read(policy: Policy, cuts: dict[str, int]) -> None:
         give_storage(policy, device)
         parameters = dict(model.named_parameters())
         read_parts(model_path, parameters, parameter_shards(parameters, cuts, layout, "float32"))
+
+    return _spread(model, wrap, layout, dtype, fill=read if streamed else None)
+
+
+def build_value_model(
+    model_path: str | Path, layout: ParallelLayout, *, dtype: torch.dtype, share_prompts: bool, device: torch.device
+) -> Built[ValueModel]:
+    """This rank's part of the value model in ``model_path``, which may hold a language model; each rank reads it whole.
+
+    Raises:
+        ModelError: The model has no value form, or does not divide by ``tp``.
+    """
+    model = load_value_model(model_path, device=device, attention=_attention(share_prompts))
+    return _spread(model, ValueModel, layout, dtype)
+
+
+def _attention(share_prompts: bool) -> str:
+    return "llamarl_shared_prompts" if share_prompts else "llamarl_packed"
+
+
+def _spread(
+    model: PreTrainedModel,
+    wrap: Callable[[PreTrainedModel], Module],
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    *,
+    fill: Callable[[Module, dict[str, int]], None] | None = None,
+) -> Built[Module]:
+    """Cut by tensor parallelism, then by FSDP2, then round to the compute dtype.
+
+    Args:
+        fill: Reads the weights of a model that has been built without storage.
+    """
+    cuts = apply_tensor_parallel(model, layout)
+    if layout.num_ranks == 1:  # on a mesh, weights are wrapped tensors that take the ordinary product
+        use_onednn_linears(model)
+    module = wrap(model)
+    apply_fully_shard(module, module.layers, layout, dtype)
+    if fill is not None:
+        fill(module, cuts)
     if layout.fsdp > 1 or dtype == torch.float32:  # FSDP2 rounds as it gathers
-        return BuiltPolicy(policy, cuts, None)
-    initial = {name: p.detach().clone() for name, p in policy.parameters_by_name().items()}
-    for parameter in policy.parameters():
+        return Built(module, cuts, None)
+    initial = {name: p.detach().clone() for name, p in module.parameters_by_name().items()}
+    for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
-    return BuiltPolicy(policy, cuts, initial)
+    return Built(module, cuts, initial)
 
 
 def _small_copy(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """The same architecture with random weights and few of them: what it does after its output layer does not depend on sizes,
-    and no rank of a mesh has memory for the whole."""
-    values = config.to_dict() | _SMALL | {"pad_token_id": None}
-    if values.get("layer_types"):
-        values["layer_types"] = values["layer_types"][:1]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        small = type(config).from_dict(values)
-        return AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=attention).eval()
+    """What the architecture does after its output layer does not depend on sizes, and no rank of a mesh has memory for the whole."""
+    small = small_model(config)
+    small.set_attn_implementation(attention)
+    return small

@@ -10,73 +10,43 @@ before the first pass: any split over micro-batches and ranks gives the same gra
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.value import value_loss
-from llamarl.errors import CheckpointError, TrainingDiverged
+from llamarl.config import RunConfig
+from llamarl.errors import TrainingDiverged
 from llamarl.models.loading import load_model_config
-from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import (
-    apply_fully_shard,
-    apply_tensor_parallel,
-    gather_parameters,
     make_layout,
-    parameter_shards,
 )
 from llamarl.models.repeatable import demanded
-from llamarl.models.value import load_value_model, value_head
 from llamarl.trainer.annotate import Located, annotate, locate, microbatches, per_sequence
-from llamarl.trainer.batch import Microbatch, pack_sequences
+from llamarl.trainer.batch import pack_sequences
+from llamarl.trainer.building import build_value_model
 from llamarl.trainer.config import CriticConfig
 from llamarl.trainer.credit import value_targets
-from llamarl.trainer.optimizer import MasterWeights, learning_rate
-from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
+from llamarl.trainer.optimizer import learning_rate
+from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
-from llamarl.trainer.storage import export_folder, source_dtype
+from llamarl.trainer.value_model import ValueModel
 from llamarl.types import Group
 
-__all__ = ["Critic", "ValueModel"]
+__all__ = ["Critic", "write_critic"]
 
 
-class ValueModel(nn.Module):
-    """A value model that reads packed micro-batches."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-        value_head(model)  # refuse one without
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The decoder's layers, first to last."""
-        return list(self.model.base_model.layers)  # type: ignore[arg-type]  # a ModuleList in every decoder
-
-    def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """By their Hugging Face names."""
-        return dict(self.model.named_parameters())
-
-    def forward(self, batch: Microbatch) -> Tensor:
-        """Value before each trained token, [T], float32."""
-        hidden = self.model.base_model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            packed_sequences=batch.packed,
-        ).last_hidden_state[0]
-        return value_head(self.model)(hidden.index_select(0, batch.positions)).squeeze(-1).float()
-
-
-class Critic:
+class Critic(ShardedModel[ValueModel]):
     """Owns the value model and its optimizer on one rank of its (fsdp, tp) mesh."""
+
+    role = "critic"
+    counters = ("ticks_done", "num_skipped_in_a_row")
 
     def __init__(
         self,
@@ -97,33 +67,19 @@ class Critic:
             ModelError: The model has no value form, or does not divide by ``tp``.
             ValueError: ``fsdp * tp`` ranks are not there.
         """
-        self.config, self.algorithm, self.device = config, algorithm, device
-        self.model_path, self.num_ticks = model_path, num_ticks
+        self.config, self.algorithm, self.num_ticks = config, algorithm, num_ticks
         self.ticks_done = 0
         self.num_skipped_in_a_row = 0
         learning_rate(config.optimizer, config.optimizer.warmup_ticks, num_ticks)  # a bad schedule fails now
-        self.layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
-        # Checkpoints are written beside the training, so their collectives need a group of their own.
-        self._save_group = dist.new_group(backend="gloo") if self.layout.num_ranks > 1 else None
+        layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
-        attention = "llamarl_shared_prompts" if self.share_prompts else "llamarl_packed"
-        model = load_value_model(model_path, device=device, attention=attention)
-        cuts = apply_tensor_parallel(model, self.layout)
-        if self.layout.num_ranks == 1:
-            use_onednn_linears(model)
         dtype = getattr(torch, config.dtype)
-        self.model = ValueModel(model)
-        apply_fully_shard(self.model, self.model.layers, self.layout, dtype)
-        initial = None
-        if self.layout.fsdp == 1 and dtype != torch.float32:  # FSDP2 rounds as it gathers
-            initial = {name: p.detach().clone() for name, p in self.model.parameters_by_name().items()}
-            for parameter in self.model.parameters():
-                parameter.data = parameter.data.to(dtype)
-        parameters = self.model.parameters_by_name()
-        self.weights = MasterWeights(
-            parameters, config.optimizer, self.layout, tensor_parallel_cuts=cuts, initial=initial
+        built = build_value_model(
+            model_path, layout, dtype=dtype, share_prompts=self.share_prompts, device=torch.device(device)
         )
-        self._shards = parameter_shards(parameters, cuts, self.layout, "float32")
+        super().__init__(
+            built, layout, config.optimizer, model_path=model_path, device=torch.device(device), dtype=dtype
+        )
 
     def step(self, groups: Sequence[Group], tick: int) -> tuple[list[Group], dict[str, float]]:
         """Value the batch with the version of ``tick`` ticks, then learn from it.
@@ -136,7 +92,7 @@ class Critic:
 
         Raises:
             ValueError: The tick is not the next one.
-            TrainingDiverged: More than ``max_skipped_steps`` non-finite gradients in a row.
+            TrainingDiverged: More than ``max_skipped_steps`` steps in a row with a non-finite loss or gradient.
         """
         if tick != self.ticks_done:
             raise ValueError(f"the critic has done {self.ticks_done} ticks, so its next is that, got {tick}")
@@ -160,7 +116,7 @@ class Critic:
             loss, clipped = torch.zeros((), device=self.device), 0.0
             for m, batch in enumerate(batches):
                 with demanded(self.device):
-                    estimates = self.model(batch)
+                    estimates = self.module(batch)
                     if update == 0:
                         values.append(estimates.detach())
                         targets.append(self._targets(groups, [located[i] for i in packing[m]], values[m]))
@@ -169,10 +125,11 @@ class Critic:
                     part.backward()
                 loss += part.detach()
                 clipped += float(outside.sum()) if self.config.value_clip and update else 0.0
-            grad_norm, stepped = self._update(lr, empty=num_tokens == 0)
+            (total_loss,) = self._sum([loss.item()])
+            grad_norm, stepped = self._update(lr, total_loss, empty=num_tokens == 0)
             skipped += not stepped
             if update == 0:
-                first = {"critic/loss": self._sum([loss.item()])[0], "critic/grad_norm": grad_norm}
+                first = {"critic/loss": total_loss, "critic/grad_norm": grad_norm}
             self._count_skips(skipped=not stepped, tick=tick)
         self.ticks_done += 1
         rows = per_sequence(sequences, packing, values)
@@ -191,11 +148,11 @@ class Critic:
         joined = np.concatenate([*returns, np.zeros(0)])
         return torch.from_numpy(joined).to(values)
 
-    def _update(self, lr: float, *, empty: bool) -> tuple[float, bool]:
-        """AdamW with what was gathered; (gradient norm, False if it was not finite and nothing changed)."""
+    def _update(self, lr: float, loss: float, *, empty: bool) -> tuple[float, bool]:
+        """AdamW with what was gathered; (gradient norm, False if it or the loss was not finite and nothing changed)."""
         self.weights.collect_gradients()
         grad_norm = self.weights.gradient_norm().item()
-        finite = math.isfinite(grad_norm)
+        finite = math.isfinite(grad_norm) and math.isfinite(loss)
         if finite and not empty:
             if 0 < self.config.max_grad_norm < grad_norm:
                 self.weights.scale_gradients(self.config.max_grad_norm / grad_norm)
@@ -207,7 +164,7 @@ class Critic:
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
         if self.num_skipped_in_a_row > self.config.max_skipped_steps:
             raise TrainingDiverged(
-                f"critic: tick {tick}: {self.num_skipped_in_a_row} non-finite gradients in a row"
+                f"critic: tick {tick}: {self.num_skipped_in_a_row} steps in a row with a non-finite loss or gradient"
                 f" (critic.max_skipped_steps = {self.config.max_skipped_steps}): lower critic.optimizer.lr, or look at the"
                 " rewards of these ticks; checkpoints taken so far are untouched"
             )
@@ -231,49 +188,22 @@ class Critic:
         """Each value added up over the data-parallel ranks."""
         return self.layout.sum_over_data(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
 
-    def stage(self, *, copy: bool = True) -> StagedState:
-        """This rank's state now, so that learning may go on; ``copy`` False if nothing changes before it is written."""
-        values = {"ticks_done": self.ticks_done, "num_skipped_in_a_row": self.num_skipped_in_a_row}
-        return stage(self.weights.state(), self._shards, values, copy=copy)
-
-    def write(self, state: StagedState, folder: Path) -> None:
-        """Write what all ranks staged into one folder; every rank calls it, on any thread.
-
-        Raises:
-            CheckpointError: A rank could not write.
-        """
-        write_state(Path(folder), state, rank=self.layout.rank, group=self._save_group)
-
-    def save(self, folder: Path) -> None:
-        """``stage`` and ``write`` at once. All ranks give the same folder; ``load`` continues from it."""
-        self.write(self.stage(copy=False), folder)
-
-    def load(self, folder: Path) -> None:
-        """Restore what ``write`` wrote: the same layout goes on with the same bits, another one to rounding.
-
-        Raises:
-            CheckpointError: Unreadable, incomplete, or of another model.
-        """
-        tensors, values = read_state(Path(folder), lambda _: self._shards)
-        try:
-            self.weights.load_state(tensors)
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(f"critic state in {folder} is of another model: {error}") from error
-        self.ticks_done, self.num_skipped_in_a_row = values["ticks_done"], values["num_skipped_in_a_row"]
-
     def export(self, folder: Path) -> None:
-        """Write a folder that ``AutoModelForTokenClassification`` loads. All ranks call it; rank 0 writes."""
-        tensors = {name: tensor.detach() for name, tensor in self.weights.tensors.items()}
-        whole = gather_parameters(tensors, self._shards, self.layout)
-        if self.layout.rank != 0:
-            for _ in whole:  # send this rank's parts
-                raise AssertionError("only rank 0 receives whole parameters")
-            return
-        export_folder(
-            folder,
-            self.model.model,
-            whole,
-            {name: shard.shape for name, shard in self._shards.items()},
-            source=self.model_path,
-            dtype=source_dtype(self.model_path),
-        )
+        """Write a folder that ``AutoModelForTokenClassification`` loads. All ranks call it; rank 0 writes.
+
+        In float32, of its own weights: fewer bits would round what it has learned away.
+        """
+        self.write_model(folder, dtype=torch.float32, served_dtype=self.config.dtype, version=self.ticks_done)
+
+
+def write_critic(checkpoint: Path, config: RunConfig, folder: Path) -> None:
+    """Write the value model of a checkpoint as the run's last tick would have written it.
+
+    Raises:
+        CheckpointError: The critic's state cannot be read.
+    """
+    alone = dataclasses.replace(config.critic, fsdp=1, tp=1, device="cpu")
+    path = config.critic.path or config.model.path
+    critic = Critic(path, alone, config.algorithm, device="cpu", num_ticks=config.run.num_ticks)
+    critic.load(checkpoint / "critic" / "state")
+    critic.export(folder)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from llamarl.models.decoder import logit_scale, logit_softcap
 from llamarl.models.onednn import linear
 
 __all__ = ["LogitTransform", "token_logprobs"]
@@ -37,14 +38,8 @@ class LogitTransform:
 
     @classmethod
     def of_model(cls, config: PretrainedConfig, temperature: float) -> LogitTransform:
-        """As the architecture does it: Gemma's ``final_logit_softcapping``, Granite's and Cohere's scales."""
-        text = config.get_text_config()
-        scale = 1.0
-        if getattr(text, "logits_scaling", None):
-            scale = 1.0 / text.logits_scaling
-        if getattr(text, "logit_scale", None):
-            scale = text.logit_scale
-        return cls(scale=scale, softcap=getattr(text, "final_logit_softcapping", None), temperature=temperature)
+        """As the architecture does it."""
+        return cls(scale=logit_scale(config), softcap=logit_softcap(config), temperature=temperature)
 
     def forward_(self, x: Tensor) -> Tensor:
         """x -> logits, in place."""

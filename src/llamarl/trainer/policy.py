@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
-from llamarl.models.attention import PackedSequences
+from llamarl.models.attention import PackedSequences, attending, current_packing
+from llamarl.models.decoder import decoder_layers
 from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.logprobs import LogitTransform, token_logprobs
 
@@ -40,7 +41,7 @@ class Policy(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder's layers, first to last."""
-        return list(self.model.base_model.layers)  # type: ignore[arg-type]  # a ModuleList in every decoder
+        return decoder_layers(self.model)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by their Hugging Face names, tied ones once."""
@@ -48,12 +49,10 @@ class Policy(nn.Module):
 
     def forward(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of each trained token of the micro-batch, nats, [T] each."""
-        hidden = self.model.base_model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            packed_sequences=batch.packed,
-        ).last_hidden_state[0]
+        with attending(batch.packed):
+            hidden = self.model.base_model(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+            ).last_hidden_state[0]
         head = self.model.get_output_embeddings()
         return token_logprobs(
             hidden.index_select(0, batch.positions),
@@ -77,7 +76,13 @@ class Policy(nn.Module):
             original = layer.forward
 
             def forward(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
-                return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+                packing = current_packing()
+
+                def again(*args: Any, **kwargs: Any) -> Any:
+                    with attending(packing):
+                        return original(*args, **kwargs)
+
+                return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
             layer.forward = forward  # type: ignore[method-assign]
 
@@ -93,10 +98,11 @@ def check_output_layer(model: PreTrainedModel, transform: LogitTransform) -> Non
     packed = PackedSequences.of([0, 3])
     ids = torch.arange(3, device=device)[None] % model.config.get_text_config().vocab_size
     inputs = {"input_ids": ids, "position_ids": packed.position_ids(device), "use_cache": False}
-    hidden = model.base_model(**inputs, packed_sequences=packed).last_hidden_state
+    with attending(packed):
+        hidden = model.base_model(**inputs).last_hidden_state
+        theirs = model(**inputs).logits.float() / transform.temperature
     head = model.get_output_embeddings()
     ours = transform.forward_(nn.functional.linear(hidden, head.weight, getattr(head, "bias", None)).float())
-    theirs = model(**inputs, packed_sequences=packed).logits.float() / transform.temperature
     if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
         raise ModelError(
             f"{type(model).__name__} changes its logits in a way that the trainer does not know"

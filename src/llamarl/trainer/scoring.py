@@ -58,7 +58,7 @@ class FrozenScorer:
             share_prompts=self.share_prompts,
             device=torch.device(device),
             trained=False,
-        ).policy
+        ).module
 
     @torch.no_grad()
     def score(self, groups: Sequence[Group]) -> list[Group]:

@@ -13,10 +13,9 @@ is left by rows, unevenly), so ``Shard`` answers what the library asks of its ow
 from __future__ import annotations
 
 import json
-import pickle
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from llamarl.checkpoint.tensor_index import SafeFileSystemReader
 from llamarl.errors import CheckpointError
 from llamarl.models.parallel import ParameterShard
 
@@ -143,12 +143,15 @@ def write_state(folder: Path, state: StagedState, *, rank: int, group: dist.Proc
 
 
 def read_state(
-    folder: Path, shards_of: Callable[[str], Mapping[str, ParameterShard]]
+    folder: Path,
+    shards_of: Callable[[str], Mapping[str, ParameterShard]],
+    only: Collection[str] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """This rank's parts, on the CPU, of a state that any layout wrote. Reads only what it needs; talks to no other rank.
 
     Args:
         shards_of: Kind -> which part of each name this rank holds.
+        only: Keys (``kind/NAME``) to read; None reads all.
 
     Returns:
         ``kind/NAME`` -> part, and the values.
@@ -159,9 +162,11 @@ def read_state(
     wanted: dict[str, Shard] = {}
     try:
         values = json.loads((folder / _VALUES).read_text(encoding="utf-8"))
-        reader = dcp.FileSystemReader(folder)
+        reader = SafeFileSystemReader(folder)
         for key, stored in reader.read_metadata().state_dict_metadata.items():
             kind, _, name = key.partition("/")
+            if only is not None and key not in only:
+                continue
             shard = shards_of(kind).get(name)
             if not isinstance(stored, TensorStorageMetadata):
                 raise CheckpointError(f"trainer state in {folder} was altered: {key} is no tensor")
@@ -175,11 +180,13 @@ def read_state(
             part = torch.empty([stop - start for start, stop in box], dtype=stored.properties.dtype)
             wanted[key] = Shard(part, shape, box)
         dcp.load(dict(wanted), storage_reader=reader, planner=_LoadPlanner(flatten_state_dict=False), no_dist=True)
-    except (OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError) as error:
         raise CheckpointError(f"trainer state in {folder} cannot be read: {error}") from error
     except CheckpointException as error:
         causes = "; ".join(repr(failure[0]) for failure in error.failures.values())
         raise CheckpointError(f"trainer state in {folder} cannot be read: {causes}") from error
+    if only is not None and (absent := sorted(set(only) - wanted.keys())):
+        raise CheckpointError(f"trainer state in {folder} is of another model: it does not hold {absent[0]}")
     return {key: shard.tensor for key, shard in wanted.items()}, values
 
 

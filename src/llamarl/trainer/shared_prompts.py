@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig
 
-from llamarl.models.attention import PackedSequences, fused_attention, packed_attention_forward
+from llamarl.models.attention import (
+    PackedSequences,
+    current_packing,
+    fused_attention,
+    packed_attention_forward,
+)
 from llamarl.models.transfer import to_device
 
 __all__ = ["SharedPrompts", "can_share_prompts"]
@@ -162,6 +167,7 @@ def _shared_prompt_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function behind ``llamarl_shared_prompts``: query [1, H, N, D], key and value [1, KV, N, D] -> [1, N, H, D]."""
+    packed_sequences = current_packing() if packed_sequences is None else packed_sequences
     if not isinstance(packed_sequences, SharedPrompts):
         return packed_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, sliding_window, softcap, packed_sequences

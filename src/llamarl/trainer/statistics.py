@@ -44,13 +44,15 @@ class StepStatistics:
         self._device = device
         self._sums: dict[str, Tensor] = {}
         staleness = np.concatenate([policy_version - s.policy_versions for s in sequences] or [np.zeros(0, np.int64)])
-        counts = [len(staleness), len(sequences), int(staleness.sum())]
+        counts = [sum(len(s.targets) for s in sequences), len(sequences), int(staleness.sum()), len(staleness)]
         totals = layout.sum_over_data(torch.tensor(counts, dtype=torch.int64, device=device)).tolist()
         self.num_tokens: int = totals[0]
         """Trained tokens."""
         self.num_sequences: int = totals[1]
         """Responses with at least one trained token."""
         self._sum_staleness: int = totals[2]
+        self.num_aged: int = totals[3]
+        """Those of them that a version of the policy sampled."""
         self._num_computed = 0
         self._num_observed = 0
         self.num_observed = 0.0
@@ -73,7 +75,7 @@ class StepStatistics:
     def metrics(self) -> dict[str, float]:
         """Means over trained tokens; 0 where nothing was trained. One host sync."""
         result = {
-            "staleness/mean": self._sum_staleness / max(1, self.num_tokens),
+            "staleness/mean": self._sum_staleness / max(1, self.num_aged),
             "staleness/max": float(self._max_staleness),
             "tokens/trained": float(self.num_tokens),
             "samples/trained": float(self.num_sequences),
@@ -120,9 +122,9 @@ def tick_metrics(steps: Sequence[StepStatistics]) -> dict[str, float]:
             result[key] = sum(values[i] for i in filled) / max(1, len(filled))
         else:
             trained = key == "staleness/mean"
-            weights = [float(step.num_tokens) if trained else step.num_observed for step in steps]
+            weights = [float(step.num_aged) if trained else step.num_observed for step in steps]
             result[key] = sum(w * v for w, v in zip(weights, values, strict=True)) / max(1.0, sum(weights))
-    ages = [(len(steps) * found[i]["staleness/mean"] + i, steps[i].num_tokens) for i in filled]
+    ages = [(len(steps) * found[i]["staleness/mean"] + i, steps[i].num_aged) for i in filled]
     result["staleness/steps_mean"] = sum(age * n for age, n in ages) / max(1, sum(n for _, n in ages))
     result["staleness/steps_max"] = max((len(steps) * found[i]["staleness/max"] + i for i in filled), default=0.0)
     return result

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from llamarl.seeding import derive_seed
 from llamarl.trainer.config import TrainerConfig
 
-__all__ = ["Row", "StepPlan", "gather_rows", "plan_steps"]
+__all__ = ["Row", "StepPlan", "gather_rows", "plan_of_rank", "plan_steps"]
 
 _ORDER = 7
 _WEIGHTED_ORDER = 8
@@ -111,6 +111,42 @@ def plan_steps(rows: Sequence[Row], config: TrainerConfig, *, seed: int, tick: i
     chosen = [sorted((row.prompt, row.response) for unit in step for row in unit.rows) for step in steps]
     used = {key for step in chosen for key in step}
     return StepPlan(steps=tuple(tuple(step) for step in chosen), num_unused=len(rows) - len(used), budget_share=share)
+
+
+def plan_of_rank(
+    prompts: Sequence[int],
+    num_tokens: Sequence[int],
+    advantages: Sequence[float],
+    config: TrainerConfig,
+    *,
+    seed: int,
+    tick: int,
+    rank: int,
+    num_ranks: int,
+    sum_over_ranks: Callable[[np.ndarray], np.ndarray],
+) -> tuple[list[list[int]], dict[str, float]]:
+    """What one data-parallel rank does in each optimizer step of a tick that all ranks plan together.
+
+    Args:
+        prompts, num_tokens, advantages: Of the rank's sequences, the responses of a prompt side by side.
+        sum_over_ranks: Element-wise; every rank calls it.
+
+    Returns:
+        Indices of its sequences for each step, ascending, so that the responses of a group stay neighbours; and what the
+        plan has to say for the metrics.
+    """
+    own: dict[tuple[int, int], int] = {}
+    rows: list[Row] = []
+    for i, (prompt, tokens, advantage) in enumerate(zip(prompts, num_tokens, advantages, strict=True)):
+        place = rows[-1].response + 1 if rows and rows[-1].prompt == prompt else 0
+        rows.append(Row(prompt=prompt, response=place, num_tokens=tokens, advantage=advantage))
+        own[prompt, place] = i
+    everyone = gather_rows(rows, rank=rank, num_ranks=num_ranks, sum_over_ranks=sum_over_ranks)
+    plan = plan_steps(everyone, config, seed=seed, tick=tick)
+    metrics = {"samples/unused": float(plan.num_unused)}
+    if plan.budget_share is not None:
+        metrics["tokens/budget_share"] = plan.budget_share
+    return [sorted(own[key] for key in step if key in own) for step in plan.steps], metrics
 
 
 def _units(rows: Sequence[Row], config: TrainerConfig) -> list[_Unit]:

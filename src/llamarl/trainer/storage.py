@@ -4,33 +4,44 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from llamarl.models.folders import resolve_model_path
+from llamarl.models.folders import companion_files, resolve_model_path
+from llamarl.models.sharded_loading import open_tensors
 
-__all__ = ["export_folder", "plan_files", "source_dtype"]
-
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.pt", "*.pth")
+__all__ = ["export_folder", "plan_files", "resolve_dtype", "source_dtype"]
 
 
 def source_dtype(model_path: str | Path) -> torch.dtype:
     """Precision in which most of a model folder's tensors are stored; float32 where it has no safetensors."""
     counts: dict[str, int] = {}
     for file in sorted(resolve_model_path(model_path).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
+        with open_tensors(file) as tensors:
             for name in tensors.keys():
                 dtype = tensors.get_slice(name).get_dtype()
                 counts[dtype] = counts.get(dtype, 0) + 1
     most = max(counts, key=lambda dtype: (counts[dtype], dtype), default="F32")
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(most, torch.float32)
+
+
+def resolve_dtype(export_dtype: str, *, model_path: str | Path, served_dtype: str) -> torch.dtype:
+    """What ``trainer.export_dtype`` means for this model and this engine."""
+    if export_dtype == "source":
+        return source_dtype(model_path)
+    dtype = getattr(torch, served_dtype if export_dtype == "served" else export_dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def plan_files(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
@@ -54,6 +65,7 @@ def export_folder(
     *,
     source: str | Path,
     dtype: torch.dtype,
+    look: Callable[[str, Tensor, Tensor], None] | None = None,
     max_file_bytes: int = 4 << 30,
 ) -> None:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads: weights, config, tokenizer files.
@@ -65,20 +77,24 @@ def export_folder(
         weights: Whole parameters by name, tied ones once, in the order of ``shapes``.
         shapes: Of all parameters.
         source: Folder of the initial model; its tokenizer and generation files are copied.
+        look: Is shown every weight: name, as it came, as it is written.
         max_file_bytes: Size at which a new weights file is begun.
+
+    Raises:
+        ModelError: A tokenizer file of ``source`` is a link that leads out of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(resolve_model_path(source).iterdir()):
-        if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):
-            shutil.copyfile(file, folder / file.name)
+    for file in companion_files(resolve_model_path(source)):
+        shutil.copyfile(file, folder / file.name)
     model.config.save_pretrained(folder)
     config_file = folder / "config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    config |= {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]}
+    config = _with_dtype(json.loads(config_file.read_text(encoding="utf-8")), str(dtype).removeprefix("torch."))
+    config |= {"architectures": [type(model).__name__]}
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    mode = stat.S_IMODE(config_file.stat().st_mode)  # what the umask leaves; safetensors makes its files private
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     files = plan_files(sizes, max_file_bytes)
-    index = {}
+    index: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file_name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {}
@@ -86,8 +102,23 @@ def export_folder(
             name, weight = next(weights)
             assert name == expected and tuple(weight.shape) == shapes[name], f"{name}: expected {expected}"
             tensors[name] = weight.detach().to(dtype).contiguous()
-            index[name] = file_name
+            if look is not None:
+                look(name, weight.detach(), tensors[name])
+        # By the names and in the pieces of published folders, such as one tensor an expert: for whoever else reads it.
+        tensors = {name: t.contiguous() for name, t in revert_weight_conversion(model, tensors).items()}
+        index |= dict.fromkeys(tensors, file_name)
         save_file(tensors, folder / file_name, metadata={"format": "pt"})
+        os.chmod(folder / file_name, mode)
     if len(files) > 1:
         contents = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A ``config.json`` whose every entry of a precision, those of its parts too, says ``dtype``: loaders obey it."""
+    for value in config.values():
+        if isinstance(value, dict) and ({"dtype", "torch_dtype"} & value.keys()):
+            _with_dtype(value, dtype)
+    config.pop("torch_dtype", None)  # the name of old; two would contradict each other
+    config["dtype"] = dtype
+    return config

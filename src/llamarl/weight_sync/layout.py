@@ -22,7 +22,6 @@ from typing import Protocol
 from llamarl.errors import PlanError
 
 __all__ = [
-    "SCALE_SUFFIX",
     "Box",
     "HeldShard",
     "Layout",
@@ -32,9 +31,7 @@ __all__ = [
     "box_elements",
     "chunk_bounds",
     "dtype_bytes",
-    "fuse",
     "intersect",
-    "is_scale",
     "layout_of_rank",
     "mesh_layout",
     "replicated_layout",
@@ -47,9 +44,6 @@ __all__ = [
 
 Box = tuple[tuple[int, int], ...]
 """Half-open (start, stop) for each dimension; () is the box of a scalar."""
-
-SCALE_SUFFIX = ".scale"
-"""A matrix that travels as 1-byte codes has its scales in the parameter of its name and this ending (``quantize.py``)."""
 
 _DTYPE_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4,
@@ -126,10 +120,6 @@ class Layout:
     def num_ranks(self) -> int:
         return len(self.pieces)
 
-    def bytes_of_rank(self, rank: int) -> int:
-        """Bytes of the pieces that ``rank`` holds."""
-        return sum(box_elements(p.box) * dtype_bytes(self.parameters[p.parameter].dtype) for p in self.pieces[rank])
-
 
 class HeldShard(Protocol):
     """One parameter and the box of it that one rank holds, as a trainer describes itself."""
@@ -205,28 +195,6 @@ def mesh_layout(
     return Layout(dict(parameters), tuple(ranks))
 
 
-def fuse(layout: Layout, groups: Mapping[str, Sequence[str]], *, dim: int = 0) -> Layout:
-    """Move pieces into fused tensors: on each rank its pieces of the members lie one after another along ``dim``.
-
-    Args:
-        groups: Fused tensor's name -> parameters in order (``{"qkv_proj.weight": ["q_proj.weight", ...]}``).
-    """
-    where = {name: (fused, position) for fused, names in groups.items() for position, name in enumerate(names)}
-    ranks = []
-    for pieces in layout.pieces:
-        kept = [p for p in pieces if p.parameter not in where]
-        moved = sorted((p for p in pieces if p.parameter in where), key=lambda p: where[p.parameter])
-        offset: dict[str, int] = {}
-        for piece in moved:
-            fused, _ = where[piece.parameter]
-            start = offset.get(fused, 0)
-            origin = tuple(start if d == dim else 0 for d in range(len(piece.box)))
-            kept.append(Piece(piece.parameter, piece.box, fused, origin))
-            offset[fused] = start + piece.box[dim][1] - piece.box[dim][0]
-        ranks.append(tuple(kept))
-    return Layout(layout.parameters, tuple(ranks))
-
-
 def chunk_bounds(size: int, num_parts: int, part: int) -> tuple[int, int]:
     """Bounds of ``torch.chunk(range(size), num_parts)[part]``; empty where torch would give fewer chunks."""
     step = -(-size // num_parts)
@@ -238,12 +206,6 @@ def shard_box(box: Box, dim: int, num_parts: int, part: int) -> Box:
     start, stop = box[dim]
     low, high = chunk_bounds(stop - start, num_parts, part)
     return (*box[:dim], (start + low, start + high), *box[dim + 1 :])
-
-
-def is_scale(parameters: Mapping[str, ParameterSpec], name: str) -> bool:
-    """Whether ``name`` holds the scales of a parameter that travels as 1-byte codes."""
-    codes = parameters.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
-    return codes is not None and dtype_bytes(codes.dtype) == 1
 
 
 def whole_box(shape: Sequence[int]) -> Box:

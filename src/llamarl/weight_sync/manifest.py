@@ -1,7 +1,7 @@
 """What a published version says about itself: which bytes lie where, and the checksum of every block. Pure.
 
     Catalog   where each box of each parameter lies in a source rank's buffer; the same for every version
-    Manifest  = catalog + version + one checksum a block
+    manifest  = catalog + version + one checksum a block
 
 The buffer is a row of blocks. A block holds one run of rows of a large piece, or several small pieces, at most
 ``BLOCK_BYTES`` together where rows allow it; each region in it is contiguous, so a sink reads a block in one go, proves
@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.weight_sync.checksum import BLOCK_BYTES, ChecksumKind, digest
+from llamarl.transports.base import Address
+from llamarl.transports.checksum import BLOCK_BYTES, ChecksumKind, digest
 from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, Piece, box_elements, dtype_bytes
 
-__all__ = ["Block", "Catalog", "Manifest", "Region", "build_catalog", "manifest_checksum"]
+__all__ = ["Block", "Catalog", "Region", "SlotHandle", "build_catalog", "manifest_checksum"]
 
 _ALIGN = 64
 
@@ -97,14 +98,23 @@ class Catalog:
         )
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """One version of one source rank, with the proof of its bytes."""
+@dataclass(frozen=True, slots=True)
+class SlotHandle:
+    """One source rank's share of one version. Small and picklable."""
 
+    source_rank: int
     version: int
-    catalog: Catalog
-    checksums: npt.NDArray[np.uint64]
-    """[num_blocks] XXH3 of each block, in order."""
+    slot: int
+    generation: int
+    address: Address
+    transport: str
+    pid: int
+    catalog_bytes: int
+    catalog_checksum: int
+    checksums_offset: int
+    data_offset: int
+    manifest_checksum: int | None
+    """None: the version was announced while it was still being written; the slot's header says it at the end."""
 
 
 def manifest_checksum(version: int, catalog_checksum: int, checksums: npt.NDArray[np.uint64]) -> int:

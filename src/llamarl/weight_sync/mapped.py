@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from llamarl.weight_sync.checksum import block_digest
-from llamarl.weight_sync.clock import Clock
+from llamarl.transports.checksum import block_digest
+from llamarl.transports.deadline import Clock
 from llamarl.weight_sync.layout import Box, Piece, box_elements, dtype_bytes, intersect, span
 from llamarl.weight_sync.manifest import Catalog, Region
 from llamarl.weight_sync.plan import SliceCopy

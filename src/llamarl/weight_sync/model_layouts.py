@@ -65,11 +65,6 @@ class ModelParameters(dict[str, ParameterSpec]):
             total += size
         return total
 
-    def in_dtype(self, dtype: str) -> ModelParameters:
-        """The same parameters in another dtype."""
-        specs = {name: replace(spec, dtype=dtype) for name, spec in self.items()}
-        return ModelParameters(specs, self.tp_dims, packed=self.packed, whole=self.whole, tp_sizes=self.tp_sizes)
-
     def unpacked(self) -> ModelParameters:
         """Each packed parameter as its two halves (``name[0]``, ``name[1]``): boxes then say where its bytes lie."""
         specs: dict[str, ParameterSpec] = {}
@@ -101,7 +96,7 @@ def model_parameters(
     try:
         described = _described(config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(described)
+            model = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
     except ModelError:
         raise
     except Exception as error:  # whatever the architecture's own code makes of values that make no sense
@@ -169,7 +164,7 @@ def _described(config: str | Path | Mapping[str, Any]) -> PretrainedConfig:
     folder = path.parent if path.is_file() else path
     if not (folder / "config.json").is_file():
         raise ModelError(f"{path}: no config.json there; give a Hugging Face config.json or the folder that holds it")
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def tp_placements(parameters: ModelParameters, axis: str = "tp") -> dict[str, list[Shard]]:

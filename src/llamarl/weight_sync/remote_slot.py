@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llamarl.errors import WeightSyncError
-from llamarl.weight_sync.checksum import digest
-from llamarl.weight_sync.clock import Clock
-from llamarl.weight_sync.manifest import Catalog, manifest_checksum
-from llamarl.weight_sync.slot import HEADER_BYTES, PAGE, SlotHandle, SlotHeader, SlotState, parse_header
-from llamarl.weight_sync.transports.base import RemoteBuffer
+from llamarl.errors import ChannelError, WeightSyncError
+from llamarl.transports.base import RemoteBuffer
+from llamarl.transports.checksum import digest
+from llamarl.transports.deadline import Clock
+from llamarl.transports.slots import HEADER_BYTES, PAGE, SlotHeader, SlotState, parse_header
+from llamarl.weight_sync.manifest import Catalog, SlotHandle, manifest_checksum
 
 __all__ = ["RemoteSlot", "read_catalog"]
 
@@ -52,7 +52,10 @@ class RemoteSlot:
     def read(self, offset: int, into: torch.Tensor, clock: Clock, *, fresh: bool = False) -> None:
         """Copy bytes of the data area into ``into``, uint8; ``fresh``: as they are at the source at this moment."""
         left_s = clock(f"reading from {self._source}")
-        self._remote.read(self.handle.data_offset + offset, into, left_s, fresh=fresh)
+        try:
+            self._remote.read(self.handle.data_offset + offset, into, left_s, fresh=fresh)
+        except ChannelError as error:
+            raise WeightSyncError(f"{self.who}: {error}; this version is not served: resume the run") from error
 
     def view(self) -> torch.Tensor | None:
         """The data area in place, uint8 and read-only, if the transport maps it here."""
@@ -78,7 +81,7 @@ class RemoteSlot:
                 time.sleep(pause)
                 pause = min(_POLL_S[1], 2 * pause)
                 header = self._header(clock)
-            self._prove_manifest(header.manifest_checksum)
+            self._prove_manifest(header.checksum)
 
     def check_current(self, clock: Clock) -> None:
         """Raise WeightSyncError if the source has begun to write another version into the slot."""
@@ -109,7 +112,7 @@ class RemoteSlot:
                 looked = time.monotonic()
                 try:
                     self._remote.check_source()
-                except WeightSyncError as error:
+                except ChannelError as error:
                     raise WeightSyncError(
                         f"{self.who}: {error}, with {header.progress} of {len(self.catalog.blocks)} blocks written; "
                         "this version is not served: resume the run"
@@ -122,7 +125,8 @@ class RemoteSlot:
         up_to = min(up_to, len(self._checksums))
         if up_to > self._known:
             at = self.handle.checksums_offset + 8 * self._known
-            data = _read(self._remote, at, 8 * (up_to - self._known), clock(f"reading from {self._source}"))
+            left_s = clock(f"reading from {self._source}")
+            data = _read(self._remote, at, 8 * (up_to - self._known), left_s, self.who)
             self._checksums[self._known : up_to] = data.view(np.uint64)
             self._known = up_to
 
@@ -134,7 +138,7 @@ class RemoteSlot:
             )
 
     def _header(self, clock: Clock) -> SlotHeader:
-        header = parse_header(_read(self._remote, 0, HEADER_BYTES, clock(f"reading from {self._source}")))
+        header = parse_header(_read(self._remote, 0, HEADER_BYTES, clock(f"reading from {self._source}"), self.who))
         handle = self.handle
         if header is None:
             raise WeightSyncError(
@@ -158,7 +162,7 @@ def read_catalog(handle: SlotHandle, remote: RemoteBuffer, who: str, clock: Cloc
         WeightSyncError: It does not match the handle's checksum.
         DeadlineExceeded: The clock ran out.
     """
-    data = _read(remote, PAGE, handle.catalog_bytes, clock("reading the catalog")).tobytes()
+    data = _read(remote, PAGE, handle.catalog_bytes, clock("reading the catalog"), who).tobytes()
     if digest(data) != handle.catalog_checksum:
         raise WeightSyncError(
             f"{who}: its catalog does not match its checksum; the source was restarted or its memory altered. "
@@ -167,7 +171,10 @@ def read_catalog(handle: SlotHandle, remote: RemoteBuffer, who: str, clock: Cloc
     return Catalog.from_bytes(data)
 
 
-def _read(remote: RemoteBuffer, offset: int, nbytes: int, deadline_s: float) -> npt.NDArray[np.uint8]:
+def _read(remote: RemoteBuffer, offset: int, nbytes: int, deadline_s: float, who: str) -> npt.NDArray[np.uint8]:
     into = torch.empty(nbytes, dtype=torch.uint8)
-    remote.read(offset, into, deadline_s, fresh=True)
+    try:
+        remote.read(offset, into, deadline_s, fresh=True)
+    except ChannelError as error:
+        raise WeightSyncError(f"{who}: {error}; this version is not served: resume the run") from error
     return into.numpy()

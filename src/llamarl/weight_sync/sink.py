@@ -16,17 +16,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from llamarl.errors import PlanError, WeightSyncError
-from llamarl.weight_sync.checksum import ChecksumKind, block_digest
-from llamarl.weight_sync.clock import Clock, deadline_clock, wait_for_device
+from llamarl.errors import ChannelError, PlanError, WeightSyncError
+from llamarl.transports.base import RemoteBuffer, SinkTransport
+from llamarl.transports.checksum import ChecksumKind, block_digest
+from llamarl.transports.deadline import Clock, deadline_clock, wait_for_device
 from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
 from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, intersect, replicated_layout, shift
-from llamarl.weight_sync.manifest import Block, Catalog
+from llamarl.weight_sync.manifest import Block, Catalog, SlotHandle
 from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping, worth_mapping
 from llamarl.weight_sync.plan import SliceCopy, TransferPlan, plan_transfer
 from llamarl.weight_sync.remote_slot import RemoteSlot, read_catalog
-from llamarl.weight_sync.slot import SlotHandle
-from llamarl.weight_sync.transports.base import RemoteBuffer, SinkTransport
 
 __all__ = ["MAX_ATTEMPTS", "Puller", "WeightVersion"]
 
@@ -92,7 +91,7 @@ class Puller:
         versions = {h.version for h in handles}
         if len(versions) != 1:
             raise WeightSyncError(f"{self._name}: source ranks offer different versions {sorted(versions)}")
-        clock = deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is opening version {min(versions)}")
+        clock = self.clock("opening", min(versions), deadline_s)
         return WeightVersion(self, [self._open_slot(handle, clock) for handle in handles], deadline_s)
 
     def close(self) -> None:
@@ -103,46 +102,17 @@ class Puller:
         self._open.clear()
         self._transport.close()
 
-    def pull(
-        self,
-        slots: Sequence[RemoteSlot],
-        tensors: Mapping[str, torch.Tensor],
-        layout: Layout | None,
-        deadline_s: float,
-        *,
-        keep_plan: bool = True,
-    ) -> int:
-        """Fill ``tensors``; returns the bytes pulled. See ``WeightVersion.load_into``."""
-        version = slots[0].handle.version
-        clock = deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is loading version {version}")
-        total = self._pull_all(slots, self._compile(slots, tensors, layout, keep_plan), clock)
-        for slot in slots:
-            slot.finish(clock)
-        return total
-
-    def _pull_all(self, slots: Sequence[RemoteSlot], pulls: Sequence[_Pull], clock: Clock) -> int:
+    def pull(self, slots: Sequence[RemoteSlot], pulls: Sequence[_Pull], clock: Clock) -> int:
+        """Carry out what ``compile`` or ``compile_copies`` worked out; returns the bytes pulled."""
         by_rank = {slot.handle.source_rank: slot for slot in slots}
         with self._transport.pulling(clock):
             for pull in pulls:
                 self._pull_block(by_rank[pull.source_rank], pull, clock)
         return sum(pull.block.nbytes for pull in pulls)
 
-    def map(self, slots: Sequence[RemoteSlot], layout: Layout | None, deadline_s: float) -> dict[str, torch.Tensor]:
-        """Serve from the slots themselves where possible. See ``WeightVersion.map_tensors``."""
-        version = slots[0].handle.version
-        clock = deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is mapping version {version}")
-        plan = self.map_plan(slots, layout)
-        views = map_slots(slots, plan, clock)
-        if views is None:
-            raise WeightSyncError(
-                f"{self._name}: sink rank {self.rank} cannot map what lies on another host: use load_into"
-            )
-        private = {name: torch.empty(shape, dtype=torch_dtype(dtype)) for name, (shape, dtype) in plan.private.items()}
-        if private:
-            self._pull_all(slots, self._pulls([slot.catalog for slot in slots], plan.copies, private), clock)
-        for slot in slots:
-            slot.finish(clock)
-        return views | private
+    def clock(self, doing: str, version: int, deadline_s: float) -> Clock:
+        """Of one thing that is done with a version."""
+        return deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is {doing} version {version}")
 
     def map_plan(self, slots: Sequence[RemoteSlot], layout: Layout | None) -> MapPlan:
         """What could be mapped of these slots and what not; worked out once per layout."""
@@ -168,8 +138,8 @@ class Puller:
             try:
                 left_s = clock(f"connecting to source rank {handle.source_rank}")
                 known = self._open[key] = (handle.address, self._transport.open(handle.address, left_s))
-            except WeightSyncError as error:
-                raise WeightSyncError(f"{who}: {error}") from error
+            except ChannelError as error:
+                raise WeightSyncError(f"{who}: {error}; restart the source and resume the run") from error
         catalog_key = (handle.source_rank, handle.catalog_checksum)
         catalog = self._catalogs.get(catalog_key)
         if catalog is None:
@@ -188,9 +158,10 @@ class Puller:
                 return
         slot.refuse_block(pull.index, MAX_ATTEMPTS, clock)
 
-    def _compile(
-        self, slots: Sequence[RemoteSlot], tensors: Mapping[str, torch.Tensor], layout: Layout | None, keep: bool
+    def compile(
+        self, slots: Sequence[RemoteSlot], tensors: Mapping[str, torch.Tensor], layout: Layout | None
     ) -> list[_Pull]:
+        """What fills ``tensors`` from these slots; worked out once per layout and set of tensors."""
         local = {name: _plain(tensor) for name, tensor in tensors.items()}
         catalogs = tuple(slot.catalog for slot in slots)
         where = tuple((name, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device) for name, t in local.items())
@@ -199,10 +170,8 @@ class Puller:
             return self._compiled[1]
         sink = layout if layout is not None else _whole(local, self._num_sink_ranks)
         plan = self._plan(catalogs, sink)
-        pulls = self._pulls(catalogs, plan.to_sink(self.rank), local)
-        if keep:
-            self._compiled = (key, pulls)
-        return pulls
+        self._compiled = (key, self.compile_copies(catalogs, plan.to_sink(self.rank), local))
+        return self._compiled[1]
 
     def _plan(self, catalogs: Sequence[Catalog], sink: Layout) -> TransferPlan:
         if sink.num_ranks != self._num_sink_ranks:
@@ -213,9 +182,10 @@ class Puller:
         except PlanError as error:
             raise WeightSyncError(f"{self._name}: sink rank {self.rank} cannot be served: {error}") from error
 
-    def _pulls(
+    def compile_copies(
         self, catalogs: Sequence[Catalog], copies: Sequence[SliceCopy], local: Mapping[str, torch.Tensor]
     ) -> list[_Pull]:
+        """The blocks that hold what ``copies`` ask for, and where each part of them goes in ``local``."""
         wanted: dict[tuple[int, str], list[SliceCopy]] = {}
         for copy in copies:
             wanted.setdefault((copy.source_rank, copy.parameter), []).append(copy)
@@ -309,7 +279,11 @@ class WeightVersion:
             DeadlineExceeded: It took longer than ``deadline_s`` seconds.
         """
         with torch.no_grad():
-            return self._puller.pull(self._slots, tensors, layout, self._limit(deadline_s))
+            clock = self._clock("loading", deadline_s)
+            pulled = self._puller.pull(self._slots, self._puller.compile(self._slots, tensors, layout), clock)
+            for slot in self._slots:
+                slot.finish(clock)
+            return pulled
 
     def map_tensors(self, layout: Layout | None = None, deadline_s: float | None = None) -> dict[str, torch.Tensor]:
         """This rank's tensors without a copy: read-only views of the slots, each byte checked against the manifest.
@@ -320,7 +294,18 @@ class WeightVersion:
 
         Raises: As ``load_into``.
         """
-        return self._puller.map(self._slots, layout, self._limit(deadline_s))
+        clock = self._clock("mapping", deadline_s)
+        plan = self._puller.map_plan(self._slots, layout)
+        views = map_slots(self._slots, plan, clock)
+        if views is None:
+            raise WeightSyncError(f"version {self.version} cannot be mapped: it lies on another host; use load_into")
+        private = {name: torch.empty(shape, dtype=torch_dtype(dtype)) for name, (shape, dtype) in plan.private.items()}
+        if private:
+            catalogs = [slot.catalog for slot in self._slots]
+            self._puller.pull(self._slots, self._puller.compile_copies(catalogs, plan.copies, private), clock)
+        for slot in self._slots:
+            slot.finish(clock)
+        return views | private
 
     @property
     def can_map(self) -> bool:
@@ -341,22 +326,12 @@ class WeightVersion:
         Raises:
             WeightSyncError: One was: what was computed from the views since then is of no version.
         """
-        who = f"sink rank {self._puller.rank} is checking version {self.version}"
-        clock = deadline_clock(self._limit(deadline_s), who)
+        clock = self._clock("checking", deadline_s)
         for slot in self._slots:
             slot.check_current(clock)
 
-    def read_all(self, deadline_s: float | None = None) -> dict[str, torch.Tensor]:
-        """Every parameter whole, proved, in the dtype it travels in: for checkpoints of what lies on the edge."""
-        full = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in self.parameters.items()}
-        with torch.no_grad():
-            self._puller.pull(
-                self._slots, full, None, self._limit(deadline_s), keep_plan=False
-            )  # the plan would keep ``full`` alive
-        return full
-
-    def _limit(self, deadline_s: float | None) -> float:
-        return self._deadline_s if deadline_s is None else deadline_s
+    def _clock(self, doing: str, deadline_s: float | None) -> Clock:
+        return self._puller.clock(doing, self.version, self._deadline_s if deadline_s is None else deadline_s)
 
 
 def _direct(block: Block, placements: Sequence[_Placement], device: torch.device) -> torch.Tensor | None:

@@ -20,13 +20,13 @@ import torch
 
 from llamarl.errors import DeadlineExceeded, WeightSyncError
 from llamarl.running_time import wait_for
-from llamarl.weight_sync.checksum import block_digest, digest, mix64
+from llamarl.transports.base import SourceTransport
+from llamarl.transports.checksum import block_digest, digest, mix64
+from llamarl.transports.slots import SlotState, Word
 from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
-from llamarl.weight_sync.layout import HeldShard, Layout, ParameterSpec, is_scale, layout_of_rank, replicated_layout
-from llamarl.weight_sync.manifest import Catalog, build_catalog, manifest_checksum
-from llamarl.weight_sync.slot import SlotHandle, SlotState, Word
+from llamarl.weight_sync.layout import HeldShard, Layout, ParameterSpec, layout_of_rank, replicated_layout
+from llamarl.weight_sync.manifest import Catalog, SlotHandle, build_catalog, manifest_checksum
 from llamarl.weight_sync.source_slot import SourceSlot, make_slot, slot_offsets
-from llamarl.weight_sync.transports.base import SourceTransport
 
 __all__ = ["Publisher"]
 
@@ -80,8 +80,7 @@ class Publisher:
             tensors: This rank's local tensors, by the names the layout's pieces use.
             layout: All source ranks' pieces, or this rank's shards by parameter; None: every rank holds every tensor
                 whole.
-            wire_dtype: Floating-point parameters travel in it, but for quantized codes and their scales, which are never
-                cast; None: all in their own dtype.
+            wire_dtype: Floating-point parameters travel in it, one-byte codes excepted; None: all in their own dtype.
             sink_layout: What the sinks will ask for, if known; the slot is then cut to fit.
             token: Its number, above that of every earlier call; None: the last one's plus 1.
             background: Return at once. The tensors must not change before ``wait`` has returned or ``done`` was called.
@@ -166,7 +165,7 @@ class Publisher:
                 slot.checksums[block] = block_digest(slot.blocks[block], slot.catalog.checksum)
                 slot.words[Word.PROGRESS] = block + 1
         checksum = manifest_checksum(version, self._catalog_checksum, slot.checksums)
-        slot.words[Word.MANIFEST_CHECKSUM] = checksum
+        slot.words[Word.CHECKSUM] = checksum
         slot.words[Word.STATE] = SlotState.READY
         return checksum
 
@@ -314,14 +313,11 @@ def _wire_dtypes(layout: Layout, wire_dtype: torch.dtype | None) -> dict[str, st
     if not wire_dtype.is_floating_point:
         raise WeightSyncError(f"wire_dtype {wire_dtype} is no floating-point type; quantize the tensors instead")
     if wire_dtype.itemsize == 1:
-        raise WeightSyncError(
-            f"wire_dtype {wire_dtype} without scales loses what lies outside its range; quantize the tensors instead "
-            "(llamarl.weight_sync.quantize)"
-        )
-    return {name: dtype_name(wire_dtype) for name in layout.parameters if _may_be_cast(layout.parameters, name)}
+        raise WeightSyncError(f"wire_dtype {wire_dtype} without scales loses what lies outside its range")
+    return {name: dtype_name(wire_dtype) for name, spec in layout.parameters.items() if _may_be_cast(spec)}
 
 
-def _may_be_cast(parameters: Mapping[str, ParameterSpec], name: str) -> bool:
-    """Floating-point values, but neither quantized codes nor their scales: those are exact or worthless."""
-    dtype = torch_dtype(parameters[name].dtype)
-    return dtype.is_floating_point and dtype.itemsize > 1 and not is_scale(parameters, name)
+def _may_be_cast(spec: ParameterSpec) -> bool:
+    """Floating-point values wider than a byte: codes are exact or worthless."""
+    dtype = torch_dtype(spec.dtype)
+    return dtype.is_floating_point and dtype.itemsize > 1

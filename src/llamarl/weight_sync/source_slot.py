@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from llamarl.errors import ChannelError, WeightSyncError
+from llamarl.transports.base import SourceBuffer, SourceTransport
+from llamarl.transports.slots import PAGE, header_words
 from llamarl.weight_sync.dtypes import torch_dtype
 from llamarl.weight_sync.layout import Piece, shift, span, whole_box
 from llamarl.weight_sync.manifest import Catalog
-from llamarl.weight_sync.slot import PAGE, header_words
-from llamarl.weight_sync.transports.base import SourceBuffer, SourceTransport
 
 __all__ = ["RegionCopy", "SourceSlot", "make_slot", "slot_offsets"]
 
@@ -100,7 +101,10 @@ def make_slot(
         WeightSyncError: There is not that much memory.
     """
     checksums_offset, data_offset = slot_offsets(catalog, len(catalog_bytes))
-    buffer = transport.register(data_offset, max(64, catalog.nbytes))
+    try:
+        buffer = transport.register(data_offset, max(64, catalog.nbytes))
+    except ChannelError as error:
+        raise WeightSyncError(f"cannot register a slot for the weights: {error}") from error
     buffer.control[PAGE : PAGE + len(catalog_bytes)] = torch.frombuffer(bytearray(catalog_bytes), dtype=torch.uint8)
     pieces: dict[str, list[Piece]] = {}
     for piece in catalog.pieces:

@@ -50,7 +50,6 @@ def _ours(config: AlgorithmConfig) -> dict[str, Any]:
         policy_logprobs=policy[mask],
         behavior_logprobs=_tensor("behavior_logprobs")[mask],
         advantages=_tensor("advantages")[ids],
-        loss_mask=torch.ones(sum(counts), dtype=torch.bool),
         sequence_ids=ids,
         num_sequences=len(counts),
         proximal_logprobs=_tensor("proximal_logprobs")[mask],

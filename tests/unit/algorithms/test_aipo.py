@@ -13,12 +13,11 @@ from llamarl.algorithms.base import TokenBatch
 from llamarl.algorithms.config import AlgorithmConfig
 
 
-def _batch(policy: torch.Tensor, behavior: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> TokenBatch:
+def _batch(policy: torch.Tensor, behavior: torch.Tensor, advantages: torch.Tensor) -> TokenBatch:
     return TokenBatch(
         policy_logprobs=policy,
         behavior_logprobs=behavior,
         advantages=advantages,
-        loss_mask=mask,
         sequence_ids=torch.zeros(len(policy), dtype=torch.int64),
         num_sequences=1,
     )
@@ -96,12 +95,12 @@ def test_parts_add_up_to_the_whole_batch() -> None:
 def test_registered_aipo_averages_to_aipo_loss_and_reports_what_it_clipped() -> None:
     policy, behavior = torch.tensor([-0.5, -1.0, -1.0]), torch.tensor([-3.5, -1.0, -0.5])
     mask, advantages = torch.tensor([True, True, True]), torch.tensor([1.0, -2.0, 3.0])
-    out = aipo(_batch(policy, behavior, advantages, mask), AlgorithmConfig(rho=4.0))
+    out = aipo(_batch(policy, behavior, advantages), AlgorithmConfig(rho=4.0))
     torch.testing.assert_close(
         out.losses.sum() / 3, aipo_loss(policy, behavior, advantages, mask, rho=4.0, num_loss_tokens=3)
     )
     assert out.clipped.tolist() == [True, False, False]
-    unclipped = aipo(_batch(policy, behavior, advantages, mask), AlgorithmConfig(rho="none"))
+    unclipped = aipo(_batch(policy, behavior, advantages), AlgorithmConfig(rho="none"))
     assert unclipped.clipped.tolist() == [False, False, False]
     assert unclipped.losses[0].item() == pytest.approx(0.5 * math.exp(3.0), rel=1e-6)
 
@@ -109,11 +108,11 @@ def test_registered_aipo_averages_to_aipo_loss_and_reports_what_it_clipped() -> 
 def test_reinforce_weighs_every_token_by_one() -> None:
     policy = torch.tensor([-0.5, -1.0], requires_grad=True)
     out = reinforce(
-        _batch(policy, torch.tensor([-9.0, float("nan")]), torch.tensor([2.0, 1.0]), torch.tensor([True, False])),
+        _batch(policy, torch.tensor([-9.0, -0.1]), torch.tensor([2.0, 1.0])),
         AlgorithmConfig(name="reinforce"),
     )
     out.losses.sum().backward()
-    torch.testing.assert_close(policy.grad, torch.tensor([-2.0, 0.0]))
+    torch.testing.assert_close(policy.grad, torch.tensor([-2.0, -1.0]))
 
 
 @pytest.mark.parametrize("arguments", [{"rho": 0.0, "num_loss_tokens": 1}, {"rho": 1.0, "num_loss_tokens": 0}])

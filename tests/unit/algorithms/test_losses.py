@@ -29,12 +29,10 @@ def _random_batch() -> TokenBatch:
     behavior = draw() - 2
     ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     policy = (behavior + 0.7 * draw() + 0.7 * draw()[ids]).requires_grad_()  # responses drift as a whole, too
-    mask = torch.tensor([t not in (1, 8) for t in range(T)])
     return TokenBatch(
         policy_logprobs=policy,
-        behavior_logprobs=torch.where(mask, behavior, float("nan")),
+        behavior_logprobs=behavior,
         advantages=draw()[ids],  # one a response
-        loss_mask=mask,
         sequence_ids=ids,
         num_sequences=len(LENGTHS),
         proximal_logprobs=behavior + 0.7 * draw(),
@@ -78,7 +76,7 @@ def test_gradient_is_that_of_the_written_objective(name: str) -> None:
     pi = batch.policy_logprobs.detach().clone().requires_grad_()
     objective = torch.zeros((), dtype=torch.float64)
     for s in range(batch.num_sequences):
-        rows = [t for t in range(len(pi)) if batch.sequence_ids[t] == s and batch.loss_mask[t]]
+        rows = [t for t in range(len(pi)) if batch.sequence_ids[t] == s]
         a = batch.advantages[batch.sequence_ids == s][0].item()
         assert batch.proximal_logprobs is not None
         objective = objective + _written(
@@ -87,11 +85,10 @@ def test_gradient_is_that_of_the_written_objective(name: str) -> None:
     (expected,) = torch.autograd.grad(-objective, pi)
     torch.testing.assert_close(out.losses.sum(), -objective)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
-    assert not out.clipped[~batch.loss_mask].any()
     if name in ("ppo", "decoupled_ppo", "aipo_surrogate"):  # a clipped token is one without a gradient
-        assert torch.equal(out.clipped, batch.loss_mask & (expected == 0))
+        assert torch.equal(out.clipped, expected == 0)
     if name != "reinforce":
-        assert out.clipped.any() and not out.clipped[batch.loss_mask].all()  # the case covers both sides
+        assert out.clipped.any() and not out.clipped.all()  # the case covers both sides
 
 
 def _batch(ratios: list[float], advantages: list[float], ids: list[int] | None = None) -> TokenBatch:
@@ -102,7 +99,6 @@ def _batch(ratios: list[float], advantages: list[float], ids: list[int] | None =
         policy_logprobs=policy,
         behavior_logprobs=torch.full((len(ratios),), math.log(0.1), dtype=torch.float64),
         advantages=torch.tensor(advantages, dtype=torch.float64),
-        loss_mask=torch.ones(len(ratios), dtype=torch.bool),
         sequence_ids=torch.tensor(ids),
         num_sequences=max(ids) + 1,
     )
@@ -190,7 +186,6 @@ def test_no_tokens_give_no_loss(function: Callable[..., Any]) -> None:
         policy_logprobs=empty,
         behavior_logprobs=torch.zeros(0),
         advantages=torch.zeros(0),
-        loss_mask=torch.zeros(0, dtype=torch.bool),
         sequence_ids=torch.zeros(0, dtype=torch.int64),
         num_sequences=0,
     )
@@ -208,7 +203,6 @@ def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite(name: str, advan
         policy_logprobs=policy,
         behavior_logprobs=torch.tensor([-500.0, -400.0]),
         advantages=torch.full((2,), advantage),
-        loss_mask=torch.tensor([True, True]),
         sequence_ids=torch.tensor([0, 0]),
         num_sequences=1,
         proximal_logprobs=torch.tensor([-250.0, -200.0]),
@@ -216,3 +210,24 @@ def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite(name: str, advan
     found = LOSSES[name](batch, AlgorithmConfig(**({**CONFIG, "rho": rho} | {"name": name})))
     found.losses.sum().backward()
     assert torch.isfinite(found.losses).all() and policy.grad is not None and torch.isfinite(policy.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage", "rho", "clipped"),
+    [
+        ("aipo", 1.0, "none", [True, False, False]),
+        ("aipo", 1.0, 1e12, [True, False, False]),  # a bound beyond the cap bounds nothing
+        ("aipo", 1.0, 1e6, [True, True, False]),
+        ("aipo_surrogate", 1.0, "none", [True, False, False]),
+        ("truncated_is", 1.0, "none", [True, False, False]),
+        ("decoupled_ppo", 1.0, "none", [True, False, False]),
+        ("ppo", -1.0, "none", [True, False, False]),  # where A < 0 the clip leaves rising tokens alone
+        ("ppo", 0.0, "none", [False, False, False]),  # nothing was cut from a term that is 0
+        ("reinforce", 1.0, "none", [False, False, False]),
+    ],
+)
+def test_a_token_cut_at_the_cap_counts_as_clipped(
+    name: str, advantage: float, rho: float | str, clipped: list[bool]
+) -> None:
+    batch = _batch([math.exp(21), math.exp(19), 1.0], [advantage] * 3)
+    assert LOSSES[name](batch, AlgorithmConfig(name=name, rho=rho)).clipped.tolist() == clipped  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataReceiver, DataSender, split_by_cost
-from llamarl.channels.factory import make_receiver, make_sender
+from llamarl.channels.ends import make_receiver, make_sender
 from llamarl.errors import ChannelError, DeadlineExceeded
 from llamarl.types import Group, Prompt, Response, Score
 
@@ -136,7 +136,7 @@ def test_token_stays_readable_until_capacity_later_ones_were_sent(capacity: int)
 def test_slots_are_reused_not_allocated_anew() -> None:
     senders, _ = ends(ChannelKind.GATHER, 1, 1, capacity=2)
     handles = [senders[0].send(tick, [np.zeros(100_000)]) for tick in range(12)]
-    assert len({h.segment.nonce for h in handles}) == 3
+    assert len({h.address.nonce for h in handles}) == 3
 
 
 def test_overwritten_token_names_channel_source_tick_and_remedy() -> None:
@@ -149,7 +149,7 @@ def test_overwritten_token_names_channel_source_tick_and_remedy() -> None:
 def test_flipped_byte_is_found() -> None:
     senders, receivers = ends(ChannelKind.GATHER, 1, 1)
     handle = senders[0].send(3, [np.arange(1000)])
-    memory = senders[0]._slots[handle.slot].bytes
+    memory = senders[0]._slots[handle.slot].data.numpy()
     memory[4000] ^= 1
     with pytest.raises(ChannelError, match=r"tick 3 from 'left' rank 0.*do not match their checksum"):
         receivers[0].receive((handle,), 5.0)
@@ -201,3 +201,8 @@ def test_factory_takes_the_kind_into_account() -> None:
         )
         is None
     )
+
+
+def test_a_token_of_before_the_run_travels_under_its_negative_tick() -> None:
+    senders, receivers = ends(ChannelKind.GATHER, 1, 1)
+    assert receivers[0].receive((senders[0].send(-2, ["initial"]),), 5.0) == ["initial"]

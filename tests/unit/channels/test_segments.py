@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.channels.segments import Segment, open_segment, tensor_over
 from llamarl.errors import ChannelError
+from llamarl.transports.segments import Segment, open_segment, tensor_over
 
 
 @pytest.fixture(params=["memfd", "file"])

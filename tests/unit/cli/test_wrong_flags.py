@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +22,24 @@ from llamarl.cli.main import main
 RECIPE = str(Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml")
 
 
+@pytest.mark.parametrize("verb", ["train", "eval", "generate"])
+def test_without_a_folder_for_temporary_files_the_way_out_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nowhere"])
+    (told,) = refused(capsys, verb, "bundled:tiny")
+    assert "no folder for temporary files can be written" in told and "set TMPDIR" in told
+
+
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+TOP_P = "Keep the smallest set of likeliest tokens with at least this probability; 1 keeps all"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -42,10 +56,10 @@ def test_every_wrong_flag_of_generate_is_told_at_once_by_its_own_name(capsys: py
         "llamarl generate: 7 mistakes in the command line:",
         "--samples must be >= 1, got 0",
         "--seed must be >= 0, got -1",
-        "--max-new-tokens must be >= 1, got 0",
+        "--max-new-tokens must be >= 1, got 0 (Longest response, in tokens)",
         "--temperature must be 0 (greedy) or at least 1e-06, got -1.0",
-        "--top-k must be >= 0 (0 keeps all tokens), got -1",
-        "--top-p must be in (0, 1], got 2.0",
+        "--top-k must be >= 0, got -1 (Keep the k likeliest tokens; 0 keeps all)",
+        f"--top-p must be in (0, 1], got 2.0 ({TOP_P})",
         "--stop must not hold an empty string: it would end every response at once",
     ]
 
@@ -53,8 +67,11 @@ def test_every_wrong_flag_of_generate_is_told_at_once_by_its_own_name(capsys: py
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--top-p", "0"], "--top-p must be in (0, 1], got 0.0"),
-        (["--temperature", "nan"], "--temperature: input should be a finite number, got nan (float)"),
+        (["--top-p", "0"], f"--top-p must be in (0, 1], got 0.0 ({TOP_P})"),
+        (
+            ["--temperature", "nan"],
+            "--temperature must be a finite number, got nan (Logits are divided by it; 0 is greedy)",
+        ),
         (["--quantization", "fp8"], "--quantization fp8 is not available on cpu: use one of none, int8"),
         (
             ["--output", "/no/such/folder/x"],
@@ -94,9 +111,9 @@ def test_a_wrong_line_of_prompts_is_named_by_file_and_number(
 def test_prompts_that_are_not_utf8_or_not_there_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "\xff"}')
     (told,) = refused(capsys, "generate", "bundled:tiny", "--input", f"{tmp_path}/in.jsonl")
-    assert "in.jsonl: not UTF-8 text (byte 12)" in told
+    assert "in.jsonl is not UTF-8 text (byte 12)" in told
     (told,) = refused(capsys, "generate", "bundled:tiny", "--input", f"{tmp_path}/none.jsonl")
-    assert "none.jsonl: cannot be read (No such file or directory)" in told
+    assert "none.jsonl cannot be read (No such file or directory)" in told
 
 
 @pytest.mark.parametrize("source", ["file", "standard input"])
@@ -117,11 +134,13 @@ def test_wrong_flags_of_eval_are_told_by_their_own_names(capsys: pytest.CaptureF
     flags = "--prompts 0 --samples 0 --temperature -1 --evaluation.every -1".split()
     assert refused(capsys, "eval", "no/such/model", *flags) == [
         "llamarl eval: 5 mistakes in the configuration:",
-        "evaluation.every must be >= 0 trainer ticks (0 never evaluates), got -1",
-        "--prompts must be >= 1, got 0",
-        "--samples must be >= 1, got 0",
+        "evaluation.every must be >= 0, got -1 (Trainer ticks between evaluations, 0 for none; version 0 and the last version "
+        "are then scored too)",
+        "--prompts must be >= 1, got 0 (Held-out prompts of one evaluation)",
+        "--samples must be >= 1, got 0 (Responses a prompt; accuracy is their mean, pass@k counts prompts with a right one "
+        "among k)",
         "--temperature must be 0 (greedy) or at least 1e-06, got -1.0",
-        "model: no folder no/such/model; give a Hugging Face folder, or one of bundled:tiny",
+        "model: no folder no/such/model; give a Hugging Face folder, an id of the Hugging Face Hub (org/name), or one of bundled:tiny",
     ]
 
 
@@ -153,7 +172,7 @@ def test_a_recipe_may_stand_behind_its_overrides(capsys: pytest.CaptureFixture[s
             [*override, "train", RECIPE],
         )
     ]
-    assert said[0][1] == "schedule.max_staleness must be >= 0 trainer ticks, got -1"
+    assert said[0][1].startswith("schedule.max_staleness must be >= 0, got -1 (Delay of the weights edge")
     assert said == [said[0]] * 4
 
 
@@ -194,8 +213,8 @@ def test_train_lists_what_is_missing_beside_what_is_wrong(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"prompt": "a", "n": ' + "9" * 5000 + "}", "not JSON"),
-        ('{"prompt": "a", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}", "not JSON"),
+        ('{"prompt": "a", "n": ' + "9" * 5000 + "}", "a whole number of thousands of digits"),
+        ('{"prompt": "a", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}", "more than 64 levels deep"),
         ('{"prompt": "a", "x": NaN}', "infinity or NaN"),
         ('{"prompt": "a", "x": 1e999}', "infinity or NaN"),
     ],

@@ -12,7 +12,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
-from llamarl.errors import DeadlineExceeded, TrainingDiverged
+from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Order, Report, SetupReport
 
@@ -63,7 +63,7 @@ class FakeRuntime:
         saving = tuple(
             tick
             for name, tick in self.saved
-            if order.executor == name == "trainer" and order.tick < tick + self.write_for and not order.settle
+            if order.executor == name == "trainer" and order.tick < tick + self.write_for and not order.flush_saves
         )
         return Report(
             executor=order.executor, tick=order.tick, outputs=outputs, stop=self.stop_at(order), saving=saving
@@ -79,8 +79,14 @@ class FakeCheckpoints:
     def __init__(self, every: int) -> None:
         self.every, self.required, self.finished = every, set[int](), list[int]()
 
+    def due(self, tick: int) -> bool:
+        return (tick + 1) % self.every == 0 or tick in self.required
+
+    def overdue(self) -> bool:
+        return False
+
     def folder_for(self, tick: int) -> Path | None:
-        return Path("checkpoint") if (tick + 1) % self.every == 0 or tick in self.required else None
+        return Path("checkpoint") if self.due(tick) else None
 
     def require(self, tick: int) -> None:
         self.required.add(tick)
@@ -148,7 +154,7 @@ def test_a_stop_is_joined_by_everyone_at_one_tick_whose_state_is_saved() -> None
         stop_at=lambda order: "loss is NaN" if order.executor == "trainer" and order.tick >= 3 else "",
     )
     checkpoints = FakeCheckpoints(every=1000)
-    with pytest.raises(TrainingDiverged, match="loss is NaN"):
+    with pytest.raises(RunStopped, match="loss is NaN"):
         run_graph(job(2), runtime, num_ticks=50, seed=0, checkpoints=checkpoints)
     (last,) = checkpoints.finished
     assert {
@@ -157,12 +163,46 @@ def test_a_stop_is_joined_by_everyone_at_one_tick_whose_state_is_saved() -> None
     assert last >= 3 + 3  # every version on the weights edge was made after the request
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_a_checkpoint_by_the_clock_is_one_tick_of_everyone_and_is_told_before_its_oldest_version_is_made(
+    max_staleness: int,
+) -> None:
+    runtime = FakeRuntime({"generator": 1.0, "reward": 2.0, "trainer": 5.0})
+    told: dict[int, int] = {}  # saved tick -> first trainer tick that knew
+    fire = runtime.fire
+
+    def watch(order: Order) -> None:
+        if order.executor == "trainer":
+            for tick in order.saves:
+                told.setdefault(tick, order.tick)
+        fire(order)
+
+    runtime.fire = watch  # type: ignore[method-assign]
+    checkpoints = FakeCheckpoints(every=1000)
+    due_s = iter([18.0, 61.0, 1e9])
+    next_s = [next(due_s)]
+
+    def overdue() -> bool:
+        if runtime.clock < next_s[0]:
+            return False
+        next_s[0] = next(due_s)
+        return True
+
+    checkpoints.overdue = overdue  # type: ignore[method-assign]
+    run_graph(job(max_staleness), runtime, num_ticks=30, seed=0, checkpoints=checkpoints)
+    assert len(checkpoints.finished) == 2 and checkpoints.finished[0] < checkpoints.finished[1] < 29
+    for tick in checkpoints.finished:
+        assert {name for name, saved in runtime.saved if saved == tick} == {"generator", "reward", "trainer"}
+        # the state after tick c holds versions c + 1 - s .. c + 1; tick t is told before version t changes
+        assert told[tick] <= max(0, tick + 1 - max_staleness)
+
+
 @pytest.mark.parametrize("asked_at", [48, 49])
 def test_a_stop_near_the_end_runs_no_tick_beyond_it(asked_at: int) -> None:
     runtime = FakeRuntime(
         {"generator": 1.0, "reward": 1.0, "trainer": 5.0},
         stop_at=lambda order: "loss is NaN" if order.executor == "trainer" and order.tick >= asked_at else "",
     )
-    with pytest.raises(TrainingDiverged, match="stopped there"):
+    with pytest.raises(RunStopped, match="stopped there"):
         run_graph(job(2), runtime, num_ticks=50, seed=0, checkpoints=FakeCheckpoints(every=25))
     assert {max(t for n, t, _ in runtime.log if n == name) for name in ("generator", "reward", "trainer")} == {49}

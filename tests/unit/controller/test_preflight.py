@@ -19,8 +19,9 @@ from llamarl.controller.preflight import (
     check_reward,
     find_missing,
 )
-from llamarl.controller.training import plan_run
+from llamarl.controller.run import plan_run
 from llamarl.engine.engine import NativeEngine
+from llamarl.engine.factory import sampling_params
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import ConfigError, DataError, ModelError
 from llamarl.executors.prompts import make_prompt_stream
@@ -30,7 +31,7 @@ from llamarl.models.loading import load_tokenizer
 FOLDER = resolve_model_path("bundled:tiny")
 
 
-def mesh(fsdp: int, tp: int, runtime: str = "monarch") -> RunConfig:
+def mesh(fsdp: int, tp: int, runtime: str = "local") -> RunConfig:
     plain = RunConfig()
     return dataclasses.replace(
         plain,
@@ -55,7 +56,7 @@ def test_many_ranks_a_core_are_refused_with_the_sizes_that_fit() -> None:
 
 def test_one_process_cannot_hold_a_mesh() -> None:
     with pytest.raises(
-        ConfigError, match="run.runtime 'inline'.*trainer.fsdp \\* trainer.tp = 2 \\* 1: set run.runtime to 'monarch'"
+        ConfigError, match="run.runtime 'inline'.*trainer.fsdp \\* trainer.tp = 2 \\* 1: set run.runtime to 'local'"
     ):
         check_parallel_sizes(mesh(2, 1, "inline"), FOLDER, cores=8)
 
@@ -225,3 +226,18 @@ def test_a_cache_that_cannot_hold_one_sequence_is_refused_with_the_bytes_that_do
                 engine.add([sequence])
         else:
             engine.add([sequence])
+
+
+def test_stop_tokens_join_the_tokenizers_own_and_must_be_of_the_vocabulary(tmp_path: Path) -> None:
+    def config(*tokens: int) -> RunConfig:
+        return questions(tmp_path, 1, generator={"sampling": {"max_new_tokens": 40, "stop_token_ids": list(tokens)}})
+
+    tokenizer = load_tokenizer(FOLDER)
+    eos = tokenizer.eos_token_id
+    params = sampling_params(config(5, eos, 7).generator.sampling, tokenizer)
+    assert params.stop_token_ids == (eos, 5, 7)
+    assert sampling_params(config().generator.sampling, tokenizer).stop_token_ids == (eos,)
+    vocabulary = json.loads((FOLDER / "config.json").read_text())["vocab_size"]
+    check_prompts(config(vocabulary - 1), FOLDER)
+    with pytest.raises(ConfigError, match=f"stop_token_ids holds {vocabulary}, .* 0 to {vocabulary - 1}"):
+        check_prompts(config(vocabulary), FOLDER)

@@ -10,9 +10,12 @@ import pytest
 
 from llamarl.checkpoint import storage
 from llamarl.checkpoint.platform import platform_facts
+from llamarl.cli.main import main
 from llamarl.config import RunConfig, load_config, save_config
-from llamarl.controller import training
+from llamarl.controller import resume, run
+from llamarl.controller.products import incomplete_products
 from llamarl.errors import ConfigError
+from llamarl.models.exported import ExportFacts, write_export
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
 
@@ -21,7 +24,8 @@ RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What would have run."""
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(training, "_execute", lambda prepared, run_dir, **how: calls.append(how))
+    for module in (run, resume):
+        monkeypatch.setattr(module, "execute", lambda prepared, run_dir, **how: calls.append(how))
     return calls
 
 
@@ -31,33 +35,33 @@ def config(run_dir: Path, **optimizer: float) -> RunConfig:
 
 
 def checkpointed(run_dir: Path, monkeypatch: pytest.MonkeyPatch, platform: dict[str, str]) -> None:
-    prepared = training._prepare(config(run_dir))
+    prepared = run.prepare(config(run_dir))
     run_dir.mkdir()
     save_config(prepared.config, run_dir / "config.toml")
     with monkeypatch.context() as patch:
         patch.setattr(storage, "platform_facts", lambda: platform)
         store = storage.CheckpointStore(run_dir / "checkpoints")
         store.begin(4)
-        store.finish(4, training._describe(prepared))
+        store.finish(4, run.description(prepared))
 
 
 def test_a_run_without_a_checkpoint_begins_again_under_its_own_configuration_only(
     tmp_path: Path, executed: list[dict[str, Any]]
 ) -> None:
     run_dir = tmp_path / "run"
-    training.start_run(config(run_dir))
+    run.start_run(config(run_dir))
     assert executed == [{"resume_after_tick": None, "load_from": None}]
     with pytest.raises(ConfigError, match=r"optimizer\.lr: it has .*, this run 0\.5"):
-        training.resume_run(config(run_dir, lr=0.5))
-    training.resume_run(config(run_dir))
+        resume.resume_run(config(run_dir, lr=0.5))
+    resume.resume_run(config(run_dir))
     assert executed[1:] == [{"resume_after_tick": -1, "load_from": None}]
 
 
 def test_a_run_whose_set_up_failed_can_be_started_again_with_another_setting(
     tmp_path: Path, executed: list[dict[str, Any]]
 ) -> None:
-    training.start_run(config(tmp_path / "run"))  # nothing ran, so the folder holds its configuration alone
-    training.start_run(config(tmp_path / "run", lr=0.5))
+    run.start_run(config(tmp_path / "run"))  # nothing ran, so the folder holds its configuration alone
+    run.start_run(config(tmp_path / "run", lr=0.5))
     assert len(executed) == 2
     assert load_config(tmp_path / "run" / "config.toml").optimizer.lr == 0.5
 
@@ -68,15 +72,13 @@ def test_other_libraries_or_another_processor_are_refused_unless_asked_for(
     run_dir = tmp_path / "run"
     checkpointed(run_dir, monkeypatch, {**platform_facts(), "torch": "2.0.1", "processor": "x86_64 Other avx2"})
     with pytest.raises(ConfigError) as caught:
-        training.resume_run(config(run_dir))
+        resume.resume_run(config(run_dir))
     message = str(caught.value)
     assert "torch: it has '2.0.1'" in message and "processor: it has 'x86_64 Other avx2'" in message
-    assert "--checkpoint.other_platform true" in message and "as the recipe" not in message
+    assert "--checkpoint.other_platform true" in message and "leave out" not in message
     assert executed == []
     asked = config(run_dir)
-    training.resume_run(
-        dataclasses.replace(asked, checkpoint=dataclasses.replace(asked.checkpoint, other_platform=True))
-    )
+    resume.resume_run(dataclasses.replace(asked, checkpoint=dataclasses.replace(asked.checkpoint, other_platform=True)))
     assert executed == [{"resume_after_tick": 4, "load_from": run_dir / "checkpoints" / "tick_000004"}]
 
 
@@ -84,8 +86,29 @@ def test_the_same_configuration_and_machine_go_on(
     tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointed(tmp_path / "run", monkeypatch, dict(platform_facts()))
-    training.resume_run(config(tmp_path / "run"))
+    resume.resume_run(config(tmp_path / "run"))
     assert len(executed) == 1
+
+
+def test_a_run_made_by_the_former_default_runtime_goes_on(
+    tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, describe = tmp_path / "run", run.description
+
+    def as_then(prepared: Any) -> dict[str, Any]:
+        described = describe(prepared)
+        described["config"]["run"]["runtime"] = "monarch"
+        return described
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "description", as_then)
+        checkpointed(run_dir, monkeypatch, platform_facts())
+    saved = run_dir / "config.toml"
+    saved.write_text(saved.read_text().replace('runtime = "inline"', 'runtime = "monarch"'))
+    assert 'runtime = "monarch"' in saved.read_text()
+    now = config(run_dir)
+    resume.resume_run(dataclasses.replace(now, run=dataclasses.replace(now.run, runtime="local")))
+    assert [call["resume_after_tick"] for call in executed] == [4]
 
 
 def test_a_prolonged_run_keeps_the_rate_that_it_was_started_with(
@@ -94,20 +117,75 @@ def test_a_prolonged_run_keeps_the_rate_that_it_was_started_with(
     checkpointed(tmp_path / "run", monkeypatch, dict(platform_facts()))
     assert load_config(tmp_path / "run" / "config.toml").optimizer.decay_ticks == 100
     asked = config(tmp_path / "run")
-    training.resume_run(dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=200)))
+    resume.resume_run(dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=200)))
     assert len(executed) == 1
     assert load_config(tmp_path / "run" / "config.toml").optimizer.decay_ticks == 100
     assert "'cosine' has fallen to 0 at tick 100" in capsys.readouterr().err
 
 
-def test_a_run_that_ended_early_without_its_model_is_not_called_complete(
-    tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_ticks", [5, 4])
+def test_a_run_without_its_whole_model_is_not_called_complete(
+    tmp_path: Path,
+    executed: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    num_ticks: int,
 ) -> None:
-    checkpointed(tmp_path / "run", monkeypatch, dict(platform_facts()))  # after tick 4
-    asked = config(tmp_path / "run")
-    with pytest.raises(ConfigError, match="without writing its model.*give at least 6"):
-        training.resume_run(dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=5)))
+    run_dir = tmp_path / "run"
+    checkpointed(run_dir, monkeypatch, dict(platform_facts()))  # after tick 4
+    asked = config(run_dir)
+    asked = dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=num_ticks))
+
+    def write_again(run_dir: Path, name: str, checkpoint: Path, config: RunConfig) -> None:
+        (run_dir / name).mkdir()
+        (run_dir / name / "config.json").write_text("{}")
+        write_export(run_dir / name, ExportFacts(policy_version=5, dtype="float32", served_dtype="float32"))
+
+    monkeypatch.setattr(resume, "write_again", write_again)
+    if num_ticks == 4:  # the checkpoint is of later weights than the run's last
+        with pytest.raises(ConfigError, match="writes model: give at least 6"):
+            resume.resume_run(asked)
+    else:
+        resume.resume_run(asked)
+        told = capsys.readouterr()
+        assert "model: it is missing; it is written again from" in told.err and "is complete at 5 ticks" in told.out
+        resume.resume_run(asked)
+        assert "written again" not in capsys.readouterr().err
+        (run_dir / "model" / "config.json").write_text("[]")
+        monkeypatch.setattr(resume, "write_again", lambda *_: None)
+        with pytest.raises(ConfigError, match="writes model"):
+            resume.resume_run(asked)
+        assert "config.json was altered" in capsys.readouterr().err
     assert executed == []
+
+
+def test_a_run_without_checkpoints_that_is_whole_is_complete(
+    tmp_path: Path, executed: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    run.start_run(config(run_dir))
+    (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {tick}}}\n' for tick in range(100)))
+    resume.resume_run(config(run_dir))
+    assert len(executed) == 2 and "all of its 100 ticks are done again" in capsys.readouterr().err
+    (run_dir / "model").mkdir()
+    write_export(run_dir / "model", ExportFacts(policy_version=100, dtype="float32", served_dtype="float32"))
+    resume.resume_run(config(run_dir))
+    assert len(executed) == 2 and "is complete at 100 ticks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ((), {"model"}),
+        (("--lora.rank", "4"), {"model", "adapter"}),
+        (("--lora.rank", "4", "--lora.export_merged", "false"), {"adapter"}),
+        (("--algorithm.advantage", "gae"), {"model", "critic"}),
+    ],
+)
+def test_what_the_last_tick_leaves_follows_from_the_configuration(
+    tmp_path: Path, overrides: tuple[str, ...], wanted: set[str]
+) -> None:
+    assert incomplete_products(tmp_path, load_config(None, overrides)) == dict.fromkeys(wanted, "it is missing")
 
 
 def test_what_several_checks_find_is_told_at_once() -> None:
@@ -115,9 +193,9 @@ def test_what_several_checks_find_is_told_at_once() -> None:
         raise ConfigError(text)
 
     with pytest.raises(ConfigError, match="2 mistakes.*\n  - one\n  - two"):
-        training._raise_all(lambda: refuse("one"), lambda: None, lambda: refuse("two"))
+        run._raise_all(lambda: refuse("one"), lambda: None, lambda: refuse("two"))
     with pytest.raises(ConfigError, match="^one$"):
-        training._raise_all(lambda: refuse("one"), lambda: None)
+        run._raise_all(lambda: refuse("one"), lambda: None)
 
 
 def test_each_falling_rate_keeps_its_own_end_through_a_second_prolonging() -> None:
@@ -125,18 +203,61 @@ def test_each_falling_rate_keeps_its_own_end_through_a_second_prolonging() -> No
     falling = dataclasses.replace(asked.critic.optimizer, schedule="linear")
     constant = dataclasses.replace(asked.optimizer, schedule="constant")
     asked = dataclasses.replace(asked, optimizer=constant, critic=dataclasses.replace(asked.critic, optimizer=falling))
-    begun = training._settle_rate(asked, asked)
+    begun = run.settle_rate(asked, asked)
     for num_ticks in (200, 300):
         longer = dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=num_ticks))
-        begun = training._settle_rate(longer, begun)
+        begun = run.settle_rate(longer, begun)
         assert (begun.optimizer.decay_ticks, begun.critic.optimizer.decay_ticks) == (0, 100)
 
 
 def test_a_warm_up_that_outlasts_the_run_is_told(
     tmp_path: Path, executed: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    training.start_run(config(tmp_path / "run", warmup_ticks=399))  # of 100 ticks
+    run.start_run(config(tmp_path / "run", warmup_ticks=399))  # of 100 ticks
     assert "the rate ends at 25% of optimizer.lr" in capsys.readouterr().err
-    training.start_run(config(tmp_path / "other", warmup_ticks=99))
+    run.start_run(config(tmp_path / "other", warmup_ticks=99))
     assert "warmup" not in capsys.readouterr().err
     assert len(executed) == 2
+
+
+def test_code_that_a_runs_own_configuration_asks_for_is_run_only_if_the_user_names_it(tmp_path: Path) -> None:
+    """A run's folder may come from somebody else."""
+    inside, outside = tmp_path / "run" / "evil.py", tmp_path / "mine.py"
+    (tmp_path / "run").mkdir()
+    for file in (inside, outside):
+        file.write_text("def score(*a):\n    return 1.0\n")
+    settings = tmp_path / "run" / "config.toml"
+    settings.write_text(f'[task]\nreward = "{inside}:score"\n')
+    with pytest.raises(ConfigError, match="is code inside the run's folder"):
+        resume.begun_config(tmp_path / "run", {})
+    assert resume.begun_config(tmp_path / "run", {"task": {"reward": f"{outside}:score"}}).task.reward.startswith(
+        str(outside)
+    )
+    settings.write_text("[model]\ntrust_remote_code = true\n")
+    with pytest.raises(ConfigError, match="--model.trust_remote_code true"):
+        resume.begun_config(tmp_path / "run", {})
+    assert resume.begun_config(tmp_path / "run", {"model": {"trust_remote_code": True}}).model.trust_remote_code
+
+
+def test_a_preset_put_on_top_of_a_run_brings_all_its_keys(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(
+        '[algorithm]\nname = "aipo"\nadvantage = "group_mean"\nclip_high = 0.2\nkl_coef = 0.0\n'
+    )
+    algorithm = resume.begun_config(tmp_path / "run", {"algorithm": {"name": "grpo", "clip_low": 0.1}}).algorithm
+    assert (algorithm.name, algorithm.advantage, algorithm.normalization) == ("ppo", "group_std", "sequence")
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef) == (0.1, 0.2, 0.04)
+    with pytest.raises(ConfigError, match="advantage is 'leave_one_out', but name 'grpo' means 'group_std'"):
+        resume.begun_config(tmp_path / "run", {"algorithm": {"name": "grpo", "advantage": "leave_one_out"}})
+
+
+def test_a_dry_run_of_a_resume_refuses_what_the_resume_would_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    checkpointed(run_dir, monkeypatch, platform_facts())
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    assert main(["train", "--resume", str(run_dir), "--optimizer.lr", "1", "--dry-run"]) == 2
+    assert main(["train", "--resume", str(run_dir), "--deadlines.step_s", "9", "--dry-run"]) == 0
+    assert main(["train", "--resume", str(run_dir), "--fork", "other", "--optimizer.lr", "1", "--dry-run"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, RunFolderLost
 
 
 def test_a_second_process_is_refused_and_named_the_first_and_may_run_after_it(tmp_path: Path) -> None:
@@ -60,6 +61,105 @@ def test_a_folder_below_a_file_is_refused_with_the_cause(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot make .*file/run: Not a directory"):
         make_folder(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("link", ["symbolic", "hard", "pipe"])
+def test_a_lock_that_is_not_a_file_of_the_folder_is_refused_and_its_target_left_alone(
+    tmp_path: Path, link: str
+) -> None:
+    secret, run_dir = tmp_path / "secret", tmp_path / "run"
+    secret.write_text("a key\n")
+    run_dir.mkdir()
+    if link == "pipe":
+        os.mkfifo(run_dir / ".lock")
+    else:
+        (os.symlink if link == "symbolic" else os.link)(secret, run_dir / ".lock")
+    with pytest.raises(ConfigError, match=r"\.lock is "), held(run_dir):
+        pass
+    assert secret.read_text() == "a key\n"
+
+
+@pytest.mark.parametrize("name", ["model", "adapter", "critic"])
+@pytest.mark.parametrize("link", [True, False])
+def test_what_an_export_could_not_replace_is_refused_before_the_run_and_not_at_its_end(
+    tmp_path: Path, name: str, link: bool
+) -> None:
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run_dir.mkdir()
+    elsewhere.mkdir()
+    if link:
+        (run_dir / name).symlink_to(elsewhere)
+    else:
+        (run_dir / name).write_text("")
+    with pytest.raises(ConfigError, match=f"{name} is no folder but a .*remove it"), held(run_dir):
+        pass
+    (run_dir / name).unlink()
+    (run_dir / name).mkdir()
+    with held(run_dir):
+        pass
+
+
+def _run(run_dir: Path) -> None:
+    """What a run leaves."""
+    (run_dir / "checkpoints" / "tick_000009").mkdir(parents=True)
+    (run_dir / CONFIG_FILE).write_text("")
+
+
+def test_a_folder_that_is_moved_under_its_run_is_followed_to_its_last_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    _run(run_dir)
+    with held(run_dir) as folder:
+        folder.begin()
+        assert folder.lost() == ""
+        folder.check()
+        run_dir.rename(tmp_path / "other place")
+        with pytest.raises(RunFolderLost) as caught:
+            folder.check()
+    message = str(caught.value)
+    assert f"{run_dir} is not there any more" in message
+    assert f"its last checkpoint is {tmp_path}/other place/checkpoints/tick_000009" in message
+    assert f"llamarl train --resume '{tmp_path}/other place'" in message
+
+
+@pytest.mark.parametrize(
+    "how", ["removed", "removed and made anew", "started over", "emptied", "emptied and started over"]
+)
+def test_a_folder_that_is_removed_or_started_over_under_its_run_is_noticed(tmp_path: Path, how: str) -> None:
+    run_dir = tmp_path / "run"
+    _run(run_dir)
+    with held(run_dir) as folder:
+        folder.begin()
+        if how.startswith("removed") or how == "started over":
+            shutil.rmtree(run_dir)
+        else:
+            for path in run_dir.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if how in ("removed and made anew", "started over"):
+            run_dir.mkdir()
+        if how.endswith("started over"):
+            with held(run_dir) as another:
+                another.begin()
+        words = {
+            "removed": "is not there any more",
+            "removed and made anew": "is another folder now",
+            "emptied": "was emptied",
+        }
+        assert words.get(how, "holds another run now") in folder.lost()
+        assert "start it anew" in folder.lost() and "--resume" not in folder.lost()
+        with pytest.raises(RunFolderLost, match="nothing more is written"):
+            folder.identity.check()
+
+
+def test_a_run_keeps_its_identity_through_a_resume_and_a_new_one_gets_its_own(tmp_path: Path) -> None:
+    with held(tmp_path) as folder:
+        folder.go_on()  # of a release without ids
+        first = folder.identity
+    assert first.run_id
+    with held(tmp_path) as folder:
+        folder.go_on()
+        assert folder.identity == first
+        folder.begin()
+        assert folder.identity.run_id not in ("", first.run_id)
 
 
 def _in_another_process(folder: Path) -> str:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.channels.factory import make_receiver, make_sender
+from llamarl.channels.ends import make_receiver, make_sender
 from llamarl.config import RunConfig, load_config
 from llamarl.controller.graph import Graph
-from llamarl.controller.job import llamarl_graph
-from llamarl.controller.training import plan_run
+from llamarl.controller.run import plan_run
+from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.controller.weight_edges import WeightEdge, edge_copies_held, settle_weight_edges, versions_held
+from llamarl.errors import ConfigError
 
 TINY_BYTES = 4 * 559_360  # fp32 parameters of the bundled model
 
@@ -41,6 +42,12 @@ def test_ends_that_share_a_process_use_no_handles_of_gpu_memory() -> None:
     _, edges = settled(config, {"trainer": "cuda:0", "generator": "cuda:0", "evaluator": "cuda:0"})
     assert {edge.transport for edge in edges.values()} == {"shared_memory"}
     assert edges["weights"].reason.startswith("source and sink are one process of host")
+
+
+def test_rdma_is_refused_on_one_machine_with_what_to_set_instead() -> None:
+    config = load_config(None, ["--schedule.transport", "rdma"])
+    with pytest.raises(ConfigError, match="schedule.transport 'rdma'.*set it to 'auto'"):
+        settled(config, {})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import FAMILIES, tiny_config, tiny_model
+from tiny_models import KINDS, tiny_config, tiny_model
+from transformers import CONFIG_MAPPING
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.cuda_graphs import (
@@ -21,8 +22,8 @@ from llamarl.engine.cuda_graphs import (
     DecodeInputs,
     PaddedDecoder,
     pad_decodes,
-    reason_against,
     sizes_between,
+    why_graphs_unsupported,
 )
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.scheduler import Chunk
@@ -143,7 +144,7 @@ def _count_padded(engine: NativeEngine) -> list[Bucket]:
     return seen
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_padded_steps_give_the_tokens_of_exact_ones(family: str, tmp_path: Path) -> None:
     tiny_model(family, "eager").save_pretrained(tmp_path)
     exact = _run(_engine(tmp_path, "off"), _sequences())
@@ -316,12 +317,18 @@ def test_a_new_version_leaves_every_address_where_it_was(folder: Path) -> None:
 def test_recording_is_refused_where_it_cannot_work(folder: Path) -> None:
     cuda = torch.device("cuda:0")
     config = tiny_config("llama")
-    assert reason_against(config, device=cuda, num_ranks=1) is None
-    assert "CUDA device" in str(reason_against(config, device=torch.device("cpu"), num_ranks=1))
-    assert "collectives" in str(reason_against(config, device=cuda, num_ranks=2))
+    assert why_graphs_unsupported(config, device=cuda, num_ranks=1) is None
+    assert "CUDA device" in str(why_graphs_unsupported(config, device=torch.device("cpu"), num_ranks=1))
+    assert "collectives" in str(why_graphs_unsupported(config, device=cuda, num_ranks=2))
+    assert "not those of a dense decoder" in str(
+        why_graphs_unsupported(tiny_config("mixtral"), device=cuda, num_ranks=1)
+    )
+    assert "known of the families" in str(why_graphs_unsupported(CONFIG_MAPPING["arcee"](), device=cuda, num_ranks=1))
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert "dynamic" in str(reason_against(config, device=cuda, num_ranks=1))
-    assert reason_against(tiny_config("gemma3_text"), device=cuda, num_ranks=1) is None  # a rope for each kind of layer
+    assert "dynamic" in str(why_graphs_unsupported(config, device=cuda, num_ranks=1))
+    assert (
+        why_graphs_unsupported(tiny_config("gemma3_text"), device=cuda, num_ranks=1) is None
+    )  # a rope for each kind of layer
     with pytest.raises(ConfigError, match="engine.cuda_graphs is 'on'.*CUDA device"):
         _engine(folder, "on")
     assert _engine(folder, "auto")._runner.padded_decoder is None

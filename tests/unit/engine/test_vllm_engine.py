@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.engine.vllm import VllmEngine, import_vllm
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, LlamaRLError
 
 
 class _FakeLLM:
@@ -25,9 +25,11 @@ class _FakeLLM:
         self.settings = settings
         self.llm_engine = self
         self.model_config = SimpleNamespace(max_model_len=64)
+        torch.set_num_threads = lambda count: None  # as vLLM does on CPU
         self.requests: dict[str, tuple[list[int], Any]] = {}
         self.loaded: dict[str, torch.Tensor] = {}
-        self.prefix_resets = 0
+        self.prefix_resets = self.models_visited = 0
+        self.can_reset = True
         self.logprob = -0.5
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> str:
@@ -60,12 +62,22 @@ class _FakeLLM:
         assert method == "reload_weights"
         self.loaded = {name: tensor.clone() for name, tensor in kwargs["weights_iterator"]}
 
+    def apply_model(self, function: Any) -> None:
+        self.models_visited += 1
+
     def reset_prefix_cache(self) -> bool:
         self.prefix_resets += 1
-        return True
+        return self.can_reset
 
 
-def _fake_module(version: str = "0.32.1") -> ModuleType:
+def _install(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.1", *, on_cpu: bool = True) -> None:
+    platforms: Any = ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: on_cpu)
+    monkeypatch.setitem(sys.modules, "vllm", _fake_module(version))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+
+
+def _fake_module(version: str) -> ModuleType:
     module: Any = ModuleType("vllm")
     module.__version__ = version
     module.LLM = _FakeLLM
@@ -77,7 +89,7 @@ def _fake_module(version: str = "0.32.1") -> ModuleType:
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
-    monkeypatch.setitem(sys.modules, "vllm", _fake_module())
+    _install(monkeypatch)
     tiny_model("llama", "sdpa").save_pretrained(tmp_path)
     return VllmEngine(tmp_path, EngineConfig(), eos_token_ids=())
 
@@ -113,7 +125,7 @@ def test_new_weights_reach_vllm_by_name_and_running_sequences_go_on_under_them(e
     for tensor in engine.parameters_for_sync().values():
         tensor.fill_(2.0)
     engine.weights_updated(3)
-    assert engine._llm.prefix_resets == 1
+    assert engine._llm.prefix_resets == engine._llm.models_visited == 1
     assert set(engine._llm.loaded) == {name for name, _ in tiny_model("llama", "sdpa").named_parameters()}
     assert all(bool((tensor == 2.0).all()) for tensor in engine._llm.loaded.values())
     (request,) = engine._llm.requests.values()
@@ -123,8 +135,40 @@ def test_new_weights_reach_vllm_by_name_and_running_sequences_go_on_under_them(e
     assert sequence.policy_versions == [0, 3, 3, 3] and sequence.tokens == [5, 6, 7, 8]
 
 
+def test_what_weights_are_written_into_holds_the_folders_at_first(engine: VllmEngine) -> None:
+    expected = dict(tiny_model("llama", "sdpa").named_parameters())
+    given = engine.parameters_for_sync()
+    assert set(given) == set(expected) and all(torch.equal(given[name], expected[name]) for name in given)
+
+
+def test_a_prefix_cache_that_vllm_does_not_drop_is_an_error(engine: VllmEngine) -> None:
+    engine._llm.can_reset = False
+    with pytest.raises(LlamaRLError, match="kept the keys and values of earlier weights"):
+        engine.weights_updated(1)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "budget", "expected"),
+    [(True, 2048, (False, 256)), (True, 256, (False, 256)), (True, 100, (False, 100)), (False, 100, (True, None))],
+)
+def test_prompts_are_cut_into_chunks_only_where_a_draw_can_be_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, budget: int, expected: tuple[bool, int | None]
+) -> None:
+    _install(monkeypatch, on_cpu=on_cpu)
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path)  # its context is 256 tokens
+    settings = VllmEngine(tmp_path, EngineConfig(max_batch_tokens=budget, max_sequences=8))._llm.settings
+    assert (settings["enable_chunked_prefill"], settings["max_model_len"]) == expected
+
+
+def test_vllm_does_not_take_the_choice_of_threads_from_the_process(engine: VllmEngine) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
+
+
 def test_suspend_cancel_and_deadline_take_requests_out_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", _fake_module())
+    _install(monkeypatch)
     tiny_model("llama", "sdpa").save_pretrained(tmp_path)
     now = [0.0]
     engine = VllmEngine(tmp_path, EngineConfig(), clock=lambda: now[0])
@@ -149,7 +193,9 @@ def test_a_logprob_that_is_not_finite_ends_the_request_with_an_error(engine: Vll
 @pytest.mark.parametrize(
     ("sequence", "message"),
     [
-        (_sequence(0, max_new_tokens=60), "exceed the model's context of 64 tokens"),
+        (_sequence(0, max_new_tokens=60), "exceed the 64 tokens that vLLM holds of one here"),
+        (_sequence(0, temperature=0.005), "at temperature 0 .greedy. or between 0.01 and 2, not at 0.005"),
+        (_sequence(0, temperature=3.0), "not at 3"),
         (Sequence(prompt_index=1, sample_index=0, prompt_tokens=[], params=SamplingParams(max_new_tokens=1), seed=0), "is empty"),
     ],
 )  # fmt: skip
@@ -159,7 +205,7 @@ def test_a_sequence_that_cannot_run_is_refused(engine: VllmEngine, sequence: Seq
 
 
 def test_absence_and_age_are_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", _fake_module("0.9.2"))
+    _install(monkeypatch, "0.9.2")
     with pytest.raises(ConfigError, match="vllm 0.9.2 is installed: llamarl needs 0.32 or later"):
         import_vllm()
     monkeypatch.delitem(sys.modules, "vllm")

@@ -12,12 +12,12 @@ import pytest
 from llamarl.data.items import TaskItem
 from llamarl.environments.answers import extract_answer, last_boxed, last_number
 from llamarl.environments.base import Task
-from llamarl.environments.config import TaskConfig
+from llamarl.environments.config import RewardPart, TaskConfig
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.environments.functions import NotANumber, as_score
 from llamarl.environments.steps import read_ledger, write_ledger, written_steps
-from llamarl.environments.user_code import check_function, import_function
 from llamarl.errors import DataError
+from llamarl.import_path import check, import_user
 from llamarl.types import Prompt, Score
 
 
@@ -56,9 +56,14 @@ def test_extract_answer(text: str, how: str, numeric: bool, expected: str | None
     [
         ("it costs $1,250.50 today", "1250.50"),
         ("5 - 9 = -4", "-4"),
-        ("5-3", "3"),
         ("= −7.", "-7"),
-        ("from 1,2,3", "3"),
+        ("it is 3.50 dollars", "3.50"),
+        ("5-3", None),
+        ("from 1,2,3", None),
+        ("so 1/2.", None),
+        ("we get 10^3", None),
+        ("about 1.5e3", None),
+        ("2 hours and 30 minutes", None),
         ("v2 is x3", None),
     ],
 )
@@ -184,7 +189,7 @@ def test_math_reads_both_formats_and_compares_answers_as_mathematics(tmp_path: P
     ("lines", "words"),
     [
         ([], "got an empty file"),
-        ([GSM8K, '{"question": '], r":2: got '\{\"question\":', expected one JSON object"),
+        ([GSM8K, '{"question": '], r":2: not JSON .*, got '\{\"question\":', expected one JSON object"),
         ([GSM8K, "[1]"], ":2: got list"),
         ([{"question": "Q"}], r":1: got fields \['question'\], expected one of \['solution'\]"),
         ([{"text": "Q", "answer": "1"}], r":1: got fields .* expected one of \['question', 'problem'\]"),
@@ -222,14 +227,15 @@ def test_every_mistake_of_a_task_is_told(tmp_path: Path) -> None:
         eval_file=f"{tmp_path}/eval.jsonl",
         reward=f"{tmp_path}/mine.py:score",
     )
-    lines = list(task_mistakes(config, 0))
-    assert [line.split(" ")[0] for line in lines] == ["task.train_file:", "task.eval_file:", "task.reward"]
-    assert "train.jsonl:1: got '{'" in lines[0] and "eval.jsonl: cannot be read" in lines[1]
+    mistakes = list(task_mistakes(config, 0))
+    assert [mistake.key for mistake in mistakes] == ["task.train_file", "task.eval_file", "task.reward"]
+    lines = [str(mistake) for mistake in mistakes]
+    assert "train.jsonl:1: not JSON" in lines[0] and "eval.jsonl cannot be read" in lines[1]
     assert not list(task_mistakes(TaskConfig(), 0))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere.jsonl: cannot be read"):
+    with pytest.raises(DataError, match="nowhere.jsonl cannot be read"):
         make_task(TaskConfig(name="math", train_file=str(tmp_path / "nowhere.jsonl")), 0)
 
 
@@ -271,11 +277,11 @@ def test_a_users_function_judges_its_own_items_or_a_bundled_tasks(tmp_path: Path
 
 
 def test_functions_are_imported_from_modules_and_refused_with_the_names_there_are() -> None:
-    assert import_function("llamarl.environments.answers:last_number") is last_number
-    with pytest.raises(DataError, match=r"no function 'last_numbers'.*last_number"):
-        import_function("llamarl.environments.answers:last_numbers")
-    with pytest.raises(DataError, match="cannot import no_such_module"):
-        import_function("no_such_module:f")
+    assert import_user("llamarl.environments.answers:last_number", "task.reward") is last_number
+    with pytest.raises(DataError, match=r"has no 'last_numbers'; its callables are .*'last_number'"):
+        import_user("llamarl.environments.answers:last_numbers", "task.reward")
+    with pytest.raises(DataError, match="no module 'no_such_module'"):
+        import_user("no_such_module:f", "task.reward")
 
 
 @pytest.mark.parametrize(
@@ -284,7 +290,7 @@ def test_functions_are_imported_from_modules_and_refused_with_the_names_there_ar
         ("import sys\nsys.exit(0)\n", None),
         ("import time\ntime.sleep(3600)\n", None),
         ("raise SystemExit\n", None),
-        ("def scores(p, r, a): ...\n", r"mine.py has no function 'score'; it has \['scores'\]"),
+        ("def scores(p, r, a): ...\n", r"mine.py has no 'score'; it has \['scores'\]"),
         ("def score(p, r, a:\n", "mine.py:1 is not Python"),
     ],
 )
@@ -315,7 +321,7 @@ def test_a_users_module_is_read_but_never_run_where_questions_are_made(
 )
 def test_every_way_to_bind_a_name_is_taken(tmp_path: Path, body: str) -> None:
     (tmp_path / "mine.py").write_text(body)
-    check_function(f"{tmp_path}/mine.py:score")
+    check(f"{tmp_path}/mine.py:score", "task.reward")
 
 
 def test_modules_are_found_without_importing_the_packages_above_them(
@@ -326,13 +332,13 @@ def test_modules_are_found_without_importing_the_packages_above_them(
     (package / "__init__.py").write_text("raise SystemExit(0)\n")
     (package / "rewards.py").write_text("def score(p, r, a): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    check_function("grim_package.rewards:score")
-    with pytest.raises(DataError, match="grim_package.rewards has no function 'scare'"):
-        check_function("grim_package.rewards:scare")
-    check_function("math:floor")  # no source to read
+    check("grim_package.rewards:score", "task.reward")
+    with pytest.raises(DataError, match="grim_package.rewards has no 'scare'"):
+        check("grim_package.rewards:scare", "task.reward")
+    check("math:floor", "task.reward")  # no source to read
     for missing in ("no_such_module:f", f"{tmp_path}/no_such.py:f"):
         with pytest.raises(DataError, match="no_such"):
-            check_function(missing)
+            check(missing, "task.reward")
     assert "grim_package" not in sys.modules
 
 
@@ -352,7 +358,13 @@ def test_anything_else_is_not_a_number(value: object) -> None:
     [
         ({"name": "chess"}, "name must be"),
         ({"name": "reasoning_gym"}, "needs a dataset"),
-        ({"name": "math"}, "train_file"),
+        ({"name": "function", "reward": "json:dumps"}, "train_file must name a JSONL file, or data a table"),
+        ({"name": "math", "train_file": "x.jsonl", "data": "x.parquet"}, "give one of them"),
+        ({"name": "steps", "data": "x.parquet"}, "data is of a table"),
+        ({"name": "math", "train_file": "x.jsonl", "columns": {"question": "q"}}, "columns is of a table"),
+        ({"reward": "json:dumps", "rewards": [RewardPart(function="json:loads")]}, "rewards and reward"),
+        ({"rewards": [RewardPart(function="json:f"), RewardPart(function="re:f")]}, "more than one is called 'f'"),
+        ({"rewards": [RewardPart(function="json:f", weight=0.0)]}, "every weight is 0"),
         ({"name": "steps", "train_file": "x.jsonl"}, "train_file and eval_file must be empty"),
         ({"name": "function", "train_file": "x.jsonl"}, "reward must name"),
         ({"reward": "no_colon"}, "module:function"),

@@ -70,7 +70,7 @@ def test_counts_of_a_tick_and_of_the_next_that_it_refills() -> None:
     assert [g.prompt.index for g in chosen] == [0, 1]
     assert counts == {
         "groups/generated": 4, "groups/no_signal": 1, "groups/trained": 2, "groups/refilled": 0, "groups/spare": 1,
-        "groups/expired": 0, "groups/short": 0,
+        "groups/expired": 0, "groups/short": 0, "tokens/dropped": 6, "tokens/spare": 6,  # 2 scored responses of 3 tokens
     }  # fmt: skip
     chosen, counts = sampler.select([_group(4, (1.0, 1.0))], 6)
     assert [g.prompt.index for g in chosen] == [2]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from llamarl.config import RunConfig, validate
+from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import EventLogError
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.generator import GeneratorExecutor
@@ -72,7 +73,9 @@ class Feed:
 
 
 def generator(config: RunConfig, run_dir: Path | None = None) -> GeneratorExecutor:
-    context = ExecutorContext(name="generator", rank=0, num_ranks=1, device="cpu", run_dir=run_dir, seed=0)
+    graph = llamarl_graph(config)
+    ends = {"reads": graph.inputs["generator"], "writes": graph.outputs["generator"]}
+    context = ExecutorContext(name="generator", rank=0, num_ranks=1, device="cpu", run_dir=run_dir, seed=0, **ends)
     executor = GeneratorExecutor(config, context)
     executor.setup()
     return executor

@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 from tiny_models import tiny_model
 
 from llamarl.config import RunConfig, load_config
-from llamarl.controller.job import llamarl_graph
 from llamarl.controller.preflight import check_parallel_sizes
-from llamarl.controller.training import plan_run
+from llamarl.controller.run import plan_run
+from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.generator_ranks import generator_weights
 from llamarl.runtime.placement import place
@@ -49,12 +49,14 @@ def test_a_size_that_does_not_divide_the_model_is_refused_before_any_process_sta
 
 def test_a_plan_that_is_not_supported_is_refused_before_any_process_starts(tmp_path: Path) -> None:
     tiny_model("phi3", "eager").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="generator.tp: phi3 has a tensor-parallel plan with the styles .* to 1"):
+    with pytest.raises(
+        ConfigError, match="generator.tp = 2: architecture .phi3. does not support tensor .* set generator.tp to 1"
+    ):
         check_parallel_sizes(_config("--generator.tp", "2"), tmp_path, cores=2)
 
 
 def test_a_size_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="generator.tp must be >= 1 rank, got 0"):
+    with pytest.raises(ConfigError, match="generator.tp must be >= 1, got 0"):
         _config("--generator.tp", "0")
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import dataclasses
 from typing import Any
 
 import pytest
 
+from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import validate
 from llamarl.executors import evaluator
+from llamarl.executors.base import ExecutorContext
 from llamarl.executors.evaluator import EvaluatorExecutor
 from llamarl.executors.reward import RewardExecutor
 
@@ -24,7 +26,9 @@ class Pool:
 
 
 CONFIG = validate({"deadlines": {"step_s": 10}})
-CONTEXT: Any = SimpleNamespace(name="judge", run_dir=None)
+COMPLETIONS = ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="judge")
+VERSIONS = ChannelSpec(name="eval_weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="judge")
+CONTEXT = ExecutorContext(name="judge", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0, reads=(COMPLETIONS,))
 
 
 def test_the_reward_executor_gives_judging_nine_tenths_of_the_tick() -> None:
@@ -35,13 +39,13 @@ def test_the_reward_executor_gives_judging_nine_tenths_of_the_tick() -> None:
 
 
 def test_the_evaluator_takes_off_what_sampling_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = EvaluatorExecutor(CONFIG, CONTEXT)
+    executor = EvaluatorExecutor(CONFIG, dataclasses.replace(CONTEXT, reads=(VERSIONS,)))
     executor.pool = pool = Pool()  # type: ignore[assignment]
     executor.engine = executor.prompts = executor.params = executor.tokenizer = None  # type: ignore[assignment]
     clock = iter([100.0, 103.0, 200.0, 230.0])
     monkeypatch.setattr(evaluator, "running_s", lambda: next(clock))
     monkeypatch.setattr(evaluator, "sample_groups", lambda *_, **__: [])
-    monkeypatch.setattr(evaluator, "evaluate", lambda groups: {})
+    monkeypatch.setattr(evaluator, "evaluate", lambda groups, labels: {})
     executor.step(0, {"eval_weights": None})
     assert pool.limit_s == 6.0
     executor.step(0, {"eval_weights": None})

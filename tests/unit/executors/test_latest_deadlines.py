@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.executors.partial_rollouts import deadline, num_startable, select_due, urgency_order
+from llamarl.tick_schedule import NEVER, deadlines, num_startable, select_due, urgency_order
 
 
 def test_a_token_sets_its_group_the_deadline_at_which_it_is_max_staleness_old() -> None:
-    assert deadline(5, None, max_segments=4, max_staleness=2) == 8  # admitted at 5, four ticks: 5, 6, 7, 8
-    assert deadline(5, 4, max_segments=4, max_staleness=2) == 6
-    assert deadline(5, 6, max_segments=2, max_staleness=2) == 6  # its age is the tighter limit
+    assert deadlines(5, NEVER, max_segments=4, max_staleness=2) == 8  # admitted at 5, four ticks: 5, 6, 7, 8
+    assert deadlines(5, 4, max_segments=4, max_staleness=2) == 6
+    assert deadlines(5, 6, max_segments=2, max_staleness=2) == 6  # its age is the tighter limit
 
 
 def test_the_oldest_version_allowed_starts_only_what_can_leave_in_this_tick() -> None:
@@ -26,7 +26,7 @@ def test_the_oldest_version_allowed_starts_only_what_can_leave_in_this_tick() ->
 
 
 def test_equal_deadlines_are_urgent_in_order_of_admission() -> None:
-    assert urgency_order([7, 6, 7, 6]) == [1, 3, 0, 2]
+    assert urgency_order([7, 6, 7, 6]).tolist() == [1, 3, 0, 2]
 
 
 @dataclass(eq=False)
@@ -57,14 +57,12 @@ def test_whenever_versions_arrive_no_delivered_token_is_older_than_max_staleness
         version = max(version, tick - max_staleness, pick.randint(0, tick))
         active += [Group(tick, pick.randint(1, 12)) for _ in range(num_active - len(active))]
         for _ in range(1000):
-            deadlines = [
-                deadline(
-                    g.admitted, min(g.versions, default=None), max_segments=max_segments, max_staleness=max_staleness
-                )
-                for g in active
-            ]
+            due = deadlines(
+                [g.admitted for g in active], [min(g.versions, default=NEVER) for g in active],
+                max_segments=max_segments, max_staleness=max_staleness,
+            )  # fmt: skip
             order = [active.index(g) for g in completed]
-            chosen = select_due(deadlines, order, tick=tick, prompts_per_step=prompts_per_step)
+            chosen = select_due(due, order, tick=tick, prompts_per_step=prompts_per_step)
             if chosen is not None:
                 break
             if pick.random() < 0.2:
@@ -72,7 +70,7 @@ def test_whenever_versions_arrive_no_delivered_token_is_older_than_max_staleness
             startable = num_startable(
                 version, tick=tick, max_staleness=max_staleness, prompts_per_step=prompts_per_step
             )
-            for i in urgency_order(deadlines)[:startable]:
+            for i in urgency_order(due)[:startable]:
                 group = active[i]
                 if group.left and pick.random() < 0.9:  # some wait in the engine's line
                     group.versions.append(version)

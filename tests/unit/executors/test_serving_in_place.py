@@ -14,9 +14,9 @@ from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import DeadlineExceeded, WeightSyncError
-from llamarl.executors.hand_over import serve
+from llamarl.executors.version_loader import serve
+from llamarl.transports.slots import SlotState, Word
 from llamarl.weight_sync.layout import ParameterSpec, Shard, mesh_layout
-from llamarl.weight_sync.slot import SlotState, Word
 
 SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
 ENDS = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from whole_versions import read_all
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.config import RunConfig, load_config
+from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.controller.weight_edges import edge_copies_held
 from llamarl.errors import DeadlineExceeded
 from llamarl.executors import trainer as trainer_module
 from llamarl.executors.base import ExecutorContext
-from llamarl.executors.sample_path import sample_channel_into
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.types import Group, Prompt, Response, Score
 from llamarl.weight_sync import source
@@ -62,8 +63,7 @@ class Job:
     waiting: threading.Event = field(default_factory=threading.Event)
 
     def tick(self, tick: int) -> WeightsPayload:
-        name = sample_channel_into(self.config, "trainer")
-        payload = self.trainer.step(tick, {name: [group(i) for i in range(2)]}).outputs["weights"]
+        payload = self.trainer.step(tick, {"scored": [group(i) for i in range(2)]}).outputs["weights"]
         assert isinstance(payload, WeightsPayload)
         return payload
 
@@ -89,7 +89,9 @@ class Job:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     config = load_config(None, ["--evaluation.every", "0"])
-    context = ExecutorContext(name="trainer", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0)
+    graph = llamarl_graph(config)
+    ends = {"reads": graph.inputs["trainer"], "writes": graph.outputs["trainer"]}
+    context = ExecutorContext(name="trainer", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0, **ends)
     gate, digest = threading.Event(), source.block_digest
 
     def held(data: torch.Tensor, kind: Any) -> int:
@@ -125,7 +127,7 @@ def test_update_begins_only_when_the_copy_of_the_version_before_has_ended(job: J
     second.join(WAIT_S)
     assert not second.is_alive() and job.updates == [True] and not same(job.values(), sent)
     version = WeightsReceiver(SPEC, **ENDS).receive((handle,), WAIT_S)
-    assert version is not None and version.version == 1 and same(version.read_all(), sent)
+    assert version is not None and version.version == 1 and same(read_all(version), sent)
 
 
 def test_copy_that_never_ends_stops_the_trainer_within_its_limit(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +144,7 @@ def test_copy_that_never_ends_stops_the_trainer_within_its_limit(job: Job, monke
 
 @pytest.mark.parametrize(("staleness", "every"), [(1, 3), (2, 1), (3, 2), (4, 10), (2, 0)])
 def test_copies_that_are_kept_for_checkpoints_are_as_many_as_said(staleness: int, every: int) -> None:
+    """Each tick is told the saves of its reach; when one comes, the versions on the edge are there."""
     num_ticks = 12
     config = load_config(
         None,
@@ -154,11 +157,17 @@ def test_copies_that_are_kept_for_checkpoints_are_as_many_as_said(staleness: int
             f"{num_ticks}",
         ],
     )
-    held: dict[int, Any] = {}
-    trainer = SimpleNamespace(parameters_for_sync=lambda: {})
-    executor = SimpleNamespace(config=config, trainer=trainer, _stop="", _edge_versions=held)
+    saves = [tick for tick in range(num_ticks) if config.checkpoint.is_due(tick, num_ticks)]
+    executor = TrainerExecutor(
+        config, ExecutorContext(name="t", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0)
+    )
+    executor.trainer = SimpleNamespace(parameters_for_sync=lambda: {}, policy_version=0)  # type: ignore[assignment]
     most = 0
-    for version in range(num_ticks + 1):
-        TrainerExecutor._remember(executor, version)  # type: ignore[arg-type]
-        most = max(most, len(held))
+    for tick in range(num_ticks):
+        executor.expect_saves([save for save in saves if tick <= save <= tick + staleness])
+        executor.trainer.policy_version = tick + 1
+        executor._remember(tick + 1)
+        if tick in saves:
+            assert set(range(max(0, tick + 1 - staleness), tick + 1)) <= executor._edge_versions.keys()
+        most = max(most, len(executor._edge_versions))
     assert most == edge_copies_held(staleness, num_ticks, lambda tick: config.checkpoint.is_due(tick, num_ticks))

@@ -3,10 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
-from transformers import PretrainedConfig
 
-from llamarl.errors import ModelError
-from llamarl.models.attention import PackedSequences, check_attention_supported, packed_attention_context
+from llamarl.models.attention import PackedSequences, packed_attention_context
 
 LENGTHS = [5, 1, 40, 17, 38, 23]
 
@@ -73,13 +71,3 @@ def test_boundaries_that_do_not_fit_are_refused() -> None:
     for bad in ([0, 3, 3], [1, 5], [0], [0, 4, 2]):
         with pytest.raises(ValueError, match="cu_seqlens"):
             PackedSequences.of(bad)
-
-
-def test_unsupported_attention_is_refused_with_the_reason() -> None:
-    config = PretrainedConfig()
-    config.model_type = "gpt2"
-    with pytest.raises(ModelError, match="'gpt2' is not supported; supported are llama"):
-        check_attention_supported(config)
-    config.model_type, config.use_bidirectional_attention = "gemma3_text", True
-    with pytest.raises(ModelError, match="not a causal decoder"):
-        check_attention_supported(config)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 
 import pytest
-from pydantic import ValidationError
 
+from llamarl.config import validate
+from llamarl.errors import ConfigError
 from llamarl.observability import text
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.console import ConsoleReporter
-from llamarl.observability.job import Edge, JobDescription, Lane, edge_lines
+from llamarl.observability.job_description import Edge, JobDescription, Lane, edge_lines
 from llamarl.observability.summary import SummaryBuilder
 
 JOB = JobDescription(
@@ -61,14 +62,20 @@ def test_the_graph_is_drawn_as_a_chain_and_its_delayed_edges() -> None:
 
 
 def test_a_line_sums_up_its_rows() -> None:
-    lines = text.RowTable(["generator", "trainer"], 10).lines([_row(2), _row(3)])
+    two = [
+        _row(2, **{"groups/no_signal": 1, "groups/generated": 4, "response/truncated_fraction": 0.5}),
+        _row(3, **{"groups/no_signal": 7, "groups/generated": 12, "response/truncated_fraction": 1.0}),
+    ]
+    lines = text.RowTable(["generator", "trainer"], 10).lines(two)
     heading, values = lines[-2].split(), lines[-1].split("  ")
     assert heading == [
         "tick",
         "reward",
         "stale",
-        "clipped",
+        "no-signal",
+        "ratio-clip",
         "length",
+        "cut",
         "tokens/s",
         "s/tick",
         "failed",
@@ -77,7 +84,7 @@ def test_a_line_sums_up_its_rows() -> None:
         "left",
     ]
     assert [v.strip() for v in values if v.strip()] == [
-        "4", "0.625", "1.0 / 3", "–", "–", "1,234", "2.00", "2", "10 %", "50 %", "0:12",
+        "4", "0.625", "1.0 / 3", "50 %", "–", "–", "75 %", "1,234", "2.00", "2", "10 %", "50 %", "0:12",
     ]  # fmt: skip
     assert len(lines[-1]) == len(lines[-2])
 
@@ -92,6 +99,56 @@ def test_an_evaluation_has_a_line_of_its_own() -> None:
     assert text.evaluation_line(_row(1)) == ""
     line = text.evaluation_line(_row(1, **{"eval/accuracy": 0.75, "eval/policy_version": 10, "eval/length_mean": 3.25}))
     assert line == "  ▸ policy 10    held-out accuracy 0.750  ███████████████░░░░░  length 3.2"
+    right_or_wrong = text.evaluation_line(_row(1, **{"eval/accuracy": 0.75, "eval/reward_mean": 0.75}))
+    assert "held-out accuracy 0.750" in right_or_wrong
+
+
+def test_an_evaluation_of_nothing_but_failures_is_told_and_is_the_last_one() -> None:
+    good = _row(0, **{"eval/accuracy": 0.75, "eval/reward_mean": 0.75, "eval/failed": 0, "eval/policy_version": 0})
+    failed = _row(1, **{"eval/accuracy": None, "eval/reward_mean": None, "eval/failed": 8, "eval/policy_version": 4})
+    assert text.evaluation_line(failed) == "  ▸ policy 4     held-out accuracy –: all 8 samples failed"
+    summary = SummaryBuilder()
+    for row in (good, failed, _row(2)):
+        summary.add(row)
+    assert any("0.750 → –, held out" in line for line in text.tail(summary.build()))
+
+
+def test_where_rewards_are_graded_an_evaluation_shows_the_mean_reward() -> None:
+    first, last = (
+        {"eval/accuracy": 0.1, "eval/reward_mean": value, "eval/policy_version": 10} for value in (0.35, 0.54)
+    )
+    assert text.evaluation_line(_row(1, **last)) == "  ▸ policy 10    held-out reward 0.540  (accuracy 0.100)"
+    summary = SummaryBuilder()
+    summary.add(_row(0, **first))
+    summary.add(_row(1, **last))
+    lines = text.tail(summary.build())
+    assert "  held-out reward   0.350 → 0.540" in lines
+
+
+@pytest.mark.parametrize(
+    ("rows", "stopped", "words"),
+    [
+        ([{"tokens/trained": 5, "grad_norm": 0.5}], "", "done"),
+        ([{"tokens/trained": 5, "grad_norm": 0.0}, {"tokens/trained": 5, "grad_norm": None}], "", "done"),
+        ([{"tokens/trained": 5, "grad_norm": 0.0}] * 2, "", "nothing was learned: no update had a gradient"),
+        ([{"tokens/trained": 0, "grad_norm": 0.0}] * 2, "", "nothing was trained"),
+        ([{"tokens/trained": 0, "grad_norm": 0.0}] * 2, "by the user", "stopped by the user"),
+        ([{"tokens/generated": 5}], "", "done"),  # no trainer in the job
+        ([], "", "done"),
+    ],
+)
+def test_a_run_that_trained_on_nothing_is_not_done(rows: list[dict[str, float]], stopped: str, words: str) -> None:
+    summary = SummaryBuilder()
+    for tick, row in enumerate(rows):
+        summary.add({"step": tick, **row})
+    assert text.title(summary.build(stopped=stopped)) == words
+
+
+def test_the_end_names_the_causes_of_failed_rewards() -> None:
+    summary = SummaryBuilder()
+    summary.add(_row(0, **{"reward/failed": 47}))
+    lines = text.tail(summary.build(failures=["40 x exception: ValueError: no number", "7 x timeout: too slow"]))
+    assert "  rewards failed   47; 40 x exception: ValueError: no number; 7 x timeout: too slow" in lines
 
 
 def test_a_plain_run_reads_from_head_to_end() -> None:
@@ -128,8 +185,8 @@ def test_rows_that_await_their_line_are_shown_when_a_run_stops_early() -> None:
     for tick in range(2):
         reporter.on_row(_row(tick))
         summary.add(_row(tick))
-    reporter.finish(summary.build(stopped="generator rank 0 died"))
-    assert "stopped: generator rank 0 died · 2 ticks in 0:04" in out.getvalue()
+    reporter.finish(summary.build(stopped="by an error"))
+    assert "stopped by an error · 2 ticks in 0:04" in out.getvalue()
     assert any(line.split()[:2] == ["2", "0.125"] for line in out.getvalue().splitlines())
 
 
@@ -188,8 +245,8 @@ def test_totals_weigh_idle_by_time_and_staleness_by_tokens() -> None:
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings: dict, what: str) -> None:
-    with pytest.raises(ValidationError, match=what):
-        ObservabilityConfig(**settings)
+    with pytest.raises(ConfigError, match=what):
+        validate({"observability": settings})
 
 
 def test_rollouts_are_due_every_so_often_unless_off() -> None:

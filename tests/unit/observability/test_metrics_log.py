@@ -18,6 +18,7 @@ from llamarl.observability.metrics import (
     append_all,
     merge_metrics,
     read_metrics,
+    replace_file,
     row_to_line,
     strip_timing,
 )
@@ -78,6 +79,11 @@ def test_metrics_of_executors_are_merged_and_times_added() -> None:
     assert row == {"step": 4, "tokens/generated": 5.0, "time/weight_sync_s": 1.5, "lr": 1.0}
 
 
+def test_tokens_of_several_executors_add_up() -> None:
+    row = merge_metrics(0, {"generator": {"tokens/generated": 5.0}, "teacher": {"tokens/generated": 7.0}})
+    assert row == {"step": 0, "tokens/generated": 12.0}
+
+
 def test_two_values_under_one_key_are_refused_with_both_owners() -> None:
     with pytest.raises(ValueError, match="tick 4: generator reports entropy = 1.0, trainer reports 2.0"):
         merge_metrics(4, {"generator": {"entropy": 1.0}, "trainer": {"entropy": 2.0}})
@@ -120,7 +126,7 @@ def test_a_new_run_does_not_overwrite_an_old_one(tmp_path: Path) -> None:
 def test_reading_leaves_out_a_torn_last_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"step": 1, "rew')
     assert read_metrics(tmp_path) == [{"step": 0}]
-    with pytest.raises(LlamaRLError, match="cannot read"):
+    with pytest.raises(LlamaRLError, match="cannot be read"):
         read_metrics(tmp_path / "nowhere.jsonl")
 
 
@@ -186,3 +192,16 @@ def test_the_page_on_metrics_holds_the_table_of_the_code() -> None:
 def test_an_empty_file_of_a_run_that_ended_before_its_first_tick_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     MetricsLog(tmp_path).close()
+
+
+def test_links_in_a_runs_folder_are_not_written_through(tmp_path: Path) -> None:
+    secret, run_dir = tmp_path / "secret", tmp_path / "run"
+    secret.write_text("a key\n")
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").symlink_to(tmp_path / "not there yet")
+    (run_dir / ".config.toml.partial").symlink_to(secret)
+    with pytest.raises(LlamaRLError, match=r"metrics\.jsonl"):
+        MetricsLog(run_dir)
+    replace_file(run_dir / "config.toml", b"new")
+    assert (run_dir / "config.toml").read_bytes() == b"new" and not (run_dir / "config.toml").is_symlink()
+    assert secret.read_text() == "a key\n" and not (tmp_path / "not there yet").exists()

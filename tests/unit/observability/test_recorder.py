@@ -29,6 +29,7 @@ class _Report:
     finished_s: float
     spans: tuple[tuple[str, float, float], ...] = ()
     controller_bytes: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
     outputs: dict = field(default_factory=dict)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import subprocess
@@ -17,16 +18,13 @@ from llamarl.cli.questions import hardware_of
 from llamarl.config import load_config
 from llamarl.engine.config import QUANTIZATIONS
 from llamarl.errors import PlanError
-from llamarl.planner.calibrate import Sample, fit
+from llamarl.planner.calibration_cache import calibration_path, load_calibration, save_calibration
 from llamarl.planner.choices import Options, Workload
-from llamarl.planner.costs import GeneratorLayout, decode_step_s
 from llamarl.planner.hardware import device_names, find_hardware, this_machine
-from llamarl.planner.kept_hardware import calibration_path, load_calibration, save_calibration
 from llamarl.planner.lengths import constant
 from llamarl.planner.model_spec import find_model, spec_from_config
 from llamarl.planner.recipe import plan_settings, question_from_config, recipe_text
 from llamarl.planner.search import best_resharding, best_separate
-from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_tick
 
 H100 = "--model Llama-3.1-8B --devices 8 --hardware h100 --prompts 16 --group-size 8 --response-tokens 300:lognormal"
 
@@ -92,6 +90,7 @@ def test_a_config_json_is_a_source(capsys: pytest.CaptureFixture[str], tmp_path:
         (H100 + " --prompts 0", "prompts_per_step"),
         (H100 + " --prompt-tokens 0", "prompt_tokens"),
         (H100 + " --calibrate", "leave --hardware out"),
+        ("--model SmolLM2-135M --calibrate", "short runs of a recipe: give one"),
         (H100.replace("--hardware h100", "--calibration /nowhere.json"), "does not exist"),
         (H100 + " --picture /proc/nowhere/x.png", "cannot write"),
     ],
@@ -202,58 +201,20 @@ def test_plan_from_a_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     config.load_config(out)
 
 
-@pytest.mark.parametrize("host", [0.0, 2e-3])
-def test_a_fit_recovers_the_constants_that_made_the_samples(host: float) -> None:
-    model = find_model("SmolLM2-135M")
-    true = this_machine().with_efficiency(
-        matmul=0.6, attention=0.6, memory=1.0, decode_layer_overhead_s=0.0, train_layer_overhead_s=host,
-        train_step_overhead_s=0.0, decode_step_overhead_s=0.004, decode_sequence_overhead_s=0.0007,
-    )  # fmt: skip
-    samples = []
-    for sequences, tokens in ((1, 64), (2, 64), (2, 128)):
-        demand = TrainerDemand(lengths=constant(tokens - 1), prompt_tokens=1, sequences=sequences)
-        seconds = trainer_tick(true, model, TrainerLayout(micro_batch=sequences, recompute=False), demand).compute_s
-        samples.append(Sample(kind="train", sequences=sequences, tokens=tokens, seconds=seconds))
-    for sequences, tokens in ((1, 64), (4, 64), (16, 256)):
-        seconds = float(decode_step_s(true, model, GeneratorLayout(1, 1, "fp32"), sequences, tokens))
-        samples.append(Sample(kind="decode", sequences=sequences, tokens=tokens, seconds=seconds))
-    found = fit(this_machine(), model, samples).efficiency
-    assert found.matmul == pytest.approx(0.6, rel=1e-3)
-    assert found.train_layer_overhead_s == pytest.approx(host, abs=1e-5)
-    assert found.decode_step_overhead_s == pytest.approx(0.004, rel=1e-3)
-    assert found.decode_sequence_overhead_s == pytest.approx(0.0007, rel=1e-3)
-    with pytest.raises(PlanError, match="2 samples"):
-        fit(this_machine(), model, samples[:3])
-
-
 def test_a_kept_calibration_reads_back_equal_and_a_torn_one_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "calibration.json"
-    save_calibration(path, this_machine(), [], "m")
+    save_calibration(path, this_machine(), "m")
     assert load_calibration(path) == this_machine()
     path.write_text(path.read_text()[:50])
     with pytest.raises(PlanError, match="calibrate again"):
         load_calibration(path)
 
 
-def test_calibration_measures_this_machine_and_is_used_by_later_plans(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("torch")
-    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
-              "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 1024}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    line = f"{tmp_path} --prompts 4 --group-size 4 --prompt-tokens 16 --response-tokens 32 --devices 2"
-    assert plan(line + " --calibrate") == 0
-    assert "measured" in capsys.readouterr().out
-    assert plan(line) == 0
-    assert "measured" in capsys.readouterr().out  # the kept file is found again
-
-
 def test_a_written_recipe_passes_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``--recipe`` writes for this machine is what ``llamarl train --dry-run`` accepts."""
     pytest.importorskip("torch")
     from llamarl.config import load_config
-    from llamarl.controller.training import plan_run
+    from llamarl.controller.run import plan_run
 
     recipe, out = Path(__file__).parents[3] / "recipes" / "tiny.toml", tmp_path / "out.toml"
     assert plan(f"{recipe} --response-tokens 40:lognormal:limit=80 --devices 2 --recipe {out}") == 0
@@ -264,7 +225,7 @@ def test_a_written_recipe_passes_the_dry_run(tmp_path: Path, monkeypatch: pytest
 
 def test_a_calibration_of_another_machine_is_passed_over_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     path = calibration_path()
-    save_calibration(path, this_machine().with_efficiency(matmul=0.123), [], "m")
+    save_calibration(path, this_machine().with_efficiency(matmul=0.123), "m")
     assert hardware_of(None, None).efficiency.matmul == 0.123 and not capsys.readouterr().err
     record = json.loads(path.read_text())
     record["machine"]["processor"] = "Another Processor"
@@ -275,29 +236,6 @@ def test_a_calibration_of_another_machine_is_passed_over_unless_asked_for(capsys
     del record["machine"]  # as older files have it: nothing to compare
     path.write_text(json.dumps(record))
     assert hardware_of(None, None).efficiency.matmul == 0.123
-
-
-def test_a_poor_fit_is_measured_again_and_named_in_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    from llamarl.planner import calibrate as module
-
-    rounds: list[int] = []
-
-    def decode(found: object, device: object, vocab: int, sequences: int, tokens: int) -> Sample:
-        rounds.append(sequences)  # the same model at once slow and fast: no line goes through both
-        seconds = 0.1 if len(rounds) % 2 else 0.001
-        return Sample(kind="decode", sequences=sequences, tokens=tokens, seconds=seconds)
-
-    monkeypatch.setattr(module, "_decode_sample", decode)
-    lines: list[str] = []
-    sizes = ((4, 32), (4, 32), (4, 32), (4, 32))
-    hardware, samples = module.calibrate(
-        "bundled:tiny", decode_sizes=sizes, train_sizes=((1, 32), (2, 32)), log=lines.append
-    )
-    assert len(rounds) == 8 and len(samples) == 6
-    assert any("measuring again" in line for line in lines) and any("poor fit" in line for line in lines)
-    worst = module.worst_error(hardware, find_model("bundled:tiny"), samples)
-    assert worst > 0.5 and f"poor fit, off by up to {worst:.0%})" in hardware.device.title
 
 
 @pytest.mark.parametrize("kind", ["jetmoe", "moshi", "hrm_text", "phi4_multimodal"])
@@ -311,3 +249,18 @@ def test_kinds_whose_keys_would_mislead_are_refused(kind: str) -> None:
     }
     with pytest.raises(PlanError, match=f"does not count the layers of {kind}"):
         spec_from_config(config, "m")
+
+
+def test_times_of_a_machine_that_was_never_measured_say_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    here = "--model Llama-3.1-8B --devices 64 --hardware this-machine --response-tokens 30"
+    for line, told in ((here, True), (H100, False)):
+        assert plan(line) == 0
+        assert ("never measured" in capsys.readouterr().out) == told
+    kept = tmp_path / "kept.json"
+    save_calibration(
+        kept,
+        dataclasses.replace(this_machine(), device=dataclasses.replace(this_machine().device, assumed=False)),
+        "x",
+    )
+    assert plan(f"{here.replace(' --hardware this-machine', '')} --calibration {kept}") == 0
+    assert "never measured" not in capsys.readouterr().out

@@ -78,7 +78,7 @@ def test_lengths_are_read_from_rollouts(tmp_path: Path) -> None:
         ("1e308:lognormal", "limit"),
         ("1e308", "limit"),
         ("100:pareto:alpha=inf", "alpha"),
-        ("file:/nowhere/at/all", "cannot read"),
+        ("file:/nowhere/at/all", "cannot be read"),
     ],
 )
 def test_nonsense_lengths_are_refused_with_the_reason(text: str, message: str) -> None:
@@ -89,8 +89,8 @@ def test_nonsense_lengths_are_refused_with_the_reason(text: str, message: str) -
 def test_a_malformed_rollout_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('3\n{"x": 1}\n')
-    with pytest.raises(PlanError, match="line 2"):
+    with pytest.raises(PlanError, match="a.jsonl:2"):
         read_lengths(file)
     file.write_text("3\nfour\n")  # a text file of numbers with a word in it
-    with pytest.raises(PlanError, match="line 2: expected a whole number or an object .* got 'four'"):
+    with pytest.raises(PlanError, match="a.jsonl:2: expected a whole number or an object .* got 'four'"):
         read_lengths(file)

@@ -183,7 +183,7 @@ def test_an_unknown_name_gets_the_nearest(tmp_path: Path) -> None:
         find_model("Llama-3.1-71B")
     bad = tmp_path / "config.json"
     bad.write_text("{")
-    with pytest.raises(PlanError, match="not a readable JSON"):
+    with pytest.raises(PlanError, match="not JSON"):
         find_model(bad)
 
 

@@ -8,7 +8,6 @@ import random
 import numpy as np
 import pytest
 
-from llamarl.executors.partial_rollouts import select_deliveries
 from llamarl.planner.choices import Options, Workload, generator_choices
 from llamarl.planner.hardware import find_hardware
 from llamarl.planner.lengths import constant, lognormal, pareto
@@ -63,33 +62,6 @@ def test_replicas_in_step_are_long_and_short_together() -> None:
     profile = partial_profile(constant(10), 1, 2, 6, 8, 3)
     assert profile.slowest(profile.steps, 1) == pytest.approx(10 / 3)
     assert profile.slowest(profile.steps, 50) == pytest.approx(10 / 3)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_who_leaves_is_what_the_generator_would_choose(seed: int) -> None:
-    from llamarl.planner.partial import _deliveries
-
-    rng = np.random.default_rng(seed)
-    deliver, segments, active = 3, 3, int(rng.integers(3, 10))
-    born, complete = np.zeros((1, 0), np.int64), np.zeros((1, 0))
-    for tick in range(40):
-        new = active - born.shape[1]
-        born = np.concatenate([born, np.full((1, new), tick)], axis=1)
-        complete = np.concatenate([complete, rng.integers(1, 50, (1, new))], axis=1)
-        stop, chosen = _deliveries(born, complete, tick, segments, deliver)
-        order = [int(i) for i in np.argsort(complete[0], kind="stable") if complete[0, i] <= stop[0]]
-        expected = select_deliveries(
-            born[0].tolist(), order, tick=tick, max_segments=segments, prompts_per_step=deliver
-        )
-        assert expected == np.nonzero(chosen[0])[0].tolist()
-        earlier = [i for i in order if complete[0, i] < stop[0]]
-        assert (
-            select_deliveries(born[0].tolist(), earlier, tick=tick, max_segments=segments, prompts_per_step=deliver)
-            is None
-            or stop[0] == 0
-        )
-        born = born[:, ~chosen[0]]
-        complete = np.maximum(complete[:, ~chosen[0]] - stop[0], -1000.0)
 
 
 def test_the_largest_of_several_draws() -> None:

@@ -14,7 +14,7 @@ from llamarl.planner.choices import Options, Workload
 from llamarl.planner.hardware import Efficiency, device_names, find_hardware
 from llamarl.planner.lengths import constant, lognormal
 from llamarl.planner.model_spec import find_model
-from llamarl.planner.report import plan_to_dict, report_text, save_picture
+from llamarl.planner.plan_report import plan_to_dict, report_text, save_picture
 from llamarl.planner.search import (
     best_common,
     best_resharding,
@@ -166,6 +166,7 @@ def test_every_number_of_every_device_has_a_source() -> None:
                 "name",
                 "title",
                 "price_per_hour",
+                "assumed",
                 "weight_precisions",
             }
             assert named <= set(record.sources), (name, named - set(record.sources))

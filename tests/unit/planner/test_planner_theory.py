@@ -7,8 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-
-from llamarl.planner.theory import (
+from step_time_theorem import (
     RolesProblem,
     SampleTime,
     asynchronous_step_s,

@@ -6,7 +6,7 @@ import pytest
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.placement import Turns, place
+from llamarl.runtime.placement import ColocatedGroup, place
 
 
 def executor(name: str, *, num_ranks: int = 1, threads: int = 0, device: str = "auto") -> ExecutorSpec:
@@ -86,11 +86,11 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert str(caught.value).count("\n  - ") == 3
 
 
-IN_TURN = Turns(sharing=("generator", "trainer"), members=("generator", "reward", "trainer"))
+IN_TURN = ColocatedGroup(sharing=("generator", "trainer"), members=("generator", "reward", "trainer"))
 
 
 def co_located(*executors: ExecutorSpec, cores: int = 8, cuda_devices: int = 0) -> dict[str, tuple[int, str]]:
-    placement = place(executors, cores=cores, cuda_devices=cuda_devices, turns=IN_TURN)
+    placement = place(executors, cores=cores, cuda_devices=cuda_devices, colocated=IN_TURN)
     return {spec.name: (spec.threads, spec.device) for spec in placement.executors}
 
 
@@ -123,12 +123,12 @@ def test_co_located_executors_share_devices_from_the_first_on() -> None:
 
 def test_table_says_what_a_shared_device_must_hold() -> None:
     job = (executor("generator"), executor("reward", device="cpu", threads=1), executor("trainer"))
-    assert place(job, cores=4, cuda_devices=1, turns=IN_TURN).notes() == [
+    assert place(job, cores=4, cuda_devices=1, colocated=IN_TURN).notes() == [
         "4 threads on 4 cores, one at a time of generator, reward, trainer",
         "generator and trainer are co-located: the one that waits gives its memory back",
         "cuda:0 is shared by generator, trainer: its memory must hold the larger of generator and trainer",
     ]
-    crowded = place((*job, executor("evaluator", threads=1)), cores=4, cuda_devices=1, turns=IN_TURN).notes()
+    crowded = place((*job, executor("evaluator", threads=1)), cores=4, cuda_devices=1, colocated=IN_TURN).notes()
     assert crowded[-1].endswith(
         "generator, trainer, evaluator: its memory must hold evaluator and the larger of generator and trainer"
     )

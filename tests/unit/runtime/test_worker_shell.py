@@ -18,7 +18,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.errors import CheckpointError, ConfigError, DataError, DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
 from llamarl.runtime.base import News, Order
-from llamarl.runtime.job import combine_reports, combine_setups, executor_failed, plan_workers
+from llamarl.runtime.rank_plans import combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.worker import (
     RankFailure,
     RankReport,
@@ -130,9 +130,11 @@ def test_a_save_in_the_background_is_reported_until_it_is_written(worker: Worker
     writing: list[Future[None]] = []
     worker._executor.save = lambda folder, tick: writing.append(Future()) or writing[-1]  # type: ignore[union-attr,method-assign]
 
-    def run(tick: int, save: bool = False, settle: bool = False) -> RankReport:
+    def run(tick: int, save: bool = False, flush_saves: bool = False) -> RankReport:
         folder = tmp_path / str(tick) if save else None
-        return worker.run(Order(executor="me", tick=tick, inputs={"in": ("h",)}, save_to=folder, settle=settle))
+        return worker.run(
+            Order(executor="me", tick=tick, inputs={"in": ("h",)}, save_to=folder, flush_saves=flush_saves)
+        )
 
     report = run(5, save=True)
     assert report.saving == (5,) and report.metrics["time/me_save_s"] >= 0
@@ -144,7 +146,7 @@ def test_a_save_in_the_background_is_reported_until_it_is_written(worker: Worker
     assert run(9, save=True).saving == (9,)  # waited for the one before: only one copy of the state at a time
     writing[2].set_exception(OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(CheckpointError, match="No space left on device.*resume the run"):
-        run(10, settle=True)
+        run(10, flush_saves=True)
 
 
 def test_settling_waits_no_longer_than_its_limit(worker: Worker, tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_settling_waits_no_longer_than_its_limit(worker: Worker, tmp_path: Path)
     worker.setup()
     worker._executor.save = lambda folder, tick: Future()  # type: ignore[union-attr,method-assign]
     with pytest.raises(DeadlineExceeded, match="'me', rank 1: the state after tick 5 is not yet written"):
-        worker.run(Order(executor="me", tick=5, inputs={"in": ("h",)}, save_to=tmp_path, settle=True))
+        worker.run(Order(executor="me", tick=5, inputs={"in": ("h",)}, save_to=tmp_path, flush_saves=True))
 
 
 def test_an_output_for_the_wrong_channels_is_refused(worker: Worker) -> None:
@@ -224,7 +226,7 @@ def rank_report(rank: int, finished_s: float) -> RankReport:
 def test_ranks_are_combined_in_rank_order_whatever_the_order_of_arrival() -> None:
     report = combine_reports("me", [rank_report(1, 9.0), rank_report(0, 8.0)], controller_bytes=5)
     assert report.outputs == {"out": ("handle 0", "handle 1")}
-    assert (report.metrics, report.started_s, report.finished_s) == ({"rank": 0}, 0.0, 9.0)
+    assert (report.metrics, report.started_s, report.finished_s) == ({"rank": 0.5}, 0.0, 9.0)  # mean of 0 and 1
     setups = [RankSetup(rank=1, initial_tokens={"w": {-1: "b"}}), RankSetup(rank=0, initial_tokens={"w": {-1: "a"}})]
     assert combine_setups("me", setups).initial_tokens == {"w": {-1: ("a", "b")}}
 
@@ -266,6 +268,11 @@ def test_a_rank_is_told_only_of_its_own_channels_and_their_ends() -> None:
             [ExecutorSpec(name="a", factory="m:f")],
             [ChannelSpec(name="c", kind=ChannelKind.GATHER, source="a", sink="z")],
             "channel 'c' ends at 'z', which is none of",
+        ),
+        (
+            [ExecutorSpec(name="a", factory="m:f"), ExecutorSpec(name="b", factory="m:f")],
+            [ChannelSpec(name="c", kind=ChannelKind.WEIGHTS, source="a", sink="b", transport="rdma")],
+            "channel 'c' goes by rdma, which reads through Monarch, but 'a' runs on this machine",
         ),
     ],
 )

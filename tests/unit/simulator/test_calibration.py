@@ -1,4 +1,4 @@
-"""A recipe calibrated by its own executors: what the fit finds, what a forecast makes of it, which split it proposes."""
+"""A recipe calibrated by short runs of it: what the fit finds, what a forecast makes of it, which schedule it proposes."""
 
 from __future__ import annotations
 
@@ -6,54 +6,58 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from llamarl.cli import plan as plan_verb
 from llamarl.cli import simulate as simulate_verb
-from llamarl.cli.measured_splits import MeasuredSplits, measure_splits
+from llamarl.cli.measured_schedules import MeasuredSchedules
 from llamarl.config import RunConfig, load_config, to_plain, validate
 from llamarl.errors import PlanError
-from llamarl.planner.kept_hardware import calibration_path
+from llamarl.planner.calibration_cache import calibration_path
+from llamarl.planner.choices import Workload
+from llamarl.planner.lengths import grouped
+from llamarl.planner.model_spec import find_model
 from llamarl.planner.recipe import question_from_config
-from llamarl.simulator.calibration import calibrate_recipe, calibrated_scenario, mean_costs
-from llamarl.simulator.costs import LinearGeneratorCost, TrainerCost, Variation
-from llamarl.simulator.kept_calibration import (
+from llamarl.simulator.calibrate import (
+    FittedCosts,
     RecipeCalibration,
-    RoleCosts,
+    calibrate_recipe,
     find_calibration,
     keep_calibration,
-    kept_calibration,
+    load_recipe_calibration,
+    non_negative_line,
     recipe_calibration_path,
     settled_threads,
 )
+from llamarl.simulator.measured_machine import machine_of_run
 from llamarl.simulator.scenario import Scenario
+from llamarl.simulator.schedules import apply_settings, forecast_schedules, recommend_schedule
 from llamarl.simulator.simulate import SimulationResult, simulate
-from llamarl.simulator.splits import Allowed, Split, apply, forecast_splits, recommend_split, variants_of
-from llamarl.simulator.watched_run import Beside, non_negative_line, slowdown, warm_up_ticks
+from llamarl.simulator.sources import calibrated_scenario, scenario_from_recipe
+from llamarl.simulator.tick_costs import LinearGeneratorCost, RewardCost, TrainerCost, Variation
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 
 
-def made(**changes: object) -> RecipeCalibration:
-    """As if measured: 10 ms a decode step, 1 ms a batch token; two threads are 1.2 times as fast, int8 a quarter slower."""
-    steps = {"1:none": 0.010, "2:none": 0.010 / 1.2, "1:int8": 0.0125}
-    found = RecipeCalibration(
-        cores=2,
-        generators={
-            key: RoleCosts(cost=LinearGeneratorCost(step_s=step), jitter=0.0, ticks=4) for key, step in steps.items()
-        },
-        trainers={
-            key: RoleCosts(cost=TrainerCost(token_s=token), jitter=0.0, ticks=4)
-            for key, token in {"1": 1e-4, "2": 1e-4 / 1.2}.items()
-        },
-        reward_s=0.0,
+def costs(*, step_s: float = 0.01, token_s: float = 1e-4, jitter: float = 0.0) -> FittedCosts:
+    return FittedCosts(
+        generator=LinearGeneratorCost(step_s=step_s),
+        trainer=TrainerCost(token_s=token_s),
+        reward=RewardCost(),
         round_s=0.0,
-        slowdowns={"1+1": {"generator": 1.1, "trainer": 1.1}},
-        groups=((20, 30), (40, 50)),
         prompt_tokens=10,
+        num_ticks=8,
+        errors={"generator": 0.0, "trainer": 0.0},
+        jitter={"generator": 0.0, "trainer": jitter},
+    )
+
+
+def made(**changes: object) -> RecipeCalibration:
+    """As if measured: 10 ms a decode step, 0.1 ms a batch token; a tenth longer together."""
+    found = RecipeCalibration(
+        cores=2, in_turn=costs(), together=costs(step_s=0.011, token_s=1.1e-4), groups=((20, 30), (40, 50))
     )
     return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
 
@@ -70,109 +74,78 @@ def recipe(**generator: object) -> RunConfig:
     )
 
 
-def inline_recipe(max_new_tokens: int) -> RunConfig:
-    """Small enough to be measured in a unit test."""
-    return validate(
-        {
-            "run": {"runtime": "inline"},
-            "schedule": {"prompts_per_step": 2, "max_staleness": 1},
-            "generator": {"group_size": 2, "threads": 1, "sampling": {"max_new_tokens": max_new_tokens}},
-            "trainer": {"threads": 1},
-        }
-    )
+def at_staleness(config: RunConfig, max_staleness: int) -> RunConfig:
+    return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, max_staleness=max_staleness))
 
 
-def test_a_line_is_found_with_no_coefficient_below_zero_and_the_sum_kept() -> None:
+def test_a_line_is_found_with_no_coefficient_below_zero() -> None:
     rng = np.random.default_rng(0)
     features = np.column_stack([np.ones(50), rng.uniform(1, 100, 50), rng.uniform(1, 9000, 50)])
     assert non_negative_line(features, features @ np.array([2.0, 0.3, 1e-4])) == pytest.approx([2.0, 0.3, 1e-4])
     noisy = features @ np.array([2.0, 0.3, -1e-5]) * rng.lognormal(0, 0.05, 50)
-    found = non_negative_line(features, noisy)
-    assert found[2] == 0.0 and (features @ np.array(found)).sum() == pytest.approx(noisy.sum())
+    assert non_negative_line(features, noisy)[2] == 0.0
 
 
-def test_a_forecast_is_the_sum_of_its_parts_in_turn_and_the_slowed_maximum_together() -> None:
+def test_a_forecast_is_the_sum_of_its_parts_in_turn_and_the_longer_one_together() -> None:
     found = made(groups=((40, 40),))  # 80 responses of 40 tokens: 40 steps of 10 ms; 80 x 50 tokens of 0.1 ms
-    scenario = calibrated_scenario(recipe(), found)
-    assert simulate(scenario).step_s == pytest.approx(0.4 + 0.4)
-    together = simulate(dataclasses.replace(scenario, max_staleness=1))
-    assert together.step_s == pytest.approx(0.4 * 1.1, rel=0.01)
-    with pytest.raises(PlanError, match="3:none"):
-        calibrated_scenario(recipe(threads=3), found)
+    assert simulate(calibrated_scenario(recipe(), found)).step_s == pytest.approx(0.4 + 0.4)
+    together = simulate(calibrated_scenario(at_staleness(recipe(), 1), found))
+    assert together.step_s == pytest.approx(0.4 * 1.1, rel=0.01)  # the costs measured while both worked
 
 
 def test_a_recipe_of_the_latest_weights_is_forecast_with_them() -> None:
-    config = validate(
-        to_plain(recipe()) | {"schedule": {"prompts_per_step": 40, "max_staleness": 1, "weights": "latest"}}
-    )
-    found = made(slowdowns={"1+1": {"generator": 1.0, "trainer": 1.0}}, groups=((40, 40),))
+    raw = to_plain(recipe())
+    config = validate(raw | {"schedule": {"prompts_per_step": 40, "max_staleness": 1, "weights": "latest"}})
+    found = made(together=costs(), groups=((40, 40),))
     latest = calibrated_scenario(config, found)
     assert (latest.weights, latest.kv_on_update) == ("latest", "recompute")
     # Generator 0.4 s and trainer 0.2 s of a tick: half of the tokens are one version old, under exact weights all.
     quick = dataclasses.replace(latest, trainer=TrainerCost(tick_s=0.2))
     assert simulate(quick).staleness_mean == pytest.approx(0.5, abs=0.05)
     assert simulate(dataclasses.replace(quick, weights="exact")).staleness_mean == pytest.approx(1.0, abs=0.05)
-    assert all(split.result.scenario.weights == "latest" for split in forecast_splits(config, found, num_ticks=12))
+    assert all(one.result.scenario.weights == "latest" for one in forecast_schedules(config, found, num_ticks=12))
 
 
-def test_the_split_proposed_is_the_fastest_of_all_that_were_measured() -> None:
-    splits = forecast_splits(recipe(), made(), num_ticks=30)
-    names = {split.name for split in splits}
-    assert {"synchronous, threads 2+2", "staleness 1, threads 1+1", "staleness 1, threads 1+1, int8"} <= names
-    chosen = recommend_split(splits, "none")
+def test_the_schedule_proposed_is_the_least_stale_of_the_fast_ones() -> None:
+    forecasts = forecast_schedules(recipe(), made(), num_ticks=30)
+    assert {one.name for one in forecasts} == {
+        "synchronous",
+        "staleness 1",
+        "staleness 2",
+        "staleness 1, partial rollouts",
+        "staleness 2, partial rollouts",
+    }
+    chosen = recommend_schedule(forecasts)
+    near = [one for one in forecasts if one.result.step_s <= 1.02 * forecasts[0].result.step_s]
+    assert chosen in near and chosen.token_staleness == min(one.token_staleness for one in near)
     assert chosen.settings["schedule.max_staleness"] >= 1
-    assert (chosen.settings["generator.threads"], chosen.settings["trainer.threads"]) == (1, 1)
-    assert chosen.result.step_s <= 1.02 * min(split.result.step_s for split in splits)
-    near = [split for split in splits if split.result.step_s <= 1.02 * splits[0].result.step_s]
-    assert chosen.token_staleness == min(split.token_staleness for split in near)
-    assert apply(recipe(), chosen.settings).generator.quantization == "none"
-    assert variants_of(recipe(), 2) == [(1, "none", 1), (2, "none", 2), (1, "int8", 1)]
+    # Where working together takes three times as long, nothing is gained by it.
+    slow = made(together=costs(step_s=0.03, token_s=3e-4))
+    assert recommend_schedule(forecast_schedules(recipe(), slow, num_ticks=20)).name == "synchronous"
 
 
-def test_where_cores_hardly_share_work_in_turn_with_all_threads_wins() -> None:
-    """Two threads twice as fast, and roles that slow each other three times: nothing is gained by overlap."""
-    base = made()
-    found = made(
-        generators={**base.generators, "2:none": RoleCosts(cost=LinearGeneratorCost(step_s=0.005), jitter=0.0, ticks=4)},
-        trainers={"1": base.trainers["1"], "2": RoleCosts(cost=TrainerCost(token_s=5e-5), jitter=0.0, ticks=4)},
-        slowdowns={"1+1": {"generator": 3.0, "trainer": 3.0}},
-    )  # fmt: skip
-    assert recommend_split(forecast_splits(recipe(), found, num_ticks=20), "none").name == "synchronous, threads 2+2"
-
-
-def test_another_precision_is_proposed_only_for_more_than_forecasts_err() -> None:
-    base = made()
-    for quicker, quantization in ((0.90, "none"), (0.80, "int8")):
-        other = RoleCosts(cost=LinearGeneratorCost(step_s=0.01 * quicker), jitter=0.0, ticks=4)
-        found = made(
-            generators={"1:none": base.generators["1:none"], "1:int8": other},
-            trainers={"1": RoleCosts(cost=TrainerCost(token_s=1e-6), jitter=0.0, ticks=4)},
-        )
-        splits = forecast_splits(recipe(), found, num_ticks=20)
-        assert recommend_split(splits, "none").settings["generator.quantization"] == quantization
-        assert recommend_split(splits, "int8").settings["generator.quantization"] == "int8"
-
-
-def test_constants_of_several_runs_are_averaged() -> None:
-    runs = [
-        RoleCosts(cost=LinearGeneratorCost(tick_s=t, step_s=2 * t, prefill_token_s=t * t), jitter=j, ticks=3)
-        for t, j in ((1.0, 0.1), (3.0, 0.3))
-    ]
-    expected = LinearGeneratorCost(tick_s=2.0, step_s=4.0, prefill_token_s=5.0)
-    assert mean_costs(runs) == RoleCosts(cost=expected, jitter=pytest.approx(0.2), ticks=6)
+def test_a_co_located_recipe_is_compared_with_roles_apart() -> None:
+    raw = to_plain(recipe())
+    together = validate(raw | {"schedule": raw["schedule"] | {"colocated": True}})
+    for one in forecast_schedules(together, made(), num_ticks=12):
+        settled = apply_settings(together, one.settings)
+        assert settled.schedule.colocated == (settled.schedule.max_staleness == 0)
+    apart = forecast_schedules(recipe(), made(), num_ticks=12)
+    assert all("schedule.colocated" not in one.settings for one in apart)
 
 
 def test_a_kept_calibration_reads_back_equal_and_belongs_to_its_recipe(tmp_path: Path) -> None:
     path = recipe_calibration_path(recipe(), tmp_path / "calibration.json")
     keep_calibration(path, made())
-    assert kept_calibration(path) == made()
+    assert load_recipe_calibration(path) == made()
     assert recipe_calibration_path(recipe(max_segments=3), tmp_path / "calibration.json") == path
     assert recipe_calibration_path(recipe(threads=2), tmp_path / "calibration.json") != path
-    path.write_text("{")
-    with pytest.raises(PlanError, match="calibrate again"):
-        kept_calibration(path)
+    for text in ("{", "[]", '{"format": 2}', '{"format": 1}'):
+        path.write_text(text)
+        with pytest.raises(PlanError, match="calibrate again"):
+            load_recipe_calibration(path)
     with pytest.raises(PlanError, match="does not exist"):
-        kept_calibration(tmp_path / "none.json")
+        load_recipe_calibration(tmp_path / "none.json")
 
 
 def test_plan_and_simulate_use_what_a_recipe_was_measured_to_need(
@@ -189,13 +162,13 @@ def test_plan_and_simulate_use_what_a_recipe_was_measured_to_need(
         assert args.run(args) == 0
         return capsys.readouterr().out
 
-    assert "forecast from this recipe's own executors" not in run(f"plan {RECIPE}")
+    assert "forecast from short runs of it" not in run(f"plan {RECIPE}")
     keep_calibration(recipe_calibration_path(load_config(RECIPE)), made())
     text = run(f"plan {RECIPE} --recipe {tmp_path}/out.toml")
-    assert "forecast from this recipe's own executors" in text and "mean 35" in text
-    answer = json.loads(run(f"plan {RECIPE} --json"))
-    best = answer["splits"]["splits"][0]
-    assert load_config(tmp_path / "out.toml").schedule.max_staleness == best["settings"]["schedule.max_staleness"]
+    assert "forecast from short runs of it" in text and "mean 35" in text
+    answer = json.loads(run(f"plan {RECIPE} --json"))["measured"]
+    settings = {one["name"]: one["settings"] for one in answer["schedules"]}[answer["recommended"]]
+    assert load_config(tmp_path / "out.toml").schedule.max_staleness == settings["schedule.max_staleness"]
     (found,) = json.loads(run(f"simulate {RECIPE} --ticks 30 --json"))["simulations"]
     assert "calibrated" in found["title"]
     slow = f"simulate {RECIPE} --ticks 30 --reward-s 60 --response-tokens 10 --prompt-tokens 5 --staleness 0 --json"
@@ -203,49 +176,40 @@ def test_plan_and_simulate_use_what_a_recipe_was_measured_to_need(
     assert "calibrated" in given["title"] and given["role_s"]["reward"] == 60 and given["step_s"] > 60
     samples = load_config(RECIPE).schedule.prompts_per_step * load_config(RECIPE).generator.group_size
     assert given["role_s"]["trainer"] == pytest.approx(samples * 15 * 1e-4)
-    for split in json.loads(run(f"plan {RECIPE} --reward-s 60 --json"))["splits"]["splits"]:
-        assert split["step_s"] >= 60 * 0.99
-    assert kept_calibration(recipe_calibration_path(load_config(RECIPE))).reward_s == 0.0  # as measured
+    for one in json.loads(run(f"plan {RECIPE} --reward-s 60 --json"))["measured"]["schedules"]:
+        assert one["step_s"] >= 60 * 0.99
+    kept = load_recipe_calibration(recipe_calibration_path(load_config(RECIPE)))
+    assert kept.in_turn.reward.tick_s == 0.0  # as measured
+    both = json.loads(run(f"simulate {RECIPE} --ticks 30 --staleness 0,1 --json"))["simulations"]
+    in_turn, together = (one["role_s"]["trainer"] for one in both)
+    assert together == pytest.approx(1.1 * in_turn, rel=0.1)  # each staleness with the costs that hold there
     (double,) = json.loads(run(f"simulate {RECIPE} --ticks 30 --prompts 80 --staleness 0 --json"))["simulations"]
     (single,) = json.loads(run(f"simulate {RECIPE} --ticks 30 --prompts 40 --staleness 0 --json"))["simulations"]
     assert "calibrated" in double["title"]  # costs are of sequences and tokens: another batch has them too
     assert double["role_s"]["trainer"] == pytest.approx(2 * single["role_s"]["trainer"], rel=0.1)
-    splits = json.loads(run(f"plan {RECIPE} --prompts 80 --json"))["splits"]["splits"]
-    named = {split["name"]: split for split in splits}
     run(f"plan {RECIPE} --prompts 80 --group-size 4 --recipe {tmp_path}/out.toml")
     written = load_config(tmp_path / "out.toml")
     assert (written.schedule.prompts_per_step, written.generator.group_size) == (80, 4)
-    run(f"plan {RECIPE} --staleness 2 --precision int8 --max-segments 1 --recipe {tmp_path}/out.toml")
+    run(f"plan {RECIPE} --staleness 2 --max-segments 1 --recipe {tmp_path}/out.toml")
     written = load_config(tmp_path / "out.toml")
-    assert (written.schedule.max_staleness, written.generator.quantization) == (2, "int8")
-    assert written.generator.max_segments == 1
-    assert named["synchronous, threads 1+1"]["role_s"]["trainer"] == pytest.approx(double["role_s"]["trainer"], rel=0.1)
-    with pytest.raises(PlanError, match="--calibrate --splits"):
-        run("plan --model Llama-3.1-8B --splits")
+    assert (written.schedule.max_staleness, written.generator.max_segments) == (2, 1)
 
 
 def test_what_a_plan_leaves_out_is_named_with_measured_lengths_too() -> None:
     config = to_plain(recipe())
-    splits = MeasuredSplits(config=recipe(), calibration=made(), splits=[])
-    assert splits.question(question_from_config(config)).note == "measured while calibrating, under the initial policy"
+    measured = MeasuredSchedules(calibration=made(), forecasts=[])
+    assert (
+        measured.question(question_from_config(config)).note == "measured while calibrating, under the initial policy"
+    )
     asked = question_from_config(config | {"algorithm": {"advantage": "gae", "kl_coef": 0.1}})
-    found = splits.question(asked)
+    found = measured.question(asked)
     assert found.note.startswith("measured while calibrating")
     assert found.note.endswith("; not in the plan: the reference executor, the critic")
     assert (found.response.mean, found.prompt_tokens) == (35.0, 10)
 
 
-def test_a_co_located_recipe_is_compared_with_roles_apart() -> None:
-    raw = to_plain(recipe())
-    together = validate(raw | {"schedule": raw["schedule"] | {"colocated": True}})
-    for split in forecast_splits(together, made(), num_ticks=12):
-        settled = apply(together, split.settings)
-        assert settled.schedule.colocated == (settled.schedule.max_staleness == 0)
-    assert all("schedule.colocated" not in split.settings for split in forecast_splits(recipe(), made(), num_ticks=12))
-
-
 @pytest.mark.parametrize("colocated", [False, True])
-def test_the_recipes_own_executors_are_measured(tmp_path: Path, colocated: bool) -> None:
+def test_the_recipe_itself_is_run_in_turn_and_together(tmp_path: Path, colocated: bool) -> None:
     config = validate(
         {
             "run": {"dir": str(tmp_path / "run"), "runtime": "inline", "cores": 2},
@@ -254,18 +218,19 @@ def test_the_recipes_own_executors_are_measured(tmp_path: Path, colocated: bool)
             "schedule": {"prompts_per_step": 2, "max_staleness": 0 if colocated else 1, "colocated": colocated},
             "generator": {"group_size": 2, "threads": 1, "sampling": {"max_new_tokens": 12}},
             "trainer": {"threads": 1},
+            "evaluation": {"every": 1},
         }
     )
     lines: list[str] = []
-    found = calibrate_recipe(config, ticks=4, enough_s=0.0, log=lines.append)
-    assert len(lines) == 2 and len(found.groups) == 8 and max(map(max, found.groups)) <= 12
-    generator = found.generators["1:none"].cost
-    assert isinstance(generator, LinearGeneratorCost) and generator.decode_step_s(np.ones(1), np.ones(1)) > 0
-    assert set(found.slowdowns["1+1"]) == {"generator", "trainer"}
-    result = simulate(calibrated_scenario(dataclasses.replace(config, run=config.run), found))
-    assert result.step_s > 0
-    with pytest.raises(PlanError, match="at least 4 ticks"):
-        calibrate_recipe(config, ticks=3)
+    found = calibrate_recipe(config, ticks=7, enough_s=0.0, log=lines.append)
+    assert lines == ["in turn: 7 ticks", "together: 7 ticks"] and not (tmp_path / "run").exists()
+    assert len(found.groups) == 7 * 2 and all(len(group) == 2 and max(group) <= 12 for group in found.groups)
+    assert found.in_turn.num_ticks == 5  # two of warm-up are left out
+    line = found.in_turn.generator  # equal lengths may leave any of its three terms at 0
+    assert line.tick_s + line.decode_step_s(np.ones(1), np.ones(1))[0] > 0
+    assert simulate(calibrated_scenario(config, found)).step_s > 0
+    with pytest.raises(PlanError, match="at least 7 ticks"):
+        calibrate_recipe(config, ticks=6)
 
 
 def test_measured_jitter_stays_unless_the_command_line_gives_another(
@@ -274,9 +239,7 @@ def test_measured_jitter_stays_unless_the_command_line_gives_another(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     parser = argparse.ArgumentParser()
     simulate_verb.add_parser(parser.add_subparsers())
-    uneven = dataclasses.replace(made().trainers["1"], jitter=0.3)
-    found = made(trainers={"1": uneven, "2": uneven})
-    keep_calibration(recipe_calibration_path(load_config(RECIPE)), found)
+    keep_calibration(recipe_calibration_path(load_config(RECIPE)), made(together=costs(jitter=0.3)))
     seen: list[Variation] = []
 
     def watched(scenario: Scenario) -> SimulationResult:
@@ -285,8 +248,7 @@ def test_measured_jitter_stays_unless_the_command_line_gives_another(
 
     monkeypatch.setattr("llamarl.simulator.simulate.simulate", watched)
     for flags in ("", "--jitter 0.1", "--jitter 0,0", "--slow-replicas 1:2"):
-        line = f"simulate {RECIPE} --ticks 8 --trace {tmp_path}/trace.json {flags}"  # its evaluator has a lane too
-        args = parser.parse_args(line.split())
+        args = parser.parse_args(f"simulate {RECIPE} --ticks 8 {flags}".split())
         assert args.run(args) == 0
     capsys.readouterr()
     measured = Variation(trainer_jitter=0.3)
@@ -296,25 +258,9 @@ def test_measured_jitter_stays_unless_the_command_line_gives_another(
         Variation(),
         dataclasses.replace(measured, slow_fraction=1.0, slow_factor=2.0),
     ]
-    assert "evaluator" in (tmp_path / "trace.json").read_text()
 
 
-def test_variants_are_measured_twice_in_opposite_order_beside_the_recipes_own() -> None:
-    config = inline_recipe(max_new_tokens=8)
-    lines: list[str] = []
-    found = calibrate_recipe(config, variants=[(1, "int8", 1)], ticks=4, enough_s=0.0, log=lines.append)
-    turns = [line for line in lines if line.startswith("in turn")]
-    assert ["none" in line for line in turns] == [True, False, False, True]
-    assert sum(line.startswith("together") for line in lines) == 2  # one pair of threads, in both orders
-    assert set(found.generators) == {"1:none", "1:int8"} and set(found.trainers) == {"1"}
-    assert found.generators["1:int8"].ticks == found.generators["1:none"].ticks == 2 * 2  # 4 ticks, 2 of them counted
-    assert found.trainers["1"].ticks == 4 * 2
-    names = {split.name for split in forecast_splits(config, found, num_ticks=8)}
-    assert {"synchronous, threads 1+1", "synchronous, threads 1+1, int8"} <= names
-    assert sum("at once" in name for name in names) == 2  # the fastest of each precision with half its concurrency
-
-
-def test_what_changes_the_costs_has_a_calibration_of_its_own_and_a_saved_run_its_recipes(tmp_path: Path) -> None:
+def test_what_changes_the_costs_has_a_calibration_of_its_own_and_a_saved_run_its_recipes() -> None:
     plain = recipe_calibration_path(load_config(RECIPE))
     for words in (["--lora.rank", "8"], ["--reference.enabled", "true"], ["--dynamic_sampling.enabled", "true"]):
         assert recipe_calibration_path(load_config(RECIPE, words)) != plain
@@ -338,9 +284,9 @@ def test_a_calibration_of_another_machine_does_not_hide_the_one_of_this(
     said: list[str] = []
     other, own = recipe(threads=2), recipe()
     keep_calibration(recipe_calibration_path(own), made())
-    keep_calibration(recipe_calibration_path(other), made(prompt_tokens=99))
+    keep_calibration(recipe_calibration_path(other), made(cores=99))
     found = find_calibration((other, own), log=said.append)
-    assert found is not None and found.prompt_tokens == 99 and not said
+    assert found is not None and found.cores == 99 and not said
     path = recipe_calibration_path(other)
     record = json.loads(path.read_text())
     record["machine"]["cores"] = 1000
@@ -349,85 +295,95 @@ def test_a_calibration_of_another_machine_does_not_hide_the_one_of_this(
     assert len(said) == 1 and f"--calibration {calibration_path()} takes it" in said[0]
 
 
-def test_slow_downs_of_several_runs_are_those_of_their_sums() -> None:
-    runs = [
-        Beside(overlap_s=3.0, work_s=1.0),
-        Beside(overlap_s=1.0, work_s=-0.2),
-    ]  # a noisy run alone would say nothing
-    assert slowdown(runs, turns=2.0) == pytest.approx(4.0 / 0.8 / 2.0)
-    assert slowdown(runs[1:], turns=2.0) == slowdown([], turns=1.0) == 1.0
-    assert slowdown([Beside(overlap_s=1.0, work_s=1.2)], turns=1.0) == 1.0
-    assert slowdown([Beside(overlap_s=9.0, work_s=1e-6)], turns=1.0) == 99.0
-
-
-def test_first_ticks_are_left_out_for_a_while_but_three_stay() -> None:
-    assert warm_up_ticks([0.0, 0.6, 1.2, 1.8, 2.4, 3.0, 3.6]) == 3
-    assert warm_up_ticks([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]) == 3
-    assert warm_up_ticks([5.0, 6.0, 7.0, 8.0, 9.0, 10.0]) == 2
-    assert warm_up_ticks([0.0, 15.0, 30.0, 45.0, 60.0]) == 1
-    assert warm_up_ticks([0.0, 0.1, 0.2, 0.3, 0.4]) == 2
-    assert warm_up_ticks([0.0, 0.1, 0.2, 0.3]) == 1
-
-
-def test_short_ticks_are_measured_for_longer() -> None:
-    config = inline_recipe(max_new_tokens=4)
-    lines: list[str] = []
-    calibrate_recipe(config, ticks=4, enough_s=3600.0, log=lines.append)
-    assert [line.split(", ")[2] for line in lines] == ["4 ticks", "24 ticks", "24 ticks"]
-
-
-def test_half_the_concurrency_is_half_of_what_a_replica_has() -> None:
-    def halves(config: RunConfig) -> list[int]:
-        splits = forecast_splits(config, made(), Allowed(staleness=[0]), num_ticks=6)
-        return sorted({split.settings.get("generator.engine.max_sequences", 0) for split in splits} - {0})
-
-    assert halves(recipe()) == [40]  # 40 groups of 2
-    assert halves(recipe(dp=2)) == [20]
-    assert halves(recipe(engine={"max_sequences": 32})) == [16]
-    with pytest.raises(PlanError, match="nothing that was measured generates in fp8"):
-        forecast_splits(recipe(), made(), Allowed(precisions=["fp8"]))
-
-
-def test_what_ran_against_each_other_is_kept_and_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-
-    def finals(config: RunConfig, splits: list[Split], **_: object) -> dict[str, float]:
-        ran.extend(split.name for split in splits[:4])
-        return {name: 1.0 - 0.1 * i for i, name in enumerate(ran)}  # the slowest of these forecasts is the fastest
-
-    monkeypatch.setattr("llamarl.cli.measured_splits.calibrate_recipe", lambda *_, **__: made())
-    monkeypatch.setattr("llamarl.cli.measured_splits.run_finals", finals)
-    kept = tmp_path / "machine.json"
-
-    def asked(**changes: Any) -> MeasuredSplits:
-        few = Allowed(staleness=(1,), max_segments=2, precisions=("none",))
-        calls: dict[str, Any] = {"measure": False, "variants": False, "log": lambda line: None, **changes}
-        found = measure_splits(RECIPE, kept, allowed=few, **calls)
-        assert found is not None
-        return found
-
-    first = asked(measure=True, variants=True)
-    assert len(ran) > 1 and first.chosen.name == ran[-1] != first.splits[0].name
-    assert f"{1.0 - 0.1 * (len(ran) - 1):.3g} s" in first.text() and "fastest measured" in first.text()
-    assert asked().chosen.name == ran[-1]
-    for other in ({"changes": {"schedule.prompts_per_step": 32}}, {"reward_s": 0.5}):  # these did not run
-        text = asked(**other).text()
-        assert "measured:" not in text and "fastest measured" not in text
-    lines: list[str] = []
-    wider = measure_splits(
-        RECIPE, kept, measure=False, variants=False, allowed=Allowed(staleness=(0, 1, 2)), log=lines.append
+def test_short_ticks_are_measured_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.simulator.calibrate._MAX_TICKS", 9)
+    config = validate(
+        {
+            "run": {"runtime": "inline"},
+            "schedule": {"prompts_per_step": 1, "max_staleness": 1},
+            "generator": {"group_size": 2, "threads": 1, "sampling": {"max_new_tokens": 4}},
+            "trainer": {"threads": 1},
+        }
     )
-    assert wider is not None and wider.chosen.name in ran  # the fastest forecast has run, though others are allowed too
-    slow = dataclasses.replace(first.calibration, finals={ran[-1]: 0.5})
-    keep_calibration(recipe_calibration_path(load_config(RECIPE), kept), slow)
-    assert not asked(log=lines.append).calibration.finals and "the forecasts decide" in lines[-1]
-    again = asked(measure=True)  # without --splits: other constants, no finals
-    assert not again.calibration.finals
+    lines: list[str] = []
+    calibrate_recipe(config, ticks=7, enough_s=3600.0, log=lines.append)
+    assert [line.split(": ")[1] for line in lines] == ["7 ticks", "9 ticks", "9 ticks"]
 
 
 def test_a_calibration_on_a_busy_machine_says_so() -> None:
-    noisy = {"1": RoleCosts(cost=TrainerCost(token_s=1e-6), jitter=0.6, ticks=9)}
-    quiet = {"1": RoleCosts(cost=TrainerCost(token_s=1e-6), jitter=0.4, ticks=9)}
-    for trainers, said in ((noisy, True), (quiet, False)):
-        lines = "\n".join(made(trainers=trainers).describe())
+    for jitter, said in ((0.6, True), (0.4, False)):
+        lines = "\n".join(made(together=costs(jitter=jitter)).describe())
         assert ("was the machine idle?" in lines) is said
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rooflines_of_the_measured_machine_give_back_the_runs_own_ticks(threads: int) -> None:
+    config = recipe(threads=threads)
+    line = LinearGeneratorCost(step_s=0.02, sequence_s=0.003)
+    measured = dataclasses.replace(costs(token_s=2e-4), generator=line, trainer=TrainerCost(tick_s=0.7, token_s=2e-4))
+    hardware = machine_of_run(config, made(in_turn=measured))
+    assert not hardware.device.assumed and "was it idle" not in hardware.device.title
+    work = Workload(
+        model=find_model(config.model.path), response=grouped(made().groups), prompts_per_step=40, group_size=2,
+        prompt_tokens=10,
+    )  # fmt: skip
+    found = scenario_from_recipe(config, work, hardware, settled_threads(config))
+    assert (found.trainer.tick_s, found.trainer.token_s) == pytest.approx((0.7, 2e-4), rel=1e-4)
+    active = np.array([1.0, float(min(80, config.generator.engine.max_sequences))])
+    context = np.full(2, 10 + work.response.mean_in_flight)
+    assert found.generator.decode_step_s(active, context) == pytest.approx(0.02 + 0.003 * active, rel=1e-4)
+
+
+def test_time_that_only_the_ticks_have_is_that_of_their_batch() -> None:
+    """Lengths that never differ: no line tells a tick from its steps, and the rooflines must still repeat the tick."""
+    config = recipe()
+    alike = dataclasses.replace(
+        costs(), generator=LinearGeneratorCost(tick_s=4.0), trainer=TrainerCost(tick_s=3.0), prompt_tokens=10
+    )
+    hardware = machine_of_run(config, made(in_turn=alike, groups=((40, 40),)))
+    work = Workload(
+        model=find_model(config.model.path), response=grouped(((40, 40),)), prompts_per_step=40, group_size=2,
+        prompt_tokens=10,
+    )  # fmt: skip
+    result = simulate(scenario_from_recipe(config, work, hardware, settled_threads(config)))
+    assert result.role_s["generator"] == pytest.approx(4.0, rel=0.1)  # prefill and a longer context come to it
+    assert result.role_s["trainer"] == pytest.approx(3.0, rel=0.1)
+
+
+def test_a_machine_faster_than_was_assumed_is_measured_as_that() -> None:
+    # A step that costs next to nothing cannot be an overhead: the memory it reads the weights from is faster.
+    quick = dataclasses.replace(costs(token_s=1e-8), generator=LinearGeneratorCost(step_s=1e-7))
+    hardware, assumed = machine_of_run(recipe(), made(in_turn=quick)), machine_of_run(recipe(), made())
+    assert hardware.device.memory_bytes_per_s > 10 * assumed.device.memory_bytes_per_s
+    assert hardware.matmul_rate("fp32") > 10 * assumed.matmul_rate("fp32")
+    assert hardware.efficiency.decode_step_overhead_s == pytest.approx(0.0, abs=1e-7)
+
+
+def test_a_machine_measured_while_busy_is_named_so_in_every_plan() -> None:
+    assert "differed by 60%: was it idle?" in machine_of_run(recipe(), made(in_turn=costs(jitter=0.6))).device.title
+
+
+def test_a_calibration_serves_later_plans_of_its_recipe_and_of_any_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked: list[RunConfig] = []
+
+    def measured(config: RunConfig, **_: object) -> RecipeCalibration:
+        asked.append(config)
+        return made()
+
+    monkeypatch.setattr("llamarl.cli.measured_schedules.calibrate_recipe", measured)
+    parser = argparse.ArgumentParser()
+    plan_verb.add_parser(parser.add_subparsers())
+
+    def plan(line: str) -> str:
+        args = parser.parse_args(["plan", *line.split()])
+        assert args.run(args) == 0
+        return capsys.readouterr().out
+
+    assert "never measured" in plan("--model SmolLM2-135M --devices 2")
+    assert "forecast from short runs of it" in plan(f"{RECIPE} --calibrate --prompts 12")
+    assert [config.schedule.prompts_per_step for config in asked] == [12]
+    assert ", measured)" in plan("--model SmolLM2-135M --devices 2")
+    assert len(asked) == 1

@@ -12,11 +12,12 @@ from llamarl.cli.main import main
 from llamarl.errors import PlanError
 from llamarl.executors.base import ExecutorContext
 from llamarl.planner.lengths import constant, empirical, lognormal
+from llamarl.planner.step_time import mean_staleness
 from llamarl.simulator.costed import STALENESS_METRIC
-from llamarl.simulator.costs import LinearGeneratorCost, RewardCost, TrainerCost, Variation
-from llamarl.simulator.latest import LatestCostedGenerator, mean_staleness
+from llamarl.simulator.costed_generator import CostedGenerator
 from llamarl.simulator.scenario import Failures, Scenario, durations_scenario
 from llamarl.simulator.simulate import SimulationResult, simulate
+from llamarl.simulator.tick_costs import LinearGeneratorCost, RewardCost, TrainerCost, Variation
 
 
 def one_sequence(**changes: Any) -> Scenario:
@@ -34,9 +35,9 @@ def one_sequence(**changes: Any) -> Scenario:
     return dataclasses.replace(scenario, **changes)
 
 
-def generator(scenario: Scenario) -> LatestCostedGenerator:
+def generator(scenario: Scenario) -> CostedGenerator:
     context = ExecutorContext(name="generator", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0)
-    return LatestCostedGenerator(scenario, context)
+    return CostedGenerator(scenario, context)
 
 
 @pytest.mark.parametrize(("kv", "duration"), [("recompute", 15.5), ("keep", 12.0)])

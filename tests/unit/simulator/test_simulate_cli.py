@@ -14,9 +14,9 @@ from llamarl.cli import plan as plan_verb
 from llamarl.cli import simulate as verb
 from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.errors import ConfigError, LlamaRLError, PlanError
+from llamarl.planner.calibration_cache import save_calibration
 from llamarl.planner.hardware import this_machine
-from llamarl.planner.kept_hardware import save_calibration
-from llamarl.simulator.sources import fit_runs
+from llamarl.simulator.calibrate import fit_runs
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 H100 = "--model Llama-3.1-8B --devices 8 --hardware h100 --prompts 16 --group-size 8 --response-tokens 300:lognormal"
@@ -138,7 +138,7 @@ def test_trace_and_picture_are_written(capsys: pytest.CaptureFixture[str], tmp_p
         (f"{RECIPE} --devices 8", "--devices: a recipe or run says its own layout"),
         (f"{RECIPE} --precision fp8", "--precision: set generator.quantization in the recipe"),
         (f"{RECIPE} --reward-s -1", "must be >= 0 seconds"),
-        ("missing.json", "not the JSON of this version's llamarl plan"),
+        ("missing.json", "give the JSON of llamarl plan --json"),
         ("missing.toml", "does not exist"),
     ],
 )
@@ -224,7 +224,7 @@ def test_a_plans_json_is_simulated_on_the_hardware_it_was_planned_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     own = tmp_path / "own.json"
-    save_calibration(own, this_machine().with_efficiency(matmul=0.01, decode_step_overhead_s=0.5), [], "m")
+    save_calibration(own, this_machine().with_efficiency(matmul=0.01, decode_step_overhead_s=0.5), "m")
     line = "--model SmolLM2-135M --devices 2 --prompts 2 --group-size 2 --prompt-tokens 8 --response-tokens 20"
     parser = argparse.ArgumentParser()
     plan_verb.add_parser(parser.add_subparsers())
@@ -246,3 +246,16 @@ def test_keeping_the_cache_is_refused_where_no_version_changes(capsys: pytest.Ca
         simulate("--durations 6,1,4 --staleness 1 --kv-on-update keep")
     assert simulate("--durations 6,1,4 --staleness 1 --kv-on-update keep --weights exact,latest --json") == 0
     assert len(simulations(capsys)) == 2
+
+
+def test_a_timeline_is_named_as_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text('[\n{"name": "generator", "ph": "X", "ts": 1, "dur": 2}\n]')
+    with pytest.raises(PlanError, match=f"is a timeline, .*llamarl simulate {tmp_path}"):
+        simulate(f"{tmp_path / 'trace.json'}")
+
+
+def test_too_few_ticks_say_that_the_pipeline_is_still_filled(capsys: pytest.CaptureFixture[str]) -> None:
+    """At staleness 1 without partial rollouts it is full after 2 * (1 + 1) + 1 = 5 ticks."""
+    for ticks, told in ((1, True), (5, True), (6, False)):
+        simulate(f"--durations 6,5,5 --staleness 1 --ticks {ticks}")
+        assert ("the pipeline is still being filled" in capsys.readouterr().out) == told

@@ -13,15 +13,14 @@ from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.errors import ConfigError, DeadlineExceeded, PlanError
-from llamarl.executors.partial_rollouts import select_deliveries
 from llamarl.planner.lengths import constant, empirical, lognormal
 from llamarl.planner.step_time import closed_form_period
 from llamarl.runtime.base import Report
-from llamarl.simulator.batching import decode_s, schedule
-from llamarl.simulator.costs import LinearGeneratorCost, RewardCost, TrainerCost, Variation
 from llamarl.simulator.scenario import Failures, Scenario, durations_scenario
 from llamarl.simulator.simulate import SimulationResult, simulate
+from llamarl.simulator.tick_costs import LinearGeneratorCost, RewardCost, TrainerCost, Variation
 from llamarl.simulator.virtual_clock import TimedStep, VirtualClockRuntime
+from llamarl.tick_schedule import constant_batches, select_due, slot_starts
 
 
 def small(**changes: Any) -> Scenario:
@@ -117,6 +116,13 @@ def test_costed_executors_of_constant_durations_reach_the_period(staleness: int,
     assert result.idle["trainer"] == pytest.approx(1 - 5 / period, abs=1e-9)
 
 
+def test_of_a_run_of_one_tick_each_role_waits_while_the_others_work() -> None:
+    result = simulate(durations_scenario(generator_s=6, reward_s=4, trainer_s=5, num_ticks=1))
+    assert result.total_s == pytest.approx(15.0)
+    assert result.idle == pytest.approx({"generator": 9 / 15, "reward": 11 / 15, "trainer": 10 / 15})
+    assert result.replica_idle == pytest.approx(9 / 15)
+
+
 def test_a_version_on_the_way_delays_the_generator_but_nobody_else() -> None:
     # Round of 6 + 5 + 5 + 4 s at staleness 0.
     result = simulate(durations_scenario(generator_s=6, reward_s=5, trainer_s=5, sync_s=4, max_staleness=0))
@@ -149,12 +155,14 @@ def test_the_schedule_and_its_time_are_those_of_a_loop_over_decode_steps(slots: 
     remaining = rng.integers(1, 12, (5, 9))
     written = rng.integers(0, 6, (5, 9))
     cost = LinearGeneratorCost(step_s=1.0, sequence_s=0.25, cache_token_s=0.03)
-    plan = schedule(remaining, slots)
-    stop = rng.integers(1, plan.end.max(axis=1) + 1)
-    seconds = decode_s(plan, written, stop, 4, cost)
+    starts = slot_starts(remaining, slots)
+    ends = starts + remaining
+    stop = rng.integers(1, ends.max(axis=1) + 1)
+    runs = constant_batches(remaining, starts, written, stop, slots)
+    seconds = np.bincount(runs.replica, runs.steps * cost.decode_step_s(runs.active, 4 + runs.written), 5)
     for replica in range(5):
         start, end = slow_schedule(remaining[replica].tolist(), slots)
-        assert plan.start[replica].tolist() == start and plan.end[replica].tolist() == end
+        assert starts[replica].tolist() == start and ends[replica].tolist() == end
         slow = 0.0
         for step in range(stop[replica]):
             active = [i for i in range(9) if start[i] <= step < end[i]]
@@ -177,9 +185,9 @@ def slow_generator(scenario: Scenario, lengths_of_tick: list[np.ndarray]) -> lis
         steps = 0
         while True:
             position = {group["id"]: i for i, group in enumerate(active)}
-            chosen = select_deliveries(
-                [g["at"] for g in active], [position[i] for i in completed],
-                tick=tick, max_segments=scenario.max_segments, prompts_per_step=per_tick,
+            chosen = select_due(
+                [g["at"] + scenario.max_segments - 1 for g in active], [position[i] for i in completed],
+                tick=tick, prompts_per_step=per_tick,
             )  # fmt: skip
             if chosen is not None:
                 break

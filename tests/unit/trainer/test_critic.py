@@ -193,7 +193,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_a_series_of_them_stop
     _, metrics = critic.step(make_groups(), 0)
     assert metrics["critic/skipped"] == 1.0
     assert torch.equal(_weights(critic)["model.layers.0.mlp.up_proj.weight"], before)
-    with pytest.raises(TrainingDiverged, match="critic: tick 1: 2 non-finite"):
+    with pytest.raises(TrainingDiverged, match="critic: tick 1: 2 steps in a row with a non-finite"):
         critic.step(make_groups(), 1)
 
 

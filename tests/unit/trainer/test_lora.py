@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.config import validate
 from llamarl.errors import ConfigError, ModelError
-from llamarl.models.adapters import AdapterReceiver, add_adapters
+from llamarl.models.adapters import AdapterReceiver, add_adapters, merge_adapter, read_adapter_folder
+from llamarl.models.exported import EXPORT_FILE, read_export
 from llamarl.models.loading import load_model
+from llamarl.trainer.checkpoint_export import export_checkpoint
 from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
@@ -106,7 +109,7 @@ def test_both_ways_of_hand_over_give_the_generator_what_the_trainer_computes(
     torch.testing.assert_close(logprobs(trainer), logprobs(served), rtol=0, atol=1e-5)
     alone = trained(model_folder, dataclasses.replace(LORA, hand_over="adapter"))
     engine = {n: p.detach().clone() for n, p in load_model(model_folder, dtype=torch.float32).named_parameters()}
-    receiver = AdapterReceiver(engine, rank=LORA.rank, alpha=LORA.alpha, targets=LORA.targets)
+    receiver = AdapterReceiver(engine, rank=LORA.rank, alpha=LORA.alpha, targets=LORA.targets, model_path=model_folder)
     handed = alone.parameters_for_sync()
     assert handed.keys() == receiver.tensors.keys() == alone.sync_layout().keys()
     for name, tensor in handed.items():
@@ -157,3 +160,99 @@ def test_the_output_layer_takes_no_adapter(tmp_path: Path) -> None:
         add_adapters(
             load_model(write_model(tmp_path), dtype=torch.float32), rank=2, alpha=4.0, targets=("lm_head",), seed=0
         )
+
+
+def test_an_engine_of_fewer_bits_is_given_the_merged_weights_rounded_once(model_folder: Path, tmp_path: Path) -> None:
+    """Whichever way they travel: merged in float32 on top of the model as it is stored, then rounded."""
+    trainer = trained(model_folder, dataclasses.replace(LORA, hand_over="adapter"))
+    trainer.export(tmp_path / "model")
+    trainer.export_adapter(tmp_path / "adapter")
+    expected = dict(load_model(tmp_path / "model", dtype=torch.bfloat16).named_parameters())
+    rounded = {n: p.detach() for n, p in load_model(model_folder, dtype=torch.bfloat16).named_parameters()}
+    handed_over = {name: tensor.clone() for name, tensor in rounded.items()}
+    receiver = AdapterReceiver(
+        handed_over, rank=LORA.rank, alpha=LORA.alpha, targets=LORA.targets, model_path=model_folder
+    )
+    for name, tensor in trainer.parameters_for_sync().items():
+        receiver.tensors[name].copy_(tensor)
+    receiver.merge()
+    from_the_folder = {name: tensor.clone() for name, tensor in rounded.items()}
+    merge_adapter(read_adapter_folder(tmp_path / "adapter"), from_the_folder, model_path=model_folder)
+    for name, parameter in expected.items():
+        assert torch.equal(handed_over[name], parameter) and torch.equal(from_the_folder[name], parameter), name
+    twice = rounded["model.layers.0.mlp.up_proj.weight"].float() + (LORA.alpha / LORA.rank) * (
+        trainer.weights.tensors["model.layers.0.mlp.up_proj.lora_B.default.weight"]
+        @ trainer.weights.tensors["model.layers.0.mlp.up_proj.lora_A.default.weight"]
+    )
+    assert not torch.equal(twice.bfloat16(), expected["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_an_adapter_that_peft_wrote_is_read_and_what_is_more_than_two_factors_is_refused(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model_folder),
+        peft.LoraConfig(r=3, lora_alpha=6, use_rslora=True, target_modules=r".*layers\.1\..*(q|down)_proj", task_type="CAUSAL_LM"),
+    )  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    parameters = {n: p.detach().clone() for n, p in load_model(model_folder, dtype=torch.float32).named_parameters()}
+    merge_adapter(read_adapter_folder(tmp_path / "adapter"), parameters, model_path=model_folder)
+    expected = dict(model.merge_and_unload().named_parameters())
+    for name, tensor in parameters.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+    changed = parameters["model.layers.1.mlp.down_proj.weight"]
+    assert not torch.equal(changed, dict(load_model(model_folder, dtype=torch.float32).named_parameters())["model.layers.1.mlp.down_proj.weight"])  # fmt: skip
+
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    for change, words in (
+        ({"use_dora": True}, "use_dora = True"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"r": 0}, "not a usable adapter configuration"),
+        ({"r": None}, "not a usable adapter configuration"),
+    ):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ModelError, match=words):
+            read_adapter_folder(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    adapter = read_adapter_folder(tmp_path / "adapter")
+    other = {name: torch.zeros(5, 5) for name in parameters}
+    with pytest.raises(ModelError, match=r"down_proj does not fit the base model .*a layer of shape \(5, 5\)"):
+        merge_adapter(adapter, other, model_path=model_folder)
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_adapter_folder(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("hand_over", ["merged", "adapter"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_exports_the_folder_that_the_trainer_would_have_written(
+    model_folder: Path, hand_over: str, dtype: str, tmp_path: Path
+) -> None:
+    lora = dataclasses.replace(LORA, hand_over=hand_over)  # type: ignore[arg-type]
+    config = validate(
+        {
+            "model": {"path": str(model_folder)},
+            "trainer": {"dtype": dtype},
+            "lora": {"rank": 4, "alpha": 8.0, "hand_over": hand_over},
+        }
+    )
+    trainer = Trainer(
+        model_folder, config.trainer, OptimizerConfig(lr=1e-2), AlgorithmConfig(), temperature=0.9, lora=lora
+    )
+    trainer.train(make_groups(), 0)
+    trainer.save(tmp_path / "checkpoint" / "trainer" / "state")
+    trainer.export(tmp_path / "live")
+    trainer.export_adapter(tmp_path / "live_adapter")
+    facts = export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "later")
+    assert facts == read_export(tmp_path / "live")
+    export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "later_adapter", adapter=True)
+    for live, later in (("live", "later"), ("live_adapter", "later_adapter")):
+        assert (tmp_path / live / EXPORT_FILE).read_bytes() == (tmp_path / later / EXPORT_FILE).read_bytes()

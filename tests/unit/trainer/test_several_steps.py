@@ -20,7 +20,7 @@ from llamarl.trainer.batch import make_sequences
 from llamarl.trainer.config import OptimizerConfig, SelectionConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.trainer.step_plan import Row, plan_steps
-from llamarl.types import Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Prompt, Response, Score
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,21 @@ def test_two_passes_without_cuts_are_two_steps_on_the_whole_batch(model_folder: 
     single.train(groups, 1)
     _assert_same_state(twice, single)
     assert metrics["tokens/trained"] == 2 * first["tokens/trained"]
+    assert metrics["tokens/repeated"] == first["tokens/trained"] and metrics["tokens/unused"] == 0
+
+
+def test_tokens_that_no_step_takes_are_counted_once_whatever_the_passes(model_folder: Path) -> None:
+    lengths, rewards = (1, 2, 3, 4), (0.0, 1.0, 0.5, None)
+    outcomes = [Failure(kind="timeout", detail="") if r is None else Score(value=r) for r in rewards]
+    responses = [
+        make_response(0, i, [7] * n, outcome) for i, (n, outcome) in enumerate(zip(lengths, outcomes, strict=True))
+    ]
+    group = Group(prompt=Prompt(index=0, tokens=np.array([5, 6], np.int32), text=""), responses=tuple(responses))
+    trainer = _trainer(model_folder, epochs=3, selection={"pairs": 1})
+    metrics = trainer.train([group], 0)
+    assert metrics["tokens/trained"] == 9  # the first two responses, three times
+    assert metrics["tokens/repeated"] == 6
+    assert metrics["tokens/unused"] == 3  # the third; the fourth failed, which others count
 
 
 def test_one_step_reports_what_it_always_did(model_folder: Path) -> None:
@@ -202,7 +217,7 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_and_the_others_are_made(mo
 def test_too_many_skipped_steps_stop_the_tick_midway_with_a_version_made(model_folder: Path) -> None:
     trainer, fresh = _trainer(model_folder, epochs=5, max_skipped_steps=2), _trainer(model_folder)
     seen = _recorded(trainer)
-    with pytest.raises(TrainingDiverged, match="tick 0: 3 non-finite gradients in a row"):
+    with pytest.raises(TrainingDiverged, match="tick 0: 3 steps in a row with a non-finite loss or gradient"):
         trainer.train([_poisoned(0)], 0)
     assert len(seen) == 3 and trainer.policy_version == 1
     _assert_same_state(trainer, fresh)

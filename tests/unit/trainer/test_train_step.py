@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES
 from llamarl.errors import CheckpointError, ModelError, TrainingDiverged
+from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.config import OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.sharded_state import in_background
@@ -174,13 +175,44 @@ def test_a_non_finite_gradient_skips_the_step_and_makes_a_version(model_folder: 
     assert trainer.train(make_groups(), 2)["step/skipped"] == 0.0
 
 
+def _with_a_token_of_probability_0(trainer: Trainer) -> None:
+    """From now on the first token of each micro-batch has log-prob -inf, and no gradient."""
+    right = trainer.policy.forward
+
+    def forward(microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = right(microbatch)
+        first = torch.arange(len(logprobs)) == 0
+        return torch.where(first, -math.inf, logprobs), entropy
+
+    trainer.policy.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("name", ["aipo", "reinforce"])
+def test_a_loss_that_is_not_finite_skips_the_step_although_its_gradient_is_finite(
+    model_folder: Path, name: str
+) -> None:
+    trainer = _trainer(model_folder, algorithm=AlgorithmConfig(name=name))  # type: ignore[arg-type]
+    trainer.train(make_groups(), 0)
+    before = {key: value.clone() for key, value in trainer.weights.state().items()}
+    _with_a_token_of_probability_0(trainer)
+    metrics = trainer.train(make_groups(), 1)
+    assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0
+    assert not math.isfinite(metrics["loss/policy"])
+    assert metrics["step/skipped"] == 1.0 and trainer.num_skipped_in_a_row == 1
+    after = trainer.weights.state()
+    assert set(after) == set(before)
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
 def test_too_many_skips_in_a_row_stop_the_run_with_the_weights_kept(model_folder: Path) -> None:
     trainer = _trainer(model_folder, max_skipped_steps=2)
     before = _weights(trainer)
     trainer.train(_poisoned(), 0)
     trainer.train(_poisoned(), 1)
-    with pytest.raises(TrainingDiverged, match="tick 2: 3 non-finite gradients in a row"):
+    with pytest.raises(TrainingDiverged, match="tick 2: 3 steps in a row with a non-finite loss or gradient"):
         trainer.train(_poisoned(), 2)
+    metrics = trainer.metrics  # its tokens are accounted for all the same
+    assert metrics["tokens/trained"] > 0 and metrics["tokens/unused"] == 0.0 and metrics["policy_version"] == 3.0
     for name, tensor in before.items():
         assert torch.equal(trainer.parameters_for_sync()[name], tensor)
     assert trainer.policy_version == 3
@@ -294,29 +326,6 @@ def test_a_staged_state_is_the_one_of_its_moment_though_training_goes_on(model_f
     for name, tensor in trainer.parameters_for_sync().items():
         assert torch.equal(tensor, resumed.parameters_for_sync()[name]), name
         assert torch.equal(extra["version_0"][name], version_0[name]), name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_export_is_a_folder_that_transformers_loads(dtype: torch.dtype, tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", dtype=dtype)
-    (folder / "tokenizer_config.json").write_text('{"kept": true}')
-    trainer = _trainer(folder)
-    trainer.train(make_groups(), 0)
-    trainer.export(tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"kept": true}'
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert loaded.dtype == dtype
-    trained = trainer.parameters_for_sync()
-    before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert not torch.equal(trained["model.embed_tokens.weight"], before.get_input_embeddings().weight)
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, trained[name].to(dtype)), name
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-
-
-def test_export_in_bfloat16_on_request(model_folder: Path, tmp_path: Path) -> None:
-    _trainer(model_folder, export_dtype="bfloat16").export(tmp_path / "out")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
 def test_sync_layout_of_one_rank_is_the_whole_model(model_folder: Path) -> None:

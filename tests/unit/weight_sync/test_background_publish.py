@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from whole_versions import read_all
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.errors import DeadlineExceeded, WeightSyncError
+from llamarl.transports.checksum import ChecksumKind
+from llamarl.transports.slots import Word
 from llamarl.weight_sync import source
-from llamarl.weight_sync.checksum import ChecksumKind
-from llamarl.weight_sync.slot import Word
 
 WAIT_S = 60.0
 SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
@@ -92,7 +93,7 @@ def test_failure_in_the_background_is_refused_by_sinks_and_raised_at_the_source(
     gate.tickets.release(1)
     assert released.wait(WAIT_S)
     with pytest.raises(WeightSyncError, match="is failed with version 3"):
-        version.read_all()
+        read_all(version)
     with pytest.raises(WeightSyncError, match="the disk is on fire"):
         sender.send(1, WeightsPayload(version=4, tensors=model()))
 
@@ -124,7 +125,7 @@ def test_versions_announced_one_after_another_arrive_as_they_were() -> None:
         for old in range(max(0, version - 1), version + 1):
             opened = receiver.receive((handles[old],), WAIT_S)
             assert opened is not None
-            got = opened.read_all()
+            got = read_all(opened)
             assert opened.version == old and all(torch.equal(got[n], t + old) for n, t in model().items())
 
 
@@ -132,8 +133,8 @@ def test_altered_checksum_of_an_announced_version_is_found_at_the_end() -> None:
     sender, receiver = WeightsSender(SPEC, **ENDS), WeightsReceiver(SPEC, **ENDS)
     handle, released = announce(sender)
     assert released.wait(WAIT_S)
-    sender._publisher._slots[0].words[Word.MANIFEST_CHECKSUM] += 1
+    sender._publisher._slots[0].words[Word.CHECKSUM] += 1
     version = receiver.receive((handle,), WAIT_S)
     assert version is not None
     with pytest.raises(WeightSyncError, match="its manifest does not match"):
-        version.read_all()
+        read_all(version)

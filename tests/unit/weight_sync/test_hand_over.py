@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from fused_layout import fuse
+from whole_versions import read_all
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
-from llamarl.weight_sync.checksum import BLOCK_BYTES
-from llamarl.weight_sync.layout import ParameterSpec, Shard, fuse, mesh_layout
+from llamarl.transports.checksum import BLOCK_BYTES
+from llamarl.transports.slots import PAGE, SlotState, Word
+from llamarl.weight_sync.layout import ParameterSpec, Shard, mesh_layout
 from llamarl.weight_sync.mapped import MappedTensor, MapPlan, worth_mapping
-from llamarl.weight_sync.slot import PAGE, SlotState, Word
 
 
 def ends(sources: int = 1, sinks: int = 1, capacity: int = 1) -> tuple[list[WeightsSender], list[WeightsReceiver]]:
@@ -88,7 +90,7 @@ def test_source_may_change_its_tensors_after_send() -> None:
     handle = sender.send(0, WeightsPayload(version=1, tensors=sent))
     for tensor in sent.values():
         tensor.zero_()
-    assert_bits_equal(receiver.receive((handle,), 5.0).read_all(), expected)
+    assert_bits_equal(read_all(receiver.receive((handle,), 5.0)), expected)
 
 
 def test_handle_is_small_for_many_parameters() -> None:
@@ -103,7 +105,7 @@ def test_slots_are_allocated_once_and_reused() -> None:
     for version in range(9):
         handle = sender.send(version, WeightsPayload(version=version, tensors=model(version)))
         addresses.append(handle.address)
-        assert_bits_equal(receiver.receive((handle,), 5.0).read_all(), model(version))
+        assert_bits_equal(read_all(receiver.receive((handle,), 5.0)), model(version))
     assert len(set(addresses)) == 2
 
 
@@ -117,7 +119,7 @@ def test_ticks_without_a_version_take_no_slot(capacity: int, every: int, slots: 
         handle = sender.send(tick, WeightsPayload(version=tick, tensors=model(tick)) if due else None)
         handles |= {tick: handle} if due else {}
         for old in (t for t in handles if t > tick - capacity):
-            assert_bits_equal(receiver.receive((handles[old],), 5.0).read_all(), model(old))
+            assert_bits_equal(read_all(receiver.receive((handles[old],), 5.0)), model(old))
     assert len({handle.address for handle in handles.values()}) == slots
 
 
@@ -128,7 +130,7 @@ def test_versions_on_the_edge_stay_readable_and_older_ones_are_refused(capacity:
     for version in range(3 * capacity):
         handles.append(sender.send(version, WeightsPayload(version=version, tensors=model(version))))
         for old in range(max(0, version - capacity + 1), version + 1):
-            assert_bits_equal(receiver.receive((handles[old],), 5.0).read_all(), model(old))
+            assert_bits_equal(read_all(receiver.receive((handles[old],), 5.0)), model(old))
         if version >= capacity:
             stale = version - capacity
             with pytest.raises(WeightSyncError, match=rf"version {stale} from source rank 0 .*raise the capacity"):
@@ -140,7 +142,7 @@ def test_slot_overwritten_between_receive_and_load_is_refused() -> None:
     version = receiver.receive((sender.send(0, WeightsPayload(version=0, tensors=model(0))),), 5.0)
     version.check_current()
     sender.send(1, WeightsPayload(version=1, tensors=model(1)))
-    for use in (version.read_all, version.map_tensors, version.check_current):
+    for use in (lambda: read_all(version), version.map_tensors, version.check_current):
         with pytest.raises(WeightSyncError, match="expected ready, version 0, generation 1"):
             use()
 
@@ -168,7 +170,7 @@ def test_flipped_bit_in_a_small_parameter_is_found() -> None:
     handle = sender.send(0, WeightsPayload(version=5, tensors={"a": torch.ones(3), "b": torch.ones(3)}))
     flip(sender, handle, 64)
     with pytest.raises(WeightSyncError, match="a, b"):
-        receiver.receive((handle,), 5.0).read_all()
+        read_all(receiver.receive((handle,), 5.0))
 
 
 def test_swapped_blocks_are_found() -> None:
@@ -182,7 +184,7 @@ def test_swapped_blocks_are_found() -> None:
     data[:size] = data[size : 2 * size]
     data[size : 2 * size] = first
     with pytest.raises(WeightSyncError, match="embed"):
-        receiver.receive((handle,), 5.0).read_all()
+        read_all(receiver.receive((handle,), 5.0))
 
 
 def test_altered_catalog_and_altered_checksums_are_found() -> None:
@@ -198,7 +200,7 @@ def test_altered_catalog_and_altered_checksums_are_found() -> None:
 
 
 def test_passing_fault_is_healed_by_another_pull(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llamarl.weight_sync.transports import shared_memory
+    from llamarl.transports import shared_memory
 
     (sender,), (receiver,) = ends()
     handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
@@ -211,7 +213,7 @@ def test_passing_fault_is_healed_by_another_pull(monkeypatch: pytest.MonkeyPatch
             into[5] ^= 1
 
     monkeypatch.setattr(shared_memory._Remote, "read", torn)
-    assert_bits_equal(receiver.receive((handle,), 5.0).read_all(), model())
+    assert_bits_equal(read_all(receiver.receive((handle,), 5.0)), model())
     assert faults == [handle.data_offset] * 2
 
 
@@ -374,7 +376,7 @@ def test_each_rank_may_describe_only_itself() -> None:
         }
         tensors = {"w": full[start:stop].clone(), "none": torch.full((1 if rank == 0 else 0, 2), 7.0)}
         handles.append(senders[rank].send(0, WeightsPayload(version=1, tensors=tensors, layout=held)))
-    assert_bits_equal(receiver.receive(tuple(handles), 5.0).read_all(), {"w": full, "none": torch.full((1, 2), 7.0)})
+    assert_bits_equal(read_all(receiver.receive(tuple(handles), 5.0)), {"w": full, "none": torch.full((1, 2), 7.0)})
 
 
 def test_layout_of_another_size_is_a_callers_mistake() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fused_layout import fuse
 
 from llamarl.errors import PlanError
 from llamarl.weight_sync.layout import (
@@ -11,7 +12,6 @@ from llamarl.weight_sync.layout import (
     Piece,
     Shard,
     chunk_bounds,
-    fuse,
     mesh_layout,
     replicated_layout,
     subtract,

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from whole_versions import read_all
 
 from llamarl.errors import DeadlineExceeded, WeightSyncError
+from llamarl.transports.rdma import CHUNK_BYTES, RdmaSink, RdmaSource
 from llamarl.weight_sync import source
 from llamarl.weight_sync.sink import Puller
 from llamarl.weight_sync.source import Publisher
-from llamarl.weight_sync.transports.rdma import CHUNK_BYTES, RdmaSink, RdmaSource
 
 WAIT_S = 60.0
 
@@ -158,7 +159,7 @@ def test_second_attempt_goes_to_the_source_again() -> None:
 
     CopyingBuffer.read_into = torn  # type: ignore[method-assign]
     try:
-        got = opened.read_all()
+        got = read_all(opened)
     finally:
         CopyingBuffer.read_into = read_into  # type: ignore[method-assign]
     assert len(flipped) == 2 and all(torch.equal(got[name], t) for name, t in model(1, 3).items())
@@ -170,6 +171,6 @@ def test_source_that_is_gone_while_it_writes_is_named(monkeypatch: pytest.Monkey
     opened = puller.open([publisher.publish(1, model(1, 3), background=True)], WAIT_S)
     CopyingBuffer.gone = True
     with pytest.raises(WeightSyncError, match="the peer hung up"):
-        opened.read_all()
+        read_all(opened)
     steps.tickets.release(3)
     publisher.wait()

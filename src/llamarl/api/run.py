@@ -1,0 +1,141 @@
+"""A run on disk as an object: its metrics and rollouts, its policy, and going on with it."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from llamarl.config import RunConfig, load_config
+from llamarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llamarl.api.llm import LLM, Completion
+    from llamarl.observability.rollouts import Rollout
+
+__all__ = ["Metrics", "Run"]
+
+_CONFIG_FILE = "config.toml"
+
+
+class Metrics(Mapping[str, list[float | None]]):
+    """Columns of ``metrics.jsonl``: key -> its value at each tick, None where a tick has none. ``pandas.DataFrame(metrics)``
+    makes a table of it; docs/metrics.md says what each key means."""
+
+    def __init__(self, rows: Sequence[Mapping[str, float | None]]) -> None:
+        self.rows = list(rows)
+        """One mapping a tick."""
+        self._keys = list(dict.fromkeys(key for row in rows for key in row))
+
+    def __getitem__(self, key: str) -> list[float | None]:
+        if key not in self._keys:
+            raise KeyError(f"no metric {key!r} in this run; there are {', '.join(self._keys)}")
+        return [row.get(key) for row in self.rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        return f"Metrics({len(self.rows)} ticks, {len(self)} keys: {', '.join(self._keys[:6])}, ...)"
+
+    _SHOWN = ("step", "reward/mean", "eval/accuracy", "staleness/mean", "response/length_mean", "time/step_s")
+
+    def _repr_html_(self) -> str:
+        """The last ticks, for notebooks."""
+        keys = [key for key in self._SHOWN if key in self._keys]
+        head = "".join(f"<th>{html.escape(key)}</th>" for key in keys)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{_shown(row.get(key))}</td>" for key in keys) + "</tr>" for row in self.rows[-10:]
+        )
+        return f"<p>{html.escape(repr(self))}; the last {min(10, len(self.rows))} ticks:</p><table><tr>{head}</tr>{body}</table>"
+
+
+class Run:
+    """A run that has been made, by ``llamarl.train`` or on the command line.
+
+    Args:
+        dir: Its folder.
+
+    Raises:
+        ConfigError: It holds no run.
+    """
+
+    def __init__(self, dir: str | os.PathLike[str]) -> None:
+        self.dir = Path(dir).expanduser().resolve()
+        if not (self.dir / _CONFIG_FILE).is_file():
+            raise ConfigError(f"{self.dir} holds no run (no {_CONFIG_FILE})")
+
+    @property
+    def config(self) -> RunConfig:
+        """As it was resolved when the run began."""
+        return load_config(self.dir / _CONFIG_FILE)
+
+    @property
+    def metrics(self) -> Metrics:
+        """What ``metrics.jsonl`` holds now; read anew each time, so it may be asked while the run goes on."""
+        from llamarl.observability.metrics import read_metrics
+
+        return Metrics(read_metrics(self.dir))
+
+    @property
+    def model(self) -> Path:
+        """Hugging Face folder of the final policy; ``adapter`` beside it where the run trained LoRA adapters."""
+        return self.dir / ("model" if (self.dir / "model").exists() else "adapter")
+
+    @overload
+    def rollouts(self) -> Iterator[Rollout]: ...
+    @overload
+    def rollouts(self, tick: int) -> Iterator[Rollout]: ...
+    def rollouts(self, tick: int | None = None) -> Iterator[Rollout]:
+        """Every sample of a tick, or of all, in order: prompt, response with its tokens and log-probs, reward, advantage.
+
+        Raises:
+            DataError: The run wrote none (``observability.rollouts``), or none at this tick.
+        """
+        from llamarl.observability.rollouts import read_rollouts
+
+        return read_rollouts(self.dir, tick)
+
+    def generate(self, prompts: str | Sequence[str], **sampling: Any) -> list[Completion]:
+        """Responses of its final policy, with its own engine, precision and sampling; see :meth:`llamarl.LLM.generate`."""
+        return self.llm.generate(prompts, **sampling)
+
+    @cached_property
+    def llm(self) -> LLM:
+        """Its final policy, loaded when first used."""
+        from llamarl.api.llm import LLM
+
+        return LLM(self.dir)
+
+    def resume(self, **settings: Any) -> Run:
+        """Go on from the last good checkpoint, bit for bit, and return the run.
+
+        Args:
+            settings: As :func:`llamarl.train` takes them; only what changes no bit, such as a larger ``num_ticks``.
+
+        Raises:
+            ConfigError: A setting would change bits.
+            LlamaRLError: Whatever ended it again.
+        """
+        from llamarl.api.train import dotted
+        from llamarl.config import read_settings
+        from llamarl.controller.resume import begun_config, resume_run
+
+        resume_run(begun_config(self.dir, read_settings(None, dotted(settings))))
+        return Run(self.dir)
+
+    def __repr__(self) -> str:
+        rows = self.metrics.rows if (self.dir / "metrics.jsonl").is_file() else []
+        last = rows[-1] if rows else {}
+        reward = f", reward {_shown(last['reward/mean'])}" if last.get("reward/mean") is not None else ""
+        return f"Run({str(self.dir)!r}, {len(rows)} of {self.config.run.num_ticks} ticks{reward})"
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:,d}" if isinstance(value, int) else f"{value:.4g}"

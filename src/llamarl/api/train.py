@@ -1,0 +1,152 @@
+"""``llamarl.train``: a job from Python. The same configuration, checks and bits as ``llamarl train``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llamarl.api.functions import import_path_of
+from llamarl.api.run import Run
+from llamarl.config import RunConfig, known_keys, load_config
+from llamarl.errors import ConfigError
+from llamarl.models.hub import is_hub_id
+
+__all__ = ["dotted", "run_config", "train"]
+
+_SHORT: Mapping[str, str] = {
+    "model": "model.path",
+    "task": "task.name",
+    "reward": "task.reward",
+    "data": "task.train_file",
+    "dir": "run.dir",
+    "seed": "run.seed",
+    "num_ticks": "run.num_ticks",
+}
+"""Words for the keys that every job is told."""
+
+
+_TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".json")
+
+
+def train(recipe: str | os.PathLike[str] | None = None, /, **settings: Any) -> Run:
+    """Run a job to its end, with the console's live progress, and return it.
+
+        llamarl.train("tiny", num_ticks=20)
+        llamarl.train(model="bundled:tiny", task="steps", num_ticks=20, optimizer={"lr": 1e-4})
+        llamarl.train(model="path/to/model", data="questions.jsonl", reward=my_reward, **{"schedule.max_staleness": 0})
+
+    Args:
+        recipe: A TOML file, or the name of a recipe that ships with llamarl; without one, every key has its default.
+        settings: ``model``, ``task`` (a name, or a list of mappings for a mixture), ``reward`` (a function or its import path, or a
+            list of them to add up), ``data`` (a JSONL file, another
+            table, or a data set of the Hub), ``dir``, ``seed``
+            and ``num_ticks``; any section of a recipe as a mapping; any key by its dotted name. What is said here comes
+            before what the recipe says. Without ``dir`` a free folder ``runs/NAME``, ``runs/NAME-2``, ... is taken.
+
+    Raises:
+        ConfigError: Something cannot run; every mistake is named, and nothing has been started.
+        LlamaRLError: Whatever ended the run. What it saved stays, and ``llamarl.Run(dir).resume()`` goes on from there.
+        KeyboardInterrupt: The user stopped it; the same holds.
+    """
+    config = run_config(recipe, settings)
+    from llamarl.controller.run import start_run
+
+    start_run(config)
+    return Run(config.run.dir)
+
+
+def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any]) -> RunConfig:
+    """What ``train`` runs: the recipe with ``settings`` on top.
+
+    Raises:
+        ConfigError: As ``train``.
+    """
+    from llamarl.controller.preflight import find_missing
+
+    given = dotted(settings)
+    if isinstance(tasks := given.get("task.name"), list):
+        given["task.name"], given["task.mixture"] = "mixture", tasks
+    if isinstance(rewards := given.get("task.reward"), list):
+        del given["task.reward"]
+        given["task.rewards"] = [{"function": one} if isinstance(one, str) else one for one in rewards]
+    _place_data(given)
+    if (
+        given.keys() & {"task.reward", "task.rewards"}
+        and "task.name" not in given
+        and (recipe is None or given.keys() & {"task.train_file", "task.data"})
+    ):
+        given["task.name"] = "function"
+    config = load_config(None if recipe is None else os.fspath(recipe), given, [find_missing])
+    if "run.dir" not in given:
+        name = _free_folder(Path(config.run.dir))
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(name)))
+    return config
+
+
+def _place_data(given: dict[str, Any]) -> None:
+    """What ``data`` names is a file of lines, or a table for the package ``datasets``: by its ending."""
+    named = given.get("task.train_file")
+    if isinstance(named, str) and not os.path.isfile(named) and is_hub_id(named) or str(named).endswith(_TABLES):
+        given["task.data"] = given.pop("task.train_file")
+
+
+def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> plain value, from words, sections and dotted keys.
+
+    Raises:
+        ConfigError: A word that names nothing, or a function where text is expected.
+    """
+    sections = {key.partition(".")[0] for key in known_keys()} | {"executors"}
+    given: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in sections and isinstance(value, Mapping):
+            given |= _below(name, value)
+        elif name in _SHORT:
+            given[_SHORT[name]] = _plain(value, name)
+        elif "." in name:
+            given[name] = _plain(value, name)
+        else:
+            near = difflib.get_close_matches(name, [*_SHORT, *sections], n=1, cutoff=0.6)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            section = f"{name} is a section, so give a mapping such as {name}={{...}}; " if name in sections else ""
+            raise ConfigError(
+                f"llamarl.train has no setting {name!r}; {section}{meant}There are {', '.join(_SHORT)}, the sections of a "
+                f"recipe as mappings, and every key by its dotted name: **{{'optimizer.lr': 1e-4}}"
+            )
+    return given
+
+
+def _below(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> plain value of a section, those of the sections inside it too."""
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{section}.{name}"
+        if isinstance(value, Mapping) and any(known.startswith(f"{key}.") for known in known_keys()):
+            given |= _below(key, value)
+        else:
+            given[key] = _plain(value, key)
+    return given
+
+
+def _plain(value: Any, key: str) -> Any:
+    """As TOML would give it."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner, f"{key}.{name}") for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, key) for inner in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return import_path_of(value, key) if callable(value) else value
+
+
+def _free_folder(wanted: Path) -> Path:
+    """``wanted``, or with the first number behind it for which there is nothing yet."""
+    found, number = wanted, 1
+    while found.exists():
+        number += 1
+        found = wanted.with_name(f"{wanted.name}-{number}")
+    return found

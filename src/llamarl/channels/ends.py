@@ -1,0 +1,62 @@
+"""Makes the two ends of a channel from its spec."""
+
+from __future__ import annotations
+
+from llamarl.channels.base import ChannelKind, ChannelSpec, Receiver, Sender
+from llamarl.channels.data import DataReceiver, DataSender
+from llamarl.channels.weights import WeightsReceiver, WeightsSender
+from llamarl.transports.table import sink_transport, source_transport
+
+__all__ = ["make_receiver", "make_sender"]
+
+
+def make_sender(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> Sender:
+    """The end of source rank ``rank``."""
+    if spec.kind is ChannelKind.WEIGHTS:
+        return WeightsSender(
+            spec,
+            rank=rank,
+            num_source_ranks=num_source_ranks,
+            num_sink_ranks=num_sink_ranks,
+            transport=source_transport(spec.transport, num_sink_ranks=num_sink_ranks),
+        )
+    num_parts = _num_parts(spec, num_sink_ranks)
+    return DataSender(
+        spec,
+        rank=rank,
+        num_source_ranks=num_source_ranks,
+        num_sink_ranks=num_parts,
+        transport=source_transport(spec.transport, num_sink_ranks=num_sink_ranks),
+    )
+
+
+def make_receiver(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> Receiver:
+    """The end of sink rank ``rank``."""
+    if spec.kind is ChannelKind.WEIGHTS:
+        return WeightsReceiver(
+            spec,
+            rank=rank,
+            num_source_ranks=num_source_ranks,
+            num_sink_ranks=num_sink_ranks,
+            transport=sink_transport(spec.transport, rank=rank),
+        )
+    num_parts = _num_parts(spec, num_sink_ranks)
+    part = rank // (num_sink_ranks // num_parts)
+    return DataReceiver(
+        spec,
+        rank=part,
+        num_source_ranks=num_source_ranks,
+        num_sink_ranks=num_parts,
+        transport=sink_transport(spec.transport, rank=rank),
+    )
+
+
+def _num_parts(spec: ChannelSpec, num_sink_ranks: int) -> int:
+    """Sink ranks that differ in what they receive; tensor-parallel peers count once."""
+    if spec.kind is not ChannelKind.SCATTER:
+        return num_sink_ranks
+    if num_sink_ranks % spec.sink_replicas:
+        raise ValueError(
+            f"channel {spec.name!r}: {num_sink_ranks} sink ranks are no multiple of sink_replicas = {spec.sink_replicas}"
+        )
+    return num_sink_ranks // spec.sink_replicas

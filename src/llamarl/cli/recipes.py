@@ -1,0 +1,39 @@
+"""``llamarl recipes``: the recipes that ship with llamarl."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from llamarl.shipped import find_recipe, shipped_recipes
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Complete jobs to start from. A name stands for the file wherever a recipe is asked for.
+
+  llamarl recipes                      list them
+  llamarl recipes tiny > mine.toml     a copy to change
+  llamarl train tiny                   run one"""
+
+
+def add_parser(verbs: Any, full: bool = True) -> None:
+    parser = verbs.add_parser(
+        "recipes",
+        help="list the recipes that ship with llamarl, or print one",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", help="print this one instead")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.name:
+        print(find_recipe(args.name).read_text(encoding="utf-8"), end="")
+        return 0
+    recipes = shipped_recipes()
+    width = max(map(len, recipes))
+    for name, purpose in recipes.items():
+        print(f"{name:<{width}}  {purpose}")
+    return 0

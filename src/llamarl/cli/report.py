@@ -1,0 +1,120 @@
+"""``llamarl report``: one to four runs as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llamarl.errors import ConfigError
+
+__all__ = ["MAX_RUNS", "add_parser", "add_runs", "max_bytes_of", "open_runs", "run"]
+
+MAX_RUNS = 4
+_DESCRIPTION = """\
+Writes what a run did as one HTML file that needs nothing else: no network, no server. Open it in any browser, keep it,
+send it on.
+
+It begins with what looks wrong (a constant reward, a judge that fails, responses cut by length, a policy that runs away
+from its data, executors that wait) and what to change. Then: curves, the timeline with every idle gap and what it waited
+for, staleness, all responses with filters, groups side by side, each token with its log-probability and version, failures
+by cause, where every token went, garbage, the same prompt over versions, the hand-over of weights, the configuration.
+
+From a slow run to its reason: Timeline, click an idle gap, its tick, a group, a response, its tokens."""
+
+_EPILOG = """\
+examples:
+  llamarl report runs/tiny                        writes runs/tiny/report.html
+  llamarl report runs/a runs/b --out compare.html two to four runs side by side, with what differs in their settings
+  llamarl report runs/long --max-mb 20            carry the text of more responses
+  llamarl watch runs/tiny                         the same page while the run goes on
+
+It is made of the files that a run writes anyway: metrics.jsonl, trace.json, rollouts/, warnings.jsonl, job.json,
+config.toml. What is missing is said on the page. Numbers cover every response; where the text of all of them would
+take more than --max-mb, the page carries whole groups sampled over all ticks, those with failures and garbage first.
+More: docs/report.md"""
+
+
+def add_parser(verbs: Any, full: bool = True) -> None:
+    parser = verbs.add_parser(
+        "report",
+        help="one offline HTML page of a run: what looks wrong, curves, timeline, responses, tokens",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    if not full:
+        return
+    add_runs(parser)
+    parser.add_argument("--out", metavar="FILE.html", help="file to write (default: report.html in the first RUN)")
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """What ``report`` and ``watch`` share."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=f"run folder; up to {MAX_RUNS}")
+    parser.add_argument(
+        "--max-mb", type=float, default=5.0, help="room for the runs' data on the page, in MB (default: %(default)g)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page. Raises ConfigError for what is no run and for a file that cannot be written."""
+    from llamarl.report.page import make_page, numbered
+    from llamarl.report.run_data import RunReader
+
+    paths, max_bytes = open_runs(args.runs), max_bytes_of(args)
+    out = Path(args.out).expanduser() if args.out else paths[0] / "report.html"
+    blocks = numbered([RunReader(path).blocks(max_bytes // len(paths)) for path in paths])
+    page = make_page(", ".join(path.resolve().name for path in paths), blocks)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        os.replace(partial, out)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(
+            f"--out {out}: cannot be written ({error.strerror}); give a file in a folder that exists"
+        ) from error
+    data = sum(map(len, blocks.values()))
+    print(f"{out}: {len(page) / 1e6:.1f} MB, of which {data / 1e6:.2f} MB are the data of {_named(paths)}")
+    if data > max_bytes:
+        print(
+            f"llamarl report: the numbers alone take more than --max-mb {args.max_mb:g}; no text is left out for it to fit",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def open_runs(named: Sequence[str]) -> list[Path]:
+    """The folders.
+
+    Raises:
+        ConfigError: One is no run, is named twice, or there are too many.
+    """
+    from llamarl.report.run_files import open_run
+
+    if len(named) > MAX_RUNS:
+        raise ConfigError(f"{len(named)} runs: a page holds at most {MAX_RUNS}; leave some out")
+    paths = [open_run(name) for name in named]
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError("a run is named twice: name each once")
+    return paths
+
+
+def max_bytes_of(args: argparse.Namespace) -> int:
+    """``--max-mb`` in bytes.
+
+    Raises:
+        ConfigError: It is not a positive number.
+    """
+    if not 0.1 <= args.max_mb <= 1000:
+        raise ConfigError(f"--max-mb must be between 0.1 and 1000, got {args.max_mb:g}")
+    return int(args.max_mb * 1e6)
+
+
+def _named(paths: Sequence[Path]) -> str:
+    return ", ".join(path.resolve().name for path in paths)

@@ -1,0 +1,53 @@
+"""``llamarl watch``: the report's page, served to this machine while a run goes on."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from llamarl.cli.report import add_runs, max_bytes_of, open_runs
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Serves the page of llamarl report at 127.0.0.1, and keeps it up to date while the run goes on. Only this machine reaches it;
+to look from another, forward the port: ssh -L 8765:127.0.0.1:8765 HOST. The run itself is only read, never touched.
+
+  llamarl watch runs/tiny                  prints the address to open; Ctrl-C ends it
+  llamarl watch runs/a runs/b --port 8765  runs side by side, at an address that stays
+
+The page looks for news every few seconds, and keeps the view, the scroll position and what you are typing."""
+
+
+def add_parser(verbs: Any, full: bool = True) -> None:
+    parser = verbs.add_parser(
+        "watch",
+        help="the report's page from 127.0.0.1, refreshed while the run goes on",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    if not full:
+        return
+    add_runs(parser)
+    parser.add_argument("--port", type=int, default=0, help="port of 127.0.0.1 (default: a free one)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted. Raises ConfigError for what is no run and for a port that is taken."""
+    from llamarl.errors import ConfigError
+    from llamarl.report.page import charting_script
+    from llamarl.report.server import WatchedRuns, make_server
+
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port must be between 0 and 65535, got {args.port}")
+    charting_script()  # fails now, not at the first request
+    runs = WatchedRuns(open_runs(args.runs), max_bytes_of(args))
+    runs.blocks()
+    with make_server(runs, args.port) as server:
+        print(f"{runs.title}: http://127.0.0.1:{server.server_port}/  (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+    return 0

@@ -1,0 +1,155 @@
+"""A run that begins at a checkpoint of another one, under other settings: what may differ, and what is copied.
+
+    SOURCE/checkpoints/tick_000039 ─▶ proved ─▶ FORK/checkpoints/tick_000039  (its manifest names the fork's configuration)
+    SOURCE/{metrics,events}.jsonl  ─▶ rows up to tick 39                       FORK/forked_from.json says where it comes from
+
+Rollouts and trace of the ticks before stay with the source. A fork that is killed goes on by ``--resume`` like any run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llamarl.checkpoint.snapshot import Checkpoint
+from llamarl.checkpoint.storage import CheckpointStore, saving
+from llamarl.config import RunConfig, load_config, to_plain
+from llamarl.controller.model_sources import fetch_weights
+from llamarl.controller.preflight import check_reward
+from llamarl.controller.run import absolute_dir, description, execute, prepare, save_settings, settle_rate
+from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
+from llamarl.controller.settings import Difference, differences
+from llamarl.errors import CheckpointError, ConfigError
+from llamarl.observability.events import EVENTS_FILE
+from llamarl.observability.metrics import METRICS_FILE, replace_file
+from llamarl.strict import Effect
+
+__all__ = ["FORKED_FROM", "copy_history", "fork_run", "refuse_bound"]
+
+FORKED_FROM = "forked_from.json"
+
+_PROMPTS = ("run.seed", "generator.group_size", "task.", "data.")
+"""Keys, or beginnings of keys, that say which prompt an index stands for: unfinished responses are kept by index."""
+
+
+def fork_run(config: RunConfig, source: Path) -> None:
+    """A new run in ``config.run.dir`` that goes on from the last good checkpoint of ``source`` under other settings.
+
+    The new run is whole in itself: the checkpoint, the rows and the event log up to it are copied.
+
+    Args:
+        config: What ``source`` saved, with any overrides (``begun_config``).
+
+    Raises:
+        ConfigError: The new folder holds a run, or the states in the checkpoint cannot serve such a run.
+        CheckpointError: ``source`` has no checkpoint, or it is torn.
+    """
+    source = source.resolve()
+    run_dir = absolute_dir(config)
+    refuse_a_run(run_dir)
+    begun = load_config(source / CONFIG_FILE)
+    prepared = prepare(settle_rate(config, begun))
+    fetch_weights(prepared.config)
+    check_reward(prepared.config)
+    checkpoint = CheckpointStore(source / "checkpoints").load()
+    changed = differences(checkpoint.run.get("config", {}), to_plain(prepared.config))
+    refuse_bound(changed, checkpoint, to_plain(prepared.config), source)
+    if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
+        raise ConfigError(
+            f"--fork: {checkpoint.path} is of {checkpoint.tick + 1} ticks, so no tick is left of "
+            f"--run.num_ticks {prepared.config.run.num_ticks}: give at least {checkpoint.tick + 2}"
+        )
+    make_folder(run_dir)
+    with held(run_dir) as folder:
+        refuse_a_run(run_dir)
+        folder.begin()
+        save_settings(prepared, run_dir)
+        copied = copy_history(source, checkpoint, run_dir, description(prepared), changed)
+        print(f"{run_dir} goes on from {checkpoint.path}, with {_changes(changed)}", file=sys.stderr)
+        execute(prepared, folder, resume_after_tick=copied.tick, load_from=copied.path)
+
+
+def refuse_bound(
+    changed: Sequence[Difference], checkpoint: Checkpoint, config: Mapping[str, Any], source: Path
+) -> None:
+    """Refuse changes under which the states of ``checkpoint`` mean something else or are missing.
+
+    Args:
+        config: Of the fork, nested plain values.
+
+    Raises:
+        ConfigError: It names each such key.
+    """
+    carries = _carries_responses(checkpoint)
+    reasons = []
+    for difference in changed:
+        if difference.effect is Effect.IN_STATE:
+            reasons.append(f"{difference}; the states in a checkpoint depend on it")
+        elif difference.key == "schedule.max_staleness" and difference.asked > difference.had:
+            reasons.append(
+                f"{difference}; the checkpoint holds no older versions than it needed, so only less is possible"
+            )
+        elif carries and difference.key.startswith(_PROMPTS):
+            reasons.append(f"{difference}; the checkpoint holds unfinished responses to prompts that it chose")
+    if config["algorithm"]["advantage"] == "gae" and not (checkpoint.path / "critic").is_dir():
+        reasons.append("algorithm.advantage is 'gae', but the checkpoint holds no critic")
+    if reasons:
+        raise ConfigError(
+            f"--fork: {checkpoint.path} cannot serve a run with other settings of these keys:\n"
+            + "\n".join(f"  - {line}" for line in reasons)
+            + f"\nLeave them out, or start a new run with model.path = {source / 'model'}."
+        )
+
+
+def copy_history(
+    source: Path,
+    checkpoint: Checkpoint,
+    run_dir: Path,
+    described: Mapping[str, Any],
+    changed: Sequence[Difference],
+) -> Checkpoint:
+    """Give the new run in ``run_dir`` a past: the checkpoint under its own description, rows and events up to it.
+
+    Raises:
+        CheckpointError: The disk is full, or the source changed under the copy.
+    """
+    store = CheckpointStore(run_dir / "checkpoints")
+    folder = store.begin(checkpoint.tick)
+    try:
+        with saving(folder):
+            for record in checkpoint.manifest.files:
+                (folder / record.path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(checkpoint.path / record.path, folder / record.path)
+        copied = store.finish(checkpoint.tick, described)
+    except CheckpointError:
+        store.abort(checkpoint.tick)
+        raise
+    if copied.manifest.files != checkpoint.manifest.files:
+        shutil.rmtree(copied.path)
+        raise CheckpointError(f"{checkpoint.path} changed while it was copied: does {source} still run? Try again")
+    origin = {
+        "run": str(source),
+        "checkpoint": str(checkpoint.path),
+        "ticks": checkpoint.tick + 1,
+        "changed": {d.key: {"from": d.had, "to": d.asked} for d in changed},
+    }
+    with saving(run_dir):
+        replace_file(run_dir / FORKED_FROM, (json.dumps(origin, indent=1) + "\n").encode())
+        for name in (EVENTS_FILE, METRICS_FILE):  # the last one makes it a run that is not started over
+            if (source / name).is_file():
+                shutil.copyfile(source / name, run_dir / name)
+    return copied
+
+
+def _carries_responses(checkpoint: Checkpoint) -> bool:
+    """Whether responses were unfinished when it was taken."""
+    states = checkpoint.path.glob("generator/rank_*/generator.json")
+    return any(json.loads(state.read_text(encoding="utf-8"))["active"] for state in states)
+
+
+def _changes(changed: Sequence[Difference]) -> str:
+    return "; ".join(f"{d.key} = {d.asked!r} (was {d.had!r})" for d in changed) or "no other bits"

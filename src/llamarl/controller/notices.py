@@ -1,0 +1,102 @@
+"""What a user is told of checkpoints: what they will take, what is saved, what is done again, and how to go on."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from llamarl.config import RunConfig
+from llamarl.models.folders import resolve_model_path
+from llamarl.planner.weight_traffic import format_bytes
+from llamarl.roles import present_roles
+from llamarl.weight_sync.model_layouts import model_parameters
+
+__all__ = ["checkpoint_bytes", "checkpoint_plan", "done_again", "resume_command", "what_is_saved"]
+
+_MASTER_AND_MOMENTS = 12
+"""Bytes a trained parameter: float32 weight and two moments."""
+
+
+def checkpoint_bytes(config: RunConfig) -> float:
+    """Disk that one checkpoint takes, without unfinished responses and a kept KV cache."""
+    parameters = model_parameters(resolve_model_path(config.model.path), dtype="float32")
+    whole = trained = float(parameters.num_elements)
+    if config.lora.rank:
+        shapes = [spec.shape for name, spec in parameters.items() if name.split(".")[-2] in config.lora.targets]
+        trained = float(sum(config.lora.rank * sum(shape) for shape in shapes if len(shape) == 2))
+    handed_over = trained if config.lora.rank and config.lora.hand_over == "adapter" else whole
+    width = 4 if config.trainer.dtype == "float32" or config.lora.rank else 2
+    total = _MASTER_AND_MOMENTS * trained + width * config.schedule.max_staleness * handed_over
+    for role in present_roles(config):
+        if role.model is not None and role.model.trained and role.name != "trainer":
+            own = model_parameters(resolve_model_path(role.model.path(config)), dtype="float32")
+            total += _MASTER_AND_MOMENTS * own.num_elements
+    return total
+
+
+def checkpoint_plan(config: RunConfig, num_bytes: float) -> str:
+    """When checkpoints are taken and what disk they need, in one line."""
+    checkpoint = config.checkpoint
+    moments = []
+    if checkpoint.every_minutes:
+        moments.append(f"every {checkpoint.every_minutes:g} min")
+    if checkpoint.every:
+        moments.append(f"every {checkpoint.every} ticks" if checkpoint.every > 1 else "every tick")
+    if checkpoint.at_end:
+        moments.append("at the end")
+    if not moments:
+        return "none: a run that is stopped cannot be gone on with (checkpoint.every_minutes, every, at_end)"
+    size = f"about {format_bytes(num_bytes)} each"
+    if checkpoint.keep == 0:
+        return f"{', '.join(moments)}; all are kept, {size}"
+    most = format_bytes((checkpoint.keep + 1) * num_bytes)  # an old one goes when a newer one is there
+    return f"{', '.join(moments)}; the newest {checkpoint.keep} are kept, {size}, at most {most} of disk"
+
+
+def resume_command(run_dir: Path) -> str:
+    """What goes on with a run, for a shell."""
+    return shlex.join(["llamarl", "train", "--resume", str(run_dir)])
+
+
+def what_is_saved(run_dir: Path, last: Path | None, num_rows: int, num_ticks: int) -> str:
+    """Of a run that has ended early: what its last checkpoint holds, and the command that goes on.
+
+    Args:
+        last: The newest finished checkpoint, ``tick_<n>``; None if there is none.
+        num_rows: Ticks that are done, by the metrics.
+    """
+    if last is None:
+        ticks = f"{_ticks(num_rows)} that are done" if num_rows else "anything"
+        return (
+            f"no checkpoint of this run was finished, so nothing holds {ticks}; again from tick 0: "
+            f"{resume_command(run_dir)}"
+        )
+    saved = int(last.name.removeprefix("tick_")) + 1
+    again = max(0, num_rows - saved)
+    beyond = f"; {_ticks(again)} beyond will be done again" if again else ""
+    return f"saved: {saved} of {_ticks(num_ticks)}, in {last}{beyond}\nto go on: {resume_command(run_dir)}"
+
+
+def done_again(run_dir: Path, first_tick: int, num_rows: int, *, latest: bool) -> str:
+    """Of a run that is gone on with: what it had done beyond its checkpoint; empty if nothing.
+
+    Args:
+        first_tick: Where it goes on; 0 if it has no checkpoint.
+        num_rows: Ticks that were done, by the metrics.
+        latest: Its decisions depend on timing.
+    """
+    again = max(0, num_rows - first_tick)
+    if first_tick:
+        head, which = f"{run_dir} goes on after {_ticks(first_tick)}", f"{_ticks(again)} beyond"
+    else:
+        head, which = f"{run_dir} has no checkpoint: it begins again at tick 0", f"all of its {_ticks(again)}"
+    if not again:
+        return head
+    kind = "other ones, as schedule.weights is 'latest'" if latest else "the same ones"
+    return (
+        f"{head}; {which} {'are' if again > 1 else 'is'} done again: their rows, rollouts and trace give way to {kind}"
+    )
+
+
+def _ticks(number: int) -> str:
+    return f"{number} tick{'' if number == 1 else 's'}"

@@ -1,0 +1,182 @@
+"""Going on with a run that stopped: its configuration with what the user sets on top, its last good checkpoint, and what must
+still be the same for the bits to be those of the uninterrupted run."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llamarl.algorithms.config import spelled_out
+from llamarl.checkpoint.platform import platform_differences
+from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.config import RunConfig, load_config, read_settings, to_plain, validate
+from llamarl.controller.model_sources import fetch_weights
+from llamarl.controller.notices import done_again
+from llamarl.controller.preflight import check_reward, find_missing
+from llamarl.controller.products import incomplete_products, write_again
+from llamarl.controller.run import Prepared, absolute_dir, execute, num_rows, prepare, save_settings, settle_rate
+from llamarl.controller.run_folder import CONFIG_FILE, held
+from llamarl.controller.settings import RESHARDABLE, differences, explain, settings_on_top
+from llamarl.errors import ConfigError
+from llamarl.import_path import source_file
+from llamarl.plural import plural
+
+__all__ = ["begun_config", "check_resume", "resume_run"]
+
+
+def begun_config(run_dir: Path, given: Mapping[str, Any]) -> RunConfig:
+    """The configuration of the run in ``run_dir`` with what the user sets on top; ``run.dir`` is where it lies now.
+
+    Args:
+        given: Nested plain values, as ``read_settings`` returns them.
+
+    Raises:
+        ConfigError: There is no run, or the values are wrong; every mistake is named.
+    """
+    run_dir = run_dir.resolve()
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"--resume: {run_dir} holds no run (no {CONFIG_FILE}); start one without --resume")
+    if isinstance(given.get("algorithm"), Mapping):
+        given = {**given, "algorithm": spelled_out(given["algorithm"])}
+    merged = settings_on_top(read_settings(run_dir / CONFIG_FILE), given)
+    config = validate(merged, [find_missing])
+    for key, path in config.own_code:
+        if not _is_set(given, key):
+            _refuse_code_of_a_run(key, path, run_dir)
+    for name in ("", *config.executors):
+        key = f"executors.{name}.settings.model.trust_remote_code" if name else "model.trust_remote_code"
+        own = (
+            config.executors[name].settings.get("model", {})
+            if name
+            else {"trust_remote_code": config.model.trust_remote_code}
+        )
+        if own.get("trust_remote_code") and not _is_set(given, key):
+            raise ConfigError(
+                f"{key} is true in {run_dir / CONFIG_FILE}: a run's folder may come from somebody else, so give "
+                f"your consent yourself: --{key} true"
+            )
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(run_dir)))
+
+
+def _is_set(given: Mapping[str, Any], key: str) -> bool:
+    node: Any = given
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return False
+        node = node[part]
+    return True
+
+
+def _refuse_code_of_a_run(key: str, path: str, run_dir: Path) -> None:
+    """A run's folder may come from somebody else: what lies in it is data, and none of it is run unless the user names it."""
+    source = source_file(path, key)
+    if source is not None and source.resolve().is_relative_to(run_dir):
+        raise ConfigError(
+            f"{key} {path!r}, as {run_dir / CONFIG_FILE} says, is code inside the run's folder, which llamarl never puts there: "
+            f"if you trust {source}, name it yourself: --{key} {path}"
+        )
+    where = f" ({source})" if source else ""
+    print(f"{run_dir / CONFIG_FILE} names code to run: {key} {path}{where}", file=sys.stderr)
+
+
+def check_resume(config: RunConfig) -> None:
+    """Refuse the settings that ``resume_run`` would refuse; changes nothing.
+
+    Raises:
+        ConfigError: The run would not go on bit for bit.
+        CheckpointError: Every checkpoint is torn.
+    """
+    run_dir = absolute_dir(config)
+    begun = load_config(run_dir / CONFIG_FILE)
+    prepared = prepare(settle_rate(config, begun))
+    store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
+    if not store.list():
+        _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)
+        return
+    checkpoint = store.load()
+    _refuse(checkpoint.run.get("config", {}), checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
+
+
+def resume_run(config: RunConfig) -> None:
+    """Go on with the run in ``config.run.dir`` from its last good checkpoint, or from the start if it has none.
+
+    Raises:
+        ConfigError: There is no run, or this recipe or machine would not give the bits of the uninterrupted run.
+        CheckpointError: Every checkpoint is torn.
+    """
+    run_dir = absolute_dir(config)
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"--resume: {run_dir} holds no run (no {CONFIG_FILE}); start one without --resume")
+    begun = load_config(run_dir / CONFIG_FILE)
+    prepared = prepare(settle_rate(config, begun))
+    fetch_weights(prepared.config)
+    check_reward(prepared.config)
+    with held(run_dir) as folder:
+        folder.go_on()
+        store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
+        for note in store.clean():
+            print(f"{store.folder / note} was left by a run that was killed: tidied up", file=sys.stderr)
+        latest = prepared.config.schedule.weights == "latest"
+        if not store.list():
+            if _is_done(run_dir, prepared.config):
+                print(
+                    f"{run_dir} is complete at {plural(prepared.config.run.num_ticks, 'tick')}; it kept no checkpoint to prolong it from"
+                )
+                return
+            _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)
+            print(done_again(run_dir, 0, num_rows(run_dir), latest=latest), file=sys.stderr)
+            save_settings(prepared, run_dir)
+            execute(prepared, folder, resume_after_tick=-1, load_from=None)
+            return
+        checkpoint = store.load()
+        _refuse(checkpoint.run.get("config", {}), checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
+        if checkpoint.tick + 1 == prepared.config.run.num_ticks:
+            for folder_name, why in incomplete_products(run_dir, prepared.config).items():
+                print(f"{run_dir / folder_name}: {why}; it is written again from {checkpoint.path}", file=sys.stderr)
+                write_again(run_dir, folder_name, checkpoint.path, prepared.local)
+        if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
+            if missing := incomplete_products(run_dir, prepared.config):
+                raise ConfigError(
+                    f"--run.num_ticks {prepared.config.run.num_ticks}: {run_dir} has passed that tick, and the last tick is "
+                    f"which writes {', '.join(missing)}: give at least {checkpoint.tick + 2}; or take the model of any "
+                    f"checkpoint by llamarl export"
+                )
+            print(
+                f"{run_dir} is complete at {plural(checkpoint.tick + 1, 'tick')}; raise --run.num_ticks to prolong it"
+            )
+            return
+        _tell_of_a_rate_of_zero(prepared.config)
+        print(done_again(run_dir, checkpoint.tick + 1, num_rows(run_dir), latest=latest), file=sys.stderr)
+        save_settings(prepared, run_dir)
+        store.clean(after_tick=checkpoint.tick)
+        execute(prepared, folder, resume_after_tick=checkpoint.tick, load_from=checkpoint.path)
+
+
+def _is_done(run_dir: Path, config: RunConfig) -> bool:
+    """Whether a run without a checkpoint has reached its last tick and all that this one writes is whole."""
+    return num_rows(run_dir) == config.run.num_ticks and not incomplete_products(run_dir, config)
+
+
+def _tell_of_a_rate_of_zero(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.schedule != "constant" and not optimizer.min_lr_ratio and config.run.num_ticks > optimizer.decay_ticks:
+        print(
+            f"optimizer.schedule {optimizer.schedule!r} has fallen to 0 at tick {optimizer.decay_ticks}: the ticks after it change "
+            f"no weight. To go on learning, start a new run with model.path = RUN/model",
+            file=sys.stderr,
+        )
+
+
+def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepared, run_dir: Path, made: Path) -> None:
+    """Raises ConfigError if ``made`` (a checkpoint, or a run that has none yet) was made otherwise: by the configuration
+    ``had``, on ``platform``, if known."""
+    checkpoint = prepared.config.checkpoint
+    found = differences(had, to_plain(prepared.config))
+    if checkpoint.reshard:
+        found = [difference for difference in found if difference.key not in RESHARDABLE]
+    elsewhere = platform_differences(platform) if platform and not checkpoint.other_platform else []
+    if found or elsewhere:
+        raise ConfigError(explain(found, elsewhere, run_dir, made, can_fork=made != run_dir))

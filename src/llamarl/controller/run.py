@@ -1,0 +1,347 @@
+"""A training run on disk: check it, start it, carry it out. ``resume``, ``fork`` and ``replay`` begin elsewhere and end here.
+
+    recipe ─▶ preflight (paths, data, first prompts) ─▶ placement ─▶ run folder ─▶ runtime + run_graph ─▶ model/
+
+The run folder's ``config.toml`` holds the resolved configuration: with the thread counts that were used, since the bits
+depend on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.config import GROUP_BASELINES, RunConfig, save_config, to_plain
+from llamarl.controller.controller import run_graph
+from llamarl.controller.graph import Graph
+from llamarl.controller.model_sources import fetch_weights, local, pinned
+from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, what_is_saved
+from llamarl.controller.preflight import (
+    check_architectures,
+    check_engine,
+    check_lora,
+    check_models,
+    check_parallel_sizes,
+    check_prompts,
+    check_reward,
+)
+from llamarl.controller.replay_log import needs_of, take_log
+from llamarl.controller.run_checkpoints import RunCheckpoints
+from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, refuse_a_run
+from llamarl.controller.standard_graph import colocated_group, llamarl_graph
+from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
+from llamarl.errors import ConfigError, LlamaRLError, ModelError, NothingTrained, RunFolderLost, RunStopped
+from llamarl.models.folders import resolve_model_path
+from llamarl.observability.events import REPLAY_FILE, EventLog
+from llamarl.observability.job_description import describe_job
+from llamarl.observability.metrics import METRICS_FILE, read_metrics
+from llamarl.observability.recorder import Recorder
+from llamarl.observability.summary import RunSummary
+from llamarl.plural import plural
+from llamarl.reading import user_path
+from llamarl.roles import ROLES, present_roles, with_settings
+from llamarl.runtime.base import Report
+from llamarl.runtime.make_runtime import make_runtime
+from llamarl.runtime.placement import Placement, place
+from llamarl.trainer.config import OptimizerConfig
+
+__all__ = [
+    "Prepared",
+    "absolute_dir",
+    "description",
+    "execute",
+    "num_rows",
+    "plan_run",
+    "prepare",
+    "save_settings",
+    "settle_rate",
+    "start",
+    "start_run",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A run that has passed its checks: thread counts and devices are settled."""
+
+    config: RunConfig
+    """As it is written down: models of the Hub by id and commit."""
+    local: RunConfig
+    """As it is carried out: models by folders."""
+    graph: Graph
+    """Its executors have configurations of the latter kind."""
+    placement: Placement
+    weight_edges: tuple[WeightEdge, ...]
+
+
+def plan_run(config: RunConfig) -> str:
+    """What a run of ``config`` would be: configuration, graph and placement, as text. Starts nothing."""
+    import tomli_w
+
+    prepared = prepare(config)
+    return (
+        f"# configuration\n{tomli_w.dumps(to_plain(prepared.config))}\n"
+        f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}\n\n"
+        f"# weight hand-over\n"
+        + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)
+    )
+
+
+def start_run(config: RunConfig) -> None:
+    """Run ``config`` from tick 0 in a new folder.
+
+    Raises:
+        LlamaRLError: Whatever ended the run; the message carries its cause.
+    """
+    start(prepare(config))
+
+
+def start(prepared: Prepared, *, replay_of: Path | None = None) -> None:
+    run_dir = absolute_dir(prepared.config)
+    refuse_a_run(run_dir)
+    fetch_weights(prepared.config)
+    check_reward(prepared.config)
+    make_folder(run_dir)
+    with held(run_dir) as folder:
+        refuse_a_run(run_dir)  # another process may have run here since
+        folder.begin()
+        (run_dir / REPLAY_FILE).unlink(missing_ok=True)  # of a replay that ended before its first tick
+        if replay_of is not None:
+            take_log(replay_of, run_dir)
+        save_settings(prepared, run_dir)
+        execute(prepared, folder, resume_after_tick=None, load_from=None)
+
+
+def save_settings(prepared: Prepared, run_dir: Path) -> None:
+    new = run_dir / f"{CONFIG_FILE}.new"
+    try:
+        save_config(prepared.config, new)
+        os.replace(new, run_dir / CONFIG_FILE)
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write {run_dir / CONFIG_FILE}: {error.strerror}") from error
+
+
+def num_rows(run_dir: Path) -> int:
+    """Ticks of which the metrics hold a row."""
+    path = run_dir / METRICS_FILE
+    return max((int(row.get("step") or 0) for row in read_metrics(path)), default=-1) + 1 if path.is_file() else 0
+
+
+def settle_rate(config: RunConfig, begun: RunConfig) -> RunConfig:
+    """A falling rate whose end ``config`` leaves open ends where that of ``begun`` does, or with the run that it describes."""
+
+    def settled(optimizer: OptimizerConfig, earlier: OptimizerConfig) -> OptimizerConfig:
+        if optimizer.schedule == "constant" or optimizer.decay_ticks:
+            return optimizer
+        return dataclasses.replace(optimizer, decay_ticks=earlier.decay_ticks or begun.run.num_ticks)
+
+    for role in ROLES.values():
+        if role.optimizer:
+            mine, earlier = (attrgetter(role.optimizer)(one) for one in (config, begun))
+            config = _replace(config, role.optimizer, settled(mine, earlier))
+    return config
+
+
+def _replace(config: Any, key: str, value: Any) -> Any:
+    """``config`` with another value at a dotted key."""
+    head, _, rest = key.partition(".")
+    return dataclasses.replace(config, **{head: _replace(getattr(config, head), rest, value) if rest else value})
+
+
+def _tell_of_a_long_warmup(config: RunConfig) -> None:
+    optimizer, num_ticks = config.optimizer, config.run.num_ticks
+    if optimizer.warmup_ticks >= num_ticks:
+        print(
+            f"optimizer.warmup_ticks {optimizer.warmup_ticks} outlasts run.num_ticks {num_ticks}: the rate ends at "
+            f"{num_ticks / (optimizer.warmup_ticks + 1):.0%} of optimizer.lr",
+            file=sys.stderr,
+        )
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Refuse what cannot run, before any process starts; settle threads and devices."""
+    recorded = pinned(settle_rate(config, config))
+    config = local(recorded)
+    check_models(config)
+    check_architectures(config)
+    folder = resolve_model_path(config.model.path)
+    check_prompts(config, folder)
+    _check_vocabularies(config, folder)
+    graph = llamarl_graph(config)
+    placement = place(graph.executors, cores=config.run.cores or None, colocated=colocated_group(config, graph))
+    settled = {spec.name: spec for spec in placement.executors}
+    used = {
+        role.name: {"threads": settled[role.name].threads, "device": _device_kind(settled[role.name].device)}
+        for role in present_roles(config)
+        if role.section
+    }
+    config, recorded = with_settings(config, used), with_settings(recorded, used)
+    _raise_all(
+        lambda: check_parallel_sizes(config, folder, cores=placement.cores),
+        lambda: check_lora(config),
+        lambda: check_engine(config),
+    )
+    executors = tuple(dataclasses.replace(spec, config=config.for_executor(spec.name)) for spec in placement.executors)
+    graph, weight_edges = settle_weight_edges(config, Graph(executors, graph.channels))
+    _tell_of_a_long_warmup(config)
+    return Prepared(recorded, config, graph, placement, weight_edges)
+
+
+def _raise_all(*checks: Callable[[], None]) -> None:
+    """Run every check; raise what one found, or what all found as one ConfigError."""
+    found: list[ConfigError | ModelError] = []
+    for check in checks:
+        try:
+            check()
+        except (ConfigError, ModelError) as error:
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        lines = "\n".join(f"  - {error}" for error in found)
+        raise ConfigError(f"{len(found)} mistakes in the configuration:\n{lines}")
+
+
+def _check_vocabularies(config: RunConfig, folder: Path) -> None:
+    """The models beside the policy read its tokens, so they must know them."""
+    from llamarl.models.loading import load_model_config
+
+    beside = {role.model.key: role.model.path(config) for role in present_roles(config) if role.model}
+    beside |= {
+        f"executors.{name}.settings.model.path": config.for_executor(name).model.path for name in config.executors
+    }
+    for key, path in beside.items():
+        if path != config.model.path:
+            ours, theirs = (load_model_config(f).get_text_config().vocab_size for f in (folder, path))
+            if ours != theirs:
+                raise ConfigError(
+                    f"{key}: {path} has a vocabulary of {theirs} tokens, {config.model.path} one of {ours}: "
+                    "both must read the same tokens"
+                )
+
+
+def _device_kind(device: str) -> str:
+    return "cuda" if device.startswith("cuda") else "cpu"
+
+
+def absolute_dir(config: RunConfig) -> Path:
+    return user_path(config.run.dir, "run.dir").resolve()
+
+
+def description(prepared: Prepared) -> dict[str, Any]:
+    """What a checkpoint says of its run. Thread counts and devices are settled in the configuration."""
+    return {"config": to_plain(prepared.config)}
+
+
+class _Observe:
+    """Event log and recorder as an observer of the controller; the log first."""
+
+    def __init__(self, recorder: Recorder, events: EventLog, folder: RunFolder) -> None:
+        self._recorder = recorder
+        self._events = events
+        self._folder = folder
+
+    def on_report(self, report: Report) -> None:
+        self._folder.check()
+        self._events.append(report.events)
+        self._recorder.on_report(report)
+
+
+def _staleness(config: RunConfig) -> str:
+    staleness, segments = config.schedule.max_staleness, config.generator.max_segments
+    which = "the latest weights, " if config.schedule.weights == "latest" else ""
+    bound = config.token_staleness_bound
+    return f"{which}max_staleness {staleness}, max_segments {segments}: no token older than {plural(bound, 'version')}"
+
+
+def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | None, load_from: Path | None) -> None:
+    config, graph, run_dir = prepared.config, prepared.graph, folder.path
+    model = config.model
+    facts = {
+        "model": f"{model.path} at {model.revision}" if model.revision else model.path,
+        "task": config.task.titles,
+        "algorithm": config.algorithm.name,
+        "staleness": _staleness(config),
+        **{edge.channel: edge.summary() for edge in prepared.weight_edges},
+        "checkpoints": checkpoint_plan(config, checkpoint_bytes(prepared.local)),
+        "run": str(run_dir),
+    }
+    needs = needs_of(run_dir, config.run.num_ticks)
+    events = EventLog(run_dir, resume_after_tick)
+    recorder = Recorder(
+        run_dir,
+        config.observability,
+        [spec.name for spec in graph.executors],
+        config.run.num_ticks,
+        resume_after_tick,
+        job=describe_job(
+            run_dir.name,
+            graph.executors,
+            graph.channels,
+            details={role.name: role.does for role in present_roles(config)},
+            facts=facts,
+            version_bytes={e.channel: e.bytes_per_rank / e.versions for e in prepared.weight_edges if e.versions},
+        ),
+        run_config=to_plain(config),
+        group_baseline=config.algorithm.advantage in GROUP_BASELINES,
+    )
+    runtime = make_runtime(config.run.runtime)
+    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint)
+    checkpoints = RunCheckpoints(
+        store, config.checkpoint, config.run.num_ticks, description(prepared), recorder, events, folder
+    )
+    stopped = "by an error"
+    try:
+        run_graph(
+            graph,
+            runtime,
+            num_ticks=config.run.num_ticks,
+            seed=config.run.seed,
+            run_dir=run_dir,
+            first_tick=0 if resume_after_tick is None else resume_after_tick + 1,
+            load_from=load_from,
+            deadlines=config.deadlines,
+            checkpoints=checkpoints,
+            observers=[_Observe(recorder, events, folder)],
+            needs=needs,
+        )
+        checkpoints.close()
+        stopped = ""
+    except KeyboardInterrupt:
+        stopped = "by the user"
+        raise
+    except RunStopped:  # the command line prints the cause, once
+        stopped = "by the run itself"
+        raise
+    except LlamaRLError as error:
+        lost = folder.lost()
+        stopped = f"by an error ({type(error).__name__})"
+        if lost and not isinstance(error, RunFolderLost):  # whoever met it first did not know the whole of it
+            stopped = f"by an error ({RunFolderLost.__name__})"
+            raise RunFolderLost(lost) from error
+        raise
+    finally:
+        runtime.close()
+        checkpoints.settle()
+        recorder.close(stopped)
+        if stopped and not folder.identity.change():
+            last = next(reversed(store.list()), None)
+            print(f"\n{what_is_saved(run_dir, last, num_rows(run_dir), config.run.num_ticks)}", file=sys.stderr)
+    _refuse_nothing(recorder.summary())
+
+
+def _refuse_nothing(summary: RunSummary) -> None:
+    """Raises NothingTrained if no token of the whole run ever trained."""
+    if summary.trained_nothing:
+        causes = "".join(f"\n  {line}" for line in summary.failures)
+        raise NothingTrained(
+            "the run reached its end, but no token of it trained: its model is the one that it began with"
+            + (f". {plural(summary.num_failed, 'reward')} failed:{causes}" if summary.num_failed else "")
+            + f"\nThe rows of {METRICS_FILE} (tokens/*) show where its tokens went."
+        )

@@ -1,0 +1,137 @@
+"""What a run that has begun may be given other values for: on resume, in a replay, in a fork. Pure.
+
+    RUN/config.toml ─▶ + what the user set (recipe, overrides) ─▶ configuration to go on with ─▶ its differences, each with
+                                                                                                  the way out
+
+Whether a key changes bits stands where the key is defined (``llamarl.strict.Effect``).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llamarl.config import key_effects, known_keys
+from llamarl.models.hub import is_commit
+from llamarl.roles import ROLES
+from llamarl.strict import Effect
+
+__all__ = ["RESHARDABLE", "Difference", "differences", "explain", "settings_on_top"]
+
+RESHARDABLE = frozenset(
+    f"{role.section}.{name}" for role in ROLES.values() if role.reshards for name in (*role.sizes, "threads")
+)
+"""What ``checkpoint.reshard`` lets differ."""
+
+_AUTOMATIC: Mapping[str, Any] = {"threads": 0, "device": "auto", "decay_ticks": 0}
+"""Last part of a key -> the value by which a recipe leaves it to the run's start; its config.toml then says what came of it."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key that changes bits, with two values."""
+
+    key: str
+    had: Any
+    asked: Any
+    effect: Effect
+
+    def __str__(self) -> str:
+        return f"{self.key}: it has {self.had!r}, this run {self.asked!r}"
+
+
+def settings_on_top(begun: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's own configuration with what the user set put on top.
+
+    A value that leaves a choice to the start of a run (``threads = 0``) keeps what was chosen then; ``run.dir`` is not taken.
+
+    Args:
+        begun: As ``config.toml`` holds it, nested.
+        given: What the user set, nested; its keys need not exist.
+    """
+    merged = dict(begun)
+    for name, value in given.items():
+        earlier = begun.get(name)
+        if isinstance(value, Mapping) and isinstance(earlier, Mapping):
+            merged[name] = settings_on_top(earlier, value)
+        elif isinstance(earlier, list) and _are_tables(value) and _are_tables(earlier) and len(value) == len(earlier):
+            merged[name] = [settings_on_top(had, one) for had, one in zip(earlier, value, strict=True)]
+        elif name.endswith("revision") and is_commit(str(earlier)):  # which a branch or tag was when the run began
+            merged[name] = value if is_commit(str(value)) else earlier
+        elif earlier is None or value != _AUTOMATIC.get(name):
+            merged[name] = value
+    return merged
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
+    """Keys that change bits and differ between two nested configurations. A key that ``saved`` lacks had its default."""
+    found = []
+    for key, effect in key_effects().items():
+        had, asked = _value(saved, key), _value(current, key)
+        if effect is not Effect.NO_BITS and had != asked:
+            found.append(Difference(key, had, asked, effect))
+    return found
+
+
+def explain(
+    found: Sequence[Difference], platform: Sequence[str], run_dir: Path, made: Path, *, can_fork: bool = True
+) -> str:
+    """Why a resume is refused, and the ways out.
+
+    Args:
+        platform: Differences of library versions and processor, one line each.
+        made: The checkpoint, or the run if it has none.
+    """
+    lines = [f"--resume: {made} was made otherwise, so the run would not go on bit for bit:"]
+    lines += [f"  - {line}" for line in (*map(str, found), *platform)]
+    keys = [difference.key for difference in found]
+    if found:
+        lines.append(f"To go on as before, leave out {_listed(f'--{key}' for key in keys)}.")
+    if found and set(keys) <= RESHARDABLE:
+        lines.append("With --checkpoint.reshard true the trainer goes on in the new layout, to rounding.")
+    bound = [difference.key for difference in found if difference.effect is Effect.IN_STATE]
+    if bound:
+        lines.append(
+            f"The states in a checkpoint depend on {_listed(bound)}: for another value start a new run, with model.path = "
+            f"{run_dir / 'model'} to begin where this one ended."
+        )
+    elif found and can_fork:
+        words = [word for d in found for word in (f"--{d.key}", _word(d.asked))]
+        command = shlex.join(["llamarl", "train", "--resume", str(run_dir), "--fork", f"{run_dir}-fork", *words])
+        lines.append(f"For a new run that goes on from this checkpoint otherwise: {command}")
+    if platform:
+        lines.append("With --checkpoint.other_platform true the run goes on here, to rounding.")
+    return "\n".join(lines)
+
+
+def _listed(words: Collection[str] | Any) -> str:
+    return ", ".join(words)
+
+
+def _word(value: Any) -> str:
+    """A value as the command line takes it."""
+    import tomli_w
+
+    if isinstance(value, str):
+        return value
+    return tomli_w.dumps({"value": value}).partition("=")[2].strip().replace("\n", " ")
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return _plain(known_keys()[key].get_default(call_default_factory=True))
+        node = node[part]
+    return _plain(node)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

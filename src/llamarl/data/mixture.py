@@ -1,0 +1,88 @@
+"""Prompts of several tasks in one stream: which task prompt ``i`` comes from is a pure function of the seed and ``i``.
+
+    i ──hash (seed, i), weights──▶ task t ──how many before i came from t──▶ prompt number r of t's own stream
+
+So each task's items come in its own order, without a gap, and the position in the data is still one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream
+from llamarl.seeding import derive_seed
+from llamarl.types import Prompt
+
+__all__ = ["MixedStream", "choose_tasks"]
+
+_MIXTURE = 0x6D6978
+_BLOCK = 4096
+
+
+def choose_tasks(weights: npt.NDArray[np.float64], seed: int, first: int, count: int) -> npt.NDArray[np.int64]:
+    """The task of each of ``count`` prompts from ``first`` on, [count]: independent draws in proportion to ``weights``.
+
+    Integer arithmetic on (seed, index), and one comparison with the cumulated weights: the same on every machine.
+    """
+    keys = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    keys += np.uint64(derive_seed(seed, _MIXTURE))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
+    keys ^= keys >> np.uint64(31)
+    places = (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    bounds = np.cumsum(weights) / np.sum(weights)
+    return np.minimum(np.searchsorted(bounds, places, side="right"), len(weights) - 1).astype(np.int64)
+
+
+class MixedStream:
+    """Random access to the prompts of several tasks, as ``PromptStream`` gives it to those of one.
+
+    Args:
+        streams: Of each task, by its label, which its prompts then carry.
+        weights: Of each, > 0; only their ratios matter.
+    """
+
+    def __init__(self, streams: Mapping[str, PromptStream], weights: Mapping[str, float], seed: int) -> None:
+        self._streams = dict(streams)
+        self._labels = list(streams)
+        self._weights = np.array([weights[label] for label in self._labels], dtype=np.float64)
+        self._seed = seed
+        self._counts = [np.zeros(len(self._labels), dtype=np.int64)]
+        """How many prompts of each task come before a block."""
+
+    @property
+    def num_skipped(self) -> int:
+        """Of all tasks, as ``PromptStream.num_skipped``."""
+        return sum(stream.num_skipped for stream in self._streams.values())
+
+    def get(self, index: int) -> Prompt:
+        """Prompt ``index`` of the training stream. Raises what ``PromptStream.get`` raises."""
+        if not 0 <= index < EVAL_INDEX_OFFSET:
+            raise ValueError(f"prompt index must be in 0 .. {EVAL_INDEX_OFFSET - 1}, got {index}")
+        block, place = divmod(index, _BLOCK)
+        while len(self._counts) <= block:
+            chosen = choose_tasks(self._weights, self._seed, (len(self._counts) - 1) * _BLOCK, _BLOCK)
+            self._counts.append(self._counts[-1] + np.bincount(chosen, minlength=len(self._labels)))
+        chosen = choose_tasks(self._weights, self._seed, block * _BLOCK, place + 1)
+        task = int(chosen[-1])
+        number = int(self._counts[block][task]) + int((chosen[:-1] == task).sum())
+        label = self._labels[task]
+        return replace(self._streams[label].get(number), index=index, task=label)
+
+    def check_training_prompts(self) -> None:
+        """Of each task, as ``PromptStream.check_training_prompts``."""
+        for stream in self._streams.values():
+            stream.check_training_prompts()
+
+    def eval_prompts(self, num_prompts: int) -> list[Prompt]:
+        """Held-out prompts of all tasks, as many of each (the first ones get what is left over), one task after the other."""
+        prompts: list[Prompt] = []
+        for place, (label, stream) in enumerate(self._streams.items()):
+            share = num_prompts // len(self._labels) + (place < num_prompts % len(self._labels))
+            for prompt in stream.eval_prompts(share):
+                prompts.append(replace(prompt, index=EVAL_INDEX_OFFSET + len(prompts), task=label))
+        return prompts

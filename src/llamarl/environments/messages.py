@@ -1,0 +1,130 @@
+"""What passes between the reward pool and its workers, and how it lies on the socket: a length, then so many bytes.
+
+Requests go from the process that trusts nobody to one that may be anything by now, as pickles. Replies come back from a
+process in which user code ran: plain JSON, read by ``parse_reply``, which takes nothing on trust but the shapes below.
+
+    {"kind": "ready", "pid": 71}      {"kind": "refused", "cause": "..."}
+    {"kind": "verdicts", "job": 5, "retire": false, "verdicts": [
+        {"value": 1.0, "parts": {"correct": 1.0}}, {"failed": "exception", "detail": "..."}]}
+
+Every request has a number that no other of the pool has, and the reply repeats it: a reply that comes late, or from another
+process that the worker's judge started, is nobody's verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from llamarl.types import Failure, FailureKind, Score
+
+__all__ = ["BrokenReply", "Frames", "Ready", "Refused", "Verdicts", "pack_reply", "pack_request", "parse_reply"]
+
+LENGTH_BYTES = 8
+_MAX_REPLY_BYTES = 1 << 26
+_FAILURES_OF_WORKERS = ("exception", "not_a_number")
+
+
+class BrokenReply(Exception):
+    """Bytes from a worker that are no reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker has made its task."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The task cannot be made."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """Outcomes of one job's samples, in their order."""
+
+    job: int
+    outcomes: tuple[Score | Failure, ...]
+    retire: bool
+    """The worker ends by its own wish, and another should take its place."""
+
+
+def pack_request(message: Any) -> bytes:
+    """A message to a worker as it stands on the socket."""
+    return _pack(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def pack_reply(message: Mapping[str, Any]) -> bytes:
+    """A message from a worker as it stands on the socket."""
+    return _pack(json.dumps(message, allow_nan=False).encode("ascii"))
+
+
+def _pack(body: bytes) -> bytes:
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+class Frames:
+    """Whole messages out of bytes that come in pieces."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The messages that are whole with this piece.
+
+        Raises:
+            BrokenReply: A message says that it is longer than any reply is.
+        """
+        self._bytes += chunk
+        whole = []
+        while len(self._bytes) >= LENGTH_BYTES:
+            length = int.from_bytes(self._bytes[:LENGTH_BYTES], "little")
+            if length > _MAX_REPLY_BYTES:
+                raise BrokenReply(f"a reply of {length} bytes")
+            end = LENGTH_BYTES + length
+            if len(self._bytes) < end:
+                break
+            whole.append(bytes(self._bytes[LENGTH_BYTES:end]))
+            del self._bytes[:end]
+        return whole
+
+
+def parse_reply(frame: bytes) -> Ready | Refused | Verdicts:
+    """A worker's reply, every value of it checked.
+
+    Raises:
+        BrokenReply: It is none.
+    """
+    try:
+        reply = json.loads(frame)
+        match reply:
+            case {"kind": "ready", "pid": int(pid)}:
+                return Ready(pid)
+            case {"kind": "refused", "cause": str(cause)}:
+                return Refused(cause)
+            case {"kind": "verdicts", "job": int(job), "retire": bool(retire), "verdicts": list(verdicts)}:
+                return Verdicts(job, tuple(_outcome(verdict) for verdict in verdicts), retire)
+    except (ValueError, RecursionError) as error:
+        raise BrokenReply(f"{type(error).__name__} in {frame[:80]!r}") from error
+    raise BrokenReply(f"{frame[:80]!r}")
+
+
+def _outcome(verdict: object) -> Score | Failure:
+    match verdict:
+        case {"failed": str(kind), "detail": str(detail)} if kind in _FAILURES_OF_WORKERS:
+            return Failure(kind=cast(FailureKind, kind), detail=detail)
+        case {"value": float(value), "parts": dict(parts)} if _all_finite(value, *parts.values()):
+            return Score(value=value, parts=parts)
+    raise BrokenReply(f"the verdict {str(verdict)[:80]}")
+
+
+def _all_finite(*values: object) -> bool:
+    return all(type(value) is float and math.isfinite(value) for value in values)

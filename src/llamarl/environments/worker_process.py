@@ -1,0 +1,165 @@
+"""The pool's side of one worker: its processes, its sockets, and what it is busy with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llamarl.environments.config import RewardPoolConfig
+from llamarl.environments.messages import BrokenReply, Frames, Ready, Refused, Verdicts, parse_reply
+from llamarl.environments.worker_env import worker_environment
+from llamarl.running_time import running_s
+
+__all__ = ["Job", "WorkerProcess"]
+
+_EXIT_WAIT_S = 10.0
+_PIECE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a worker judges in one go."""
+
+    number: int
+    """No other job of the pool has it."""
+    samples: tuple[int, ...]
+
+
+class WorkerProcess:
+    """A worker and its guardian; nothing here blocks but ``stop``.
+
+    Args:
+        number: Its place in the pool.
+        hello: The first request: what to judge.
+    """
+
+    def __init__(self, number: int, hello: bytes, config: RewardPoolConfig) -> None:
+        self.number = number
+        self.ready = False
+        self.pid: int | None = None
+        """Of the process that judges, once it is ready."""
+        self.job: Job | None = None
+        self.outbox = memoryview(hello)
+        self.started = running_s()
+        self.deadline = self.started + config.startup_timeout_s
+        self._frames = Frames()
+        self._report = bytearray()
+        self._end: str | None = None
+        self.jobs, jobs = socket.socketpair()
+        self.control, control = socket.socketpair()
+        fds = (jobs.fileno(), control.fileno())
+        with jobs, control:
+            self.guardian = subprocess.Popen(
+                [sys.executable, "-P", "-m", "llamarl.environments.worker", *map(str, fds), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=worker_environment(os.environ, config.pass_env, sys.path),
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        self.jobs.setblocking(False)
+        self.control.setblocking(False)
+
+    def assign(self, job: Job, request: bytes, timeout_s: float) -> None:
+        self.job = job
+        self.outbox = memoryview(request)
+        self.started = running_s()
+        self.deadline = self.started + timeout_s
+
+    def died_idle(self) -> bool:
+        """Whether a worker without a job has ended: the kernel closed its socket."""
+        try:
+            return not self.jobs.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def write(self) -> None:
+        """Send what the socket takes. Where nobody reads any more, the worker's report will say why."""
+        try:
+            self.outbox = self.outbox[self.jobs.send(self.outbox) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.outbox = memoryview(b"")
+
+    def read(self) -> list[Ready | Refused | Verdicts]:
+        """The replies that are whole with what has come.
+
+        Raises:
+            BrokenReply: What has come is none.
+            EOFError: Nothing more will come.
+        """
+        try:
+            piece = self.jobs.recv(_PIECE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            piece = b""
+        if not piece:
+            raise EOFError
+        return [parse_reply(frame) for frame in self._frames.feed(piece)]
+
+    def read_rest(self) -> Iterator[Ready | Refused | Verdicts]:
+        """What a worker that has ended still answered."""
+        with contextlib.suppress(EOFError, BrokenReply):
+            while replies := self.read():
+                yield from replies
+
+    def has_ended(self) -> bool:
+        """Read what the guardian says; True once it has nothing more to say, as all that it guarded has ended."""
+        try:
+            piece = self.control.recv(_PIECE_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            piece = b""
+        self._report += piece
+        return not piece
+
+    def begin_stop(self) -> None:
+        """Have the guardian kill the worker and all that it started, without waiting for it."""
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_WR)
+
+    def stop(self) -> str:
+        """End the worker and all that it started; return how it ended and what it last printed. Safe twice."""
+        if self._end is None:
+            self.begin_stop()
+            until = time.monotonic() + _EXIT_WAIT_S
+            while not self.has_ended() and time.monotonic() < until:
+                time.sleep(0.001)
+            try:
+                self.guardian.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:  # the kernel then kills the worker too
+                self.guardian.kill()
+                self.guardian.wait(_EXIT_WAIT_S)
+            self.jobs.close()
+            self.control.close()
+            self._end = _describe_end(bytes(self._report), self.guardian.returncode)
+        return self._end
+
+
+def _describe_end(report: bytes, guardian_status: int) -> str:
+    """How a worker ended, from its guardian's last words."""
+    try:
+        said = json.loads(report)
+        status, output = said["status"], said["output"]
+    except (ValueError, KeyError, TypeError):
+        return f"was killed: its guardian {_describe_status(guardian_status)}"
+    return "\n".join(["killed" if status is None else _describe_status(status), *output])
+
+
+def _describe_status(status: int) -> str:
+    if status < 0:
+        return f"ended by signal {-status} ({signal.strsignal(-status)})"
+    return f"exited with status {status}"

@@ -1,0 +1,56 @@
+"""What llamarl must know of any decoder to run it, read from its configuration or its modules, whatever they call it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+
+from llamarl.errors import ModelError
+
+__all__ = ["cache_shape", "decoder_layers", "linear_layers", "logit_scale", "logit_softcap"]
+
+
+def cache_shape(config: PretrainedConfig) -> tuple[int, int, int]:
+    """(layers, key-value heads, features of a head): what one token keeps for later ones, twice."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    shared = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(text.num_hidden_layers), int(shared), int(head_dim)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Its layers, first to last: the one list in its body that has as many modules as the configuration has layers.
+
+    Raises:
+        ModelError: There is no such list, or several.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    found = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    # a list inside a layer may be as long; the layers' own comes first
+    if not found:
+        raise ModelError(f"{type(model).__name__} has no list of {count} layers")
+    return list(found[0])
+
+
+def linear_layers(config: PretrainedConfig) -> tuple[str, ...]:
+    """Names of the linear layers inside the decoder, in their order; the output layer is not inside."""
+    with torch.device("meta"):
+        body = AutoModel.from_config(config.get_text_config(), trust_remote_code=False)
+    names = (name.rpartition(".")[2] for name, module in body.named_modules() if isinstance(module, nn.Linear))
+    return tuple(dict.fromkeys(names))
+
+
+def logit_scale(config: PretrainedConfig) -> float:
+    """What the output layer's product is multiplied by: Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``."""
+    text = config.get_text_config()
+    if getattr(text, "logit_scale", None):
+        return float(text.logit_scale)
+    divisor = getattr(text, "logits_scaling", None)
+    return 1.0 / divisor if divisor else 1.0
+
+
+def logit_softcap(config: PretrainedConfig) -> float | None:
+    """Gemma's ``final_logit_softcapping``."""
+    return getattr(config.get_text_config(), "final_logit_softcapping", None) or None

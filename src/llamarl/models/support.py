@@ -1,0 +1,232 @@
+"""What is known of a model's architecture before anything heavy is imported: planner, dry-run, engine and trainer ask here.
+
+    config.json ─▶ why_unsupported(config, use) ─▶ None, or the reason in words
+
+This is no list of what may run. Any decoder of transformers' own generates, trains and runs in replicas if it passes the
+check of ``executors/self_check.py``, which computes a small copy of it both ways before a run. The table says what each
+family can do *beyond* that, and what of a ``config.json`` no check on a few tokens would find. A family that is not in
+it gets what needs no such knowledge.
+
+No torch and no transformers here. ``tests/unit/models/test_support.py`` holds the table against what engine, trainer
+and critic really do with a small random model of each family.
+
+To add a family: an entry here, its traits in ``tests/unit/models/tiny_models.py``, and the tests that iterate both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["FAMILIES", "NOT_COMPUTED", "NUM_HOSTS", "USES", "Family", "Use", "is_known", "text_part", "why_unsupported"]
+
+Use = Literal[
+    "generate", "train", "critic", "tensor_parallel", "replicate", "int8", "fp8", "lora", "vllm", "compiled_kernels"
+]
+
+USES: Mapping[Use, str] = {
+    "generate": "generation",
+    "train": "training (the policy, or a frozen reference that scores)",
+    "critic": "a critic: the decoder with a value head",
+    "tensor_parallel": "tensor parallelism above 1, in generator, trainer, reference and critic",
+    "replicate": "generator replicas, and FSDP ranks of whatever is trained",
+    "int8": "int8 weights in the generator, on CPU",
+    "fp8": "fp8 weights in the generator, on CUDA",
+    "lora": "LoRA adapters",
+    "vllm": "vLLM as the engine",
+    "compiled_kernels": "the engine's compiled loops on CPU (engine.kernels)",
+}
+"""What a model can be asked for -> what that is."""
+
+NUM_HOSTS = 1
+"""Hosts that one ``llamarl train`` uses."""
+
+_HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
+"""Switches of norms over heads that older families have beside their tensor-parallel plan."""
+
+_MAX_HEAD_DIM = 512
+"""Features of an attention head that the compiled loops hold at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture, named by the ``model_type`` of its ``config.json``."""
+
+    lacks: Mapping[Use, str] = field(default_factory=dict)
+    """What it cannot be used for -> why."""
+    linear_layers: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear layers of its decoder: what ``lora.targets`` may name."""
+
+
+_LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+_OTHER_LAYER: Mapping[Use, str] = {"compiled_kernels": "its layers are not those that these loops know"}
+_NO_VALUE_FORM: Mapping[Use, str] = {"critic": "transformers has no form of it with a value head named 'score'"}
+_NO_PLAN: Mapping[Use, str] = {"tensor_parallel": "transformers has no plan that cuts it"}
+_PACKED_PLAN: Mapping[Use, str] = {
+    "tensor_parallel": "its plan cuts packed matrices in ways that are not carried out here"
+}
+_NOT_IN_VLLM: Mapping[Use, str] = {"vllm": "nobody has tried it with llamarl"}
+_DENSE: Mapping[Use, str] = {**_OTHER_LAYER, **_NOT_IN_VLLM}
+_SPARSE: Mapping[Use, str] = {
+    **_DENSE,
+    "tensor_parallel": "its experts are not cut over ranks",
+    "int8": "its experts are no linear layers, which alone are quantized",
+    "fp8": "its experts are no linear layers, which alone are quantized",
+}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "mistral": Family(),
+    "gemma2": Family(lacks=_OTHER_LAYER),
+    "gemma3_text": Family(lacks={**_OTHER_LAYER, **_NO_VALUE_FORM}),
+    "phi3": Family(lacks=_PACKED_PLAN, linear_layers=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    "gemma": Family(lacks=_DENSE),
+    "granite": Family(lacks={**_DENSE, **_NO_VALUE_FORM}),
+    "smollm3": Family(lacks=_DENSE),
+    "olmo2": Family(lacks={**_DENSE, **_NO_VALUE_FORM, **_PACKED_PLAN}),
+    "olmo3": Family(lacks={**_DENSE, **_NO_VALUE_FORM, **_PACKED_PLAN}),
+    "glm4": Family(lacks={**_DENSE, **_PACKED_PLAN}, linear_layers=(*_ATTENTION_LAYERS, "gate_up_proj", "down_proj")),
+    "starcoder2": Family(lacks=_DENSE, linear_layers=(*_ATTENTION_LAYERS, "c_fc", "c_proj")),
+    "stablelm": Family(lacks={**_DENSE, **_NO_PLAN}),
+    "phi": Family(lacks=_DENSE, linear_layers=("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")),
+    "cohere": Family(lacks={**_DENSE, **_NO_VALUE_FORM}),
+    "cohere2": Family(lacks={**_DENSE, **_NO_VALUE_FORM}),
+    "nemotron": Family(lacks=_DENSE, linear_layers=(*_ATTENTION_LAYERS, "up_proj", "down_proj")),
+    "exaone4": Family(lacks=_DENSE),
+    "ernie4_5": Family(lacks={**_DENSE, **_NO_VALUE_FORM}),
+    "gpt_neox": Family(
+        lacks={**_DENSE, **_NO_VALUE_FORM},
+        linear_layers=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    ),
+    "gpt2": Family(
+        lacks={
+            **_DENSE,
+            **_NO_VALUE_FORM,
+            **_NO_PLAN,
+            "int8": "its layers are convolutions in name, and only linear layers are quantized",
+            "fp8": "its layers are convolutions in name, and only linear layers are quantized",
+            "lora": "it has no linear layer inside: its own are convolutions in name",
+        },
+        linear_layers=(),
+    ),
+    "opt": Family(
+        lacks={**_DENSE, **_NO_VALUE_FORM, **_NO_PLAN},
+        linear_layers=("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
+    ),
+    "qwen3_moe": Family(lacks=_SPARSE, linear_layers=_ATTENTION_LAYERS),
+    "olmoe": Family(lacks={**_SPARSE, **_NO_VALUE_FORM}, linear_layers=_ATTENTION_LAYERS),
+    "mixtral": Family(lacks=_SPARSE, linear_layers=_ATTENTION_LAYERS),
+    "granitemoe": Family(lacks={**_SPARSE, **_NO_VALUE_FORM}, linear_layers=_ATTENTION_LAYERS),
+}
+"""``model_type`` -> family. Their tokens and gradients are tested against the library's own forward."""
+
+_OTHER_VALUES = "its values have another size than its keys, and the engine's cache has one size for both"
+_STATE = "its recurrent or convolution layers carry a state from token to token, which the engine does not keep"
+_SINKS = "its attention has sinks, which are not computed here"
+
+NOT_COMPUTED: Mapping[str, str] = {
+    "deepseek_v2": _OTHER_VALUES,
+    "deepseek_v3": _OTHER_VALUES,
+    "gpt_oss": _SINKS,
+    "mamba": _STATE,
+    "mamba2": _STATE,
+    "falcon_h1": _STATE,
+    "jamba": _STATE,
+    "qwen3_next": _STATE,
+    "qwen3_5_text": _STATE,
+}
+"""``model_type`` -> why the check before a run refuses it: said early, of families that people ask for."""
+
+_WITHOUT_KNOWLEDGE: tuple[Use, ...] = ("generate", "train", "replicate", "lora")
+_UNKNOWN = Family(
+    lacks={use: "it is known of the families in docs/models.md alone" for use in USES if use not in _WITHOUT_KNOWLEDGE},
+    linear_layers=(),
+)
+"""Any other architecture. Whether it runs at all, the check before a run finds; its linear layers are looked up in the model."""
+
+
+def why_unsupported(config: Mapping[str, Any], use: Use) -> str | None:
+    """Why a model cannot be used so; None if it can.
+
+    Whether an architecture that is not in the table can be computed at all is not asked here. Sizes (does ``tp`` divide the
+    heads?) are asked of ``models/sizes.py``.
+
+    Args:
+        config: The object of its ``config.json``.
+    """
+    if use == "vllm" and text_part(config) is not config:
+        return "the text part of a model in several parts is not run by vLLM: take the native engine"
+    config = text_part(config)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        return f"config.json names no model_type, got {kind!r}" if kind else "config.json names no model_type"
+    if kind in NOT_COMPUTED:
+        return f"architecture {kind!r} is not supported: {NOT_COMPUTED[kind]}"
+    family = FAMILIES.get(kind, _UNKNOWN)
+    if config.get("use_bidirectional_attention"):
+        return f"{kind} with use_bidirectional_attention is not a causal decoder"
+    if _has_changing_longrope(config):
+        return (
+            f"{kind} with rotary embedding 'longrope' is not supported: transformers chooses its short or long factors by the "
+            "longest sequence of a call, so log-probs would depend on what shares the batch"
+        )
+    if use in family.lacks:
+        return f"architecture {kind!r} does not support {USES[use]}: {family.lacks[use]}"
+    if use == "tensor_parallel" and (key := next((k for k in _HEAD_NORMS if config.get(k)), None)):
+        return f"architecture {kind!r} with {key} does not support {USES[use]}: its plan does not speak of these norms"
+    if use == "vllm" and kind == "qwen2" and config.get("use_sliding_window"):
+        if 0 < config.get("max_window_layers", 0) < config.get("num_hidden_layers", 0):
+            return "vLLM does not compute qwen2 with sliding windows in some layers only (max_window_layers)"
+    if use == "compiled_kernels":
+        return _why_not_compiled(config)
+    return None
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the configuration of a model in several parts says of its decoder; of any other model, all it says."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or not text:
+        return config
+    return text if text.get("model_type") else {**text, "model_type": f"{config.get('model_type')}_text"}
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether the architecture is in the table; of another one only the check before a run knows whether it can be computed."""
+    return text_part(config).get("model_type") in FAMILIES
+
+
+def _has_changing_longrope(config: Mapping[str, Any]) -> bool:
+    """Whether positions may lie beyond the length up to which longrope has its short factors."""
+    longest = config.get("max_position_embeddings", math.inf)
+    for rope in _ropes(config):
+        kind = rope.get("rope_type") or rope.get("type")
+        if kind == "longrope" or (config.get("model_type") == "phi3" and kind in ("su", "yarn")):  # its former names
+            short = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+            if short is None or longest > short:
+                return True
+    return False
+
+
+def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Rotary settings under the key of transformers 5 or the older one, one or one a kind of layer."""
+    for key in ("rope_parameters", "rope_scaling"):
+        ropes = config.get(key)
+        if isinstance(ropes, Mapping):
+            yield ropes
+            yield from (rope for rope in ropes.values() if isinstance(rope, Mapping))
+
+
+def _why_not_compiled(config: Mapping[str, Any]) -> str | None:
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        return f"{USES['compiled_kernels']} know the activation silu, not {activation}"
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if head > _MAX_HEAD_DIM:
+        return f"{USES['compiled_kernels']} know heads of up to {_MAX_HEAD_DIM} features, not {head}"
+    return None

@@ -1,0 +1,123 @@
+"""``trained/tick_000012.trainer.0.npz``: what the trainer made of each token of a batch, the first time that it saw it.
+
+Rollouts are written before the trainer sees them; this is the other half: the policy's own log-probability before the tick's
+updates reach the token, whether the loss's bound acted on it, and the response's advantage. One file an executor's rank and tick,
+arrays only (nothing is unpickled), there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.errors import DataError, FileError
+from llamarl.observability.metrics import cannot_write, replace_file
+from llamarl.reading import read_bytes
+
+__all__ = ["TRAINED_FOLDER", "TrainedResponse", "cut_trained_after", "read_trained", "trained_files", "write_trained"]
+
+TRAINED_FOLDER = "trained"
+
+_NAME = re.compile(r"tick_(\d{6,})\..+\.npz")
+_ARRAYS = ("prompt_index", "sample_index", "num_tokens", "advantage", "policy_logprobs", "clipped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedResponse:
+    """One response as the trainer saw it. T is the number of its trained tokens: those whose loss mask is set, in order."""
+
+    prompt_index: int
+    sample_index: int
+    advantage: float
+    """Of the response; the mean over its tokens where they differ."""
+    policy_logprobs: npt.NDArray[np.float32]
+    """[T] nats, of the weights that the update of the token began from."""
+    clipped: npt.NDArray[np.bool_]
+    """[T] whether the loss's own bound acted (``ratio/clipped_fraction``)."""
+
+
+def write_trained(run_dir: Path, tick: int, executor: str, rank: int, responses: list[TrainedResponse]) -> None:
+    """Write what one rank saw in a tick.
+
+    Raises:
+        LlamaRLError: The disk is full or not writable.
+    """
+    path = run_dir / TRAINED_FOLDER / f"tick_{tick:06d}.{executor}.{rank}.npz"
+    arrays = {
+        "prompt_index": np.array([r.prompt_index for r in responses], np.int64),
+        "sample_index": np.array([r.sample_index for r in responses], np.int64),
+        "num_tokens": np.array([len(r.policy_logprobs) for r in responses], np.int64),
+        "advantage": np.array([r.advantage for r in responses], np.float64),
+        "policy_logprobs": np.concatenate([np.zeros(0, np.float32), *(r.policy_logprobs for r in responses)]),
+        "clipped": np.concatenate([np.zeros(0, np.bool_), *(r.clipped for r in responses)]),
+    }
+    data = io.BytesIO()
+    np.savez(data, allow_pickle=False, **arrays)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, data.getvalue())
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def read_trained(run_dir: Path, tick: int) -> list[TrainedResponse]:
+    """What all ranks saw in a tick; none where nothing was written.
+
+    Raises:
+        DataError: A file is torn or of another kind; the message names it.
+    """
+    found = []
+    for path in trained_files(run_dir, tick):
+        try:
+            with np.load(io.BytesIO(read_bytes(path)), allow_pickle=False) as file:
+                arrays = {name: file[name] for name in _ARRAYS}
+            ends = np.cumsum(arrays["num_tokens"])
+            logprobs, clipped = (np.split(arrays[name], ends[:-1]) for name in ("policy_logprobs", "clipped"))
+            for i in range(len(ends)):
+                found.append(
+                    TrainedResponse(
+                        prompt_index=int(arrays["prompt_index"][i]),
+                        sample_index=int(arrays["sample_index"][i]),
+                        advantage=float(arrays["advantage"][i]),
+                        policy_logprobs=logprobs[i].astype(np.float32),
+                        clipped=clipped[i].astype(np.bool_),
+                    )
+                )
+        except (FileError, ValueError, KeyError, IndexError, EOFError, OSError, zipfile.BadZipFile) as error:
+            raise DataError(f"{path} is not what a trainer wrote: {error}") from error
+    return found
+
+
+def trained_files(run_dir: Path, tick: int) -> list[Path]:
+    """The files of a tick, one a rank that wrote any."""
+    return sorted(
+        path for path in (run_dir / TRAINED_FOLDER).glob(f"tick_{tick:06d}.*.npz") if _NAME.fullmatch(path.name)
+    )
+
+
+def cut_trained_after(run_dir: str | os.PathLike[str], tick: int) -> None:
+    """Remove the files of later ticks: a run that goes on from ``tick`` writes them anew.
+
+    Raises:
+        LlamaRLError: The folder is not writable.
+    """
+    for number, path in _files(Path(run_dir) / TRAINED_FOLDER):
+        if number > tick:
+            try:
+                path.unlink()
+            except OSError as error:
+                raise cannot_write(path, error) from error
+
+
+def _files(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(match[1]), path) for match, path in found)

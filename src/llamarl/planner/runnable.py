@@ -1,0 +1,42 @@
+"""What stands between a plan and ``llamarl train``: the lines under ``not yet``.
+
+The planner also answers for systems and models that llamarl does not run. Whatever it prints or writes then says so, from
+the same table that train itself reads (``models/support.py``).
+"""
+
+from __future__ import annotations
+
+from llamarl.models.support import NUM_HOSTS
+from llamarl.planner.hardware import Hardware
+from llamarl.planner.model_spec import ModelSpec
+from llamarl.planner.rooflines import tensor_parallel_sizes
+from llamarl.planner.search import Plan
+
+__all__ = ["why_not_run"]
+
+
+def why_not_run(plan: Plan, model: ModelSpec, hardware: Hardware) -> list[str]:
+    """Each reason why ``llamarl train`` does not run ``plan``; none: it does."""
+    from llamarl.planner.plan_report import system_title
+
+    reasons = []
+    if model.unsupported:
+        reasons.append(model.unsupported)
+    generator, trainer = plan.generator.layout, plan.trainer.layout
+    if stages := max(generator.pp, trainer.pp) - 1:
+        reasons.append(f"{system_title(plan)} has {stages + 1} pipeline stages, llamarl runs 1 (--max-pipeline 1)")
+    tp = max(generator.tp, trainer.tp)
+    sizes = tensor_parallel_sizes(model, tp)
+    if not model.unsupported and not {generator.tp, trainer.tp} <= set(sizes):
+        reasons.append(
+            f"{system_title(plan)} has tensor-parallel size {tp}, llamarl has {', '.join(map(str, sizes))} for {model.name}"
+        )
+    if not (generator.runnable and trainer.runnable):
+        reasons.append("it is counted for a system that also cuts vocabulary and experts over its ranks (--any-tp)")
+    node = hardware.device.devices_per_node
+    is_cpu = hardware.device.train_precision == "fp32"  # a device is then a core, and a host may have any number
+    if not is_cpu and (hosts := -(-plan.devices // node)) > NUM_HOSTS:
+        reasons.append(
+            f"{plan.devices} x {hardware.device.title} are {hosts} hosts of {node}, llamarl train runs on {NUM_HOSTS}"
+        )
+    return reasons

@@ -1,0 +1,58 @@
+"""Advantages of a batch, from its rewards by the run's own estimator, where those alone decide them.
+
+Rollouts are written before the trainer sees them, so they hold rewards. The estimator is a pure function of the batch's
+rewards unless a critic, KL inside the reward, a choice among groups or a function of the user's own has a say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from llamarl.algorithms.advantages import compute_advantages, overlong_penalty
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.errors import LlamaRLError
+from llamarl.import_path import is_import_path
+from llamarl.report.rollout_index import TickIndex
+
+__all__ = ["advantages_of", "why_no_advantages"]
+
+
+def why_no_advantages(config: Mapping[str, Any]) -> str:
+    """Why a run's advantages cannot be told from its rewards; empty where they can."""
+    algorithm = config.get("algorithm")
+    if not isinstance(algorithm, dict):
+        return "the run's configuration is missing"
+    advantage = str(algorithm.get("advantage", "group_mean"))
+    if advantage == "gae":
+        return "they come from a critic, token by token, and are not recorded"
+    if is_import_path(advantage):
+        return f"{advantage} is a function of your own, which a report does not call"
+    if algorithm.get("kl_coef") and algorithm.get("kl_place", "loss") != "loss":
+        return "KL is taken off the reward, and not recorded"
+    if config.get("dynamic_sampling", {}).get("enabled") and "batch" in advantage:
+        return "they depend on which groups were chosen, which is not recorded"
+    return ""
+
+
+def advantages_of(index: TickIndex, config: Mapping[str, Any]) -> list[float | None]:
+    """One an entry of ``index``, None where the response has no reward; empty where rewards alone do not tell."""
+    if why_no_advantages(config):
+        return []
+    try:
+        algorithm = AlgorithmConfig(**config["algorithm"])
+    except (ValueError, TypeError, LlamaRLError):  # written by another version
+        return []
+    rewards = []
+    for _, members in index.groups():
+        adjusted = [
+            math.nan if value is None else value - overlong_penalty(index.length[i], algorithm)
+            for i in members
+            for value in [index.reward[i]]
+        ]
+        rewards.append(np.array(adjusted, dtype=np.float64))
+    flat = [float(value) for group in compute_advantages(rewards, algorithm) for value in group]
+    return [None if reward is None else value for reward, value in zip(index.reward, flat, strict=True)]

@@ -1,0 +1,46 @@
+// Configuration, machine and versions, and what differs between the runs on this page.
+
+const configState = { text: "", only: true };
+
+view("config", {
+  title: "Configuration", section: "Setup",
+  async render(run, page) {
+    const all = await Promise.all(RUNS.map((one) => one.config())), several = RUNS.length > 1;
+    const flats = all.map(({ config, job }) => ({ ...flatten(config), ...flatten({ machine: job.machine || {} }) }));
+    const keys = [...new Set(flats.flatMap(Object.keys))], differs = (key) => new Set(flats.map((flat) => JSON.stringify(flat[key]))).size > 1;
+    const body = h("section", { class: "panel" });
+    const fill = () => {
+      const shown = keys.filter((key) => (!several || !configState.only || differs(key)) && key.toLowerCase().includes(configState.text.toLowerCase()));
+      body.replaceChildren(h("h3", {}, several ? "Settings side by side" : "Settings"), h("p", { role: "status" }, several ? `${format.count(keys.filter(differs).length, "key")} differ${keys.filter(differs).length === 1 ? "s" : ""}; ${shown.length} shown.` : `${shown.length} of ${format.count(keys.length, "key")}.`),
+        table([{ title: "key", cell: (key) => h("code", {}, key) }, ...RUNS.map((one, i) => ({ title: one.name, cell: (key) => h("span", { class: "mono", style: { overflowWrap: "anywhere" } }, show(flats[i][key])) }))], shown, { rowClass: (key) => (several && differs(key) ? "differs" : null) }));
+    };
+    const { job } = all[run.number];
+    page.append(
+      h("h1", {}, "Configuration"), h("p", { class: "lead" }, several ? "Settings, machine and versions of the runs side by side." : "Every setting as it was resolved, the machine, and the versions. Give llamarl report two runs to see what differs."),
+      h("div", { class: "controls" },
+        labelled("Find a key", h("input", { type: "search", value: configState.text, oninput: (event) => { configState.text = event.target.value; fill(); } })),
+        several && segments("Show", [["differences", "Differences"], ["all", "All keys"]], configState.only ? "differences" : "all", (value) => { configState.only = value === "differences"; fill(); })),
+      body);
+    if (job.executors) page.append(
+      panel("Executors", table([
+        { title: "name", cell: (lane) => lane.name }, { title: "does", cell: (lane) => lane.detail }, { title: "ranks", number: true, cell: (lane) => lane.num_ranks }, { title: "threads", number: true, cell: (lane) => lane.threads }, { title: "device", cell: (lane) => lane.device },
+      ], job.executors)),
+      panel("Channels", table([
+        { title: "name", cell: (edge) => edge.name }, { title: "from", cell: (edge) => edge.source }, { title: "to", cell: (edge) => edge.sink }, { title: "delay, ticks", number: true, cell: (edge) => edge.delay }, { title: "capacity", number: true, cell: (edge) => edge.capacity ?? "–" }, { title: "transport", wide: true, cell: (edge) => edge.transport },
+      ], job.channels || [])),
+      panel("Said at the start", facts(Object.entries(job.facts || {}))));
+    else page.append(note("This run has no job.json, so its machine, executors and channels are not known."));
+    fill();
+  },
+});
+
+function flatten(value, prefix = "") {
+  const found = {};
+  for (const [key, inner] of Object.entries(value || {})) {
+    if (inner !== null && typeof inner === "object" && !Array.isArray(inner)) Object.assign(found, flatten(inner, `${prefix}${key}.`));
+    else found[prefix + key] = inner;
+  }
+  return found;
+}
+
+const show = (value) => (value === undefined ? "–" : typeof value === "string" ? (value === "" ? '""' : value) : JSON.stringify(value));

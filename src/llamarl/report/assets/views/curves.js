@@ -1,0 +1,79 @@
+// Curves of one to four runs over versions, tokens or seconds.
+
+const CURVES = [
+  ["reward/mean", "Mean reward"], ["eval/accuracy", "Held-out accuracy"], ["entropy", "Entropy"], ["mismatch/kl", "KL(behaviour, policy)"],
+  ["kl/reference", "KL to the reference"], ["ratio/clipped_fraction", "Clipped share of tokens"], ["response/length_mean", "Mean response length"],
+  ["response/truncated_fraction", "Share cut at the length limit"], ["staleness/mean", "Staleness"], ["grad_norm", "Gradient norm"], ["tokens_per_s/generated", "Tokens a second"],
+];
+const curveState = { axis: "version", weight: 0.6, hidden: new Set(), more: new Set() };
+
+view("curves", {
+  title: "Curves", section: "Learning",
+  async render(run, page) {
+    const all = await Promise.all(RUNS.map((one) => one.metrics()));
+    const keys = new Set(all.flatMap((metrics) => Object.keys(metrics.columns)));
+    const grid = h("div", { class: "grid" });
+    const redraw = () => grid.querySelectorAll(".chart").forEach((element) => element.redraw());
+    const shown = () => [...CURVES.filter(([key]) => keys.has(key)), ...[...curveState.more].filter((key) => keys.has(key)).map((key) => [key, key])];
+    const fill = () => grid.replaceChildren(...shown().map(([key, title]) => curvePanel(key, title, all)));
+    const rest = [...keys].filter((key) => !CURVES.some(([known]) => known === key) && !["step", "policy_version"].includes(key));
+    page.append(
+      h("h1", {}, "Curves"),
+      h("p", { class: "lead" }, "Thin lines are what was measured, thick ones smoothed. Click a point to open its tick."),
+      h("div", { class: "controls" },
+        segments("Horizontal axis", [["version", "Versions"], ["tokens", "Tokens trained"], ["seconds", "Seconds"]], curveState.axis, (value) => { curveState.axis = value; redraw(); }),
+        labelled("Smoothing", h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: curveState.weight, oninput: (event) => { curveState.weight = Number(event.target.value); redraw(); } })),
+        RUNS.length > 1 && h("div", { class: "field" }, h("span", { class: "soft", style: { fontSize: "13px" } }, "Runs"), h("div", { class: "segments" },
+          RUNS.map((one) => h("button", {
+            type: "button", class: "chip", "aria-pressed": String(!curveState.hidden.has(one.number)),
+            onclick: (event) => {
+              const hide = !curveState.hidden.has(one.number);
+              curveState.hidden[hide ? "add" : "delete"](one.number);
+              event.currentTarget.setAttribute("aria-pressed", String(!hide));
+              redraw();
+            },
+          }, h("i", { class: "dot", style: { background: colour(one.number) } }), one.name)))),
+        labelled("Add a curve", select([["", "choose a metric…"], ...rest.map((key) => [key, key])], "", (key) => { if (key) { curveState.more.add(key); fill(); } })),
+      ),
+      grid,
+    );
+    if (!keys.size) page.append(note("No row has been written yet."));
+    fill();
+  },
+});
+
+function horizontal(metrics, axis) {
+  const { columns } = metrics;
+  if (axis === "version") return columns.policy_version || columns.step;
+  const steps = axis === "tokens" ? columns["tokens/trained"] : columns["time/step_s"];
+  let total = 0;
+  return (steps || []).map((value) => (total += value || 0));
+}
+
+function curvePanel(key, title, all) {
+  const meaning = all.map((metrics) => metrics.meanings[key]).find(Boolean) || "";
+  const unit = all.map((metrics) => metrics.units[key]).find(Boolean) || "";
+  const last = RUNS.map((run, i) => {
+    const values = (all[i].columns[key] || []).filter((value) => value !== null);
+    return values.length ? `${RUNS.length > 1 ? `${run.name} ` : ""}${format.number(values[values.length - 1])}` : null;
+  }).filter(Boolean);
+  return h("section", { class: "panel", title: meaning, data: { key } },
+    h("h3", {}, title),
+    h("small", { class: "soft" }, `${last.join(" · ") || "nothing recorded"}${unit && unit !== title.toLowerCase() ? ` ${unit}` : ""}, last`),
+    chart(`${title}: last ${last.join(", ")}. ${meaning}`, () => {
+      const traces = [];
+      RUNS.forEach((run, i) => {
+        const values = all[i].columns[key];
+        if (!values || curveState.hidden.has(run.number)) return;
+        const where = horizontal(all[i], curveState.axis), ticks = all[i].columns.step;
+        const held = values.map((value, at) => at).filter((at) => values[at] !== null);
+        const x = held.map((at) => where[at]), y = held.map((at) => values[at]), customdata = held.map((at) => [run.number, ticks[at]]);
+        const few = held.length < 40, line = { color: colour(run.number) }, showlegend = false;
+        if (curveState.weight && held.length > 2) {
+          traces.push({ x, y, customdata, mode: "lines", line: { ...line, width: 1 }, opacity: 0.3, hoverinfo: "skip", showlegend });
+          traces.push({ x, y: smooth(y, curveState.weight), customdata, text: y.map((value) => format.number(value, 4)), hovertemplate: "%{text}", mode: few ? "lines+markers" : "lines", marker: { size: 4 }, line: { ...line, width: 2.4 }, name: RUNS.length > 1 ? run.name : "", showlegend });
+        } else traces.push({ x, y, customdata, mode: few ? "lines+markers" : "lines", marker: { size: 5 }, line: { ...line, width: 2 }, name: RUNS.length > 1 ? run.name : "", showlegend });
+      });
+      return { traces, layout: { xaxis: { title: { version: "policy version", tokens: "tokens trained", seconds: "seconds up" }[curveState.axis] }, yaxis: { rangemode: "normal" } } };
+    }, { onpoint: (point) => go("tick", ...point.customdata) }));
+}

@@ -1,0 +1,85 @@
+// The first view: does the run learn, and if not, what looks wrong.
+
+view("summary", {
+  title: "Summary", section: "",
+  async render(run, page) {
+    const { info } = run, { totals } = info;
+    const metrics = await run.metrics(), steps = metrics.columns.step || [];
+    const rate = totals.wall_s ? totals.tokens_generated / totals.wall_s : null;
+    const busiest = Object.entries(totals.idle).sort((a, b) => a[1] - b[1])[0];
+    page.append(
+      h("h1", {}, info.name),
+      h("p", { class: "lead" }, statusWords(info), info.facts.model ? ` ${info.facts.algorithm} trains ${info.facts.model} on ${info.facts.task}.` : ""),
+      ...findingCards(run),
+      tiles(
+        steps.length && tile(arrow(totals.first_reward, totals.last_reward), "mean reward, first to last tick"),
+        totals.last_accuracy !== null && tile(arrow(totals.first_accuracy, totals.last_accuracy, format.share), "held-out accuracy"),
+        steps.length && tile(rate === null ? "–" : format.number(rate), "tokens generated a second"),
+        steps.length && tile(format.seconds(totals.wall_s), "up"),
+        totals.staleness_mean !== null && tile(`${format.number(totals.staleness_mean)} / ${totals.staleness_max}`, "staleness, mean / largest"),
+        busiest && tile(format.share(busiest[1]), `idle: ${busiest[0]}, the busiest`),
+      ),
+    );
+    if ((metrics.columns["reward/mean"] || []).filter((value) => value !== null).length > 1) {
+      page.append(panel("Mean reward", chart(`Mean reward by tick, from ${format.number(totals.first_reward)} to ${format.number(totals.last_reward)}`, () => ({
+        traces: [
+          { x: steps, y: metrics.columns["reward/mean"], mode: "lines", line: { color: colour(0), width: 1 }, opacity: 0.35, hoverinfo: "skip" },
+          { x: steps, y: smooth(metrics.columns["reward/mean"], 0.8), mode: "lines", line: { color: colour(0), width: 2.5 }, name: "smoothed" },
+        ],
+        layout: { xaxis: { title: "tick" } },
+      }), { onpoint: (point) => go("tick", run.number, point.x) })));
+    }
+    page.append(panel("What is recorded",
+      facts([
+        ["Folder", info.path],
+        ["Ticks", info.num_ticks ? `${info.ticks} of ${info.num_ticks}` : `${info.ticks}`],
+        ["Responses", info.responses ? `${format.number(info.responses)}${textShare(info)}` : "none"],
+        ...info.missing.map((text) => ["Missing", text]),
+      ])));
+  },
+});
+
+function textShare(info) {
+  if (info.responses_with_text === info.responses) return ", all of them with text and tokens on this page";
+  return `; this page carries text and tokens of ${format.number(info.responses_with_text)}, sampled in whole groups over all ticks. Counts, filters and charts cover every one`;
+}
+
+function statusWords(info) {
+  const of = info.num_ticks ? ` of ${info.num_ticks}` : "";
+  if (!info.ticks) return info.status === "running" ? "Running; no tick is done yet." : "No tick was done.";
+  if (info.status === "running") return `Running, ${info.ticks}${of} ticks done.`;
+  if (info.status === "done") return `Done, ${info.ticks} ticks.`;
+  return info.status === "stopped" ? `Stopped after ${info.ticks}${of} ticks.` : `${info.ticks} ticks.`;
+}
+
+function arrow(first, last, show = format.number) {
+  if (first === null || first === undefined) return "–";
+  return `${show(first)} → ${show(last)}`;
+}
+
+function findingCards(run) {
+  const { info } = run;
+  if (!info.findings.length) {
+    if (!info.ticks) return [];
+    const short = info.ticks < info.window;
+    return [h("article", { class: "finding good" }, h("h3", {}, "Nothing looks wrong"),
+      h("p", {}, short
+        ? `Looked at with ${info.ticks} ticks: failed and constant rewards, cut, repeated and empty responses. Rules on trends need ${info.window} ticks.`
+        : "Looked at: failed and constant rewards, groups without a signal, cut, repeated and empty responses, mismatch between policy and data, entropy, skipped updates, idle time."))];
+  }
+  return info.findings.map((finding) => h("article", { class: `finding ${finding.level}` },
+    h("h3", {}, finding.title),
+    h("p", {}, sentence(finding.text)),
+    h("div", { class: "actions" },
+      h("a", { class: "button", href: link(finding.view, run.number, ...(FINDING_TARGETS[finding.kind] || [])) }, FINDING_WORDS[finding.view] || "Look"),
+      h("a", { class: "button", href: link("tick", run.number, finding.first_tick) }, `Tick ${finding.first_tick}, where it was seen first`),
+      finding.level === "bad" && !finding.now && h("span", { class: "tag" }, "over by the last ticks"))));
+}
+
+const FINDING_WORDS = { failures: "See the failures", rollouts: "See responses beside the expected answers", garbage: "See such responses", curves: "See the curves", ledger: "See where the tokens went", timeline: "See the timeline" };
+const FINDING_TARGETS = { mostly_cut: ["cut"], repetition: ["repetition"], script: ["script"], empty: ["empty"] };
+
+function sentence(text) {
+  const whole = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.!?]$/.test(whole) ? whole : `${whole}.`;
+}

@@ -1,0 +1,118 @@
+"""The page itself: one HTML file that holds its style, its scripts, the charting script and the data of the runs.
+
+It loads nothing: its content security policy lets it run the scripts that it was made with, known by their digests, and reach no
+address. Text of a run is in the data alone, packed (``blocks``), and becomes text nodes, never markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+
+from llamarl.errors import ConfigError
+
+__all__ = ["charting_script", "make_page", "numbered"]
+
+_SCRIPTS = (
+    "registry.js",
+    "dom.js",
+    "data.js",
+    "charts.js",
+    "views/summary.js",
+    "views/timeline.js",
+    "views/curves.js",
+    "views/rollouts.js",
+    "views/response.js",
+    "views/failures.js",
+    "views/garbage.js",
+    "views/prompts.js",
+    "views/staleness.js",
+    "views/ledger.js",
+    "views/handover.js",
+    "views/config.js",
+    "app.js",
+)
+
+
+@cache
+def charting_script() -> str:
+    """Plotly's script, as its package brings it.
+
+    Raises:
+        ConfigError: Plotly is not installed.
+    """
+    try:
+        return (resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise ConfigError("charts need Plotly: pip install 'plotly>=6'") from error
+
+
+def make_page(title: str, blocks: Mapping[str, str], *, watch: bool = False) -> str:
+    """The whole file.
+
+    Args:
+        title: Any text.
+        blocks: Name -> encoded block, as ``run/name`` with the run's number first.
+        watch: The page asks the server that it came from for blocks and charts; then it holds none.
+    """
+    assets = resources.files("llamarl.report") / "assets"
+    script = "\n".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    script = f'(() => {{\n"use strict";\n{script}\n}})();'
+    charts = charting_script()
+    reached = "'self'" if watch else "'none'"
+    held = {} if watch else {**blocks, "charts": _pack(charts)}
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {_digest(script)} {_digest(charts)}",
+            "style-src 'unsafe-inline'",
+            "img-src data:",
+            f"connect-src {reached}",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    parts = {
+        "watch": "1" if watch else "0",
+        "policy": html.escape(policy),
+        "title": html.escape(title),
+        "style": (assets / "style.css").read_text(encoding="utf-8"),
+        "blocks": "\n".join(_element(name, text) for name, text in held.items()),
+        "script": script,
+    }
+    return _fill((assets / "page.html").read_text(encoding="utf-8"), parts)
+
+
+def _fill(template: str, parts: Mapping[str, str]) -> str:
+    """The template with each ``{{name}}`` replaced, once: what is put in is not looked at again."""
+    pieces: list[str] = []
+    rest = template
+    while "{{" in rest:
+        before, _, rest = rest.partition("{{")
+        name, _, rest = rest.partition("}}")
+        pieces += [before, parts[name]]
+    return "".join([*pieces, rest])
+
+
+def _element(name: str, text: str) -> str:
+    return f'<script type="application/octet-stream" id="block:{html.escape(name)}">{text}</script>'
+
+
+@cache
+def _pack(text: str) -> str:
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode("ascii")
+
+
+def _digest(script: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    return f"'sha256-{digest}'"
+
+
+def numbered(runs: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Blocks of several runs under one roof: ``run`` of the second becomes ``1/run``."""
+    return {f"{number}/{name}": text for number, blocks in enumerate(runs) for name, text in blocks.items()}

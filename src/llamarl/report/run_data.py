@@ -1,0 +1,237 @@
+"""A run as the page's blocks: name -> plain columns. Each block is opened by the page when its view is.
+
+run        small, read at once: name, status, findings, totals, what is missing
+metrics    rows as columns          timeline   ticks, spans, gaps, forecast
+index      every response           detail/T   text and tokens of the chosen groups of tick T
+config     configuration, job, machine
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llamarl.config import GROUP_BASELINES
+from llamarl.errors import DataError, FileError
+from llamarl.observability.health import WINDOW
+from llamarl.observability.keys import KEYS, key_order
+from llamarl.observability.ledger import imbalance
+from llamarl.observability.summary import SummaryBuilder
+from llamarl.observability.trained_tokens import TrainedResponse, read_trained, trained_files
+from llamarl.report.advantages import advantages_of, why_no_advantages
+from llamarl.report.blocks import encode_block
+from llamarl.report.findings import find_wrong
+from llamarl.report.garbage import FLAGS
+from llamarl.report.pieces import find_tokenizer, piece_reader
+from llamarl.report.rollout_index import (
+    TickIndex,
+    choose_groups,
+    detail_of_tick,
+    index_columns,
+    index_file,
+    tick_files,
+)
+from llamarl.report.run_files import RunFiles, read_run
+from llamarl.report.timeline import channels_of, timeline_columns
+
+__all__ = ["RunReader", "metrics_columns"]
+
+_LINE_TO_BLOCK = 0.06
+"""Bytes of a block by bytes of the rollout lines it was made from, to begin with; measured from then on."""
+_FILL = 0.97
+"""Of the room for responses, what is aimed at: the measure is of other ticks than those that it is applied to."""
+
+
+@dataclass
+class RunReader:
+    """Reads one run again and again, at the cost of what has changed."""
+
+    path: Path
+    _indexes: dict[Path, tuple[tuple[int, int], TickIndex]] = field(default_factory=dict)
+    _details: dict[tuple[Any, ...], str] = field(default_factory=dict)
+
+    def blocks(self, max_bytes: int) -> dict[str, str]:
+        """Block name -> encoded text, of at most ``max_bytes`` together unless the numbers alone take more.
+
+        Raises:
+            LlamaRLError: A file is there and cannot be read.
+        """
+        files = read_run(self.path)
+        paths = dict(tick_files(self.path))
+        indexes = [self._index(tick, path) for tick, path in paths.items()]
+        blocks = {
+            "metrics": encode_block(metrics_columns(files.rows)),
+            "timeline": encode_block(timeline_columns(files.trace, channels_of(files.job))),
+            "config": encode_block(
+                {"config": files.config, "job": files.job, "through_controller": files.trace.controller_bytes}
+            ),
+        }
+        numbers = encode_block(index_columns(indexes, {}))
+        room = max_bytes - len(numbers) - sum(map(len, blocks.values()))
+        chosen, details = self._details_within(files, indexes, paths, room)
+        blocks |= details
+        blocks["index"] = encode_block(index_columns(indexes, chosen) | self._facts(files, indexes))
+        blocks["run"] = encode_block(self._run(files, indexes, chosen))
+        return blocks
+
+    def _index(self, tick: int, path: Path) -> TickIndex:
+        state = _state(path)
+        known = self._indexes.get(path)
+        if known is None or known[0] != state:
+            known = self._indexes[path] = (state, index_file(tick, path))
+        return known[1]
+
+    def _details_within(
+        self, files: RunFiles, indexes: Sequence[TickIndex], paths: Mapping[int, Path], room: int
+    ) -> tuple[dict[int, list[int]], dict[str, str]]:
+        """The chosen groups of each tick and their blocks, which take at most ``room`` characters."""
+        pieces = piece_reader(find_tokenizer(self.path, str(files.setting("model.path", ""))))
+        of_tick = {index.tick: index for index in indexes}
+        ratio = _LINE_TO_BLOCK
+        while True:
+            chosen = choose_groups(indexes, _FILL * room / ratio)
+            blocks: dict[str, str] = {}
+            used = lines = 0
+            for tick, prompts in chosen.items():
+                index = of_tick[tick]
+                beside = tuple((path, _state(path)) for path in trained_files(self.path, tick))
+                key = (paths[tick], _state(paths[tick]), beside, tuple(prompts))
+                if key not in self._details:
+                    detail = detail_of_tick(tick, paths[tick], prompts, pieces, _trained(self.path, tick))
+                    _add_advantages(detail, index, advantages_of(index, files.config))
+                    self._details[key] = encode_block(detail)
+                blocks[f"detail/{tick}"] = self._details[key]
+                used += len(self._details[key])
+                wanted = set(prompts)
+                lines += sum(n for n, prompt in zip(index.num_bytes, index.prompt, strict=True) if prompt in wanted)
+                if used > room:
+                    break
+            if used <= room:
+                return chosen, blocks
+            ratio = max(1.1 * ratio, used / max(1, lines))
+
+    def _facts(self, files: RunFiles, indexes: Sequence[TickIndex]) -> dict[str, Any]:
+        stale: Counter[tuple[int, int]] = Counter()
+        for index in indexes:
+            for version, tokens in index.tokens_of_version.items():
+                stale[index.tick, index.tick - version] += tokens
+        places = sorted(stale)
+        return {
+            "flag_names": list(FLAGS),
+            "no_advantages": why_no_advantages(files.config),
+            "unreadable": sum(index.unreadable for index in indexes),
+            "staleness": {
+                "tick": [tick for tick, _ in places],
+                "staleness": [late for _, late in places],
+                "tokens": [stale[place] for place in places],
+            },
+        }
+
+    def _run(
+        self, files: RunFiles, indexes: Sequence[TickIndex], chosen: Mapping[int, Sequence[int]]
+    ) -> dict[str, Any]:
+        builder = SummaryBuilder()
+        for row in files.rows:
+            builder.add(row)
+        totals = builder.build(stopped="", failures=(), places={})
+        findings = find_wrong(
+            files.rows,
+            files.warnings,
+            indexes,
+            group_baseline=files.setting("algorithm.advantage", "group_mean") in GROUP_BASELINES,
+        )
+        responses = sum(len(index.reward) for index in indexes)
+        with_text = 0
+        for index in indexes:
+            wanted = set(chosen.get(index.tick, ()))
+            with_text += sum(prompt in wanted for prompt in index.prompt)
+        return {
+            "name": files.name,
+            "path": str(files.path),
+            "status": files.status,
+            "ticks": len(files.rows),
+            "num_ticks": files.num_ticks,
+            "missing": list(files.missing),
+            "window": WINDOW,
+            "findings": [
+                {
+                    "kind": f.kind,
+                    "level": f.level,
+                    "title": f.title,
+                    "text": f.text,
+                    "view": f.view,
+                    "first_tick": f.first_tick,
+                    "now": f.now,
+                }
+                for f in findings
+            ],
+            "totals": {
+                "wall_s": totals.wall_s,
+                "first_reward": totals.first_reward,
+                "last_reward": totals.last_reward,
+                "first_accuracy": totals.first_accuracy,
+                "last_accuracy": totals.last_accuracy,
+                "tokens_generated": totals.tokens_generated,
+                "tokens_trained": totals.tokens_trained,
+                "staleness_mean": totals.staleness_mean,
+                "staleness_max": totals.staleness_max,
+                "failed": totals.num_failed,
+                "idle": dict(totals.idle),
+            },
+            "facts": {
+                "model": files.setting("model.path"),
+                "task": files.setting("task.name"),
+                "algorithm": files.setting("algorithm.name"),
+                "max_staleness": files.setting("schedule.max_staleness"),
+                "group_size": files.setting("generator.group_size"),
+                "prompts_per_step": files.setting("schedule.prompts_per_step"),
+                "rho": files.setting("algorithm.rho"),
+                "max_new_tokens": files.setting("generator.sampling.max_new_tokens"),
+                "temperature": files.setting("generator.sampling.temperature"),
+            },
+            "responses": responses,
+            "responses_with_text": with_text,
+        }
+
+
+def _trained(run_dir: Path, tick: int) -> dict[tuple[int, int], TrainedResponse]:
+    """What the trainer wrote down of a tick; nothing where its file is torn."""
+    try:
+        return {(one.prompt_index, one.sample_index): one for one in read_trained(run_dir, tick)}
+    except DataError:
+        return {}
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """By which a file that was changed is known."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror})") from error
+    return found.st_mtime_ns, found.st_size
+
+
+def _add_advantages(detail: dict[str, Any], index: TickIndex, advantages: Sequence[float | None]) -> None:
+    if not advantages:
+        return
+    known = dict(zip(zip(index.prompt, index.sample, strict=True), advantages, strict=True))
+    for group in detail["groups"]:
+        for sample in group["samples"]:
+            sample.setdefault("advantage", known.get((group["prompt_index"], sample["sample_index"])))
+
+
+def metrics_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows as columns, what the table of keys says of each, and what each row's ledger lacks (0: it closes)."""
+    keys = key_order({key for row in rows for key in row})
+    known = {key.name: key for key in KEYS}
+    before: Sequence[Mapping[str, Any] | None] = [None, *rows[:-1]] if rows else []
+    return {
+        "columns": {key: [row.get(key) for row in rows] for key in keys},
+        "units": {key: known[key].unit for key in keys if key in known},
+        "meanings": {key: known[key].meaning for key in keys if key in known},
+        "imbalance": [imbalance(row, earlier) for row, earlier in zip(rows, before, strict=True)],
+    }

@@ -1,0 +1,222 @@
+"""Everything in a run's folder but its rollouts, as plain values. Reads only; what is missing or torn is said, not raised.
+
+A run may be going on, may have been killed in the middle of a line, may lack any file but one: then the others still tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.observability.job_file import JOB_FILE
+from llamarl.observability.metrics import METRICS_FILE, read_metrics
+from llamarl.observability.rollouts import ROLLOUTS_FOLDER
+from llamarl.observability.trace import TRACE_FILE
+from llamarl.observability.warning_log import read_warnings
+from llamarl.reading import read_bytes, read_object, read_toml, user_path
+
+__all__ = ["RunFiles", "Slice", "Trace", "open_run", "read_run", "read_trace"]
+
+_CONFIG_FILE = "config.toml"
+_LOCK_FILE = ".lock"
+_MARKS = (_CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, TRACE_FILE)
+"""A folder that holds none of these is no run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One tick of an executor, or a span inside it. Seconds on the trace's own clock."""
+
+    tick: int
+    start_s: float
+    end_s: float
+    label: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """``trace.json``: who worked when."""
+
+    lanes: tuple[str, ...] = ()
+    ticks: dict[str, list[Slice]] = field(default_factory=dict)
+    """Executor -> its ticks, in order."""
+    spans: dict[str, list[Slice]] = field(default_factory=dict)
+    """Executor -> what its ticks spent their time on."""
+    controller_bytes: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Executor -> tick -> bytes that went through the controller."""
+    resumed: tuple[tuple[int, float], ...] = ()
+    """(last tick kept, second) of each resume."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """What a run's folder holds, rollouts apart."""
+
+    path: Path
+    name: str
+    status: Literal["running", "done", "stopped", "unknown"]
+    config: dict[str, Any]
+    rows: list[dict[str, Any]]
+    warnings: list[dict[str, Any]]
+    job: dict[str, Any]
+    trace: Trace
+    missing: tuple[str, ...]
+    """In words: files that are not there, and what the page lacks for it."""
+
+    @property
+    def num_ticks(self) -> int | None:
+        """Ticks of the whole run as configured; None where nobody recorded them."""
+        found = self.config.get("run", {}).get("num_ticks")
+        return found if isinstance(found, int) else None
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """The value of a dotted key of the configuration."""
+        value: Any = self.config
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+
+def open_run(named: str) -> Path:
+    """The folder that a user named.
+
+    Raises:
+        ConfigError: It is not there, or holds no run.
+    """
+    path = user_path(named, "RUN")
+    if not path.exists():
+        raise ConfigError(f"no folder {path}: give the folder of a run (its run.dir)")
+    if not path.is_dir():
+        raise ConfigError(f"{path} is a file, expected the folder of a run (its run.dir)")
+    if not any((path / mark).exists() for mark in _MARKS):
+        inside = sorted(child.parent for child in path.glob(f"*/{_CONFIG_FILE}"))
+        hint = f"; it has runs inside: {', '.join(map(str, inside[:4]))}" if inside else ""
+        raise ConfigError(f"{path} holds no run (none of {', '.join(_MARKS)}){hint}: give the folder of a run")
+    return path
+
+
+def read_run(path: Path) -> RunFiles:
+    """Read what is there.
+
+    Raises:
+        LlamaRLError: A file is there and cannot be opened.
+    """
+    missing: list[str] = []
+    config = _object_or_empty(path / _CONFIG_FILE, missing, "configuration and its differences are not shown")
+    rows: list[dict[str, Any]] = []
+    if (path / METRICS_FILE).exists():
+        rows = [dict(row) for row in read_metrics(path)]
+    else:
+        missing.append(f"{METRICS_FILE} (not there yet): no curve, no token ledger")
+    job = _object_or_empty(
+        path / JOB_FILE, missing, "channels, machine and the size of a version are not known, and there is no forecast"
+    )
+    if (path / TRACE_FILE).exists():
+        trace = read_trace(path / TRACE_FILE)
+    else:
+        trace = Trace()
+        missing.append(f"{TRACE_FILE} (observability.trace was off, or the run has not begun): no timeline")
+    if not (path / ROLLOUTS_FOLDER).is_dir():
+        missing.append(f"{ROLLOUTS_FOLDER}/ (observability.rollouts was off, or no tick is done): no responses")
+    files = RunFiles(
+        path=path,
+        name=path.resolve().name,
+        status="unknown",
+        config=config,
+        rows=rows,
+        warnings=read_warnings(path),
+        job=job,
+        trace=trace,
+        missing=tuple(missing),
+    )
+    return _with_status(files)
+
+
+def read_trace(path: Path) -> Trace:
+    """Slices of a trace; a line that a kill tore, or that is no event of ours, is left out."""
+    names: dict[int, str] = {}
+    ticks: dict[int, dict[int, Slice]] = {}
+    spans: dict[int, list[Slice]] = {}
+    through: dict[int, dict[int, float]] = {}
+    resumed: list[tuple[int, float]] = []
+    for event in _events(path):
+        try:
+            kind, lane, args = event["ph"], int(event["tid"]), event.get("args", {})
+            if kind == "M" and event["name"] == "thread_name":
+                names[lane] = str(args["name"])
+            elif kind == "X":
+                start_s = event["ts"] / 1e6
+                found = Slice(int(args["tick"]), start_s, start_s + event["dur"] / 1e6, str(event["name"]))
+                if event.get("cat") == "tick":
+                    ticks.setdefault(lane, {})[found.tick] = found
+                    if "controller/bytes" in args:
+                        through.setdefault(lane, {})[found.tick] = float(args["controller/bytes"])
+                else:
+                    spans.setdefault(lane, []).append(found)
+            elif kind == "i" and str(event["name"]).startswith("resumed"):
+                resumed.append((int(args["tick"]), event["ts"] / 1e6))
+        except (KeyError, TypeError, ValueError):
+            continue  # an event of another program
+    return Trace(
+        lanes=tuple(names[lane] for lane in sorted(names)),
+        ticks={names[lane]: [found[t] for t in sorted(found)] for lane, found in ticks.items() if lane in names},
+        spans={names[lane]: found for lane, found in spans.items() if lane in names},
+        controller_bytes={names[lane]: found for lane, found in through.items() if lane in names},
+        resumed=tuple(resumed),
+    )
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    for line in read_bytes(path, max_bytes=None).splitlines():
+        try:
+            event = json.loads(line.rstrip(b","))
+        except ValueError:
+            continue  # a bracket, or a line in which a kill fell
+        if isinstance(event, dict):
+            yield event
+
+
+def _object_or_empty(path: Path, missing: list[str], without: str) -> dict[str, Any]:
+    if not path.exists():
+        missing.append(f"{path.name} (not there): {without}")
+        return {}
+    try:
+        return read_toml(path) if path.suffix == ".toml" else read_object(path)
+    except LlamaRLError as error:
+        missing.append(f"{error}: {without}")
+        return {}
+
+
+def _with_status(files: RunFiles) -> RunFiles:
+    last = int(files.rows[-1].get("step") or 0) + 1 if files.rows else 0
+    status: Literal["running", "done", "stopped", "unknown"] = "stopped"
+    if _is_held(files.path):
+        status = "running"
+    elif files.num_ticks is None:
+        status = "unknown"
+    elif last >= files.num_ticks:
+        status = "done"
+    return dataclasses.replace(files, status=status)
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a process holds the run's lock, told without taking it: a reader must never be in a run's way."""
+    try:
+        inode = os.stat(path / _LOCK_FILE).st_ino
+        owner = (path / _LOCK_FILE).read_text(encoding="ascii", errors="replace").strip()
+        locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    for line in locks.splitlines():
+        fields = line.split()
+        if "FLOCK" in fields and fields[-3].rsplit(":", 1)[-1] == str(inode):
+            return owner in fields or os.path.exists(f"/proc/{owner}")
+    return False

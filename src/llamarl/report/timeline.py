@@ -1,0 +1,227 @@
+"""Idle gaps of every executor, what each gap waited for, and the pace that the step-time model forecasts. Pure.
+
+An executor may begin tick k when its tick k - 1 is done, every channel into it holds the token of tick k - delay, and every
+channel out of it has room: its sink is done with tick k + delay - capacity. Of these, the last to happen ended the gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from llamarl.errors import GraphError
+from llamarl.planner.step_time import Edge, max_cycle_mean
+from llamarl.report.run_files import Slice, Trace
+
+__all__ = ["Channel", "Forecast", "Gap", "channels_of", "find_gaps", "forecast", "timeline_columns"]
+
+_SAME_MOMENT_S = 1e-6
+_MS = 3
+"""Digits after the point of a millisecond that the page keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    """One edge of the job."""
+
+    name: str
+    source: str
+    sink: str
+    delay: int
+    capacity: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """An executor did nothing before its tick."""
+
+    lane: str
+    tick: int
+    """The tick that could not begin yet."""
+    start_s: float
+    end_s: float
+    cause_lane: str = ""
+    """Executor whose tick ended last of those that it needed; empty: nothing that is known was missing."""
+    cause_tick: int = -1
+    cause_end_s: float = 0.0
+    channel: str = ""
+    for_room: bool = False
+    """It waited for room on ``channel``, not for a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The steady state of the job, from the mean time of each executor's tick."""
+
+    period_s: float
+    cycle: tuple[str, ...]
+    """Executors that set the pace."""
+    busy_s: dict[str, float]
+    """Executor -> seconds a tick, the median."""
+    starts_s: dict[str, list[float]]
+    """Executor -> when each of its ticks begins if every tick takes ``busy_s`` and nothing is lost between."""
+
+
+def channels_of(job: Mapping[str, Any]) -> list[Channel]:
+    """The channels that ``job.json`` names; none where it is missing."""
+    found = []
+    for entry in job.get("channels", []):
+        try:
+            capacity = entry.get("capacity")
+            found.append(
+                Channel(
+                    name=str(entry["name"]),
+                    source=str(entry["source"]),
+                    sink=str(entry["sink"]),
+                    delay=int(entry["delay"]),
+                    capacity=None if capacity is None else int(capacity),
+                )
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue  # written by another version
+    return found
+
+
+def find_gaps(trace: Trace, channels: Sequence[Channel]) -> list[Gap]:
+    """Every gap, executor by executor, in order of ticks; the first is the wait since the first executor began."""
+    starts = [slices[0].start_s for slices in trace.ticks.values() if slices]
+    if not starts:
+        return []
+    began_s = min(starts)
+    ends = {lane: {s.tick: s.end_s for s in slices} for lane, slices in trace.ticks.items()}
+    gaps = []
+    for lane in trace.lanes:
+        before_s = began_s
+        for one in trace.ticks.get(lane, []):
+            begin_s = max([before_s, *(at for _, at in trace.resumed if before_s <= at <= one.start_s)])
+            if one.start_s - begin_s > _SAME_MOMENT_S:
+                gaps.append(_explained(lane, one, begin_s, channels, ends))
+            before_s = one.end_s
+    return gaps
+
+
+def _explained(
+    lane: str, one: Slice, begin_s: float, channels: Sequence[Channel], ends: Mapping[str, Mapping[int, float]]
+) -> Gap:
+    needs: list[tuple[float, str, int, str, bool]] = []
+    for channel in channels:
+        if channel.sink == lane:
+            needs.append((0.0, channel.source, one.tick - channel.delay, channel.name, False))
+        if channel.source == lane and channel.capacity is not None:
+            needs.append((0.0, channel.sink, one.tick + channel.delay - channel.capacity, channel.name, True))
+    known = [(ends[who][k], who, k, name, room) for _, who, k, name, room in needs if k in ends.get(who, {})]
+    known = [need for need in known if begin_s < need[0] <= one.start_s + _SAME_MOMENT_S]
+    plain = Gap(lane=lane, tick=one.tick, start_s=begin_s, end_s=one.start_s)
+    if not known:
+        return plain
+    at_s, who, tick, name, room = max(known, key=lambda need: need[0])
+    return Gap(
+        lane=lane,
+        tick=one.tick,
+        start_s=begin_s,
+        end_s=one.start_s,
+        cause_lane=who,
+        cause_tick=tick,
+        cause_end_s=at_s,
+        channel=name,
+        for_room=room,
+    )
+
+
+def forecast(trace: Trace, channels: Sequence[Channel], num_ticks: int) -> Forecast | None:
+    """What the step-time model says of this job; None where executors or channels are not known.
+
+    The first tick of each executor is left out of its median (it warms caches up), where there are three or more.
+    """
+    lanes = [lane for lane in trace.lanes if trace.ticks.get(lane)]
+    edges = [c for c in channels if c.source in lanes and c.sink in lanes]
+    if not lanes or not edges or num_ticks < 1:
+        return None
+    busy = {}
+    for lane in lanes:
+        seconds = [s.end_s - s.start_s for s in trace.ticks[lane]]
+        busy[lane] = median(seconds[1:] if len(seconds) > 2 else seconds)
+    graph = [Edge(c.source, c.sink, c.delay) for c in edges]
+    graph += [Edge(c.sink, c.source, c.capacity - c.delay) for c in edges if c.capacity is not None]
+    try:
+        period = max_cycle_mean(busy, graph)
+    except GraphError:  # channels of another version: no forecast rather than a wrong one
+        return None
+    return Forecast(
+        period_s=period.period_s,
+        cycle=period.cycle,
+        busy_s=busy,
+        starts_s=_earliest_starts(busy, graph, num_ticks),
+    )
+
+
+def _earliest_starts(busy: Mapping[str, float], edges: Sequence[Edge], num_ticks: int) -> dict[str, list[float]]:
+    """Executor -> start of ticks 0 .. num_ticks - 1 when each begins as soon as it may."""
+    starts: dict[str, list[float]] = {lane: [] for lane in busy}
+    for tick in range(num_ticks):
+        now = {lane: (starts[lane][-1] + busy[lane] if tick else 0.0) for lane in busy}
+        for _ in busy:  # edges without delay: as many passes as the longest chain needs
+            for edge in edges:
+                k = tick - edge.delay
+                if k >= 0:
+                    begun = now[edge.source] if edge.delay == 0 else starts[edge.source][k]
+                    now[edge.sink] = max(now[edge.sink], begun + busy[edge.source])
+        for lane, at_s in now.items():
+            starts[lane].append(at_s)
+    return starts
+
+
+def timeline_columns(trace: Trace, channels: Sequence[Channel]) -> dict[str, Any]:
+    """The page's block: times in milliseconds since the first executor began."""
+    gaps = find_gaps(trace, channels)
+    began_s = min((slices[0].start_s for slices in trace.ticks.values() if slices), default=0.0)
+
+    def ms(at_s: float) -> float:
+        return round((at_s - began_s) * 1e3, _MS)
+
+    def length(slice_: Slice) -> float:
+        return round((slice_.end_s - slice_.start_s) * 1e3, _MS)
+
+    labels = sorted({span.label for spans in trace.spans.values() for span in spans})
+    number = {label: position for position, label in enumerate(labels)}
+    lanes = []
+    for lane in trace.lanes:
+        ticks, spans = trace.ticks.get(lane, []), trace.spans.get(lane, [])
+        own = [gap for gap in gaps if gap.lane == lane]
+        lanes.append(
+            {
+                "name": lane,
+                "tick": [s.tick for s in ticks],
+                "start": [ms(s.start_s) for s in ticks],
+                "length": [length(s) for s in ticks],
+                "span_tick": [s.tick for s in spans],
+                "span_label": [number[s.label] for s in spans],
+                "span_start": [ms(s.start_s) for s in spans],
+                "span_length": [length(s) for s in spans],
+                "gap_tick": [g.tick for g in own],
+                "gap_start": [ms(g.start_s) for g in own],
+                "gap_length": [round((g.end_s - g.start_s) * 1e3, _MS) for g in own],
+                "gap_cause": [g.cause_lane for g in own],
+                "gap_cause_tick": [g.cause_tick for g in own],
+                "gap_cause_end": [ms(g.cause_end_s) if g.cause_lane else None for g in own],
+                "gap_channel": [g.channel for g in own],
+                "gap_for_room": [g.for_room for g in own],
+            }
+        )
+    num_ticks = max((s[-1].tick + 1 for s in trace.ticks.values() if s), default=0)
+    told = forecast(trace, channels, num_ticks)
+    return {
+        "lanes": lanes,
+        "labels": labels,
+        "resumed": [[tick, ms(at)] for tick, at in trace.resumed],
+        "forecast": None
+        if told is None
+        else {
+            "period_ms": told.period_s * 1e3,
+            "cycle": list(told.cycle),
+            "busy_ms": {lane: seconds * 1e3 for lane, seconds in told.busy_s.items()},
+            "starts_ms": {lane: [round(at * 1e3, _MS) for at in starts] for lane, starts in told.starts_s.items()},
+        },
+    }

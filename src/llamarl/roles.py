@@ -1,0 +1,461 @@
+"""The roles of the standard job: one entry each, and everybody who must know of a role reads it here.
+
+    generator ── completions ──▶ reward ── scored ──▶ [reference ── referenced ──▶] [critic ── valued ──▶] trainer
+        ▲                                                                                                   │ │
+        └────────────────────────── weights, delay max_staleness + 1 ◀──────────────────────────────────────┘ │
+                                                                          evaluator ◀── eval_weights ──────────┘
+
+Reference and critic stand one after the other, not side by side: each edge has one producer, a group travels whole with all
+that is known of it, and the critic can charge rewards with the reference's KL. Their edges have delay 0, so the proofs of
+docs/asynchrony.md hold as they are; a station more lengthens the one long cycle by its own duration, which asynchrony hides.
+
+Graph, placement, preflight, console, weights edges, the run's products, resume and simulator iterate ``present_roles``: those of ``ROLES`` that a recipe
+asks for, as its ``[executors.NAME]`` change them, and executors of the user's own. No torch here, and no configuration at run
+time: the configuration itself asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from llamarl.errors import Mistake
+
+if TYPE_CHECKING:
+    from llamarl.config import RunConfig
+    from llamarl.executors.config import ExecutorConfig
+    from llamarl.models.support import Use
+
+__all__ = [
+    "ROLES",
+    "Model",
+    "Product",
+    "Reads",
+    "Role",
+    "carries_version",
+    "present_roles",
+    "wiring_mistakes",
+    "with_settings",
+]
+
+_OWN = "executors."
+"""Begins the section of an executor of the user's own."""
+
+_EVALUATION_ROOM = 2
+"""Ticks by which the trainer may be ahead of the evaluator, at least; else the ticks from one evaluation to the next. Only ticks
+that are due carry a version, so that much room costs one copy of the weights in shared memory, or two if every tick is due."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads:
+    """A channel as its reader sees it: the reader says how its ranks share what arrives, and how late it may be."""
+
+    channels: tuple[str, ...]
+    """Names, best first: it reads the first that anybody of the job writes."""
+    kind: Literal["gather", "scatter", "weights"]
+    """Of ``channels.base.ChannelKind``."""
+    delay: Callable[[RunConfig], int] = lambda config: 0
+    """Ticks by which what it reads is older than its own tick."""
+    capacity: Callable[[RunConfig], int] = lambda config: config.schedule.max_staleness + 1
+    """Most tokens on the channel at once."""
+    latest: Callable[[RunConfig], bool] = lambda config: False
+    """Whether it may take newer tokens than that of its tick."""
+    due: Callable[[RunConfig, int], bool] = lambda config, tick: True
+    """Whether a tick's token carries anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The model that a role holds."""
+
+    key: str = "model.path"
+    """Key of the recipe that names it; where that is empty it is the policy's."""
+    uses: Callable[[RunConfig], tuple[Use, ...]]
+    """What it is used for, in the words of ``models.support``."""
+    trained: bool = False
+    """Whether it learns: then it is part of checkpoints, and a folder of the run at its end."""
+
+    def path(self, config: RunConfig) -> str:
+        """As the recipe has it, the policy's where it has none."""
+        section, _, name = self.key.partition(".")
+        return str(getattr(getattr(config, section), name) or config.model.path)
+
+    def revision(self, config: RunConfig) -> str:
+        """Of that path, where it is an id of the Hub."""
+        section = getattr(config, self.key.partition(".")[0])
+        return str(section.revision if section.path else config.model.revision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A folder of the run that a role writes at the last tick, beside checkpoints."""
+
+    folder: str
+    writer: str
+    """Import path of what writes it again from a checkpoint; called as ``writer(checkpoint, config, folder)``."""
+    wanted: Callable[[RunConfig], bool] = lambda config: True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """One executor of the standard job."""
+
+    name: str
+    factory: str
+    """Import path; called as ``factory(config, context)`` in each of its processes."""
+    does: str
+    """In a few words, for the console."""
+    reads: tuple[Reads, ...] = ()
+    writes: tuple[str, ...] = ()
+    """Channels; one that nobody reads is left out."""
+    section: str = ""
+    """Of the recipe, which holds its ``threads``, ``device`` and ``sizes``; empty: one rank with one thread on the CPU."""
+    sizes: tuple[str, ...] = ()
+    """Keys of the section whose product are its ranks, the data-parallel one first."""
+    model_sizes: tuple[str, ...] = ()
+    """Those of ``sizes`` over which one model is spread. Where their product is above 1 the ranks share a process group."""
+    model: Model | None = None
+    products: tuple[Product, ...] = ()
+    optimizer: str = ""
+    """Section of its optimizer, dotted, if it has one."""
+    reshards: bool = False
+    """Whether other ``sizes`` and threads go on from its checkpoints (``checkpoint.reshard``)."""
+    present: Callable[[RunConfig], bool] = lambda config: True
+
+    def settings(self, config: RunConfig) -> Any:
+        """Its section; None where it has none."""
+        if self.section.startswith(_OWN):
+            return config.executors[self.name]
+        return getattr(config, self.section) if self.section else None
+
+    def size_of(self, config: RunConfig, names: Iterable[str]) -> int:
+        """Product of these keys of its section."""
+        return math.prod(getattr(self.settings(config), name) for name in names)
+
+    def num_ranks(self, config: RunConfig) -> int:
+        return self.size_of(config, self.sizes)
+
+
+def _generates(config: RunConfig) -> tuple[Use, ...]:
+    generator = config.generator
+    if generator.engine.by_import_path:
+        return ()  # what it can do, it knows itself
+    uses: tuple[Use, ...] = ("vllm" if generator.engine.name == "vllm" else "generate",)
+    return uses if generator.quantization == "none" else (*uses, generator.quantization)
+
+
+ROLES: Mapping[str, Role] = {
+    role.name: role
+    for role in (
+        Role(
+            name="generator",
+            factory="llamarl.executors.generator:GeneratorExecutor",
+            does="samples groups of responses",
+            reads=(
+                Reads(
+                    channels=("weights",),
+                    kind="weights",
+                    delay=lambda config: config.schedule.max_staleness + 1,
+                    latest=lambda config: config.schedule.weights == "latest",
+                ),
+            ),
+            writes=("completions",),
+            section="generator",
+            sizes=("dp", "tp"),
+            model_sizes=("tp",),
+            model=Model(uses=_generates),
+        ),
+        Role(
+            name="reward",
+            factory="llamarl.executors.reward:RewardExecutor",
+            does="judges them in worker processes",
+            reads=(Reads(channels=("completions",), kind="gather"),),
+            writes=("scored",),
+        ),
+        Role(
+            name="reference",
+            factory="llamarl.executors.reference:ReferenceExecutor",
+            does="a frozen model's log-probs of every token",
+            reads=(Reads(channels=("scored",), kind="scatter"),),
+            writes=("referenced",),
+            section="reference",
+            sizes=("fsdp", "tp"),
+            model_sizes=("fsdp", "tp"),
+            model=Model(key="reference.path", uses=lambda config: ("train",)),
+            present=lambda config: config.has_reference,
+        ),
+        Role(
+            name="critic",
+            factory="llamarl.executors.critic:CriticExecutor",
+            does="estimates returns, and learns to",
+            reads=(Reads(channels=("referenced", "scored"), kind="scatter"),),
+            writes=("valued",),
+            section="critic",
+            sizes=("fsdp", "tp"),
+            model_sizes=("fsdp", "tp"),
+            model=Model(key="critic.path", uses=lambda config: ("critic",), trained=True),
+            products=(Product(folder="critic", writer="llamarl.trainer.critic:write_critic"),),
+            optimizer="critic.optimizer",
+            present=lambda config: config.has_critic,
+        ),
+        Role(
+            name="trainer",
+            factory="llamarl.executors.trainer:TrainerExecutor",
+            does="updates the policy, hands over weights",
+            reads=(Reads(channels=("valued", "referenced", "scored"), kind="scatter"),),
+            writes=("weights", "eval_weights"),
+            section="trainer",
+            sizes=("fsdp", "tp"),
+            model_sizes=("fsdp", "tp"),
+            model=Model(uses=lambda config: ("train", "lora") if config.lora.rank else ("train",), trained=True),
+            products=(
+                Product(
+                    folder="adapter",
+                    writer="llamarl.trainer.checkpoint_export:write_adapter",
+                    wanted=lambda config: config.lora.rank > 0,
+                ),
+                Product(
+                    folder="model",
+                    writer="llamarl.trainer.checkpoint_export:export_checkpoint",
+                    wanted=lambda config: not config.lora.rank or config.lora.export_merged,
+                ),
+            ),
+            optimizer="optimizer",
+            reshards=True,
+        ),
+        Role(
+            name="evaluator",
+            factory="llamarl.executors.evaluator:EvaluatorExecutor",
+            does="scores versions on held-out prompts",
+            reads=(
+                Reads(
+                    channels=("eval_weights",),
+                    kind="weights",
+                    capacity=lambda config: max(_EVALUATION_ROOM, config.evaluation.every),
+                    due=lambda config, tick: config.evaluation.is_due(tick + 1, config.run.num_ticks),
+                ),
+            ),
+            section="evaluation",
+            model=Model(uses=_generates),
+            present=lambda config: config.evaluation.every > 0,
+        ),
+    )
+}
+"""By name, in the order in which executors are listed and started. A role of the standard job more is an entry here and a
+class in ``executors/``."""
+
+
+def present_roles(config: RunConfig) -> list[Role]:
+    """Those that a recipe asks for, rewired as it says, then those of the user's own."""
+    standard = [_rewired(role, config) for role in ROLES.values() if role.present(config)]
+    return [*standard, *(_own(name, config) for name in config.executors if name not in ROLES)]
+
+
+def with_settings(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """``config`` with other values in the sections of its roles, all at once: between two of them it might be no configuration.
+
+    Args:
+        changes: Role -> key of its section -> value.
+    """
+    sections: dict[str, Any] = {"executors": dict(config.executors)}
+    for role in present_roles(config):
+        if role.name in changes:
+            changed = dataclasses.replace(role.settings(config), **changes[role.name])
+            if role.section.startswith(_OWN):
+                sections["executors"][role.name] = changed
+            else:
+                sections[role.section] = changed
+    return dataclasses.replace(config, **sections)
+
+
+def _rewired(role: Role, config: RunConfig) -> Role:
+    """As ``[executors.NAME]`` has it; how it reads stays, whatever the channel is called."""
+    change = config.executors.get(role.name)
+    if change is None:
+        return role
+    reads = tuple(dataclasses.replace(role.reads[0], channels=(name,)) for name in change.reads)
+    return dataclasses.replace(
+        role,
+        factory=change.factory or role.factory,
+        reads=reads or role.reads,
+        writes=change.writes or role.writes,
+        does=f"{role.does}, by {change.factory}" if change.factory else role.does,
+    )
+
+
+def carries_version(config: RunConfig, reader: str, tick: int) -> bool:
+    """Whether what the trainer sends ``reader`` at the end of a tick is a version: to the evaluator only where one is due."""
+    return reader not in ROLES or all(reads.due(config, tick) for reads in ROLES[reader].reads)
+
+
+def _own(name: str, config: RunConfig) -> Role:
+    own = config.executors[name]
+    trainer = _rewired(ROLES["trainer"], config)
+
+    def reads(channel: str) -> Reads:
+        weights = channel in trainer.writes
+        delay = own.delays.get(channel, config.schedule.max_staleness + 1 if weights else 0)
+        return Reads(
+            channels=(channel,),
+            kind="weights" if weights else "gather" if own.ranks == 1 else "scatter",
+            delay=lambda config: delay,
+            capacity=lambda config: max(config.schedule.max_staleness + 1, delay),
+        )
+
+    return Role(
+        name=name,
+        factory=own.factory,
+        does=f"your own, {own.factory}",
+        reads=tuple(reads(channel) for channel in own.reads),
+        writes=own.writes,
+        section=f"{_OWN}{name}",
+        sizes=("ranks",),
+    )
+
+
+_ALL = ("executors",)
+"""What a mistake of wiring looks at: the sections of all executors."""
+
+
+def wiring_mistakes(config: RunConfig) -> Iterator[Mistake]:
+    """What is wrong with the executors that a recipe brings or rewires, in which any of them may be at fault. Whether a
+    cycle lacks a delay the graph itself tells."""
+    if not config.executors:
+        return
+    for name, own in config.executors.items():
+        yield from _own_mistakes(name, own, config)
+        yield from _weights_mistakes(name, own, config)
+    roles = present_roles(config)
+    writers: dict[str, Role] = {}
+    for role in roles:
+        for channel in role.writes:
+            if channel in writers:
+                yield Mistake(
+                    f"executors.{role.name}.writes",
+                    f": channel {channel!r} is written by {writers[channel].name} already; a channel "
+                    f"has one writer: give it another name",
+                    _ALL,
+                )
+            writers.setdefault(channel, role)
+    readers: dict[str, Role] = {}
+    for role in roles:
+        for reads in role.reads:
+            channel = next((name for name in reads.channels if name in writers), "")
+            if not channel:
+                wanted = " or ".join(map(repr, reads.channels))
+                near = difflib.get_close_matches(reads.channels[0], writers, n=1, cutoff=0.6)
+                yield Mistake(
+                    f"executors.{role.name}.reads",
+                    f": nobody writes {wanted}; "
+                    + (f"did you mean {near[0]!r}? " if near else "")
+                    + f"there are {', '.join(writers)}",
+                    _ALL,
+                )
+                continue
+            source = writers[channel]
+            if (reads.kind == "weights") != _writes_weights(source):
+                yield Mistake(
+                    f"executors.{role.name}.reads",
+                    f": {channel!r}, which {source.name} writes, carries "
+                    f"{'weights' if _writes_weights(source) else 'groups'}, and {role.name} reads "
+                    f"{'weights' if reads.kind == 'weights' else 'groups'}",
+                    _ALL,
+                )
+            if channel in readers:
+                yield Mistake(
+                    f"executors.{role.name}.reads",
+                    f": channel {channel!r} is read by {readers[channel].name} already; a channel has "
+                    f"one reader: let {role.name} read what {readers[channel].name} writes, or {source.name} write a second "
+                    f"channel ([executors.{source.name}] writes), which then carries the same",
+                    _ALL,
+                )
+            readers.setdefault(channel, role)
+    for channel, role in writers.items():
+        if channel not in readers and not (
+            role.name in ROLES and channel in ROLES[role.name].writes and _writes_weights(role)
+        ):
+            yield Mistake(
+                f"executors.{role.name}.writes",
+                f": nobody reads {channel!r}: name it in the reads of an executor, such as "
+                f"[executors.trainer] reads = [{channel!r}]",
+                _ALL,
+            )
+
+
+def _own_mistakes(name: str, own: ExecutorConfig, config: RunConfig) -> Iterator[Mistake]:
+    key = f"executors.{name}"
+    if name not in ROLES:
+        if not name.isidentifier() or not name.isascii():
+            yield Mistake(key, ": an executor's name is of letters, digits and underscores", _ALL)
+        if not own.factory:
+            near = difflib.get_close_matches(name, ROLES, n=1, cutoff=0.6)
+            yield Mistake(
+                f"{key}.factory",
+                "is empty: give the import path of its class"
+                + (f", or did you mean executors.{near[0]}?" if near else ""),
+                _ALL,
+            )
+        return
+    role = ROLES[name]
+    if not role.present(config):
+        yield Mistake(key, f": this job has no {name}; see section [{role.section or name}]", _ALL)
+    for field, default in (("ranks", 1), ("threads", 1), ("device", "cpu")):
+        if getattr(own, field) != default:
+            where = (
+                f"set it in section [{role.section}]" if role.section else "it has one rank with one thread on the CPU"
+            )
+            yield Mistake(
+                f"{key}.{field}",
+                f"is {getattr(own, field)!r}, but {name} is an executor of the standard job: {where}",
+                _ALL,
+            )
+    if own.settings:
+        yield Mistake(
+            f"{key}.settings",
+            f": {name} is an executor of the standard job, and the recipe's own sections are its settings",
+            _ALL,
+        )
+    if own.delays:
+        yield Mistake(
+            f"{key}.delays",
+            f": what {name} reads has the delay of the standard job; delays are for executors of your own",
+            _ALL,
+        )
+
+
+def _weights_mistakes(name: str, own: ExecutorConfig, config: RunConfig) -> Iterator[Mistake]:
+    """What is wrong with how an executor of the user's own reads the trainer's weights."""
+    read = [channel for channel in own.reads if channel in _rewired(ROLES["trainer"], config).writes]
+    if name in ROLES or not read:
+        return
+    key, most = f"executors.{name}", config.schedule.max_staleness + 1
+    if late := {channel: delay for channel, delay in own.delays.items() if channel in read and delay > most}:
+        yield Mistake(
+            f"{key}.delays",
+            f": {late} ticks are more than schedule.max_staleness + 1 = {most}: the trainer keeps no older weights",
+            ("schedule.max_staleness", *_ALL),
+        )
+    if config.schedule.weights == "latest":
+        yield Mistake(
+            f"{key}.reads",
+            f": {', '.join(map(repr, read))} carries the version of a tick, but schedule.weights is 'latest': set that to "
+            "'exact'",
+            ("schedule.weights", *_ALL),
+        )
+    path = own.settings.get("model", {}).get("path", config.model.path)
+    if path != config.model.path:
+        yield Mistake(
+            f"{key}.settings",
+            f": model.path is {path!r}, but {', '.join(map(repr, read))} carries weights of the policy, "
+            f"{config.model.path!r}: leave out one of the two; without such reads the model stays as it is",
+            ("model.path", *_ALL),
+        )
+
+
+def _writes_weights(role: Role) -> bool:
+    """The trainer's channels carry weights, everyone else's groups."""
+    return role.name == "trainer"

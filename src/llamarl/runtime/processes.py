@@ -1,0 +1,228 @@
+"""Each executor in processes of its own, one a rank: the runtime of every real run.
+
+    controller's thread       io thread (asyncio)                  process of rank r, on this machine or another
+    fire(order) ───────────▶  Ranks: Link.command, a rank each ─▶  executor's thread: Worker.run
+    tell(news) ────────────▶         Link.tell ────────────────▶  diagnostics thread, while the executor works
+    wait(deadline) ◀─ queue ◀─ reply, or the end of the process ◀─ report or failure, as bytes
+    close() ───────────────▶  close, wait, kill ───────────────▶  Worker.close, exit
+
+Who waits for whom, and how long, is the table "Timeouts" of docs/runtime.md.
+
+- ``wait`` sleeps on one queue. A reply, an exception and a death all arrive there the moment they happen: nothing polls.
+- An executor's exception travels as a value (``RankFailure``) and is printed once, by whoever ends the job.
+- Orders and reports are pickled here, once, so their size is known: ``Report.controller_bytes``.
+- Ranks do not see Ctrl-C, which is for the controller, and are killed if the controller dies.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llamarl.channels.base import ChannelSpec
+from llamarl.errors import DeadlineExceeded
+from llamarl.executors.base import ExecutorSpec
+from llamarl.running_time import running_s
+from llamarl.runtime.base import News, Order, Report, SetupReport
+from llamarl.runtime.local import LocalLauncher
+from llamarl.runtime.rank_plans import combine_reports, combine_setups, executor_failed, plan_workers
+from llamarl.runtime.ranks import Answer, Launcher, Ranks
+from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, RankSetup
+
+__all__ = ["ProcessRuntime"]
+
+_FOLLOW_UP_S = 0.3
+"""After a first failure, how long to listen for the others that came with it, to name the cause and not a consequence."""
+_CLOSE_IDLE_S = 10.0
+_CLOSE_BUSY_S = 0.5
+
+
+@dataclass
+class _Out:
+    """An order that is out."""
+
+    sent_s: float
+    num_bytes: int
+    replies: list[RankReport] = field(default_factory=list)
+
+
+class ProcessRuntime:
+    """The Protocol of ``runtime/base.py`` with processes.
+
+    Args:
+        pull_deadline_s: Longest wait of a rank for one payload.
+        collective_timeout_s: Longest wait of one collective inside an executor's process group.
+        channel_factory: Module with ``make_sender`` and ``make_receiver``.
+        deterministic: Pin repeatable kernels in the workers.
+        launchers: Executor -> who starts its processes; those without an entry go to this machine.
+    """
+
+    def __init__(
+        self,
+        *,
+        pull_deadline_s: float = 60.0,
+        collective_timeout_s: float = 600.0,
+        channel_factory: str = CHANNEL_FACTORY,
+        deterministic: bool = True,
+        launchers: Mapping[str, Launcher] | None = None,
+    ) -> None:
+        self._pull_deadline_s = pull_deadline_s
+        self._collective_timeout_s = collective_timeout_s
+        self._channel_factory = channel_factory
+        self._deterministic = deterministic
+        self._launchers = launchers or {}
+        self._ranks: Ranks | None = None
+        self._out: dict[tuple[str, int], _Out] = {}
+        self._failed = False
+        self._closed = False
+
+    def start(
+        self,
+        executors: Sequence[ExecutorSpec],
+        channels: Sequence[ChannelSpec],
+        *,
+        run_dir: Path | None,
+        seed: int,
+        first_tick: int,
+        load_from: Path | None,
+        deadline_s: float,
+    ) -> Mapping[str, SetupReport]:
+        """Bring all executors up, in parallel."""
+        assert self._ranks is None, "start is called once"
+        began = self.now()
+        plans = plan_workers(
+            executors,
+            channels,
+            run_dir=run_dir,
+            seed=seed,
+            first_tick=first_tick,
+            load_from=load_from,
+            pull_deadline_s=self._pull_deadline_s,
+            collective_timeout_s=self._collective_timeout_s,
+            channel_factory=self._channel_factory,
+            deterministic=self._deterministic,
+            on_hosts=self._launchers,
+        )
+        self._failed = (
+            True  # until all stand: whatever ends the wait below, Ctrl-C too, leaves a job that cannot close in order
+        )
+        here = LocalLauncher()
+        self._ranks = Ranks(plans, {name: self._launchers.get(name, here) for name in plans})
+        _running.add(self)
+        self._ranks.bring_up()
+        ready: dict[str, list[RankSetup]] = {name: [] for name in plans}
+        while missing := [name for name, ranks in plans.items() if len(ready[name]) < len(ranks)]:
+            answer = self._next_answer(began + deadline_s - self.now())
+            if answer is None:
+                waited = f"controller waited {self.now() - began:.1f} s for executors to stand ready, limit {deadline_s:g} s:"
+                late = [self._late(name, "setup", began, [setup.rank for setup in ready[name]]) for name in missing]
+                raise DeadlineExceeded("\n".join([waited, *late]))
+            ready[answer.executor].append(answer.result)
+        self._failed = False
+        return {name: combine_setups(name, setups) for name, setups in ready.items()}
+
+    def fire(self, order: Order) -> None:
+        """Send ``order`` to every rank of its executor; returns at once."""
+        key = (order.executor, order.tick)
+        assert self._ranks is not None and not self._closed, "fire needs a started runtime"
+        assert key not in self._out, f"{key} is out already"
+        num_bytes = self._ranks.send(order.executor, f"tick {order.tick}", "run", order)
+        self._out[key] = _Out(self.now(), num_bytes)
+
+    def tell(self, news: News) -> None:
+        """Send ``news`` to every rank of a busy executor; returns at once."""
+        assert self._ranks is not None, "tell needs a started runtime"
+        num_bytes = self._ranks.tell(news.executor, news)
+        for (executor, _), out in self._out.items():
+            if executor == news.executor:
+                out.num_bytes += num_bytes
+
+    def wait(self, deadline_s: float) -> Report:
+        """The next report."""
+        assert self._ranks is not None and self._out, "wait without an order out: it could never end"
+        began = self.now()
+        while True:
+            answer = self._next_answer(began + deadline_s - self.now())
+            if answer is None:
+                waited = (
+                    f"controller waited {self.now() - began:.1f} s for a report, limit {deadline_s:g} s; orders out:"
+                )
+                late = [
+                    self._late(executor, f"tick {tick}", out.sent_s, [report.rank for report in out.replies])
+                    for (executor, tick), out in self._out.items()
+                ]
+                raise DeadlineExceeded("\n".join([waited, *late]))
+            out = self._out[answer.executor, answer.result.tick]
+            out.replies.append(answer.result)
+            out.num_bytes += answer.num_bytes
+            if len(out.replies) == len(self._ranks.of[answer.executor]):
+                del self._out[answer.executor, answer.result.tick]
+                return combine_reports(answer.executor, out.replies, controller_bytes=out.num_bytes)
+
+    def now(self) -> float:
+        """``running_s``: deadlines do not count the time for which this process was stopped."""
+        return running_s()
+
+    def close(self) -> None:
+        """Close executors, stop processes, kill what is left.
+
+        Takes at most 16 s with idle executors (10 of them for their own ``close``), at most 6.5 s after a failure or with
+        orders out; commonly about one.
+        """
+        if self._ranks is None or self._closed:
+            return
+        self._closed = True
+        _running.discard(self)
+        busy = self._failed or bool(self._out)
+        self._ranks.end(_CLOSE_BUSY_S if busy else _CLOSE_IDLE_S, orderly=not busy)
+
+    def _next_answer(self, timeout_s: float) -> Answer | None:
+        """The next answer; None when the time is over. A failure raises, together with those that came with it."""
+        assert self._ranks is not None
+        events = self._ranks.events
+        until, event = self.now() + timeout_s, None
+        while event is None:  # more than once if this process was stopped: the queue's own clock went on
+            left_s = until - self.now()
+            try:
+                event = events.get(timeout=max(0.0, left_s))
+            except queue.Empty:
+                if left_s <= 0:
+                    self._failed = True
+                    return None
+        if isinstance(event, Answer):
+            return event
+        self._failed = True
+        failures = [event]
+        until = self.now() + _FOLLOW_UP_S
+        while (left := until - self.now()) > 0:
+            with contextlib.suppress(queue.Empty):
+                follower = events.get(timeout=left)
+                if isinstance(follower, RankFailure):
+                    failures.append(follower)
+        raise executor_failed(failures)
+
+    def _late(self, executor: str, doing: str, sent_s: float, reported: Sequence[int]) -> str:
+        """Who has not answered, since when, and where it is now."""
+        assert self._ranks is not None
+        missing = [rank for rank in self._ranks.of[executor] if rank.rank not in reported]
+        head = f"{executor!r}, {doing}, out for {self.now() - sent_s:.1f} s: no report from rank"
+        places = self._ranks.where(missing)
+        return "\n".join(
+            f"{head} {rank.rank} (pid {rank.pid}), which is at: {place}"
+            for rank, place in zip(missing, places, strict=True)
+        )
+
+
+_running: weakref.WeakSet[ProcessRuntime] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """For a controller that ended without ``close``."""
+    for runtime in list(_running):
+        runtime.close()

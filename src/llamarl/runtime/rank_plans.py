@@ -1,0 +1,132 @@
+"""What both runtimes know of a job before any executor runs: checked specs, plans of the ranks, combined reports. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from llamarl.channels.base import ChannelSpec, Handle
+from llamarl.errors import ConfigError, ExecutorFailed
+from llamarl.executors.base import ExecutorSpec
+from llamarl.import_path import absolute_import_path
+from llamarl.observability.ranks import reduce_over_ranks
+from llamarl.runtime.base import Report, SetupReport
+from llamarl.runtime.worker import RankFailure, RankReport, RankSetup, WorkerPlan
+
+__all__ = ["LOOPBACK", "combine_reports", "combine_setups", "executor_failed", "plan_workers"]
+
+_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+LOOPBACK = {"GLOO_SOCKET_IFNAME": _INTERFACE, "NCCL_SOCKET_IFNAME": _INTERFACE}
+"""Environment of a job that stays on one machine: where process groups listen, which by themselves ask for the host's name and
+take its address. A lone rank's group listens too."""
+
+
+def plan_workers(
+    executors: Sequence[ExecutorSpec],
+    channels: Sequence[ChannelSpec],
+    *,
+    run_dir: Path | None,
+    seed: int,
+    first_tick: int,
+    load_from: Path | None,
+    pull_deadline_s: float,
+    collective_timeout_s: float,
+    channel_factory: str,
+    deterministic: bool,
+    on_hosts: Collection[str] = (),
+) -> dict[str, tuple[WorkerPlan, ...]]:
+    """Executor name -> the plan of each of its ranks.
+
+    Args:
+        on_hosts: Executors whose processes Monarch starts: only these can use its buffers.
+
+    Raises:
+        ConfigError: A name is used twice, a channel has an end that is no executor or cannot use its transport, or a count is
+            below 1.
+    """
+    num_ranks = {spec.name: spec.num_ranks for spec in executors}
+    if len(num_ranks) != len(executors):
+        raise ConfigError(f"executor names must differ, got {[spec.name for spec in executors]}")
+    for spec in executors:
+        if spec.num_ranks < 1 or spec.threads < 1:
+            raise ConfigError(
+                f"executor {spec.name!r} needs num_ranks >= 1 and threads >= 1, got {spec.num_ranks} and {spec.threads}"
+            )
+    for channel in channels:
+        for end in (channel.source, channel.sink):
+            if end not in num_ranks:
+                raise ConfigError(f"channel {channel.name!r} ends at {end!r}, which is none of {sorted(num_ranks)}")
+            if channel.transport == "rdma" and end not in on_hosts:
+                raise ConfigError(
+                    f"channel {channel.name!r} goes by rdma, which reads through Monarch, but {end!r} runs on this machine "
+                    "without it: set schedule.transport to 'auto', or give both ends hosts (make_runtime('monarch', hosts=...))"
+                )
+    plans = {}
+    for spec in executors:
+        own = tuple(channel for channel in channels if spec.name in (channel.source, channel.sink))
+        spec = replace(spec, factory=absolute_import_path(spec.factory))
+        plans[spec.name] = tuple(
+            WorkerPlan(
+                spec=spec,
+                rank=rank,
+                channels=own,
+                num_ranks={end: num_ranks[end] for channel in own for end in (channel.source, channel.sink)},
+                run_dir=run_dir,
+                seed=seed,
+                first_tick=first_tick,
+                load_from=load_from,
+                pull_deadline_s=pull_deadline_s,
+                collective_timeout_s=collective_timeout_s,
+                channel_factory=channel_factory,
+                deterministic=deterministic,
+            )
+            for rank in range(spec.num_ranks)
+        )
+    return plans
+
+
+def combine_reports(executor: str, ranks: Sequence[RankReport], *, controller_bytes: int) -> Report:
+    """One report of all ranks: handles in rank order, metrics reduced, from the first start to the last end; rank 0's spans."""
+    ranks = sorted(ranks, key=lambda report: report.rank)
+    outputs: Mapping[str, tuple[Handle, ...]] = {
+        name: tuple(report.outputs[name] for report in ranks) for name in ranks[0].outputs
+    }
+    return Report(
+        executor=executor,
+        tick=ranks[0].tick,
+        outputs=outputs,
+        metrics=reduce_over_ranks(executor, [report.metrics for report in ranks]),
+        started_s=min(report.started_s for report in ranks),
+        finished_s=max(report.finished_s for report in ranks),
+        spans=ranks[0].spans,
+        stop=ranks[0].stop,
+        failures=dict(sum((Counter(report.failures) for report in ranks), Counter())),
+        events=tuple(event for report in ranks for event in report.events),
+        saving=tuple(sorted({tick for report in ranks for tick in report.saving})),
+        controller_bytes=controller_bytes,
+    )
+
+
+def combine_setups(executor: str, ranks: Sequence[RankSetup]) -> SetupReport:
+    """One setup report of all ranks: channel -> tick -> handles in rank order."""
+    ranks = sorted(ranks, key=lambda report: report.rank)
+    return SetupReport(
+        executor=executor,
+        initial_tokens={
+            name: {tick: tuple(rank.initial_tokens[name][tick] for rank in ranks) for tick in ticks}
+            for name, ticks in ranks[0].initial_tokens.items()
+        },
+    )
+
+
+def executor_failed(failures: Sequence[RankFailure]) -> ExecutorFailed:
+    """One error for failures that came together: the earliest whole, the others, which mostly follow, a line each."""
+    first, *others = sorted(failures, key=lambda failure: failure.at_s)
+    lines = [first.message()]
+    lines += [f"also: {other.executor!r} rank {other.rank}, {other.doing}: {other.cause}" for other in others]
+    error = ExecutorFailed("\n".join(lines))
+    error.exit_code = first.exit_code
+    return error

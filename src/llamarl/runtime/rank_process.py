@@ -1,0 +1,72 @@
+"""Main module of a rank's process: ``python -P -m llamarl.runtime.rank_process CONTROL CONTROLLER NAME``.
+
+    guard          waits for the end of the rank or of the controller (runtime/guard.py)
+    └─ rank        main thread          obeys orders, one after another: all calls to an executor come from it
+                   diagnostics thread   reads the control socket, answers for the executor while it works or hangs
+
+``CONTROL`` is the number of an inherited file descriptor, one end of a socket pair: nothing listens anywhere, so nobody but the
+controller can talk to a rank. ``CONTROLLER`` is the pid of the process that must be the parent; ``NAME`` is for who looks at ``ps``.
+Nothing above :func:`serve` imports anything large: the guard would hold it too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+from llamarl.runtime.guard import divide
+
+__all__ = ["main", "serve"]
+
+
+def main() -> None:
+    """Become guard and rank; returns in the rank when its executor is closed."""
+    control, controller = int(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to many; it is the controller's business
+    os.set_inheritable(control, False)
+    divide(control, controller)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    serve(socket.socket(fileno=control))
+
+
+def serve(control: socket.socket) -> None:
+    """Obey what comes through ``control`` until the executor is closed. Its end ends this process at once."""
+    import multiprocessing
+    import queue
+    import threading
+
+    from llamarl.runtime.commands import EXECUTOR_THREAD, HEAD, Kind, Obedient, frame
+
+    multiprocessing.set_start_method("spawn", force=True)  # threads run here: a plain fork may deadlock
+    threading.main_thread().name = EXECUTOR_THREAD
+    orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    obedient, sending = Obedient(), threading.Lock()
+
+    def send(kind: Kind, blob: bytes) -> None:
+        try:
+            with sending:
+                control.sendall(frame(kind, blob))
+        except OSError:  # the controller is gone, and with it everybody who could be told
+            os._exit(1)
+
+    def listen() -> None:
+        with control.makefile("rb") as stream:
+            while len(head := stream.read(HEAD.size)) == HEAD.size:
+                kind, size = HEAD.unpack(head)
+                blob = stream.read(size)
+                if kind == Kind.COMMAND:
+                    orders.put(blob)
+                else:
+                    send(kind, obedient.tell(blob) if kind == Kind.TELL else obedient.where().encode())
+        os._exit(1)
+
+    send(Kind.HELLO, str(os.getpid()).encode())
+    threading.Thread(target=listen, name="llamarl-diagnostics", daemon=True).start()
+    while not obedient.closed:
+        send(Kind.COMMAND, obedient.obey(orders.get()))
+
+
+if __name__ == "__main__":
+    main()

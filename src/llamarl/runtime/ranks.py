@@ -1,0 +1,309 @@
+"""The ranks of a job as the controller's io thread sees them: brought up, told, watched, ended.
+
+All links live on one thread with an asyncio loop. What happens arrives on one queue as an ``Answer`` or a ``RankFailure``: a
+reply, an exception in an executor, the death of a process, whichever comes first. How a rank is started and spoken to is its
+launcher's business: :mod:`llamarl.runtime.local` on this machine, :mod:`llamarl.runtime.monarch_hosts` on others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import sys
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import cloudpickle
+
+from llamarl.runtime.commands import command_blob
+from llamarl.runtime.output import OutputReader
+from llamarl.runtime.worker import RankFailure, WorkerPlan, capture
+
+__all__ = ["Answer", "Launcher", "Link", "Rank", "Ranks"]
+
+_WHERE_S = 3.0
+_STOP_S = 2.0
+_KILL_S = 2.0
+_OUTPUT_S = 1.0
+
+
+class Link(Protocol):
+    """The way to one rank's process. All on the io thread, but ``kill``."""
+
+    pid: int
+    ended: asyncio.Future[str]
+    """Done when the process has ended: its cause, in words."""
+
+    async def command(self, blob: bytes) -> bytes:
+        """Have a :func:`command_blob` carried out; the reply. Raises if the process ends before."""
+        ...
+
+    async def tell(self, blob: bytes) -> bytes:
+        """Hand over pickled ``News`` while the executor works; a pickled ``RankFailure`` if it went wrong there."""
+        ...
+
+    async def where(self) -> str:
+        """What the executor's thread is doing, in words. May never return."""
+        ...
+
+    def kill(self, *, at_once: bool = False) -> None:
+        """End the process and its children, if this machine can; ``at_once`` without asking its guard. Any thread."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts the processes of executors somewhere."""
+
+    async def start(
+        self, plans: Sequence[WorkerPlan], labels: Sequence[str], output: OutputReader
+    ) -> tuple[Sequence[Link], str]:
+        """A link to each rank of one executor, in rank order, and where they meet: an ``init_method`` of ``torch.distributed``.
+
+        Args:
+            labels: What to call each rank in front of its lines.
+            output: Who reads these.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Return when every process whose executor has closed is gone; may never return."""
+        ...
+
+    def close(self) -> None:
+        """Release what the launcher itself holds. Any thread."""
+        ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rank has done what it was told."""
+
+    executor: str
+    result: Any
+    num_bytes: int
+
+
+@dataclass
+class Rank:
+    """One process, as the io thread knows it."""
+
+    executor: str
+    rank: int
+    link: Link | None = None
+    doing: str = "start of its process"
+
+    @property
+    def pid(self) -> int:
+        return self.link.pid if self.link is not None else 0
+
+    @property
+    def dead(self) -> bool:
+        return self.link is not None and self.link.ended.done()
+
+
+class Ranks:
+    """Brings the ranks of all executors up, carries orders to them, ends them.
+
+    Args:
+        plans: Executor -> the plan of each rank.
+        launchers: Executor -> who starts its processes.
+    """
+
+    def __init__(self, plans: Mapping[str, tuple[WorkerPlan, ...]], launchers: Mapping[str, Launcher]) -> None:
+        self.events: queue.SimpleQueue[Answer | RankFailure] = queue.SimpleQueue()
+        self.of = {name: [Rank(name, plan.rank) for plan in ranks] for name, ranks in plans.items()}
+        """Executor -> its ranks, in order."""
+        self._plans = plans
+        self._launchers = launchers
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = False
+        self._output = OutputReader()
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._run_loop, name="llamarl-runtime", daemon=True)
+
+    # -- for the controller's thread --
+
+    def bring_up(self) -> None:
+        """Start every process and set it up; the answers are ``RankSetup``."""
+        self._thread.start()
+        for name in self._plans:
+            self._submit(self._bring_up(name))
+
+    def send(self, executor: str, doing: str, method: str, argument: Any) -> int:
+        """Tell every rank of ``executor`` to do something; returns the bytes sent."""
+        blobs = [command_blob(executor, rank.rank, doing, method, argument) for rank in self.of[executor]]
+        for rank, blob in zip(self.of[executor], blobs, strict=True):
+            self._submit(self._command(rank, doing, blob))
+        return sum(map(len, blobs))
+
+    def tell(self, executor: str, news: Any) -> int:
+        """Hand ``news`` to every rank of ``executor`` while it works; returns the bytes sent. News that gets lost with its
+        process needs no report: the death is reported."""
+        blob = cloudpickle.dumps(news)
+        for rank in self.of[executor]:
+            self._submit(self._tell(rank, blob))
+        return len(blob) * len(self.of[executor])
+
+    def where(self, ranks: Sequence[Rank]) -> list[str]:
+        """Where the executor of each of ``ranks`` is now, in words; takes at most six seconds."""
+        asking = asyncio.run_coroutine_threadsafe(self._where(ranks), self._loop)
+        try:
+            return asking.result(2 * _WHERE_S)
+        except TimeoutError:
+            return ["unknown: the runtime's own thread does not answer"] * len(ranks)
+
+    def end(self, grace_s: float, *, orderly: bool) -> None:
+        """Close the executors, stop the processes, kill what is left. Takes at most ``grace_s`` + 6 seconds.
+
+        Args:
+            grace_s: How long executors may take to close.
+            orderly: Let processes exit in order and print what goes wrong on the way. After a failure, when that would
+                take time and bury the cause, they are killed as soon as their executors have closed.
+        """
+        self._ending = True
+        ending = asyncio.run_coroutine_threadsafe(self._end(grace_s, orderly), self._loop)
+        try:
+            ending.result(grace_s + _STOP_S + _KILL_S + 1.0)
+        except TimeoutError:
+            print("runtime: processes did not end in time and are killed", file=sys.stderr)
+        except KeyboardInterrupt:
+            self._kill_all()  # asked a second time to stop: it is what this does, now without waiting
+        finally:
+            self._output.close(_OUTPUT_S)
+            self._kill_all(at_once=True)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(1.0)
+            for launcher in set(self._launchers.values()):
+                launcher.close()
+
+    # -- io thread: bringing up --
+
+    async def _bring_up(self, name: str) -> None:
+        ranks, plans, launcher = self.of[name], self._plans[name], self._launchers[name]
+        labels = [name] if len(plans) == 1 else [f"{name} {plan.rank}" for plan in plans]
+        try:
+            links, rendezvous = await launcher.start(plans, labels, self._output)
+        except Exception as error:
+            self.events.put(capture(name, 0, "start of its processes", error))
+            return
+        for rank, plan, link in zip(ranks, plans, links, strict=True):
+            rank.link = link
+            self._spawn(self._watch(rank, link))
+            plan = replace(plan, rendezvous=rendezvous, in_own_process=True)
+            self._spawn(self._command(rank, "setup", command_blob(name, rank.rank, "setup", "setup", plan)))
+
+    # -- io thread: orders, deaths --
+
+    async def _command(self, rank: Rank, doing: str, blob: bytes) -> None:
+        rank.doing = doing
+        assert rank.link is not None
+        try:
+            reply = await rank.link.command(blob)
+            result = cloudpickle.loads(reply)
+        except Exception as error:  # the process is gone, or the reply cannot be read here
+            result = None if rank.dead else capture(rank.executor, rank.rank, doing, error)
+        else:
+            rank.doing = "between two ticks"
+        if self._ending or result is None:
+            return
+        failed = isinstance(result, RankFailure)
+        self.events.put(result if failed else Answer(rank.executor, result, len(reply)))
+
+    async def _tell(self, rank: Rank, blob: bytes) -> None:
+        assert rank.link is not None
+        try:
+            trouble = await rank.link.tell(blob)
+            failure = cloudpickle.loads(trouble) if trouble else None
+        except Exception as error:
+            failure = None if rank.dead else capture(rank.executor, rank.rank, rank.doing, error)
+        if failure is not None and not self._ending:
+            self.events.put(failure)
+
+    async def _watch(self, rank: Rank, link: Link) -> None:
+        cause = await link.ended
+        if not self._ending:
+            failure = RankFailure(
+                executor=rank.executor,
+                rank=rank.rank,
+                doing=rank.doing,
+                cause=cause,
+                traceback="",
+                pid=rank.pid,
+                at_s=float("-inf"),  # before every exception: peers that miss a dead process fail because of it
+            )
+            self.events.put(failure)
+
+    async def _where(self, ranks: Sequence[Rank]) -> list[str]:
+        async def ask(rank: Rank) -> str:
+            if rank.link is None:
+                return rank.doing
+            try:
+                return await asyncio.wait_for(rank.link.where(), _WHERE_S)
+            except Exception as error:  # a diagnosis only: the deadline that asked for it is what gets raised
+                return f"unknown, it does not answer ({type(error).__name__}): stopped, or busy in native code"
+
+        return list(await asyncio.gather(*(ask(rank) for rank in ranks)))
+
+    # -- io thread: ending --
+
+    async def _end(self, grace_s: float, orderly: bool) -> None:
+        up = [rank for rank in self._all() if rank.link is not None and not rank.dead]
+        closing = {asyncio.ensure_future(self._close(rank, orderly)): rank for rank in up}
+        if closing:
+            _, late = await asyncio.wait(closing, timeout=grace_s)
+            for task in late:
+                task.cancel()
+                if orderly:
+                    who = f"{closing[task].executor!r} rank {closing[task].rank}"
+                    print(f"runtime: {who} did not close within {grace_s:g} s and is killed", file=sys.stderr)
+                _kill(closing[task])
+        if not orderly:  # there is nothing to wait for: who could close has closed
+            self._kill_all()
+        stopping = [asyncio.ensure_future(launcher.stop()) for launcher in set(self._launchers.values())]
+        await asyncio.wait(stopping, timeout=_STOP_S)
+        self._kill_all()
+        if alive := [rank.link.ended for rank in up if rank.link is not None and not rank.dead]:
+            await asyncio.wait(alive, timeout=_KILL_S)
+
+    async def _close(self, rank: Rank, orderly: bool) -> None:
+        blob = command_blob(rank.executor, rank.rank, "close", "close", None)
+        assert rank.link is not None
+        try:
+            result = cloudpickle.loads(await rank.link.command(blob))
+        except Exception as error:
+            result = capture(rank.executor, rank.rank, "close", error)
+        if orderly:
+            for trouble in (result.message(),) if isinstance(result, RankFailure) else result:
+                print(trouble, file=sys.stderr)
+
+    def _run_loop(self) -> None:
+        """The io thread. At its end, calls that will never be answered are dropped without a word."""
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    def _all(self) -> list[Rank]:
+        return [rank for ranks in self.of.values() for rank in ranks]
+
+    def _kill_all(self, *, at_once: bool = False) -> None:
+        for rank in self._all():
+            _kill(rank, at_once=at_once)
+
+    def _submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._loop.call_soon_threadsafe(self._spawn, coroutine)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)  # the loop alone would let it be collected
+        task.add_done_callback(self._tasks.discard)
+
+
+def _kill(rank: Rank, *, at_once: bool = False) -> None:
+    if rank.link is not None and not rank.dead:
+        with contextlib.suppress(OSError):  # it has ended
+            rank.link.kill(at_once=at_once)

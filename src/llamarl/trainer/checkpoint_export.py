@@ -1,0 +1,143 @@
+"""A Hugging Face folder from a checkpoint, after the fact: by tick, in any precision, on one process without an optimizer.
+
+    RUN/checkpoints/tick_N/trainer/state ─▶ weights, a gigabyte at a time ─▶ (+ base, where adapters were trained) ─▶ OUT
+
+What any layout of ranks wrote is read by its global coordinates, so nothing is put together in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llamarl.config import RunConfig
+from llamarl.errors import CheckpointError
+from llamarl.models.adapters import adapter_shapes, merged, whole_shards, write_adapter_folder
+from llamarl.models.attention import PACKED_ATTENTION
+from llamarl.models.exported import ExportFacts, write_export
+from llamarl.models.folders import resolve_model_path
+from llamarl.models.parallel import ParameterShard
+from llamarl.models.sharded_loading import make_skeleton, stored_weights
+from llamarl.trainer.narrowing import KLText, NarrowingCount, is_narrower, measure_kl
+from llamarl.trainer.sharded_state import read_state
+from llamarl.trainer.storage import export_folder, plan_files, resolve_dtype
+
+__all__ = ["export_checkpoint", "write_adapter"]
+
+_READ_BYTES = 1 << 30
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    config: RunConfig,
+    out: Path,
+    *,
+    export_dtype: str | None = None,
+    adapter: bool = False,
+    texts: Sequence[KLText] = (),
+) -> ExportFacts:
+    """Write the policy of a checkpoint as the run's last tick would have written it.
+
+    Args:
+        checkpoint: ``RUN/checkpoints/tick_N``, proved.
+        config: The run's.
+        out: An empty folder, or one to be made.
+        export_dtype: As ``trainer.export_dtype``, or ``float16``; None: what the run's says.
+        adapter: Write the adapters of a LoRA run alone.
+        texts: Where fewer bits than served are written, the KL is measured on these.
+
+    Raises:
+        CheckpointError: The trainer's state cannot be read, or is of another model.
+        ModelError: The run's base model is gone, or a weight is too large for the precision.
+    """
+    state = checkpoint / "trainer" / "state"
+    served, lora = config.generator.engine.dtype, config.lora
+    model = make_skeleton(config.model.path, attention=PACKED_ATTENTION)
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    trained = adapter_shapes(shapes, rank=lora.rank, targets=lora.targets) if lora.rank else shapes
+    version = _policy_version(state, trained)
+    if adapter:
+        tensors = dict(_stored(state, trained))
+        base = str(resolve_model_path(config.model.path).resolve())
+        write_adapter_folder(out, tensors, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, base=base)
+        facts = ExportFacts(policy_version=version, dtype="float32", served_dtype=served)
+        write_export(out, facts)
+        return facts
+    dtype = resolve_dtype(
+        export_dtype or config.trainer.export_dtype, model_path=config.model.path, served_dtype=served
+    )
+    with ExitStack() as stack:
+        base_weight = stack.enter_context(stored_weights(config.model.path, shapes))
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            if lora.rank:
+                return _merged(config, shapes, dict(_stored(state, trained)), base_weight)
+            return _stored(state, shapes)
+
+        count = NarrowingCount(base_weight, served) if is_narrower(dtype, served) else None
+        export_folder(
+            out,
+            model,
+            weights(),
+            shapes,
+            source=config.model.path,
+            dtype=dtype,
+            look=None if count is None else count.look,
+        )
+        narrowing = None
+        if count is not None:
+            narrowing = count.result(measure_kl(out, weights(), texts, served_dtype=served))
+    facts = ExportFacts(
+        policy_version=version, dtype=str(dtype).removeprefix("torch."), served_dtype=served, narrowing=narrowing
+    )
+    write_export(out, facts)
+    return facts
+
+
+def write_adapter(checkpoint: Path, config: RunConfig, out: Path) -> ExportFacts:
+    """``export_checkpoint`` of the adapters alone."""
+    return export_checkpoint(checkpoint, config, out, adapter=True)
+
+
+def _whole(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ParameterShard]:
+    return whole_shards({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+
+
+def _policy_version(state: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    shards = _whole(shapes)
+    _, values = read_state(state, lambda _: shards, only=())
+    if not isinstance(version := values.get("policy_version"), int):
+        raise CheckpointError(f"trainer state in {state} names no policy version")
+    return version
+
+
+def _stored(state: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+    """Master weights by name, in order."""
+    shards = _whole(shapes)
+    sizes = {name: 4 * int(torch.Size(shape).numel()) for name, shape in shapes.items()}
+    for names in plan_files(sizes, _READ_BYTES):
+        tensors, _ = read_state(state, lambda _: shards, only=[f"weight/{name}" for name in names])
+        for name in names:
+            yield name, tensors.pop(f"weight/{name}")
+
+
+def _merged(
+    config: RunConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    adapters: Mapping[str, Tensor],
+    base_weight: Callable[[str], Tensor],
+) -> Iterator[tuple[str, Tensor]]:
+    """Base weights with their adapters, as generators were given them."""
+    lora = config.lora
+    held = torch.float32  # the trainer's base, where it is that which is handed over
+    if lora.hand_over == "merged":
+        held = getattr(torch, config.trainer.dtype)
+    for name in shapes:
+        base = base_weight(name)
+        base = base.to(held) if held != torch.float32 else base
+        yield from merged({name: base}, adapters, scaling=lora.alpha / lora.rank)

@@ -1,0 +1,253 @@
+"""What everyone who trains a model needs around its step: one rank's part of the model, where it lies, and its ways out.
+
+    folder ─▶ building ─▶ module ◀─ rounded ─ master weights ─┬─ stage, write ─▶ checkpoint ─▶ load
+                                                              ├─ parameters_for_sync ─▶ generators
+                                                              ├─ park ─▶ host memory ─▶ unpark
+                                                              └─ write_model ─▶ Hugging Face folder
+
+``Trainer`` and ``Critic`` add the arithmetic of their step. A frozen model needs ``building`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import ClassVar, Generic
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llamarl.errors import CheckpointError
+from llamarl.models.adapters import base_name, merged, whole_shards, write_adapter_folder
+from llamarl.models.exported import ExportFacts, write_export
+from llamarl.models.folders import resolve_model_path
+from llamarl.models.parallel import ParallelLayout, ParameterShard, gather_parameters, local_tensor, parameter_shards
+from llamarl.models.sharded_loading import stored_weights
+from llamarl.trainer.building import Built, Module
+from llamarl.trainer.config import LoraConfig, OptimizerConfig
+from llamarl.trainer.narrowing import KLText, NarrowingCount, is_narrower, measure_kl
+from llamarl.trainer.optimizer import MasterWeights
+from llamarl.trainer.parking import Parking
+from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
+from llamarl.trainer.storage import export_folder
+
+__all__ = ["ShardedModel"]
+
+
+class ShardedModel(Generic[Module]):
+    """A trained model on one rank of its role's (fsdp, tp) mesh."""
+
+    role: ClassVar[str]
+    """Who trains it, for error messages."""
+    counters: ClassVar[tuple[str, ...]]
+    """Names of the attributes, whole numbers, that are saved and loaded with the weights."""
+
+    def __init__(
+        self,
+        built: Built[Module],
+        layout: ParallelLayout,
+        optimizer: OptimizerConfig,
+        *,
+        model_path: str | Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        offload: bool = False,
+        lora: LoraConfig | None = None,
+    ) -> None:
+        """
+        Args:
+            model_path: Hugging Face folder of version 0.
+            dtype: That the module computes in; master weights are float32.
+            offload: Keep master weights and moments in host memory.
+            lora: What made the adapters, where these alone are trained.
+        """
+        self.module: Module = built.module
+        self.layout = layout
+        self.model_path, self.device, self.dtype, self.lora = model_path, device, dtype, lora
+        # Checkpoints are written beside the training, so their collectives need a group of their own.
+        self._save_group = dist.new_group(backend="gloo") if layout.num_ranks > 1 else None
+        parameters = self.module.parameters_by_name()
+        self.weights = MasterWeights(
+            parameters,
+            optimizer,
+            layout,
+            tensor_parallel_cuts=built.cuts,
+            initial=built.initial,
+            offload=offload,
+        )
+        self.parking = Parking(device)
+        self._handed_over: dict[str, Tensor] = {}  # while parked: merged copies in host memory
+        self._shards = parameter_shards(parameters, built.cuts, layout, "float32")
+        self._sync_shards = self._shards if lora is None else whole_shards(self.parameters_for_sync())
+
+    def park(self) -> int:
+        """Move this rank's parameters, master weights and moments out of the device, and give back what the tick has freed;
+        returns the bytes moved (on a CPU none). Nobody may be reading what an earlier ``parameters_for_sync`` gave."""
+        if self.parking.moves and self.lora is not None and self.lora.hand_over == "merged":
+            self._handed_over = {name: tensor.to("cpu", copy=True) for name, tensor in self._merge()}
+        kept, derived = self.weights.tensors_on_device()
+        trained = self.module.parameters_by_name()
+        kept += [local_tensor(p.detach()) for n, p in self.module.model.named_parameters() if n not in trained]
+        return self.parking.park(kept, derived)
+
+    def unpark(self) -> None:
+        """Bring back what ``park`` moved, bit for bit."""
+        self.parking.unpark()
+        self.weights.copy_to_parameters()
+        self._handed_over = {}
+
+    def parameters_for_sync(self) -> dict[str, Tensor]:
+        """What is handed over: this rank's part of every parameter by its Hugging Face name, tied ones once; live float32
+        tensors, in host memory while parked. With adapters those alone, or merged copies, as ``lora.hand_over`` says."""
+        if self.lora is not None and self.lora.hand_over == "merged":
+            return self._merged()
+        return {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
+
+    def _merged(self) -> dict[str, Tensor]:
+        return self._handed_over or dict(self._merge())
+
+    def _merge(self) -> Iterator[tuple[str, Tensor]]:
+        """One by one; where the weights lie now."""
+        assert self.lora is not None
+        where = self.parking.where
+        frozen = {base_name(n): where(p) for n, p in self.module.model.named_parameters() if not p.requires_grad}
+        adapters = {name: where(tensor) for name, tensor in self.weights.tensors.items()}
+        return merged(frozen, adapters, scaling=self.lora.alpha / self.lora.rank)
+
+    def sync_layout(self) -> dict[str, ParameterShard]:
+        """Global shape, dtype and this rank's slice of every parameter of ``parameters_for_sync``."""
+        return dict(self._sync_shards)
+
+    def stage(self, extra: Mapping[str, Mapping[str, Tensor]] | None = None, *, copy: bool = True) -> StagedState:
+        """This rank's state as it is now, copied to host memory: training may go on while ``write`` works.
+
+        Args:
+            extra: Kind -> more tensors to keep, by the names of ``parameters_for_sync``; nobody changes them any more.
+            copy: False if nothing changes before ``write`` has ended.
+        """
+        values = {
+            **{name: getattr(self, name) for name in self.counters},
+            "fsdp": self.layout.fsdp,
+            "tp": self.layout.tp,
+            "kinds": sorted(extra or {}),
+        }
+        tensors = {key: self.parking.where(tensor) for key, tensor in self.weights.state().items()}
+        state = stage(tensors, self._shards, values, copy=copy)
+        more = {f"{kind}/{name}": tensor for kind, tensors in (extra or {}).items() for name, tensor in tensors.items()}
+        shards = stage(more, self.sync_layout(), {}, copy=False).shards
+        return StagedState({**state.shards, **shards}, values)
+
+    def write(self, state: StagedState, folder: Path) -> None:
+        """Write what all ranks staged into one folder; every rank calls it, on any thread.
+
+        Raises:
+            CheckpointError: A rank could not write.
+        """
+        write_state(Path(folder), state, rank=self.layout.rank, group=self._save_group)
+
+    def save(self, folder: Path) -> None:
+        """``stage`` and ``write`` at once. All ranks give the same folder; ``load`` continues from it."""
+        self.write(self.stage(copy=False), folder)
+
+    def load(self, folder: Path) -> dict[str, dict[str, Tensor]]:
+        """Restore what ``write`` wrote: the same layout goes on with the same bits, another one to rounding.
+
+        Returns:
+            The ``extra`` that was staged, this rank's part.
+
+        Raises:
+            CheckpointError: Unreadable, incomplete, or of another model.
+        """
+        kinds = MasterWeights.KINDS
+        tensors, values = read_state(Path(folder), lambda k: self._shards if k in kinds else self.sync_layout())
+        try:
+            self.weights.load_state(tensors)
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"{self.role} state in {folder} is of another model: {error}") from error
+        for name in self.counters:
+            setattr(self, name, values[name])
+        extra: dict[str, dict[str, Tensor]] = {kind: {} for kind in values.get("kinds", ())}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            if kind not in kinds:
+                extra[kind][name] = tensor
+        return extra
+
+    def write_adapters(self, folder: Path, *, served_dtype: str, version: int) -> None:
+        """Write the adapters as a folder that ``peft`` loads.
+
+        Args:
+            served_dtype: Precision in which whoever serves the model computes.
+            version: Of the weights.
+        """
+        assert self.lora is not None, "no adapters are trained"
+        adapters = {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
+        write_adapter_folder(
+            Path(folder), adapters, rank=self.lora.rank, alpha=self.lora.alpha, targets=self.lora.targets,
+            base=str(resolve_model_path(self.model_path).resolve()),
+        )  # fmt: skip
+        facts = ExportFacts(policy_version=version, dtype="float32", served_dtype=served_dtype)
+        write_export(Path(folder), facts)
+
+    def write_model(
+        self, folder: Path, *, dtype: torch.dtype, served_dtype: str, version: int, texts: Sequence[KLText] = ()
+    ) -> ExportFacts | None:
+        """Write the weights as a Hugging Face folder, adapters merged. All ranks call it; rank 0 writes, file by file.
+
+        Args:
+            served_dtype: Precision in which whoever serves the model computes.
+            version: Of the weights.
+            texts: Where fewer bits than ``served_dtype`` has are written, the KL is measured on these; on one rank only.
+
+        Returns:
+            What was written; None on other ranks than 0.
+        """
+        tensors = self._exported()
+        shards = self._shards if self.lora is None else whole_shards(tensors)
+        if self.layout.rank != 0:
+            for _ in gather_parameters(tensors, shards, self.layout):  # send this rank's parts
+                raise AssertionError("only rank 0 receives whole parameters")
+            return None
+        narrowing = None
+        with ExitStack() as stack:
+            count = None
+            if is_narrower(dtype, served_dtype):
+                count = NarrowingCount(stack.enter_context(stored_weights(self.model_path, shards)), served_dtype)
+            export_folder(
+                Path(folder),
+                self.module.model,
+                gather_parameters(tensors, shards, self.layout),
+                {name: shard.shape for name, shard in shards.items()},
+                source=self.model_path,
+                dtype=dtype,
+                look=None if count is None else count.look,
+            )
+            if count is not None:
+                kl = None
+                if self.layout.num_ranks == 1:  # no rank of a mesh has memory for the whole
+                    whole = gather_parameters(tensors, shards, self.layout)
+                    kl = measure_kl(Path(folder), whole, texts, served_dtype=served_dtype)
+                narrowing = count.result(kl)
+        facts = ExportFacts(
+            policy_version=version,
+            dtype=str(dtype).removeprefix("torch."),
+            served_dtype=served_dtype,
+            narrowing=narrowing,
+        )
+        write_export(Path(folder), facts)
+        return facts
+
+    def _exported(self) -> dict[str, Tensor]:
+        """Whole weights, adapters merged as generators have them."""
+        if self.lora is None:
+            return self.parameters_for_sync()
+        if self.lora.hand_over == "merged" or self.dtype == torch.float32:
+            return self._merged()
+        # generators merge into the model as it is stored; here it has been rounded to compute with
+        adapters = {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
+        names = [base_name(n) for n, p in self.module.model.named_parameters() if not p.requires_grad]
+        with stored_weights(self.model_path, names) as stored:
+            base = {name: stored(name).to(self.device) for name in names}
+            return dict(merged(base, adapters, scaling=self.lora.alpha / self.lora.rank))

@@ -1,0 +1,131 @@
+"""What a transport does: one side registers a buffer and writes into it, the other reads it one-sidedly.
+
+    source                                            sink
+    buffer = transport.register(control, data bytes)  remote = transport.open(buffer.address)
+    write into buffer.data, then publish the address  remote.read(offset, into)   no code runs at the source
+
+A buffer has two parts that follow each other in one space of offsets: *control* (header, catalog, checksums), always in
+host memory, and *data*, on whatever device the transport serves.
+
+A transport moves bytes and nothing else: versions, checksums and second attempts are the caller's, and so the same for
+all of them.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from llamarl.transports.checksum import ChecksumKind
+from llamarl.transports.deadline import Clock
+
+__all__ = ["Address", "RemoteBuffer", "SinkTransport", "SourceBuffer", "SourceTransport"]
+
+Address = Any
+"""Small and picklable: it travels in the channel's handle."""
+
+
+class SourceBuffer(Protocol):
+    """Memory at the source that sinks can read."""
+
+    @property
+    def control(self) -> torch.Tensor:
+        """uint8 [control_bytes] in host memory, writable."""
+        ...
+
+    @property
+    def data(self) -> torch.Tensor:
+        """uint8 [data_bytes], writable; where the source puts the payload."""
+        ...
+
+    @property
+    def address(self) -> Address: ...
+
+    def close(self) -> None: ...
+
+
+class SourceTransport(Protocol):
+    """Registers buffers."""
+
+    name: str
+    checksum: ChecksumKind
+    """What runs at memory speed where the data lies."""
+    block_bytes: int
+    """Bytes copied and checksummed at a time."""
+
+    def register(self, control_bytes: int, data_bytes: int) -> SourceBuffer:
+        """A zero-filled buffer that sinks can read.
+
+        Raises:
+            ChannelError: There is not that much memory.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class RemoteBuffer(Protocol):
+    """A source's buffer as a sink sees it."""
+
+    def view(self) -> torch.Tensor | None:
+        """uint8 over all of the source's bytes if they are mapped in host memory here, else None. Read-only."""
+        ...
+
+    def read(self, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
+        """Copy ``into.numel()`` bytes from ``offset`` into a contiguous uint8 tensor.
+
+        ``into`` lies in host memory for the control part, on the sink transport's ``device`` for the data part.
+
+        Args:
+            fresh: The source's bytes of this moment. Otherwise they may be as old as the last ``forget``: a transport
+                that moves more than was asked for may hand out the rest later.
+
+        Raises:
+            ChannelError: The source is gone.
+            DeadlineExceeded: It took longer than ``deadline_s`` seconds.
+        """
+        ...
+
+    def ready_to_read(self, stop: int) -> int:
+        """How far the source must have written before the bytes up to ``stop`` are read, for nothing to be moved twice:
+        ``stop``, or the end of what moves together with them."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what was read and kept: another version is asked for from now on."""
+        ...
+
+    def check_source(self) -> None:
+        """Raise ChannelError if the source is known to be gone. Cheap: asked while waiting for a slow source."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SinkTransport(Protocol):
+    """Opens buffers that a source has registered."""
+
+    name: str
+    device: torch.device
+    """Where the data part is read to, and proved."""
+
+    def pulling(self, clock: Clock) -> AbstractContextManager[None]:
+        """Around a whole pull: enters the stream to copy on; when left, what was pulled is in place.
+
+        Raises:
+            DeadlineExceeded: The clock ran out.
+        """
+        ...
+
+    def open(self, address: Address, deadline_s: float) -> RemoteBuffer:
+        """Connect to a buffer.
+
+        Raises:
+            ChannelError: The source is gone, or the address now means something else.
+            DeadlineExceeded: It took longer than ``deadline_s`` seconds.
+        """
+        ...
+
+    def close(self) -> None: ...

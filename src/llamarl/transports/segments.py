@@ -1,0 +1,224 @@
+"""Shared memory between processes of one host: the owner writes, any number of readers map the same pages.
+
+    owner: Segment(size) ──handle (pid, fd, size, nonce; < 200 bytes)──▶ reader: open_segment(handle) ──▶ read-only pages
+
+A segment is a ``memfd``: anonymous memory that another process of the same user opens through ``/proc/<pid>/fd/<n>``. It
+needs no ``/dev/shm`` (64 MB in many containers) and leaves nothing behind, not even after SIGKILL: the kernel frees it
+with its last user. Its size is sealed, so a reader can never be killed by a bus error. Where the platform has no memfd
+or ``/proc``, a file in a folder takes its place; files of dead owners are removed by the next owner in that folder.
+
+A header carries a random nonce. A reader compares it with the handle's, so a recycled pid, a recycled descriptor and a
+segment that has been replaced are all told apart from the real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import stat
+import struct
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from llamarl.errors import ChannelError
+
+__all__ = ["HEADER_BYTES", "MappedSegment", "Segment", "SegmentHandle", "open_segment", "owner_holds", "tensor_over"]
+
+HEADER_BYTES = 4096
+"""Bytes before the payload: one page, so that the payload starts on a page of its own."""
+
+_MAGIC = b"llamarl1"
+_HEADER = struct.Struct("<8s16sQ")
+_MEMFD_NAME = "llamarl"
+_FILE_PATTERN = re.compile(r"llamarl-(\d+)-[0-9a-f]{32}\.segment")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHandle:
+    """Where a segment lies. Small and picklable."""
+
+    pid: int
+    fd: int
+    size: int
+    """Payload bytes, without the header."""
+    nonce: bytes
+    path: str = ""
+    """File that holds it, or empty for a memfd."""
+
+
+class Segment:
+    """Memory that this process owns and others may read.
+
+    Args:
+        size: Payload bytes, > 0. Zero-filled; pages cost nothing until they are touched.
+        folder: Where to put a file if the platform has no memfd; None is the system's temporary folder.
+        use_memfd: None takes memfd where it works.
+
+    Raises:
+        ChannelError: The memory or the file cannot be had.
+    """
+
+    def __init__(self, size: int, *, folder: Path | None = None, use_memfd: bool | None = None) -> None:
+        if size <= 0:
+            raise ValueError(f"a segment needs size > 0 bytes, got {size}")
+        nonce = os.urandom(16)
+        total = HEADER_BYTES + size
+        self._path = ""
+        try:
+            if _memfd_works() if use_memfd is None else use_memfd:
+                self._fd = _sealed_memfd(total)
+            else:
+                self._fd, self._path = _new_file(folder, nonce, total)
+            self._map = mmap.mmap(self._fd, total)
+        except OSError as error:
+            raise ChannelError(
+                f"cannot allocate a shared segment of {total:,} bytes in process {os.getpid()}: {error}; free memory, "
+                "lower the channel's capacity or send smaller payloads"
+            ) from error
+        _HEADER.pack_into(self._map, 0, _MAGIC, nonce, size)
+        self.handle = SegmentHandle(os.getpid(), self._fd, size, nonce, self._path)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8, offset=HEADER_BYTES)
+        """[size] payload, writable; every reader sees what is written here."""
+
+    @property
+    def size(self) -> int:
+        return self.handle.size
+
+    def close(self) -> None:
+        """Give up ownership. Readers that have it open keep their pages; nobody new can open it. Idempotent."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        if self._path:
+            Path(self._path).unlink(missing_ok=True)
+        self.bytes = np.empty(0, np.uint8)
+        _close_map(self._map)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+
+class MappedSegment:
+    """A segment of another process (or of this one), mapped read-only: writing to it is a fault."""
+
+    def __init__(self, handle: SegmentHandle, mapping: mmap.mmap) -> None:
+        self.handle = handle
+        self._map = mapping
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8, offset=HEADER_BYTES)
+
+    def close(self) -> None:
+        """Unmap; memory goes when the last view of it goes. Idempotent."""
+        self.bytes = np.empty(0, np.uint8)
+        _close_map(self._map)
+
+
+def open_segment(handle: SegmentHandle) -> MappedSegment:
+    """Map the segment that ``handle`` names.
+
+    Raises:
+        ChannelError: Its owner is gone, has closed it, or the name now means something else.
+    """
+    path = handle.path or f"/proc/{handle.pid}/fd/{handle.fd}"
+    where = f"segment of process {handle.pid} ({path})"
+    try:
+        if not handle.path and not os.readlink(path).startswith(f"/memfd:{_MEMFD_NAME}"):
+            raise ChannelError(
+                f"{where}: the descriptor now belongs to something else; its owner closed it or restarted"
+            )
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ChannelError(f"{where}: cannot be opened ({error}); its owner has ended or closed it") from error
+    try:
+        status = os.fstat(fd)
+        total = HEADER_BYTES + handle.size
+        if not stat.S_ISREG(status.st_mode) or status.st_size < total:
+            raise ChannelError(f"{where}: holds {status.st_size} bytes, the handle says {total}; it has been replaced")
+        mapping = mmap.mmap(fd, total, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+    finally:
+        os.close(fd)
+    magic, nonce, size = _HEADER.unpack_from(mapping)
+    if magic != _MAGIC or nonce != handle.nonce or size != handle.size:
+        mapping.close()
+        raise ChannelError(f"{where}: is not the one the handle names (its header differs); its owner restarted")
+    return MappedSegment(handle, mapping)
+
+
+def owner_holds(handle: SegmentHandle) -> bool:
+    """False if the owner has ended or closed the segment (its pages stay readable for who has them open)."""
+    if handle.path:
+        return os.path.exists(handle.path) and _alive(handle.pid)
+    try:
+        return os.readlink(f"/proc/{handle.pid}/fd/{handle.fd}").startswith(f"/memfd:{_MEMFD_NAME}")
+    except OSError:
+        return False  # also a killed process that nobody has waited for yet: it holds no descriptors
+
+
+def tensor_over(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """uint8 tensor [n] over the same memory, without a copy. Never write to it if the memory is a reader's."""
+    with warnings.catch_warnings():  # torch warns that the memory is read-only: that is the point
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(buffer)
+
+
+def _memfd_works() -> bool:
+    return hasattr(os, "memfd_create") and os.path.isdir(f"/proc/{os.getpid()}/fd")
+
+
+def _sealed_memfd(total: int) -> int:
+    import fcntl
+
+    fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, total)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _new_file(folder: Path | None, nonce: bytes, total: int) -> tuple[int, str]:
+    folder = folder if folder is not None else Path(tempfile.gettempdir())
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_files_of_dead_owners(folder)
+    path = folder / f"llamarl-{os.getpid()}-{nonce.hex()}.segment"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, total)  # a full disk must fail here, not as a bus error later
+    except OSError:
+        os.close(fd)
+        path.unlink()
+        raise
+    return fd, str(path)
+
+
+def _remove_files_of_dead_owners(folder: Path) -> None:
+    for path in folder.iterdir():
+        match = _FILE_PATTERN.fullmatch(path.name)
+        if match is not None and not _alive(int(match.group(1))):
+            path.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # another user's
+    return True
+
+
+def _close_map(mapping: mmap.mmap) -> None:
+    with contextlib.suppress(BufferError):  # a view still lives; the pages go with it
+        mapping.close()

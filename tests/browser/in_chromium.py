@@ -1,0 +1,92 @@
+"""A real Chromium, driven headless. Without one, or without its driver (extra ``browser``), these tests skip with a word."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    pytest.importorskip("plotly", reason="no charting script: pip install plotly")
+    driver = pytest.importorskip("playwright.sync_api", reason="no browser driver: pip install '.[browser]'")
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        pytest.skip("no Chromium: apt-get install chromium, or name one in CHROMIUM")
+    with driver.sync_playwright() as playwright:
+        # A container's root may not have the sandbox's namespaces; the pages are this test's own.
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Page:
+    """One open page, whose errors fail the test."""
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page, self.address = page, address
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", lambda line: self.errors.append(line.text) if line.type == "error" else None)
+        page.on("request", lambda request: self.requests.append(request.url))
+
+    def open(self, view: str) -> Page:
+        """Go to a view, and wait until it is drawn, charts in sight included."""
+        self.page.goto(f"{self.address}#/{view}")
+        name = view.split("/")[0]
+        self.page.wait_for_selector(f'main [data-view="{name}"][data-ready="1"]', timeout=30_000)
+        return self
+
+    def text(self, selector: str = "main") -> str:
+        return " ".join(self.page.inner_text(selector).replace("\u202f", " ").split())
+
+    def rows(self, heading: str) -> list[list[str]]:
+        """Cells of the table in the panel of that heading."""
+        table = (
+            self.page.locator("section.panel", has=self.page.get_by_role("heading", name=heading))
+            .locator("table")
+            .first
+        )
+        return [
+            [cell.strip() for cell in row.replace("\u202f", " ").split("\t")]
+            for row in table.locator("tbody tr").all_inner_texts()
+        ]
+
+    def tile(self, label: str) -> str:
+        """The value of the tile with that label."""
+        tile = self.page.locator(".tile", has=self.page.locator("span", has_text=label)).locator("b").first
+        return str(tile.inner_text()).replace("\u202f", " ")
+
+    def chart(self, heading: str) -> list[dict[str, Any]]:
+        """x and y of each trace of the chart in the panel of that heading, once it is drawn."""
+        chart = (
+            self.page.locator("section.panel", has=self.page.get_by_role("heading", name=heading, exact=True))
+            .locator(".chart")
+            .first
+        )
+        chart.scroll_into_view_if_needed()
+        chart.locator("xpath=self::*[@data-drawn]").wait_for(timeout=30_000)
+        plain = "node => node.data.map(t => ({name: t.name, x: Array.from(t.x), y: Array.from(t.y || [])}))"
+        return chart.evaluate(plain)
+
+
+@pytest.fixture
+def open_page(chromium: Any) -> Iterator[Callable[..., Page]]:
+    contexts = []
+
+    def opened(address: Path | str, *, width: int = 1280, theme: str = "light") -> Page:
+        context = chromium.new_context(viewport={"width": width, "height": 860}, color_scheme=theme)
+        contexts.append(context)
+        return Page(context.new_page(), address.as_uri() if isinstance(address, Path) else address)
+
+    yield opened
+    for context in contexts:
+        context.close()

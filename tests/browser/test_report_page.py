@@ -1,0 +1,348 @@
+"""Each view of the page in a real browser, its numbers held against the run's files."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_run import MadeRun
+
+from llamarl.cli.main import main
+from llamarl.observability.metrics import read_metrics
+from llamarl.observability.rollouts import Rollout, read_rollouts
+from llamarl.report.server import WatchedRuns, make_server
+from llamarl.types import Failure, Score
+
+EVIL = "</script><script>window.hit = 1</script><img src=x onerror='window.hit = 2'>"
+pytest_plugins = ["in_chromium"]
+pytestmark = pytest.mark.timeout(120)
+browser = pytest.mark.browser
+"""Not in the suite's slice: ``make test-browser`` runs all."""
+VIEWS = (
+    *("summary/0", "curves/0", "timeline/0", "staleness/0", "rollouts/0", "failures/0", "garbage/0", "prompts/0"),
+    *("ledger/0", "handover/0", "config/0", "tick/0/2", "group/0/2/20", "response/0/2/20/1"),
+)
+
+
+def _outcome(tick: int, group: int, sample: int) -> float | Failure:
+    if tick == 3 and sample == 0:
+        return Failure(kind="exception", detail=f"KeyError: 'x' {EVIL}")
+    return float((tick + sample) % 2)
+
+
+RUN = MadeRun(
+    ticks=7,
+    groups=3,
+    outcome=_outcome,
+    text=lambda t, g, s: (
+        EVIL if (t, g, s) == (2, 0, 1) else ("and so on " * 40 if s == 3 and t > 4 else f"answer {s} of {t}")
+    ),
+    prompt=lambda t, g: "the one that comes again" if g == 0 and t in (1, 4) else f"question {t}.{g}",
+    finish=lambda t, g, s: "length" if s == 3 and t > 4 else "stop",
+    overhead_s=0.5,
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = RUN.write(tmp_path_factory.mktemp("made") / "first")
+    assert main(["report", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def page(run: Path, open_page: Callable[..., Any]) -> Any:
+    opened = open_page(run / "report.html")
+    yield opened
+    assert opened.errors == []
+    assert [url for url in opened.requests if not url.startswith("file:")] == []
+    assert opened.page.evaluate("window.hit") is None
+
+
+@pytest.fixture(scope="module")
+def rollouts(run: Path) -> list[Rollout]:
+    return list(read_rollouts(run))
+
+
+def test_summary_begins_with_what_is_wrong_and_counts_what_is_there(page: Any, rollouts: list[Rollout]) -> None:
+    page.open("summary/0")
+    assert page.page.locator(".finding h3").all_inner_texts() == ["Some rewards fail", "The trainer waits"]
+    assert f"3 of {len(rollouts)} responses" in page.text(".finding")
+    assert f"{len(rollouts)}, all of them with text" in page.text()
+
+
+@browser
+def test_curves_hold_the_rows_over_versions_tokens_and_seconds(page: Any, run: Path) -> None:
+    rows = read_metrics(run)
+    page.open("curves/0")
+    drawn = page.chart("Mean reward")[0]
+    assert drawn["y"] == [row["reward/mean"] for row in rows] and drawn["x"] == [row["policy_version"] for row in rows]
+    page.page.get_by_role("button", name="Seconds").click()
+    page.page.wait_for_timeout(200)
+    # the trainer ends tick k at 8 + 5 k seconds
+    assert page.chart("Mean reward")[0]["x"] == pytest.approx([8.0 + 5 * tick for tick in range(7)])
+    page.page.get_by_role("button", name="Tokens trained").click()
+    page.page.wait_for_timeout(200)
+    assert page.chart("Mean reward")[0]["x"][-1] == sum(row["tokens/trained"] or 0 for row in rows)
+    assert page.chart("Entropy")[0]["y"] == [0.5] * 7
+
+
+def test_an_idle_gap_leads_to_its_tick_a_group_a_response_and_a_token(page: Any, rollouts: list[Rollout]) -> None:
+    page.open("timeline/0")
+    chart = page.page.locator(".chart.tall")
+    chart.locator("xpath=self::*[@data-drawn]").wait_for()
+    # the trainer works from 5.5 to 8 and from 10.5 to 13 s: it is idle from 8 to 10.5, before tick 1
+    at = chart.evaluate(
+        """node => { const {xaxis, yaxis} = node._fullLayout, box = node.getBoundingClientRect();
+        return [box.left + xaxis._offset + xaxis.d2p(9.2), box.top + yaxis._offset + yaxis.d2p(2)]; }"""
+    )
+    page.page.mouse.move(*at)
+    page.page.mouse.click(*at)
+    page.page.wait_for_selector("#gap-panel")
+    assert "trainer stood idle for 2.5 s before tick 1" in page.text("#gap-panel")
+    assert "for tick 1 of reward" in page.text("#gap-panel") and "remaining 500 ms" in page.text("#gap-panel")
+    page.page.get_by_role("link", name="Open tick 1", exact=True).click()
+    page.page.wait_for_selector('[data-view="tick"][data-ready="1"]')
+    assert page.rows("What each executor did")[2][:3] == ["trainer", "2.5 s", "2.5 s"]
+    page.page.get_by_role("link", name="10", exact=True).click()
+    page.page.wait_for_selector('[data-view="group"][data-ready="1"]')
+    page.page.get_by_role("link", name="Response 2").click()
+    page.page.wait_for_selector('[data-view="response"][data-ready="1"]')
+    page.page.locator(".tokens").focus()
+    page.page.keyboard.press("ArrowRight")
+    page.page.keyboard.press("ArrowRight")
+    sample = next(r for r in rollouts if (r.tick, r.response.prompt_index, r.response.sample_index) == (1, 10, 2))
+    assert f"{sample.response.behavior_logprobs[1]:.3f} nats" in page.text("#token")
+    assert f"{sample.response.policy_versions[1]}, staleness {1 - sample.response.policy_versions[1]}" in page.text(
+        "#token"
+    )
+
+
+@browser
+def test_the_timeline_says_who_sets_the_pace_beside_the_forecast(page: Any) -> None:
+    page.open("timeline/0")
+    assert page.rows("Who sets the pace") == [
+        ["generator", "4 s", "18 %", "0 %"],  # 6 gaps of 1 s in 34 s
+        ["reward", "1 s", "80 %", "75 %"],
+        ["trainer", "2.5 s", "54 %", "38 %"],
+    ]
+    assert "forecasts 4 s, set by generator" in page.text()
+
+
+@browser
+def test_staleness_counts_every_trained_token(page: Any, rollouts: list[Rollout]) -> None:
+    page.open("staleness/0")
+    counts = Counter(
+        r.tick - int(version)
+        for r in rollouts
+        if isinstance(r.response.outcome, Score)
+        for version in r.response.policy_versions
+    )
+    assert [[int(c.replace(",", "")) for c in row[:2]] for row in page.rows("Counts")] == [
+        list(i) for i in sorted(counts.items())
+    ]
+    assert page.chart("Tokens by staleness")[0]["y"] == [count for _, count in sorted(counts.items())]
+
+
+@browser
+def test_rollouts_are_filtered_by_tick_outcome_reward_and_text(page: Any, rollouts: list[Rollout]) -> None:
+    page.open("rollouts/0")
+    found = page.page.locator("#found")
+
+    def expect(number: int) -> None:
+        page.page.locator("#found", has_text=re.compile(rf"^{number} response")).wait_for()
+
+    expect(len(rollouts))
+    page.page.get_by_label("Outcome").select_option("failed")
+    expect(sum(isinstance(r.response.outcome, Failure) for r in rollouts))
+    page.page.get_by_label("Outcome").select_option("repetition")
+    expect(sum(r.response.text.startswith("and so on") for r in rollouts))
+    page.page.get_by_label("Outcome").select_option("")
+    page.page.get_by_label("From tick").fill("5")
+    page.page.get_by_label("Reward from").fill("1")
+    page.page.keyboard.press("Tab")
+    expect(sum(r.tick >= 5 and getattr(r.response.outcome, "value", 0) >= 1 for r in rollouts))
+    page.page.get_by_role("button", name="Clear").click()
+    page.page.get_by_label("Text in prompt or response").fill("answer 2 of 6")
+    page.page.keyboard.press("Enter")
+    expect(3)
+    assert found.inner_text() == "3 responses hold “answer 2 of 6”, among those whose text is on this page."
+
+
+@browser
+def test_a_group_shows_rewards_advantages_and_the_expected_answer(page: Any) -> None:
+    page.open("group/0/3/31")
+    assert page.page.locator(".sample .value, .sample header .tag").all_inner_texts() == ["failed", "0", "1", "0"]
+    shown = [text for text in page.page.locator(".sample small").all_inner_texts() if text.startswith("advantage")]
+    assert (
+        shown == ["advantage +0.75"] * 3 and "Advantages as they were trained" in page.text()
+    )  # the failed one has none
+    assert "Expected answer 42" in page.text()
+
+
+def test_markup_in_a_response_is_text(page: Any) -> None:
+    page.open("group/0/2/20")
+    assert EVIL in page.page.locator(".sample pre").nth(1).inner_text()
+    page.open("response/0/2/20/1")
+    page.open("failures/0")
+    assert EVIL in page.page.locator(".sample .tag").first.inner_text()
+
+
+@browser
+def test_tokens_are_coloured_by_gap_ratio_version_and_mask(page: Any) -> None:
+    page.open("response/0/4/40/2")
+    tokens = page.page.locator(".tokens span")
+    shades = {}
+    for by in ("Log-prob", "Gap", "Ratio, clipped", "Version", "Mask", "Nothing"):
+        page.page.get_by_role("button", name=by, exact=True).click()
+        shades[by] = tokens.evaluate_all("nodes => nodes.map(node => node.style.background)")
+    assert len(set(shades["Log-prob"])) == 5 and set(shades["Nothing"]) == {""}  # each a quarter of a nat less likely
+    assert len(set(shades["Gap"])) <= 2  # a tenth of a nat, rounded
+    assert len(set(shades["Version"])) == 2 and shades["Version"][1] == shades["Version"][4]
+    assert tokens.evaluate_all("nodes => nodes.map(node => node.className)") == ["", "", "", "", "clipped"]
+    tokens.nth(4).click()
+    # behaviour -5/4, the trainer a tenth more: exp(0.1) = 1.105
+    facts = page.text("#token")
+    assert "-1.250 nats" in facts and "+0.100 nats: trainer -1.150" in facts and "Ratio 1.11, clipped" in facts
+    assert "3, staleness 1" in facts and "trained" in facts
+
+
+@browser
+def test_failures_are_counted_by_cause_with_the_answer_expected(page: Any) -> None:
+    page.open("failures/0")
+    (row,) = page.rows("By cause")
+    assert row[0].startswith("exception: KeyError: 'x'") and row[1:] == ["3", "3.6 %", "3 … 3"]
+    assert page.page.locator(".sample").count() == 3 and page.text().count("Expected answer: 42") == 3
+
+
+def test_the_ledger_adds_up_to_what_was_generated(page: Any, run: Path) -> None:
+    page.open("ledger/0")
+    rows = {row[0]: row[1] for row in page.rows("Over the whole run")}
+    generated = sum(row["tokens/generated"] or 0 for row in read_metrics(run))
+    failed = sum(row["tokens/failed"] or 0 for row in read_metrics(run))
+    assert rows["Generated"] == str(generated) and rows["No reward"] == str(failed) == "9"
+    assert rows["Trained, each counted once"] == str(generated - failed)
+    assert page.tile("generated = where they went") == "closes"
+
+
+@browser
+def test_garbage_is_counted_by_sign(page: Any, rollouts: list[Rollout]) -> None:
+    page.open("garbage/0")
+    cut = sum(r.response.finish_reason == "length" for r in rollouts)
+    assert page.tile("cut by length") == page.tile("runs in circles") == f"{100 * cut / len(rollouts):.1f} %"
+    assert page.tile("different rewards") == "2" and page.tile("empty") == "0 %"
+
+
+@browser
+def test_a_prompt_that_comes_again_is_shown_over_versions(page: Any) -> None:
+    page.open("prompts/0")
+    assert "the one that comes again" in page.text()
+    assert page.chart("Reward over versions")[0]["x"] == [1, 4]
+    assert page.page.locator(".sample h3").all_inner_texts() == ["tick 1", "tick 4"]
+
+
+@browser
+def test_the_hand_over_shows_bytes_time_and_versions_in_flight(page: Any) -> None:
+    page.open("handover/0")
+    assert page.tile("a version, weights") == "2.5 MB"
+    assert page.tile("executors on weights") == "250 ms"
+    # the trainer's tick j ends at 8 + 5 j s, when the generator samples tick j + 1 by version j; after its last tick it samples
+    # nothing any more
+    assert page.chart("Versions in flight")[0]["y"] == [1] * 6
+
+
+@browser
+def test_configuration_shows_every_key(page: Any) -> None:
+    page.open("config/0")
+    page.page.get_by_label("Find a key").fill("rho")
+    page.page.locator("main [role=status]", has_text=re.compile("^1 of")).wait_for()
+    assert "algorithm.rho 4" in page.text()
+
+
+@browser
+@pytest.mark.parametrize(("width", "theme"), [(400, "dark"), (400, "light"), (1280, "dark")])
+def test_every_view_fits_the_width_in_both_themes(
+    run: Path, open_page: Callable[..., Any], width: int, theme: str
+) -> None:
+    page = open_page(run / "report.html", width=width, theme=theme)
+    for view in VIEWS:
+        page.open(view)
+        too_wide = page.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        assert too_wide <= 0, f"{view} is {too_wide} px wider than {width}"
+        assert page.page.evaluate("document.documentElement.dataset.theme") == theme
+    assert page.errors == []
+
+
+@browser
+def test_the_page_is_worked_by_keyboard_alone(page: Any) -> None:
+    page.open("summary/0")
+    page.page.keyboard.press("Tab")  # the link that skips to the content
+    assert page.page.evaluate("document.activeElement.innerText") == "Skip to the content"
+    seen = set()
+    for _ in range(40):
+        page.page.keyboard.press("Tab")
+        seen.add(page.page.evaluate("document.activeElement.innerText"))
+    assert {"Timeline", "Rollouts", "Configuration"} <= seen
+    page.open("timeline/0")
+    page.page.locator("#gaps button").first.focus()
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_selector("#gap-panel")
+
+
+@browser
+def test_runs_side_by_side_show_what_differs(tmp_path: Path, run: Path, open_page: Callable[..., Any]) -> None:
+    other = MadeRun(ticks=4, settings={"optimizer.lr": "0.5"}).write(tmp_path / "second")
+    assert main(["report", str(run), str(other), "--out", str(tmp_path / "both.html")]) == 0
+    page = open_page(tmp_path / "both.html").open("config/0")
+    assert {row[0]: row[1:] for row in page.rows("Settings side by side")} == {
+        "optimizer.lr": ["0.0002", "0.5"],
+        "run.num_ticks": ["7", "4"],
+    }
+    page.open("curves/1")
+    assert {trace["name"] for trace in page.chart("Mean reward")} >= {"first", "second"}
+    page.open("tick/1/3")
+    assert "Tick 3" in page.text() and page.errors == []
+
+
+@browser
+def test_a_run_without_anything_still_has_a_page(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    folder = tmp_path / "begun"
+    folder.mkdir()
+    (folder / "config.toml").write_text("[run]\nnum_ticks = 3\n")
+    assert main(["report", str(folder)]) == 0
+    page = open_page(folder / "report.html")
+    for view in VIEWS:
+        page.open(view)
+    assert page.errors == [] and "could not be drawn" not in page.text()
+    assert json.dumps(page.open("summary/0").text()).count("Missing") == 4
+
+
+@browser
+def test_a_watched_run_is_seen_growing_and_its_end_too(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    folder = MadeRun(ticks=2, settings={"run.num_ticks": "3"}).write(tmp_path / "grows")
+    longer = MadeRun(ticks=3).write(tmp_path / "longer")
+    server = make_server(WatchedRuns([folder], 5_000_000), 0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        page = open_page(f"http://127.0.0.1:{server.server_port}/").open("summary/0")
+        assert "Stopped after 2 of 3 ticks" in page.text()
+        for name in ("metrics.jsonl", "trace.json", "rollouts/tick_000002.jsonl"):
+            (folder / name).write_bytes((longer / name).read_bytes())
+        page.page.locator("main", has_text="Done, 3 ticks").wait_for()
+        assert page.chart("Mean reward")[0]["x"] == [0, 1, 2]
+        assert {url.split("/")[2] for url in page.requests} == {f"127.0.0.1:{server.server_port}"}
+        assert page.errors == []
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10)
+    page.page.locator("#live", has_text="has ended; this is how it stood").wait_for()
+    page.open("ledger/0")  # what was fetched stays
+    assert page.tile("generated = where they went") == "closes"

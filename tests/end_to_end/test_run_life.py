@@ -1,0 +1,249 @@
+"""A run that is stopped, gone on with, prolonged and forked; and what may change meanwhile without changing a bit."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CommandLine, rows, wait_until
+
+from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.config import key_effects
+from llamarl.observability.keys import is_timing_key
+from llamarl.strict import Effect
+
+INLINE = {"run.runtime": '"inline"', "run.cores": 2, "evaluation.every": 0, "checkpoint.every": 0}
+STALE = {
+    **INLINE,
+    "schedule.max_staleness": 2,
+    "generator.max_segments": 2,
+    "generator.oversubscription": 1.5,
+    "optimizer.schedule": '"constant"',
+}
+
+OTHER_VALUES: dict[str, Any] = {
+    "run.cores": 1,
+    "task.pool.num_workers": 2,
+    "task.pool.timeout_s": 19.0,
+    "task.pool.startup_timeout_s": 119.0,
+    "task.pool.memory_limit_mb": 4000,
+    "reward.max_failed_fraction": 0.95,
+    "reward.max_failed_ticks": 4,
+    "schedule.colocated": "true",
+    "schedule.transport": '"shared_memory"',
+    "trainer.max_skipped_steps": 5,
+    "trainer.export_dtype": '"bfloat16"',
+    "lora.export_merged": "false",
+    "critic.max_skipped_steps": 5,
+    "evaluation.every": 1,
+    "evaluation.num_prompts": 3,
+    "evaluation.samples_per_prompt": 2,
+    "evaluation.temperature": 0.5,
+    "evaluation.threads": 1,
+    "evaluation.device": '"cpu"',
+    "checkpoint.every_minutes": 0.0001,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 5,
+    "checkpoint.at_end": "false",
+    "checkpoint.background": "false",
+    "checkpoint.reshard": "true",
+    "checkpoint.other_platform": "true",
+    "observability.console": '"none"',
+    "observability.console_every": 2,
+    "observability.tensorboard": "false",
+    "observability.rollouts_every": 2,
+    "observability.trace": "false",
+    "deadlines.setup_s": 599.0,
+    "deadlines.step_s": 1799.0,
+}
+"""Keys that are said to change no bit, each with a value that is not its default."""
+ELSEWHERE = {
+    "run.dir": "any two runs of these tests",
+    "run.num_ticks": "test_a_finished_run_can_be_prolonged_to_the_bits_of_a_longer_one",
+    "run.runtime": "test_the_inline_runtime_gives_the_bits_of_the_processes",
+    "observability.rollouts": "without them there is nothing to compare",
+    "observability.sinks": "test_an_engine_and_a_sink_of_ones_own_change_no_bit",
+    "observability.wandb": "needs an account",
+    "observability.wandb_project": "needs an account",
+}
+"""And those that another test changes, or none can."""
+
+
+def untimed(run_dir: Path) -> list[dict[str, Any]]:
+    return [
+        {
+            key: value
+            for key, value in row.items()
+            if not is_timing_key(key) and not key.startswith(("eval/", "memory/"))
+        }
+        for row in rows(run_dir)
+    ]
+
+
+def trainer_state(run_dir: Path, tick: int) -> dict[str, str]:
+    """Name -> checksum of what the trainer saved after a tick."""
+    files = CheckpointStore(run_dir / "checkpoints").load(tick).manifest.files
+    return {f.path: f.xxh3_128 for f in files if f.path.startswith("trainer/") and f.path.endswith(".distcp")}
+
+
+def contents(run_dir: Path) -> dict[Path, bytes]:
+    """Every file but the lock, which names whoever held it last."""
+    return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_every_key_that_is_said_to_change_no_bit_is_changed_by_a_test() -> None:
+    free = {key for key, effect in key_effects().items() if effect is Effect.NO_BITS}
+    assert free == OTHER_VALUES.keys() | ELSEWHERE.keys()
+
+
+def test_all_free_keys_at_once_change_no_bit(llamarl: CommandLine, tmp_path: Path) -> None:
+    common = {"run.num_ticks": 2, "run.runtime": '"inline"', "schedule.max_staleness": 0}
+    threads = {
+        "generator.threads": 1,
+        "trainer.threads": 1,
+    }  # the bits depend on them, and cores divide among those that say 0
+    for name, settings in (("usual", {"evaluation.every": 0}), ("other", OTHER_VALUES)):
+        done = llamarl.train(tmp_path / name, common | threads | settings)
+        assert done.returncode == 0, done.stdout + done.stderr
+    usual, other = tmp_path / "usual", tmp_path / "other"
+    assert untimed(usual) == untimed(other)
+    assert (usual / "rollouts/tick_000000.jsonl").read_bytes() == (other / "rollouts/tick_000000.jsonl").read_bytes()
+    assert trainer_state(usual, 1) == trainer_state(other, 1) != {}
+
+
+@pytest.fixture(scope="module")
+def eight_ticks(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    done = llamarl.train(run_dir, STALE | {"run.num_ticks": 8, "checkpoint.every_minutes": 0})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir
+
+
+def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_that_the_clock_chose(
+    llamarl: CommandLine, tmp_path: Path, eight_ticks: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    settings = {"run.num_ticks": 6, "checkpoint.every_minutes": 0.0001, "checkpoint.at_end": "false"}
+    assert llamarl.train(run_dir, STALE | settings).returncode == 0
+    last = CheckpointStore(run_dir / "checkpoints").load().tick
+    assert 2 <= last < 6  # with two older versions on the weights edge
+    done = llamarl.run(["train", "--resume", str(run_dir), "--run.num_ticks", "8"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"goes on after {last + 1} ticks" in done.stderr
+    assert untimed(run_dir) == untimed(eight_ticks)
+    assert (run_dir / "model/model.safetensors").read_bytes() == (eight_ticks / "model/model.safetensors").read_bytes()
+
+
+def test_who_stops_a_run_is_told_the_command_that_goes_on_and_it_does(llamarl: CommandLine, tmp_path: Path) -> None:
+    run_dir = tmp_path / "a run"
+    process = llamarl.start(run_dir, STALE | {"run.num_ticks": 500, "checkpoint.every_minutes": 0.0001})
+    try:
+        wait_until(lambda: any((run_dir / "checkpoints").glob("tick_??????")), limit_s=180, what="a checkpoint")
+        process.send_signal(signal.SIGTERM)  # as Ctrl-C, which a shell's background jobs do not hear
+        text, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, text
+    assert "saved: " in text and "of 500 ticks" in text
+    command = shlex.split(
+        next(line for line in text.splitlines() if line.startswith("to go on: "))[len("to go on: ") :]
+    )
+    assert command[:2] == ["llamarl", "train"]
+    saved = CheckpointStore(run_dir / "checkpoints").load().tick + 1
+    done = llamarl.run([*command[1:], "--run.num_ticks", str(saved + 1)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(rows(run_dir)) == saved + 1
+
+
+def test_a_run_whose_folder_is_moved_ends_with_the_cause_and_goes_on_from_where_it_lies(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
+    run_dir, place = tmp_path / "run", tmp_path / "moved"
+    process = llamarl.start(run_dir, STALE | {"run.num_ticks": 500, "checkpoint.every": 1})
+    try:
+        wait_until(lambda: any((run_dir / "checkpoints").glob("tick_??????")), limit_s=180, what="a checkpoint")
+        run_dir.rename(place)
+        text, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1, text
+    assert f"{run_dir} is not there any more" in text and "Traceback" not in text
+    assert not run_dir.exists()
+    command = shlex.split(text.strip().splitlines()[-1].partition("to go on: ")[2])
+    assert command == ["llamarl", "train", "--resume", str(place)]
+    done = CheckpointStore(place / "checkpoints").load().tick + 1
+    gone_on = llamarl.run([*command[1:], "--run.num_ticks", str(done + 1)])
+    assert gone_on.returncode == 0, gone_on.stdout + gone_on.stderr
+    assert len(rows(place)) == done + 1
+
+
+def test_a_run_goes_on_without_its_console(llamarl: CommandLine, tmp_path: Path) -> None:
+    """``llamarl train | head -1``."""
+    run_dir = tmp_path / "run"
+    process = llamarl.start(run_dir, INLINE | {"run.num_ticks": 2, "observability.console_every": 1})
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(180) == 0
+    assert len(rows(run_dir)) == 2 and (run_dir / "model" / "model.safetensors").exists()
+
+
+def test_a_fork_learns_otherwise_from_the_same_state_and_leaves_its_source_alone(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
+    source, fork = tmp_path / "source", tmp_path / "fork"
+    assert llamarl.train(source, STALE | {"run.num_ticks": 3}).returncode == 0
+    before = contents(source)
+    words = ["train", "--resume", str(source), "--optimizer.lr", "0.01"]
+    refused = llamarl.run(words)
+    assert refused.returncode == 2 and "--fork" in refused.stderr and "optimizer.lr: it has" in refused.stderr
+    done = llamarl.run([*words, "--fork", str(fork), "--run.num_ticks", "5"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert contents(source) == before
+    assert untimed(fork)[:3] == untimed(source) and len(rows(fork)) == 5
+    assert json.loads((fork / "forked_from.json").read_text())["ticks"] == 3
+    # killed and gone on with, it is a run like any other: the checkpoint that it was given carries its own settings
+    for made in (fork / "checkpoints").iterdir():
+        if made.name != "tick_000002":
+            for path in sorted(made.rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() else path.unlink()
+            made.rmdir()
+    weights = (fork / "model/model.safetensors").read_bytes()
+    again = llamarl.run(["train", "--resume", str(fork)])
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "2 ticks beyond are done again" in again.stderr
+    assert (fork / "model/model.safetensors").read_bytes() == weights
+    replayed = llamarl.run(["train", "--replay", str(fork)])
+    assert replayed.returncode == 2 and "cannot be repeated from tick 0" in replayed.stderr
+
+
+def test_a_torn_or_missing_model_is_written_again_from_the_last_checkpoint(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    settings = INLINE | {"run.num_ticks": 1, "algorithm.advantage": '"gae"', "schedule.max_staleness": 0}
+    assert llamarl.train(run_dir, settings).returncode == 0
+    before = contents(run_dir)
+    weights = run_dir / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    shutil.rmtree(run_dir / "critic")
+    done = llamarl.run(["train", "--resume", str(run_dir)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "model.safetensors is torn" in done.stderr and "critic: it is missing" in done.stderr
+    assert f"{run_dir} is complete at 1 tick;" in done.stdout
+    assert contents(run_dir) == before
+
+
+def test_a_resumed_run_executes_no_code_that_lies_in_its_folder(llamarl: CommandLine, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n\ndef score(*a):\n    return 1.0\n")
+    (run_dir / "config.toml").write_text(f"[task]\nreward = {json.dumps(str(run_dir / 'evil.py') + ':score')}\n")
+    done = llamarl.run(["train", "--resume", str(run_dir)])
+    assert done.returncode == 2 and "code inside the run's folder" in done.stderr
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,155 @@
+"""Runs give the bits that were recorded for them: weights, metrics (times apart) and rollouts, by hash.
+
+``same_bits.json`` was recorded before the code was rearranged, and holds what a rearrangement must not change. Keys that a row
+or a rollout has gained since then are left out; a key that is gone fails. The kernels are pinned to AVX2, which every x86-64
+machine of the last ten years computes alike; another torch or processor may round differently, and is skipped with a word.
+
+    python tests/end_to_end/test_same_bits.py [CASE..]    # records anew: only where a change of bits is meant, and said
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from safetensors.torch import load_file
+
+from llamarl.observability.keys import is_timing_key
+
+RECORD = Path(__file__).with_name("same_bits.json")
+PINNED = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_CBWR": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+SMALL = {
+    "run.num_ticks": 5,
+    "schedule.prompts_per_step": 4,
+    "generator.group_size": 4,
+    "generator.threads": 1,
+    "trainer.threads": 1,
+    "evaluation.every": 2,
+    "evaluation.num_prompts": 8,
+    "observability.console": '"none"',
+    "observability.tensorboard": "false",
+    "observability.trace": "false",
+}
+INLINE = {"run.runtime": '"inline"'}
+PARTIAL = {"generator.max_segments": 2, "generator.oversubscription": 1.5}
+WHOLE = {"generator.max_segments": 1, "generator.oversubscription": 1.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "exact": ("tiny.toml", {**INLINE, **WHOLE, "schedule.max_staleness": 2}),
+    "partial rollouts": ("tiny.toml", {**INLINE, **PARTIAL}),
+    "processes": ("tiny.toml", {**PARTIAL}),
+    "latest": ("tiny.toml", {**INLINE, **PARTIAL, "schedule.weights": '"latest"', "generator.kv_on_update": '"keep"'}),
+    "meshes": (
+        "tiny.toml",
+        {
+            **PARTIAL,
+            "run.num_ticks": 3,
+            "generator.dp": 2,
+            "generator.tp": 2,
+            "trainer.fsdp": 2,
+            "trainer.tp": 2,
+            "evaluation.every": 0,
+            "run.cores": 8,
+        },
+    ),
+    "critic": ("ppo_critic.toml", {**INLINE}),
+    "co-located": ("colocated.toml", {**INLINE, **PARTIAL}),
+    "lora": ("tiny.toml", {**INLINE, "lora.rank": 4, "optimizer.lr": 2e-3}),
+}
+RANK_0_ONLY = frozenset({"meshes"})
+"""Cases in which several generator ranks reported, and the record held those of one: their metrics are not compared."""
+
+
+def run_case(case: str, run_dir: Path) -> None:
+    recipe, changes = CASES[case]
+    settings = {**SMALL, **changes, "run.dir": json.dumps(str(run_dir))}
+    words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "llamarl.cli.main", "train", str(REPOSITORY / "recipes" / recipe), *words],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, **PINNED, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def metric_rows(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if not is_timing_key(key)} for line in lines]
+
+
+def rollout_rows(run_dir: Path) -> list[dict[str, Any]]:
+    files = sorted((run_dir / "rollouts").glob("*.jsonl"))
+    assert files
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def digest_of_rows(rows: list[dict[str, Any]], keys: list[str]) -> str:
+    """Of ``keys`` alone; a key that no row has any more would change it."""
+    kept = [{key: row[key] for key in keys if key in row} for row in rows]
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of_weights(run_dir: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(run_dir.glob("*/*.safetensors")):
+        for name, tensor in sorted(load_file(file).items()):
+            digest.update(f"{file.parent.name} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def machine() -> dict[str, str]:
+    return {"processor": platform.machine(), "torch": torch.__version__.split("+")[0]}
+
+
+def record(case: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        run_case(case, run_dir)
+        entry: dict[str, Any] = {"weights": digest_of_weights(run_dir)}
+        kinds = {"rollouts": rollout_rows(run_dir)}
+        if case not in RANK_0_ONLY:
+            kinds["metrics"] = metric_rows(run_dir)
+        for kind, rows in kinds.items():
+            keys = sorted({key for row in rows for key in row})
+            entry[kind] = {"keys": keys, "digest": digest_of_rows(rows, keys)}
+        return entry
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_metrics_and_rollouts_are_those_recorded(case: str, tmp_path: Path) -> None:
+    recorded = json.loads(RECORD.read_text())
+    if recorded["machine"] != machine():
+        pytest.skip(f"recorded on {recorded['machine']}, this is {machine()}: it may round differently")
+    expected = recorded["cases"][case]
+    run_case(case, tmp_path / "run")
+    assert digest_of_weights(tmp_path / "run") == expected["weights"]
+    for kind, rows in (("rollouts", rollout_rows), ("metrics", metric_rows)):
+        if kind in expected:
+            assert digest_of_rows(rows(tmp_path / "run"), expected[kind]["keys"]) == expected[kind]["digest"], kind
+
+
+if __name__ == "__main__":
+    held = json.loads(RECORD.read_text()) if RECORD.exists() else {"cases": {}}
+    held["machine"] = machine()
+    for name in sys.argv[1:] or CASES:
+        held["cases"][name] = record(name)
+        print(name, held["cases"][name]["weights"][:12])
+    RECORD.write_text(json.dumps(held, indent=1, sort_keys=True) + "\n")

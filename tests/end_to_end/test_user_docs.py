@@ -1,0 +1,109 @@
+"""The user's pages, executed: each in an empty folder, its marked blocks in order, as its reader would.
+
+Runs are made small by the settings that a page names in a comment (``markdown_blocks``); nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from markdown_blocks import Block, blocks_of, small_settings
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SOURCE = DOCS.parent / "src"
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if any(block.mark for block in blocks_of(page))]
+
+_SCRIPT = """\
+import os, runpy, shlex, sys
+import llamarl
+from llamarl.config import apply_overrides
+from llamarl.api.train import dotted
+
+small = dotted(apply_overrides({}, shlex.split(os.environ["SMALL"])))
+train = llamarl.train
+llamarl.train = lambda recipe=None, /, **settings: train(recipe, **{**settings, **small})
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_the_pages_that_are_run_are_those_that_a_user_begins_with() -> None:
+    assert {page.stem for page in PAGES} >= {"quick_start", "your_own_task", "when_it_stops"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_marked_block_of_the_page_does_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    environment = _environment(tmp_path / "bin")
+    small = small_settings(page)
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    printed: str | None = ""
+    for block in blocks_of(page):
+        if block.mark == "file":
+            path = folder / block.words[0]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+        elif block.mark == "run":
+            printed = _run(block, folder, environment | {"SMALL": shlex.join([*small, *block.settings])})
+        elif block.mark == "output" and printed is not None:
+            lines = {_without_numbers(line) for line in printed.splitlines()}
+            missing = [line for line in block.text.splitlines() if line.strip() not in ("", "...")]
+            missing = [line for line in missing if _without_numbers(line) not in lines]
+            assert not missing, f"{block}: not printed: {missing}\nprinted:\n{printed}"
+
+
+def _run(block: Block, folder: Path, environment: dict[str, str]) -> str | None:
+    """What it printed; None where it was left out."""
+    if (module := block.word("needs")) and importlib.util.find_spec(module) is None:
+        return None
+    if block.language == "python":
+        script = folder / f"script_{block.line}.py"
+        script.write_text(block.text)
+        command = [sys.executable, str(folder.parent / "bin" / "with_small.py"), str(script)]
+    else:
+        command = ["bash", "-euo", "pipefail", "-c", block.text]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == int(block.word("exit") or 0), f"{block}: status {done.returncode}\n{done.stdout}"
+    return done.stdout
+
+
+def _environment(commands: Path) -> dict[str, str]:
+    """In which ``llamarl``, ``python`` and ``pytest`` are this environment's, and ``llamarl train`` runs are small."""
+    commands.mkdir()
+    python = f'exec "{sys.executable}"'
+    (commands / "with_small.py").write_text(_SCRIPT)
+    for name, line in {
+        "llamarl": f'[ "$1" = train ] && set -- "$@" $SMALL\n{python} -m llamarl.cli.main "$@"',
+        "python": f'{python} "$@"',
+        "pytest": f'{python} -m pytest -q -p no:cacheprovider "$@"',
+    }.items():
+        (commands / name).write_text(f"#!/bin/sh\n{line}\n")
+        (commands / name).chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([str(commands), os.environ.get("PATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _without_numbers(line: str) -> str:
+    """A line as every machine prints it: numbers, bars and the width of columns differ."""
+    line = re.sub(r"\d[\d.,:]*", "#", line)
+    line = re.sub(r"[█░]+", "█", line)
+    return " ".join(re.sub(r"/\S*/(?=runs|my-task)", "", line).split())

@@ -1,0 +1,55 @@
+"""Every family in two parts, by FSDP2 and, where it can be cut, by tensor parallelism: the log-probs and gradients of one rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import family_ranks  # noqa: E402
+from family_ranks import tiny_model  # noqa: E402
+
+from llamarl.models.support import FAMILIES  # noqa: E402
+
+_SERVER = multiprocessing.get_context("forkserver")
+CASES = [f"{family}:fsdp" for family in FAMILIES]
+CASES += [f"{name}:tp" for name, family in FAMILIES.items() if "tensor_parallel" not in family.lacks]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    _SERVER.set_forkserver_preload(["family_ranks"])
+    for family in FAMILIES:
+        tiny_model(family, "eager").save_pretrained(folder / family)
+    for world, cases in ((1, [f"{family}:fsdp" for family in FAMILIES]), (2, CASES)):
+        ranks = [_SERVER.Process(target=family_ranks.main, args=(rank, world, folder, cases)) for rank in range(world)]
+        for rank in ranks:
+            rank.start()
+        try:
+            for rank in ranks:
+                rank.join(timeout=240)
+            assert [rank.exitcode for rank in ranks] == [0] * world  # a rank's traceback is in the captured stderr
+        finally:
+            for rank in ranks:
+                rank.kill()
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_compute_what_one_computes(runs: Path, case: str) -> None:
+    family, axis = case.split(":")
+    alone = load_file(runs / f"{family}-fsdp-1.safetensors")
+    cut = load_file(runs / f"{family}-{axis}-2.safetensors")
+    assert set(cut) == set(alone)
+    torch.testing.assert_close(cut.pop("logprobs"), alone.pop("logprobs"), atol=1e-4, rtol=1e-4)
+    largest = max(float(gradient.abs().max()) for gradient in alone.values())
+    for name, gradient in alone.items():
+        scale = max(float(gradient.abs().max()), 1e-3 * largest)
+        assert float((cut[name] - gradient).abs().max()) < 1e-3 * scale, name

@@ -1,0 +1,92 @@
+"""A loss and an advantage from a user's file, beside the built-in names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.algorithms.advantages import compute_advantages
+from llamarl.algorithms.base import TokenBatch
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.algorithms.registry import find_loss
+from llamarl.config import load_config
+from llamarl.controller.preflight import find_missing
+from llamarl.errors import ConfigError
+
+FILE = """
+import numpy as np
+import torch
+from llamarl.algorithms.base import TokenLosses
+
+def double(batch, config):
+    terms = -2 * batch.advantages * batch.policy_logprobs
+    return TokenLosses(losses=terms, clipped=terms > 0)
+
+def averaged(batch, config):
+    return TokenLosses(losses=batch.policy_logprobs.mean(), clipped=batch.advantages > 0)
+
+def number(batch, config):
+    return 1.0
+
+def best_only(rewards):
+    return np.where(rewards == np.nanmax(rewards), 1.0, -1.0)
+
+def short(rewards):
+    return rewards[1:]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(FILE)
+    return tmp_path / "own.py"
+
+
+def batch() -> TokenBatch:
+    return TokenBatch(
+        policy_logprobs=torch.tensor([-1.0, -2.0], requires_grad=True),
+        behavior_logprobs=torch.tensor([-1.0, -2.0]),
+        advantages=torch.tensor([3.0, 1.0]),
+        sequence_ids=torch.tensor([0, 0]),
+        num_sequences=1,
+    )
+
+
+def test_a_loss_of_a_users_file_is_called_with_the_batch_and_the_section(file: Path) -> None:
+    config = AlgorithmConfig(name=f"{file}:double")
+    tokens = batch()
+    find_loss(config.name)(tokens, config).losses.sum().backward()
+    assert tokens.policy_logprobs.grad is not None
+    assert tokens.policy_logprobs.grad.tolist() == [-6.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("averaged", r"'losses': \(\)"), ("number", "returned a float"), ("missing", "has no 'missing'")],
+)
+def test_a_loss_that_answers_wrongly_is_refused_with_what_it_should_be(file: Path, name: str, said: str) -> None:
+    config = AlgorithmConfig(name=f"{file}:{name}")
+    with pytest.raises(ConfigError, match=said):
+        find_loss(config.name)(batch(), config)
+
+
+def test_an_advantage_of_a_users_file_sees_a_group_and_failed_samples_keep_none(file: Path) -> None:
+    config = AlgorithmConfig(advantage=f"{file}:best_only")
+    found = compute_advantages([np.array([0.0, 2.0, np.nan]), np.array([1.0])], config)
+    assert [group.tolist() for group in found] == [[-1.0, 1.0, 0.0], [1.0]]
+    with pytest.raises(ConfigError, match=r"made \[1.0\] of the rewards \[0.0, 1.0\]"):
+        compute_advantages([np.array([0.0, 1.0])], AlgorithmConfig(advantage=f"{file}:short"))
+
+
+def test_a_name_that_is_neither_is_refused_with_the_nearest_and_how_to_bring_ones_own() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.name 'pppo' is unknown; did you mean 'ppo'\?.*file\.py:name"):
+        load_config(None, ["--algorithm.name", "pppo"])
+
+
+def test_a_recipe_that_names_what_its_file_does_not_hold_is_refused_before_anything_starts(file: Path) -> None:
+    config = load_config(None, ["--algorithm.name", f"{file}:tripple", "--algorithm.advantage", f"{file}:best_only"])
+    (line,) = find_missing(config)
+    assert line.key == "algorithm.name" and "has no 'tripple'" in line.text

@@ -1,0 +1,100 @@
+"""A function of a script or notebook becomes a module that other processes can import."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.api.functions import import_path_of
+from llamarl.errors import ConfigError
+
+SCRIPT = """
+import json as j
+from pathlib import Path
+from statistics import mean
+BONUS = {"a": 0.25, "b": [1, 2]}
+THRESHOLD = -0.5
+class Marker:
+    sign = "#"
+def helper(text):
+    return len(text.split(Marker.sign))
+def again(depth):
+    return 0 if depth == 0 else again(depth - 1)
+def reward(prompt: str, response: str, answer: str, scale: float = THRESHOLD) -> float:
+    sum = [helper(response) for _ in range(2)]
+    return mean(sum) + BONUS["a"] + j.loads("1") + again(2) + scale
+UNUSED = object()
+from llamarl.api.functions import import_path_of
+"""
+
+
+def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(text)
+    return subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def load(path: str) -> Any:
+    file, _, name = path.rpartition(":")
+    spec = importlib.util.spec_from_file_location("standalone", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def test_a_function_of_a_script_goes_with_all_that_it_uses(tmp_path: Path) -> None:
+    done = run_script(tmp_path, SCRIPT + "print(import_path_of(reward), reward('', 'a#b', ''))\n")
+    path, value = done.stdout.split()
+    assert path.startswith(str(tmp_path / "llamarl_functions" / "reward_"))
+    assert load(path)("", "a#b", "") == float(value) == 2 + 0.25 + 1 + 0 - 0.5
+    assert "UNUSED" not in Path(path.rpartition(":")[0]).read_text()
+
+
+def test_the_same_function_gives_the_same_path_and_another_another(tmp_path: Path) -> None:
+    first = run_script(tmp_path, SCRIPT + "print(import_path_of(reward))").stdout
+    assert run_script(tmp_path, SCRIPT + "print(import_path_of(reward))").stdout == first
+    assert run_script(tmp_path, SCRIPT.replace("0.25", "0.75") + "print(import_path_of(reward))").stdout != first
+
+
+def test_the_script_itself_is_not_run_again(tmp_path: Path) -> None:
+    done = run_script(tmp_path, SCRIPT + "print(import_path_of(reward)); open('ran', 'a').write('x')")
+    load(done.stdout.strip())
+    assert (tmp_path / "ran").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import_path_of(lambda p, r, a: 0.0)", "no plain function"),
+        ("import_path_of(''.join)", "no plain function"),
+        ("handle = open(__file__)\ndef f(p, r, a): return handle.read()\nimport_path_of(f)", "uses handle"),
+        ("exec('def f(p, r, a): return 0.0')\nimport_path_of(f)", "source of f is not known"),
+        ("def outer():\n    x = object()\n    def f(p, r, a): return x\n    return f\nimport_path_of(outer())", "plain function"),
+    ],
+)  # fmt: skip
+def test_what_cannot_stand_alone_is_refused_by_name(tmp_path: Path, code: str, told: str) -> None:
+    done = run_script(tmp_path, f"from llamarl.api.functions import import_path_of\n{code}\n")
+    assert done.returncode == 1
+    assert "ConfigError: reward: " in done.stderr and told in done.stderr
+
+
+def a_reward_of_a_module(prompt: str, response: str, answer: str) -> float:
+    return 1.0
+
+
+def test_a_function_of_a_module_is_named_by_its_file() -> None:
+    assert import_path_of(a_reward_of_a_module) == f"{Path(__file__).resolve()}:a_reward_of_a_module"
+
+
+def test_text_is_taken_as_it_is() -> None:
+    assert import_path_of("my.module:f") == "my.module:f"
+
+
+def test_the_error_names_the_key() -> None:
+    with pytest.raises(ConfigError, match="^algorithm.name: "):
+        import_path_of(lambda x: x, "algorithm.name")

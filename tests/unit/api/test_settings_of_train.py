@@ -1,0 +1,63 @@
+"""Words, sections and dotted keys of ``llamarl.train`` become a recipe's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llamarl.api.train import dotted, run_config
+from llamarl.errors import ConfigError
+
+
+def test_words_sections_and_dotted_keys_are_one_tree() -> None:
+    given = dotted(
+        {
+            "model": Path("a/b"),
+            "num_ticks": 3,
+            "optimizer": {"lr": 1e-4},
+            "task": {"options": {"min_terms": 2}},
+            "generator": {"sampling": {"stop_strings": ("x",)}},
+            "schedule.max_staleness": 0,
+        }
+    )
+    assert given == {
+        "model.path": "a/b",
+        "run.num_ticks": 3,
+        "optimizer.lr": 1e-4,
+        "task.options": {"min_terms": 2},
+        "generator.sampling.stop_strings": ["x"],
+        "schedule.max_staleness": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"optimiser": {}}, "did you mean 'optimizer'"), ({"optimizer": 3}, "is a section, so give a mapping"), ({"zzz": 1}, "num_ticks")],
+)  # fmt: skip
+def test_a_word_that_names_nothing_is_refused_with_advice(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        dotted(settings)
+
+
+def test_without_a_folder_the_first_free_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_config("tiny", {}).run.dir == "runs/tiny"
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny-2").mkdir()
+    assert run_config("tiny", {}).run.dir == "runs/tiny-3"
+    assert run_config("tiny", {"dir": "runs/tiny"}).run.dir == "runs/tiny"
+
+
+def test_what_is_said_comes_before_the_recipe() -> None:
+    config = run_config("tiny", {"generator": {"sampling": {"temperature": 0.5}}, "seed": 7})
+    assert (config.generator.sampling.temperature, config.generator.sampling.max_new_tokens) == (0.5, 80)
+    assert (config.run.seed, config.generator.group_size) == (7, 8)
+
+
+def test_a_reward_with_data_makes_a_function_task(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    (tmp_path / "r.py").write_text("def f(prompt, response, answer):\n    return 0.0\n")
+    config = run_config(None, {"data": tmp_path / "q.jsonl", "reward": f"{tmp_path}/r.py:f"})
+    assert config.task.name == "function"
+    assert run_config("tiny", {"reward": f"{tmp_path}/r.py:f"}).task.name == "steps"

@@ -1,0 +1,80 @@
+"""``llamarl new``, ``recipes`` and ``completion``: what a newcomer types first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llamarl.cli.main import main
+from llamarl.config import load_config
+from llamarl.controller.preflight import find_missing
+from llamarl.errors import ConfigError
+from llamarl.shipped import find_recipe, shipped_or_path, shipped_recipes
+
+
+def test_a_new_task_is_a_recipe_without_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", 'my "task"']) == 0
+    config = load_config('my "task"/recipe.toml', [], [find_missing])
+    assert (config.task.name, config.run.dir) == ("function", 'runs/my "task"')
+    lines = (tmp_path / 'my "task"' / "questions.jsonl").read_text().splitlines()
+    assert len(lines) == len({json.loads(line)["question"] for line in lines}) == 400
+
+
+def test_its_own_test_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "mine"]) == 0
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "mine"], timeout=60, capture_output=True, text=True)
+    assert "3 passed" in done.stdout
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kept.txt").write_text("mine")
+    assert main(["new", str(tmp_path)]) != 0
+    assert "holds something" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_every_shipped_recipe_says_what_it_is_for_and_is_found_by_name() -> None:
+    recipes = shipped_recipes()
+    assert {"tiny", "smollm2", "ppo_critic", "colocated"} <= set(recipes)
+    for name, purpose in recipes.items():
+        assert len(purpose) > 20 and find_recipe(name).is_file()
+
+
+def test_a_file_of_the_same_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").write_text("[run]\nseed = 5\n")
+    assert load_config("tiny").run.seed == 5
+
+
+def test_a_name_of_nothing_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean tiny"):
+        find_recipe("tyny")
+
+
+def test_recipes_prints_one_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "tiny"]) == 0
+    assert capsys.readouterr().out == find_recipe("tiny").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("typed", ["--schedule.max_st", "--resu"])
+def test_bash_completes_flags_and_keys_of_train(typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "llamarl.bash"
+    script.write_text(capsys.readouterr().out)
+    ask = f"""source {script}; COMP_WORDS=(llamarl train {typed}); COMP_CWORD=2
+    f=$(complete -p llamarl | sed -E 's/.*-F ([^ ]+).*/\\1/'); $f llamarl {typed} train; printf '%s\\n' "${{COMPREPLY[@]}}" """
+    offered = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=30).stdout.split()
+    assert {"--schedule.max_st": "--schedule.max_staleness", "--resu": "--resume"}[typed] in offered
+
+
+def test_a_shipped_name_is_its_file_for_plan_and_simulate_too_and_other_sources_stay() -> None:
+    assert Path(shipped_or_path("tiny")) == find_recipe("tiny") and find_recipe("tiny").is_file()
+    assert shipped_or_path("Llama-3.1-8B") == "Llama-3.1-8B"
+    assert shipped_or_path("runs/tiny") == "runs/tiny"

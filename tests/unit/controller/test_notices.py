@@ -1,0 +1,47 @@
+"""What a user is told of checkpoints, word for word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llamarl.config import load_config
+from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, done_again, what_is_saved
+
+RUN = Path("/runs/my run")
+
+
+def test_who_stops_a_run_is_told_what_is_saved_and_the_command_that_goes_on() -> None:
+    assert what_is_saved(RUN, RUN / "checkpoints" / "tick_000039", 43, 100) == (
+        "saved: 40 of 100 ticks, in /runs/my run/checkpoints/tick_000039; 3 ticks beyond will be done again\n"
+        "to go on: llamarl train --resume '/runs/my run'"
+    )
+    assert "beyond" not in what_is_saved(RUN, RUN / "checkpoints" / "tick_000039", 40, 100)
+    nothing = what_is_saved(RUN, None, 1, 100)
+    assert "no checkpoint of this run was finished" in nothing and "1 tick that" in nothing and "--resume" in nothing
+
+
+def test_who_resumes_is_told_what_is_done_again() -> None:
+    assert done_again(RUN, 40, 43, latest=False) == (
+        "/runs/my run goes on after 40 ticks; 3 ticks beyond are done again: their rows, rollouts and trace give way to the "
+        "same ones"
+    )
+    assert done_again(RUN, 40, 40, latest=False) == "/runs/my run goes on after 40 ticks"
+    assert "all of its 7 ticks are done again" in done_again(RUN, 0, 7, latest=False)
+    assert "other ones" in done_again(RUN, 40, 41, latest=True)
+
+
+def test_the_plan_says_when_how_many_and_how_much() -> None:
+    config = load_config(None, ["--checkpoint.keep", "2"])
+    assert checkpoint_plan(config, 1e9) == (
+        "every 10 min, at the end; the newest 2 are kept, about 1.00 GB each, at most 3.00 GB of disk"
+    )
+    none = load_config(None, ["--checkpoint.every_minutes", "0", "--checkpoint.at_end", "false"])
+    assert checkpoint_plan(none, 1e9).startswith("none: ")
+
+
+def test_a_checkpoint_of_float32_weights_takes_sixteen_bytes_a_parameter_at_staleness_one() -> None:
+    one = load_config(None, ["--schedule.max_staleness", "1"])
+    none = load_config(None, ["--schedule.max_staleness", "0"])
+    parameters = checkpoint_bytes(none) / 12
+    assert parameters == int(parameters) > 100_000
+    assert checkpoint_bytes(one) == 16 * parameters

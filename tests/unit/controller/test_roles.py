@@ -1,0 +1,125 @@
+"""A role is one entry of a table; whoever must know of it reads it there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from llamarl import roles
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.config import load_config, validate
+from llamarl.controller.preflight import check_models, find_missing
+from llamarl.controller.run import prepare, settle_rate
+from llamarl.controller.settings import RESHARDABLE
+from llamarl.controller.standard_graph import colocated_group, llamarl_graph
+from llamarl.errors import ModelError
+from llamarl.executors.base import BaseExecutor, ExecutorContext
+from llamarl.import_path import resolve
+from llamarl.roles import ROLES, Model, Reads, Role
+
+SECOND = Role(
+    name="second_reference",
+    factory="a.module:Executor",
+    does="a role that the standard job does not have",
+    reads=(Reads(channels=("referenced", "scored"), kind="scatter"),),
+    writes=("again",),
+    section="reference",
+    sizes=("fsdp", "tp"),
+    model_sizes=("fsdp", "tp"),
+    model=Model(key="critic.path", uses=lambda config: ("train",)),
+)
+
+
+@pytest.fixture
+def one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table with an entry more, which stands right before the trainer."""
+    trainer = ROLES["trainer"]
+    (reads,) = trainer.reads
+    after = dataclasses.replace(trainer, reads=(dataclasses.replace(reads, channels=("again",)),))
+    table = {**ROLES, SECOND.name: SECOND, "trainer": after}
+    monkeypatch.setattr(roles, "ROLES", table)
+
+
+@pytest.mark.usefixtures("one_more")
+def test_an_entry_of_the_table_is_all_that_graph_placement_and_preflight_need() -> None:
+    config = load_config(None, ["--reference.tp", "2", "--critic.path", "nowhere", "--run.cores", "6"])
+    graph = llamarl_graph(config)
+    edges = {c.name: (c.source, c.sink, c.kind, c.delay, c.sink_replicas) for c in graph.channels}
+    assert edges["scored"] == ("reward", "second_reference", ChannelKind.SCATTER, 0, 2)
+    assert edges["again"] == ("second_reference", "trainer", ChannelKind.SCATTER, 0, 1)
+    spec = next(spec for spec in graph.executors if spec.name == "second_reference")
+    assert (spec.num_ranks, spec.process_group, spec.factory) == (2, "gloo", "a.module:Executor")
+    assert any(mistake.key == "critic.path" for mistake in find_missing(config))
+    with pytest.raises(ModelError, match="no folder nowhere"):
+        check_models(config)
+
+
+@pytest.mark.usefixtures("one_more")
+def test_what_a_role_was_given_of_cores_is_settled_in_its_section() -> None:
+    config = load_config(None, ["--run.cores", "8", "--generator.threads", "1", "--evaluation.every", "0"])
+    assert prepare(config).config.reference.threads == 3  # 8 - 1 - 1 cores, shared with the trainer
+
+
+def test_a_reader_takes_the_best_channel_that_somebody_writes() -> None:
+    both = llamarl_graph(load_config(None, ["--algorithm.advantage", "gae", "--algorithm.kl_coef", "0.1"]))
+    assert [c.name for c in both.inputs["critic"]] == ["referenced"]
+    assert [c.name for c in both.inputs["trainer"]] == ["valued"]
+    assert [c.name for c in llamarl_graph(load_config(None, [])).inputs["trainer"]] == ["scored"]
+
+
+def test_the_versions_for_the_evaluator_are_those_that_are_due() -> None:
+    config = load_config(None, ["--evaluation.every", "4", "--run.num_ticks", "6"])
+    (reads,) = ROLES["evaluator"].reads
+    assert [tick for tick in range(6) if reads.due(config, tick)] == [3, 5]  # versions 4 and, as the last, 6
+
+
+def test_everyone_on_the_cycle_of_generator_and_trainer_takes_turns_and_the_evaluator_does_not() -> None:
+    colocated = ["--schedule.colocated", "true", "--schedule.max_staleness", "0", "--algorithm.kl_coef", "0.1"]
+    config = load_config(None, colocated)
+    group = colocated_group(config, llamarl_graph(config))
+    assert group is not None
+    assert (group.sharing, group.members) == (("generator", "trainer"), ("generator", "reward", "reference", "trainer"))
+
+
+def channel(name: str, kind: ChannelKind = ChannelKind.GATHER) -> ChannelSpec:
+    return ChannelSpec(name=name, kind=kind, source="s", sink="t")
+
+
+def test_the_base_class_joins_what_it_reads_and_writes_on_data_channels_only() -> None:
+    context = ExecutorContext(
+        name="join",
+        rank=0,
+        num_ranks=1,
+        device="cpu",
+        run_dir=None,
+        seed=0,
+        reads=(channel("b"), channel("a"), channel("version", ChannelKind.WEIGHTS)),
+        writes=(channel("x"), channel("y"), channel("policy", ChannelKind.WEIGHTS)),
+    )
+    executor = BaseExecutor(None, context)
+    assert executor.items_of({"a": [1], "version": object(), "b": [2, 3]}) == [2, 3, 1]
+    assert executor.outputs_of([7]) == {"x": [7], "y": [7]}
+    with pytest.raises(ValueError, match="channel 'x' leaves 'join' with a delay, but BaseExecutor has no token"):
+        executor.initial_token("x", -1)
+
+
+def test_a_co_located_recipe_that_leaves_its_devices_open_is_settled() -> None:
+    colocated = ["--schedule.colocated", "true", "--schedule.max_staleness", "0", "--evaluation.every", "0"]
+    config = prepare(load_config(None, colocated)).config
+    assert config.generator.device == config.trainer.device != "auto"
+
+
+def test_what_a_run_leaves_and_may_reshard_stands_in_the_table() -> None:
+    folders = {name: [product.folder for product in role.products] for name, role in ROLES.items() if role.products}
+    assert folders == {"critic": ["critic"], "trainer": ["adapter", "model"]}
+    assert all(callable(resolve(product.writer)) for role in ROLES.values() for product in role.products)
+    assert RESHARDABLE == {"trainer.fsdp", "trainer.tp", "trainer.threads"}
+
+
+def test_every_rate_whose_end_is_open_ends_with_the_run() -> None:
+    falling = {"schedule": "linear", "lr": 0.1}
+    config = validate({"run": {"num_ticks": 7}, "optimizer": falling, "critic": {"optimizer": falling}})
+    settled = settle_rate(config, config)
+    assert (settled.optimizer.decay_ticks, settled.critic.optimizer.decay_ticks) == (7, 7)
+    assert (settled.optimizer.lr, settled.critic.optimizer.lr) == (0.1, 0.1)

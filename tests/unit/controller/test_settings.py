@@ -1,0 +1,116 @@
+"""What a run that has begun may be given other values for: each key says it, and the refusal says the way out."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from llamarl.config import RunConfig, apply_overrides, key_effects, to_plain, validate
+from llamarl.controller.settings import differences, explain, settings_on_top
+from llamarl.strict import Effect
+
+BEGUN = to_plain(validate({"trainer": {"threads": 3}, "optimizer": {"schedule": "linear", "decay_ticks": 40}}))
+
+
+def changed(*overrides: str) -> dict[str, Any]:
+    return to_plain(validate(apply_overrides(BEGUN, overrides)))
+
+
+def test_every_key_is_of_one_effect_and_a_key_without_a_mark_changes_bits() -> None:
+    effects = key_effects()
+    assert set(effects.values()) == set(Effect)
+    for key in (
+        "optimizer.lr",
+        "run.seed",
+        "schedule.max_staleness",
+        "generator.engine.kv_cache_bytes",
+        "task.options",
+    ):
+        assert effects[key] is Effect.BITS
+    for key in (
+        "run.runtime",
+        "run.dir",
+        "deadlines.step_s",
+        "evaluation.every",
+        "observability.trace",
+        "checkpoint.keep",
+    ):
+        assert effects[key] is Effect.NO_BITS
+    for key in ("generator.dp", "lora.rank"):
+        assert effects[key] is Effect.IN_STATE
+
+
+def test_only_keys_that_change_bits_are_differences_and_each_has_both_values() -> None:
+    now = changed("--deadlines.step_s", "9", "--evaluation.num_prompts", "7", "--optimizer.lr", "0.5", "--run.dir", "b")
+    assert [str(d) for d in differences(BEGUN, now)] == ["optimizer.lr: it has 1e-06, this run 0.5"]
+    assert differences(BEGUN, BEGUN) == []
+
+
+def test_a_key_that_a_run_of_an_earlier_release_lacks_had_its_default() -> None:
+    older = {name: dict(section) for name, section in BEGUN.items()}
+    del older["algorithm"]["rho"], older["data"]
+    assert differences(older, BEGUN) == []
+    assert [d.key for d in differences(older, changed("--algorithm.rho", "5.0"))] == ["algorithm.rho"]
+
+
+def test_the_runs_own_settings_stand_where_the_user_sets_nothing_or_leaves_the_choice() -> None:
+    given = {
+        "trainer": {"threads": 0, "dtype": "bfloat16"},
+        "optimizer": {"decay_ticks": 0},
+        "task": {"options": {"a": 1}},
+    }
+    merged = settings_on_top(BEGUN, given)
+    assert merged["trainer"]["threads"] == 3 and merged["trainer"]["dtype"] == "bfloat16"
+    assert merged["optimizer"] == BEGUN["optimizer"] and merged["task"]["options"] == {"a": 1}
+    assert settings_on_top(BEGUN, {}) == BEGUN
+    assert settings_on_top(BEGUN, {"trainer": {"threads": 1}})["trainer"]["threads"] == 1
+
+
+def test_each_refusal_names_its_way_out() -> None:
+    run, made = Path("/runs/my run"), Path("/runs/my run/checkpoints/tick_000009")
+
+    def told(*overrides: str, platform: tuple[str, ...] = ()) -> str:
+        return explain(differences(BEGUN, changed(*overrides)), platform, run, made)
+
+    text = told("--optimizer.lr", "0.5", "--generator.sampling.stop_strings", '["\\n"]')
+    assert "leave out --generator.sampling.stop_strings, --optimizer.lr" in text
+    command = shlex.split(text.splitlines()[-1].partition(": ")[2])
+    assert command[:6] == ["llamarl", "train", "--resume", "/runs/my run", "--fork", "/runs/my run-fork"]
+    assert changed(*command[6:]) == changed("--optimizer.lr", "0.5", "--generator.sampling.stop_strings", '["\\n"]')
+    assert "--checkpoint.reshard true" not in text and "other_platform" not in text
+    assert "--checkpoint.reshard true" in told("--trainer.fsdp", "2")
+    assert "--fork" not in told("--generator.dp", "2") and "model.path = /runs/my run/model" in told(
+        "--generator.dp", "2"
+    )
+    assert "leave out" not in told(platform=("torch: it has '1', this machine '2'",))
+
+
+def test_a_branch_stays_the_commit_that_it_was_when_the_run_began_and_tables_keep_what_is_not_said_anew() -> None:
+    commit, other = "a" * 40, "b" * 40
+    begun = {
+        "model": {"revision": commit},
+        "task": {"mixture": [{"name": "gsm8k", "revision": commit}, {"weight": 2.0}]},
+    }
+    given = {"model": {"revision": "main"}, "task": {"mixture": [{"name": "gsm8k"}, {"weight": 3.0}]}}
+    went_on = settings_on_top(begun, given)
+    assert went_on["model"] == {"revision": commit}
+    assert went_on["task"] == {"mixture": [{"name": "gsm8k", "revision": commit}, {"weight": 3.0}]}
+    assert settings_on_top(begun, {"model": {"revision": other}})["model"] == {
+        "revision": other
+    }  # refused by its difference
+    assert settings_on_top({"model": {"revision": ""}}, given)["model"] == {"revision": "main"}
+
+
+def test_what_a_run_saves_of_itself_is_its_whole_configuration() -> None:
+    """A refusal can name only what the checkpoint's manifest holds."""
+    tables = {"task.options", "task.columns", "generator.engine.options", "executors"}  # empty by default
+    flat = key_effects().keys() - tables
+
+    def held(config: Any, prefix: str = "") -> set[str]:
+        keys: set[str] = set()
+        for name, value in config.items():
+            keys |= held(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}"}
+        return keys
+
+    assert held(to_plain(RunConfig())) == flat

@@ -1,0 +1,186 @@
+"""Several rewards that are added up, and rewards written for TRL."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamarl.api.train import run_config
+from llamarl.config import load_config, save_config
+from llamarl.data.items import TaskItem
+from llamarl.environments.config import RewardPart, TaskConfig
+from llamarl.environments.functions import FunctionTask, NotANumber, as_score
+from llamarl.environments.pool import RewardPool
+from llamarl.environments.worker import _judge
+from llamarl.errors import ConfigError
+from llamarl.types import Failure, Group, Prompt, Response, Score
+
+CODE = """
+def format(response):
+    return float(response.startswith("<"))
+
+def right(response, answer):
+    return float(answer in response)
+
+def broken(response):
+    raise KeyError("nothing")
+
+def infinite(response):
+    return float("inf")
+
+# as TRL's documentation writes them
+def lengths(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+def solved(completions, solution, **kwargs):
+    return [None if s is None else float(s in c) for c, s in zip(completions, solution)]
+
+def spoken(prompts, completions):
+    return [float(p[-1]["role"] == "user" and c[0]["role"] == "assistant") for p, c in zip(prompts, completions)]
+
+def never(completions, **kwargs):
+    return [None] * len(completions)
+
+def all_of_them(completions, **kwargs):
+    return [float(sorted(kwargs) == ["answer", "completion_ids", "level", "prompts"]) for _ in completions]
+"""
+
+
+class Items:
+    name = "questions"
+
+    def num_items(self, split: str) -> int:
+        return 1
+
+    def item(self, split: str, index: int) -> TaskItem:
+        return TaskItem(question="q")
+
+    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
+        raise AssertionError("the functions judge")
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "judges.py").write_text(textwrap.dedent(CODE))
+    monkeypatch.chdir(tmp_path)
+    return "judges.py"
+
+
+def prompt(metadata: Mapping[str, Any] | None = None, answer: str | None = "7") -> Prompt:
+    return Prompt(index=0, tokens=np.array([1]), text="3+4?", answer=answer, task="t", metadata=dict(metadata or {}))
+
+
+def judged(
+    judges: Sequence[RewardPart], text: str, of: Prompt, tokens: Sequence[int] = (), batch_size: int = 0
+) -> Score:
+    task = FunctionTask(Items(), judges, batch_size)
+    (value,) = task.respond_to_batch([(of, (text,), tokens)])
+    return as_score(value)
+
+
+def test_rewards_are_added_up_by_weight_and_each_is_a_part(module: str) -> None:
+    judges = [
+        RewardPart(function=f"{module}:format", weight=0.25, name="shape"),
+        RewardPart(function=f"{module}:right", weight=2.0),
+    ]
+    assert judged(judges, "<7>", prompt()) == Score(value=2.25, parts={"shape": 1.0, "right": 1.0})
+    assert judged(judges, "7", prompt()) == Score(value=2.0, parts={"shape": 0.0, "right": 1.0})
+
+
+def test_one_that_fails_fails_the_sample_by_its_name(module: str) -> None:
+    def verdict(name: str) -> Mapping[str, Any]:
+        judges = [RewardPart(function=f"{module}:right"), RewardPart(function=f"{module}:{name}", name="second")]
+        (found,) = _judge(FunctionTask(Items(), judges), [(prompt(), ("7",), [])])
+        return found
+
+    assert verdict("infinite")["detail"] == "reward 'second': reward is inf, expected a finite number"
+    with pytest.raises(RuntimeError, match="'second': KeyError: 'nothing'"):
+        verdict("broken")
+
+
+def test_a_reward_of_trl_gets_columns_ids_and_conversations_by_name(module: str) -> None:
+    def one(name: str) -> list[RewardPart]:
+        return [RewardPart(function=f"{module}:{name}")]
+
+    assert judged(one("solved"), "it is 7", prompt({"solution": "7"})).value == 1.0
+    assert judged(one("solved"), "it is 8", prompt({"solution": "7"}), batch_size=4).value == 0.0
+    talk = {"messages": [{"role": "user", "content": "3+4?"}]}
+    assert judged(one("spoken"), "7", prompt(talk)).value == 1.0
+    assert judged(one("all_of_them"), "7", prompt({"level": 1})).value == 1.0
+    with pytest.raises(
+        TypeError, match="needs 'solution', but there are only answer, completion_ids, completions, level"
+    ):
+        judged(one("solved"), "7", prompt({"level": 1}))
+
+
+def test_none_is_a_reward_that_does_not_apply(module: str) -> None:
+    judges = [RewardPart(function=f"{module}:{name}") for name in ("solved", "right", "never")]
+    both = FunctionTask(Items(), judges, batch_size=0)
+    found = [as_score(both.respond_to_batch([(prompt({"solution": s}), ("7",), ())])[0]) for s in ("7", None)]
+    assert found == [Score(value=2.0, parts={"solved": 1.0, "right": 1.0}), Score(value=1.0, parts={"right": 1.0})]
+    for alone in ([RewardPart(function=f"{module}:never")], [RewardPart(function=f"{module}:never", name="n")]):
+        with pytest.raises(NotANumber, match="every reward function returned None"):
+            judged(alone, "7", prompt())
+
+
+def test_workers_judge_so_and_know_the_tokens(module: str, tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"question": "3+4?", "answer": "7"}\n{"question": "1+1?", "answer": "2"}\n')
+    judges = [RewardPart(function=f"{module}:lengths", weight=0.5), RewardPart(function=f"{module}:right")]
+    config = TaskConfig(name="function", train_file=str(tmp_path / "q.jsonl"), rewards=judges, eval_fraction=0.0)
+    tokens = np.array([5, 6, 7])
+    response = Response(
+        prompt_index=0, sample_index=0, tokens=tokens, behavior_logprobs=np.zeros(3, np.float32),
+        policy_versions=np.zeros(3, np.int32), loss_mask=np.ones(3, bool), text="7", finish_reason="stop",
+    )  # fmt: skip
+    with RewardPool(config, seed=0) as pool:
+        (group,) = pool.score([Group(prompt=prompt(), responses=(response,))])
+    assert not isinstance(group.responses[0].outcome, Failure)
+    assert group.responses[0].outcome == Score(value=2.5, parts={"lengths": 3.0, "right": 1.0})
+
+
+def test_recipes_and_python_name_several(module: str, tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"question": "3+4?", "answer": "7"}\n{"question": "1+1?", "answer": "2"}\n')
+    (tmp_path / "recipe.toml").write_text(
+        f"""
+        [task]
+        name = "function"
+        train_file = "{tmp_path}/q.jsonl"
+        [[task.rewards]]
+        function = "judges.py:format"
+        weight = 0.5
+        [[task.rewards]]
+        function = "judges.py:right"
+        """
+    )
+    config = load_config(tmp_path / "recipe.toml")
+    assert [(part.part, part.weight) for part in config.task.rewards] == [("format", 0.5), ("right", 1.0)]
+    save_config(config, tmp_path / "saved.toml")
+    assert load_config(tmp_path / "saved.toml").task == config.task
+    assert ("task.rewards.right", "judges.py:right") in config.own_code
+    data = str(tmp_path / "q.jsonl")
+    named = run_config(
+        None, {"data": data, "reward": ["judges.py:format", {"function": "judges.py:right", "weight": 2.0}]}
+    )
+    assert [(part.part, part.weight) for part in named.task.rewards] == [("format", 1.0), ("right", 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ('[[task.rewards]]\nfunction = "judges.py:right"\nwieght = 1', "task.rewards.0.wieght: unknown key; did you mean 'task.rewards.0.weight'"),
+        ('[[task.rewards]]\nfunction = "judges.py:right"\nweight = "a"', "task.rewards.0.weight: expected a number, got 'a'"),
+        ("[[task.rewards]]\nweight = 1.0", "task.rewards.0.function must name one"),
+        ('[task]\nrewards = ["judges.py:right"]', "task.rewards.0: expected a section with keys such as task.rewards.0.function"),
+    ],
+    ids=["key", "type", "none", "text"],
+)  # fmt: skip
+def test_a_wrong_table_of_a_reward_is_named(tables: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(tables)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "recipe.toml")
+    assert words in str(caught.value)

@@ -1,0 +1,236 @@
+"""What a pool believes of a worker, how a user's function is called, and what workers are given: all without processes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamarl.config import validate
+from llamarl.environments.calling import how_to_call
+from llamarl.environments.failures import count_causes, failure_cause
+from llamarl.environments.functions import NotANumber, as_score
+from llamarl.environments.guardian import OutputTail
+from llamarl.environments.messages import (
+    BrokenReply,
+    Frames,
+    Ready,
+    Refused,
+    Verdicts,
+    pack_reply,
+    parse_reply,
+)
+from llamarl.environments.pool import split_into_batches
+from llamarl.environments.worker_env import unset_names, worker_environment
+from llamarl.errors import ConfigError, DataError
+from llamarl.types import Failure, Group, Prompt, Response, Score
+
+
+def test_frames_come_whole_however_the_bytes_are_cut() -> None:
+    sent = [{"kind": "refused", "cause": "x" * length} for length in (0, 5, 300)]
+    data = b"".join(map(pack_reply, sent))
+    frames = Frames()
+    got = [frame for i in range(len(data)) for frame in frames.feed(data[i : i + 1])]
+    assert [json.loads(frame) for frame in got] == sent
+    with pytest.raises(BrokenReply):
+        Frames().feed(b"\xff" * 8)
+
+
+def test_replies_are_read_with_every_bit_of_their_numbers() -> None:
+    value = 0.1 + 0.2
+    verdicts = [{"value": value, "parts": {"a": 5e-324}}, {"failed": "exception", "detail": "d"}]
+    frame = pack_reply({"kind": "verdicts", "job": 3, "retire": True, "verdicts": verdicts})[8:]
+    assert parse_reply(frame) == Verdicts(
+        3, (Score(value=value, parts={"a": 5e-324}), Failure(kind="exception", detail="d")), True
+    )
+    assert parse_reply(pack_reply({"kind": "ready", "pid": 7})[8:]) == Ready(7)
+    assert parse_reply(pack_reply({"kind": "refused", "cause": "no"})[8:]) == Refused("no")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "\x80",
+        '{"kind": "ready"}',
+        '{"kind": "verdicts", "job": "1", "retire": false, "verdicts": []}',
+        '{"kind": "verdicts", "job": 1, "retire": false, "verdicts": [{"value": NaN, "parts": {}}]}',
+        '{"kind": "verdicts", "job": 1, "retire": false, "verdicts": [{"value": 1, "parts": {}}]}',
+        '{"kind": "verdicts", "job": 1, "retire": false, "verdicts": [{"value": 1.0, "parts": {"a": Infinity}}]}',
+        '{"kind": "verdicts", "job": 1, "retire": false, "verdicts": [{"failed": "generation", "detail": ""}]}',
+        "[" * 100_000,
+    ],
+)
+def test_what_is_no_reply_is_refused(text: str) -> None:
+    with pytest.raises(BrokenReply):
+        parse_reply(text.encode("latin-1"))
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "batches"),
+    [
+        ([[0, 1], [2, 3]], 1, [(0,), (1,), (2,), (3,)]),
+        ([[0, 1, 2], [3, 4], [5, 6]], 4, [(0, 1, 2), (3, 4, 5, 6)]),
+        ([[0, 1, 2, 3, 4], [5]], 2, [(0, 1), (2, 3), (4, 5)]),
+        ([[], [0], []], 3, [(0,)]),
+        ([[]], 3, []),
+    ],
+)
+def test_batches_hold_whole_groups_where_they_fit(
+    groups: list[list[int]], size: int, batches: list[tuple[int, ...]]
+) -> None:
+    assert split_into_batches(groups, size) == batches
+
+
+def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return inner
+
+
+def _wrapped_by_position(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def inner(*args: Any) -> Any:
+        return function(*args)
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("function", "got"),
+    [
+        (lambda prompt, response, answer: (prompt, response, answer), ("p", "r", "a")),
+        (lambda a, b, c: (a, b, c), ("p", "r", "a")),
+        (lambda answer, response: (answer, response), ("a", "r")),
+        (lambda response, metadata: (response, metadata), ("r", {"k": 1})),
+        (lambda a, b, c, metadata: (a, b, c, metadata), ("p", "r", "a", {"k": 1})),
+        (lambda a, b, c, metadata=None: (a, b, c, metadata), ("p", "r", "a", {"k": 1})),
+        (lambda a, b, c, **more: (a, b, c, more), ("p", "r", "a", {})),
+        (lambda *all_of_them: all_of_them, ("p", "r", "a")),
+        (lambda response, scale=2.0: (response, scale), ("r", 2.0)),
+        (functools.partial(lambda a, b, c, scale: (a, b, c, scale), scale=3), ("p", "r", "a", 3)),
+        (_wrapped(lambda response, metadata: (response, metadata)), ("r", {"k": 1})),
+        (_wrapped(lambda a, b, c: (a, b, c)), ("p", "r", "a")),
+        (_wrapped_by_position(lambda prompt, response, answer: (prompt, response, answer)), ("p", "r", "a")),
+        (max, "r"),
+    ],
+)
+def test_a_function_gets_what_its_parameters_ask_for(function: Callable[..., Any], got: object) -> None:
+    assert how_to_call(function, "r.py:f", batch_size=0)("p", "r", "a", {"k": 1}) == got
+
+
+async def _later(prompt: str, response: str, answer: str) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "batch_size", "words"),
+    [
+        (lambda response, ground_truth: 0.0, 0, r"\(response, ground_truth\) cannot be called: it gets \(prompt, resp"),
+        (lambda a, b, c, d: 0.0, 0, "give its other parameters defaults"),
+        (lambda: 0.0, 0, r"\(\) cannot be called"),
+        (lambda prompts, responses, answers: [], 0, "takes lists, as task.reward_batch_size = 0 passes one sample"),
+        (lambda prompt, response, answer: 0.0, 8, "one sample a call, as task.reward_batch_size = 8 passes lists"),
+        (_later, 0, "is async: write a plain function"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_with_what_it_gets(
+    function: Callable[..., Any], batch_size: int, words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        how_to_call(function, "r.py:f", batch_size=batch_size)
+
+
+def test_workers_get_an_allow_list_of_variables_and_the_recipes_names() -> None:
+    here = {"PATH": "/bin", "LC_ALL": "C", "AWS_SECRET_ACCESS_KEY": "s", "HF_TOKEN": "t", "OMP_NUM_THREADS": "8"}
+    fixed = {
+        **{"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        **{"PYTHONPATH": "/a:/b", "PYTHONHASHSEED": "0"},
+    }
+    assert worker_environment(here, (), ["/a", "/b"]) == {"PATH": "/bin", "LC_ALL": "C", **fixed}
+    passed = worker_environment(here | {"PYTHONHASHSEED": "7"}, ("HF_*", "OMP_NUM_THREADS", "PYTHON*"), ["/a", "/b"])
+    assert passed == {"PATH": "/bin", "LC_ALL": "C", **fixed, "HF_TOKEN": "t", "OMP_NUM_THREADS": "8"}
+    assert unset_names(here, ("HF_*", "OPENAI_API_KEY")) == ["OPENAI_API_KEY"]
+
+
+def test_of_endless_output_the_last_lines_since_the_mark_are_kept_in_bounded_memory() -> None:
+    tail = OutputTail(b"<mark>")
+    for _ in range(1000):
+        tail.feed(b"y" * 999 + b"\n")
+    assert len(tail._bytes) <= 8192
+    tail.feed(b"the end of an old line<ma")
+    tail.feed(b"rk>" + b"".join(b"line %d\n" % i for i in range(20)) + b"\xff\n\n")
+    assert tail.lines() == [*(f"line {i}" for i in range(13, 20)), "\ufffd"]
+
+
+def _group(*outcomes: Score | Failure | None) -> Group:
+    prompt = Prompt(index=0, tokens=np.array([1], np.int32), text="")
+    empty = np.array([], np.float32)
+    return Group(
+        prompt=prompt,
+        responses=tuple(
+            Response(
+                prompt_index=0,
+                sample_index=i,
+                tokens=empty.astype(np.int32),
+                behavior_logprobs=empty,
+                policy_versions=empty.astype(np.int32),
+                loss_mask=empty.astype(bool),
+                text="",
+                finish_reason="stop",
+                outcome=outcome,
+            )
+            for i, outcome in enumerate(outcomes)
+        ),
+    )
+
+
+def test_causes_are_counted_the_commonest_first_and_exceptions_by_their_place() -> None:
+    def raised(text: str, line: int = 7) -> Failure:
+        return Failure(kind="exception", detail=f"KeyError: {text}\n  at /r.py:{line}: raise KeyError(x)")
+
+    slow = Failure(kind="timeout", detail="judging took longer than timeout_s=1 s; its worker was replaced")
+    groups = [_group(slow, raised("'a'"), Score(value=1.0)), _group(raised("'b'"), None, raised("'a'", line=9))]
+    assert list(count_causes(groups).items()) == [
+        ("exception: KeyError: 'a' at /r.py:7", 2),
+        (f"timeout: {slow.detail}", 1),
+        ("exception: KeyError: 'a' at /r.py:9", 1),
+    ]
+    assert failure_cause(Failure(kind="crash", detail="")) == "crash: "
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (10**400, "too large for a float"),
+        (Score(value=1.0, parts={"style": math.inf}), "reward part 'style' is inf"),
+        (Score(value=1.0, parts={"style": "x"}), "reward part 'style' is str 'x'"),  # type: ignore[dict-item]
+        (Score(value=1.0, parts={3: 1.0}), "reward part 3 must be named by text"),  # type: ignore[dict-item]
+        (Score(value=math.nan), "reward is nan"),
+    ],
+)
+def test_what_is_wrong_with_a_score_is_told_by_its_part(value: object, words: str) -> None:
+    with pytest.raises(NotANumber, match=words):
+        as_score(value)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ({"pool": {"memory_limit_mb": 100}}, r"task.pool.memory_limit_mb must be 0 .* or >= 256 MiB, got 100"),
+        ({"pool": {"pass_env": ["A=b"]}}, "task.pool.pass_env holds names of environment variables without"),
+        ({"reward_batch_size": 4}, "task.reward_batch_size 4 is for a reward of your own"),
+        ({"reward": "r:f", "reward_batch_size": -1}, "task.reward_batch_size must be >= 0"),
+    ],
+)
+def test_wrong_pool_settings_are_named(task: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        validate({"task": task})

@@ -1,0 +1,197 @@
+"""Items from tables: every kind of file gives the same items, columns and splits go by name, and mistakes name what there is."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+datasets = pytest.importorskip("datasets", reason="tables need the package datasets: pip install 'llamarl[datasets]'")
+import pyarrow  # noqa: E402
+import pyarrow.parquet  # noqa: E402
+from hub_server import Hub, serving  # noqa: E402
+from huggingface_hub import constants  # noqa: E402
+
+from llamarl.config import RunConfig  # noqa: E402
+from llamarl.controller.model_sources import local, pinned  # noqa: E402
+from llamarl.environments.config import TaskConfig, TaskSection  # noqa: E402
+from llamarl.environments.factory import make_task, task_mistakes  # noqa: E402
+from llamarl.environments.tables import TableSplits  # noqa: E402
+
+ROWS = [{"problem": f"What is {n} + 1?", "solution": f"It is \\boxed{{{n + 1}}}.", "level": n} for n in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "tables"))
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def write_arrow(path: Path) -> Path:
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+def write_csv(path: Path) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ROWS[0], delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(ROWS)
+    return path
+
+
+def write_lines(path: Path) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def write_json(path: Path) -> Path:
+    path.write_text(json.dumps(ROWS))
+    return path
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "a.parquet": write_parquet, "a.arrow": write_arrow, "a.csv": write_csv, "a.tsv": write_csv,
+    "a.jsonl": write_lines, "a.json": write_json,
+}  # fmt: skip
+
+
+def mistakes(**task: Any) -> str:
+    return "\n".join(map(str, task_mistakes(TaskConfig(**task), seed=0)))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_gives_the_items_that_lines_of_json_give(name: str, tmp_path: Path) -> None:
+    lines = make_task(
+        TaskConfig(name="math", train_file=str(write_lines(tmp_path / "lines.jsonl")), eval_fraction=0.4), seed=3
+    )
+    table = make_task(TaskConfig(name="math", data=str(WRITERS[name](tmp_path / name)), eval_fraction=0.4), seed=3)
+    for split in ("train", "eval"):
+        count = lines.num_items(split)
+        assert table.num_items(split) == count and count
+        for index in range(count):
+            ours, theirs = table.item(split, index), lines.item(split, index)
+            assert (ours.question, ours.answer, ours.metadata) == (theirs.question, theirs.answer, theirs.metadata)
+    assert table.item("train", 0).where == f"{tmp_path / name} [train] row {table.item('train', 0).metadata['level']}"
+
+
+def test_columns_splits_and_a_template_go_by_name(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "set" / "train.parquet")
+    write_parquet(tmp_path / "set" / "test.parquet", ROWS[:2])
+    task = make_task(
+        TaskConfig(
+            name="function", reward="json:dumps", data=str(tmp_path / "set"), eval_split="test",
+            columns={"question": "problem", "answer": "level", "how": "solution"}, template="Q: {question}\nA:",
+        ),
+        seed=0,
+    )  # fmt: skip
+    assert (task.num_items("train"), task.num_items("eval")) == (10, 2)  # two of the twelve are asked in the test
+    item = task.item("train", 0)
+    assert item.question == "Q: What is 2 + 1?\nA:"
+    assert (item.answer, dict(item.metadata)) == ("2", {"how": "It is \\boxed{3}."})
+
+
+def test_wrong_names_are_told_with_the_nearest_and_all_that_there_are(tmp_path: Path) -> None:
+    file, folder = str(write_parquet(tmp_path / "a.parquet")), tmp_path / "set"
+    wrong = mistakes(name="math", data=file, columns={"question": "problm"})
+    assert wrong.startswith(f"task.columns.question: {file} has no column 'problm'; did you mean 'problem'? it has ")
+    assert "problem, solution, level" in wrong
+    write_parquet(folder / "train.parquet")
+    write_parquet(folder / "test.parquet")
+    wrong = mistakes(name="math", data=str(folder), eval_split="tset")
+    assert f"task.eval_split: {folder} has no split 'tset'; did you mean 'test'? it has train, test" in wrong
+    both = mistakes(name="math", data=str(folder), eval_split="test")
+    assert "task.eval_split: every question of" in both
+    wrong = mistakes(name="function", reward="json:dumps", data=file, columns={"answer": "problem"})
+    assert "task.columns:" in wrong and "it has problem, solution, level. Say which holds the question" in wrong
+    assert "no file or folder" in mistakes(name="math", data=str(tmp_path / "none.parquet"))
+    assert "ends in '.xlsx', expected one of .parquet" in mistakes(
+        name="math", data=str(write_lines(tmp_path / "a.xlsx"))
+    )
+    (tmp_path / "bad.json").write_text("{")
+    assert "cannot be read as a table" in mistakes(name="math", data=str(tmp_path / "bad.json"))
+    (tmp_path / "empty.csv").write_text("problem,solution\n")
+    assert f"task.data: {tmp_path / 'empty.csv'} has no row" in mistakes(name="math", data=str(tmp_path / "empty.csv"))
+
+
+def test_without_the_package_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = mistakes(name="math", data=str(write_parquet(tmp_path / "a.parquet")))
+    assert "needs the package datasets: pip install 'llamarl[datasets]', or give JSONL by task.train_file" in words
+
+
+def test_a_table_is_opened_only_where_items_are_asked_for(tmp_path: Path) -> None:
+    task = make_task(TaskConfig(name="math", data="no/such/table"), seed=0)  # as a reward worker makes it
+    assert isinstance(task, TableSplits)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with serving() as hub:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        yield hub
+
+
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: socratic
+  data_files:
+  - {split: train, path: main/train-*}
+---
+"""
+
+
+def test_gsm8k_is_the_hubs_data_and_the_math_judge_and_its_commit_is_kept(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"question": f"{n} + {n}?", "answer": f"It doubles.\n#### {2 * n}"} for n in range(1, 9)]
+    files = {
+        "README.md": CARD.encode(),
+        "main/train-00000-of-00001.parquet": write_parquet(tmp_path / "t", rows[:6]).read_bytes(),
+        "main/test-00000-of-00001.parquet": write_parquet(tmp_path / "e", rows[6:]).read_bytes(),
+        "gsm8k.py": b"raise SystemExit",
+    }
+    commit = hub.commit("datasets/openai/gsm8k", files)
+    recorded = pinned(RunConfig(task=TaskSection(name="gsm8k")))
+    assert (recorded.task.data, recorded.task.revision) == ("openai/gsm8k", commit)
+    hub.commit("datasets/openai/gsm8k", {"README.md": b""})
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    executed = local(recorded)
+    assert Path(executed.task.data).is_dir() and "gsm8k.py" not in hub.fetched()
+    for config in (recorded, executed):
+        task = make_task(config.task, seed=0)
+        assert (task.num_items("train"), task.num_items("eval")) == (6, 2)
+        item = task.item("eval", 0)
+        assert item.question.startswith("7 + 7?\n\nReason step by step") and item.answer == "14"
+    assert "task.subset:" in (words := mistakes(name="math", data=executed.task.data)) and "main" in words
+    assert "socratic" in mistakes(name="math", data=executed.task.data, subset="mian")
+
+
+def test_a_data_set_that_is_not_there_is_told_as_one(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "has no data set of that name" in mistakes(name="math", data="lab/none")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "hf download lab/none --repo-type dataset" in mistakes(name="math", data="lab/none")
+    hub.commit("datasets/lab/one", {"README.md": b""})
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert "task.revision: lab/one has no revision 'v9'" in mistakes(name="math", data="lab/one", revision="v9")

@@ -1,0 +1,127 @@
+"""What a user may name as a model, and what is taken from the run that made it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from llamarl.cli import generate
+from llamarl.cli.main import main
+from llamarl.errors import ConfigError, ModelError
+from llamarl.models.exported import ExportFacts, Narrowing, write_export
+from llamarl.models.named import NamedModel, find_model
+
+ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+
+
+def write_run(folder: Path, recipe: str = "") -> Path:
+    folder.mkdir()
+    (folder / "config.toml").write_text(recipe)
+    return folder
+
+
+def write_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def write_adapter(folder: Path, base: str) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(ADAPTER | {"base_model_name_or_path": base}))
+    save_file({}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_a_run_and_the_folders_in_it_bring_the_runs_settings(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_model(run / "model")
+    expected = NamedModel(str(run / "model"), run=run)
+    assert find_model(str(run)) == find_model(str(run / "model")) == expected
+    assert expected.recipe == str(run / "config.toml")
+    assert find_model(str(write_model(tmp_path / "model"))) == NamedModel(str(tmp_path / "model"))
+    assert find_model("bundled:tiny") == NamedModel("bundled:tiny")
+
+
+def test_an_adapter_is_merged_into_the_base_that_it_names_or_the_user_gives(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base")
+    run = write_run(tmp_path / "run")
+    adapter = write_adapter(run / "adapter", str(base))
+    assert find_model(str(run)) == find_model(str(adapter)) == NamedModel(str(base), adapter=adapter, run=run)
+    alone = write_adapter(tmp_path / "alone", "org/not-here")
+    assert find_model(str(alone), str(base)) == NamedModel(str(base), adapter=alone)
+    with pytest.raises(ModelError, match="names org/not-here as its base model, .* give the folder by --base"):
+        find_model(str(alone))
+    with pytest.raises(ConfigError, match="--base is the model that an adapter belongs to"):
+        find_model(str(base), str(base))
+
+
+def test_a_run_without_a_policy_says_how_to_get_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match="without a final policy"):
+        find_model(str(run))
+    (run / "checkpoints" / "tick_000003").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="write one from a checkpoint: llamarl export"):
+        find_model(str(run))
+
+
+def test_a_torn_export_is_refused_and_a_narrower_one_is_told(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    model = write_model(run / "model")
+    narrowing = Narrowing(num_weights=4, num_equal_to_base=3, num_equal_before=1, kl_per_token=0.25, num_kl_tokens=9)
+    write_export(model, ExportFacts(policy_version=7, dtype="bfloat16", served_dtype="float32", narrowing=narrowing))
+    assert find_model(str(run)).narrowed() == (
+        f"{model} is bfloat16, its run served float32: 75.0% of 4 weights equal the base model's bit for bit (25.0% as "
+        f"served); KL 0.25 nats a token over 9 tokens"
+    )
+    write_export(model, ExportFacts(policy_version=7, dtype="float32", served_dtype="float32"))
+    assert find_model(str(run)).narrowed() is None
+    (model / "config.json").write_text("{ }")
+    with pytest.raises(ModelError, match=r"config\.json is torn: 3 bytes, 2 were written; .*llamarl export"):
+        find_model(str(run))
+
+
+def test_generate_takes_engine_and_sampling_from_the_run_and_flags_change_them(tmp_path: Path) -> None:
+    recipe = (
+        'generator = { quantization = "int8", engine = { dtype = "bfloat16" }, '
+        'sampling = { temperature = 0.5, top_k = 3, stop_strings = ["#"] } }'
+    )
+    run = write_run(tmp_path / "run", recipe)
+    named = NamedModel(str(write_model(run / "model")), run=run)
+    verbs = argparse.ArgumentParser().add_subparsers()
+    generate.add_parser(verbs)
+    parser = verbs.choices["generate"]
+    config = generate._config(parser.parse_args([str(run)]), named)
+    assert (config.generator.engine.dtype, config.generator.quantization) == ("bfloat16", "int8")
+    assert (config.generator.sampling.temperature, config.generator.sampling.stop_strings) == (0.5, ("#",))
+    assert config.model.path == str(run / "model")
+    flags = ["--dtype", "float32", "--quantization", "none", "--temperature", "0", "--stop", "x"]
+    args = parser.parse_args([str(run), *flags])
+    config = generate._config(args, named)
+    assert (config.generator.engine.dtype, config.generator.quantization) == ("float32", "none")
+    assert generate._given_sampling(args) == {"temperature": 0.0, "stop_strings": ("x",)}
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["{empty}", "--out", "{new}"], "holds no run (no config.toml)"),
+        (["{run}", "--out", "{run}"], "exists already: choose another folder"),
+        (["{run}", "--out", "{new}", "--adapter"], "--adapter: {run} trained all weights"),
+        (["{run}", "--out", "{new}"], "holds no finished checkpoint"),
+    ],
+)
+def test_wrong_flags_of_export_are_told_and_leave_nothing(
+    words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"run": str(write_run(tmp_path / "run")), "new": str(tmp_path / "new"), "empty": str(tmp_path / "empty")}
+    (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["export", *(word.format(**places) for word in words)]) in (1, 2)
+    assert line.format(**places) in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,124 @@
+"""Code in a model folder never runs, whatever is typed or piped in, unless the user's key says so for the tokenizer."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.engine import NativeEngine
+from llamarl.errors import ModelError
+from llamarl.models.folders import resolve_model_path
+from llamarl.models.loading import load_model, load_model_config, load_tokenizer
+from llamarl.models.sharded_loading import make_skeleton
+from llamarl.models.value import load_value_model
+from llamarl.weight_sync.model_layouts import model_parameters
+
+SOURCE = Path(__file__).parents[3] / "src" / "llamarl"
+_CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+Path({marker!r}).write_text("ran")
+class Config(LlamaConfig): model_type = "strange"
+class Model(LlamaForCausalLM): config_class = Config
+class Tokenizer(PreTrainedTokenizerFast): pass
+def generate(model, **kwargs): raise AssertionError
+"""
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that the folders' code writes. Whatever asks on the console is told yes."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("yes\n" * 100))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return tmp_path / "ran"
+
+
+def folder_with_code(tmp_path: Path, marker: Path, *, known: bool) -> Path:
+    """The bundled model with code beside it: of an architecture of its own, or one that transformers knows."""
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model_path("bundled:tiny"), folder)
+    (folder / "code.py").write_text(_CODE.format(marker=str(marker)))
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(_CODE.format(marker=str(marker)))
+    change(folder / "config.json", auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model",
+                                             "AutoModelForTokenClassification": "code.Model"})  # fmt: skip
+    if not known:
+        change(folder / "config.json", model_type="strange", architectures=["Model"])
+        change(folder / "tokenizer_config.json", tokenizer_class="Tokenizer",
+               auto_map={"AutoTokenizer": [None, "code.Tokenizer"]})  # fmt: skip
+    return folder
+
+
+def change(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_a_known_architecture_loads_without_the_code_that_its_folder_names(tmp_path: Path, marker: Path) -> None:
+    folder = folder_with_code(tmp_path, marker, known=True)
+    assert load_model_config(folder).model_type == "llama"
+    assert load_tokenizer(folder).vocab_size > 0
+    assert type(load_model(folder, dtype=torch.float32, attention="llamarl_packed")).__name__ == "LlamaForCausalLM"
+    load_value_model(folder, attention="llamarl_packed")
+    make_skeleton(folder, attention="llamarl_packed")
+    assert model_parameters(folder)
+    NativeEngine(folder, EngineConfig(), tokenizer=load_tokenizer(folder))
+    assert not marker.exists()
+
+
+def test_an_architecture_of_the_folders_own_is_refused_everywhere_without_a_question(
+    tmp_path: Path, marker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_with_code(tmp_path, marker, known=False)
+    for load in (
+        load_model_config,
+        load_tokenizer,
+        model_parameters,
+        lambda f: load_model(f, dtype=torch.float32),
+        lambda f: load_value_model(f, attention="llamarl_packed"),
+        lambda f: make_skeleton(f, attention="llamarl_packed"),
+    ):
+        with pytest.raises(ModelError):
+            load(folder)
+    assert not marker.exists()
+    assert "y/N" not in capsys.readouterr().out
+
+
+def test_a_tokenizer_of_the_folders_own_runs_only_where_the_user_trusts_it(tmp_path: Path, marker: Path) -> None:
+    folder = folder_with_code(tmp_path, marker, known=False)
+    change(folder / "config.json", model_type="llama")
+    with pytest.raises(
+        ModelError, match=r"Python code of that folder \(code.Tokenizer\), which is not run.*trust_remote_code"
+    ):
+        load_tokenizer(folder)
+    assert not marker.exists()
+    assert type(load_tokenizer(folder, trust_remote_code=True)).__name__ == "Tokenizer"
+    assert marker.read_text() == "ran"
+
+
+def test_the_folder_of_this_test_would_run_its_code_where_nobody_says_no(tmp_path: Path, marker: Path) -> None:
+    folder = folder_with_code(tmp_path, marker, known=False)
+    change(folder / "config.json", model_type="llama")
+    AutoTokenizer.from_pretrained(folder, local_files_only=True)  # asks, and is told yes
+    assert marker.exists()
+
+
+def test_every_call_that_could_run_a_folders_code_says_whether_it_may() -> None:
+    silent = []
+    for file in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id.startswith("Auto") and node.func.attr.startswith("from_"):
+                if "trust_remote_code" not in {keyword.arg for keyword in node.keywords}:
+                    silent.append(f"{file}:{node.lineno}")
+    assert not silent

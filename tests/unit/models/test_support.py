@@ -1,0 +1,326 @@
+"""The table of what is supported, against planner, preflight, engine, trainer and critic: none may disagree with another."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from tiny_models import FAMILIES as TINY
+from tiny_models import tiny_config
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "trainer"))
+from training_fixtures import make_groups
+
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.config import RunConfig, validate
+from llamarl.controller.preflight import check_models
+from llamarl.controller.run import plan_run, start_run
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.lean_decoder import why_kernels_unsupported
+from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.errors import ConfigError, LlamaRLError, ModelError
+from llamarl.executors.self_check import find_differences
+from llamarl.models.folders import read_model_config, resolve_model_path
+from llamarl.models.loading import load_model
+from llamarl.models.parallel import _STYLES
+from llamarl.models.support import FAMILIES, NOT_COMPUTED, USES, Use, why_unsupported
+from llamarl.planner.model_spec import find_model
+from llamarl.planner.rooflines import tensor_parallel_sizes
+from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
+from llamarl.trainer.critic import Critic
+from llamarl.trainer.step import Trainer
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4},
+    "deepseek_v3": {"n_routed_experts": 4},
+}
+"""Architectures that transformers knows and llamarl is known not to compute."""
+_SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "max_position_embeddings": 256}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of each family; of the others the ``config.json``. All with the bundled tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+    for family in TINY:
+        torch.manual_seed(0)
+        config = tiny_config(family)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").save_pretrained(
+            root / family
+        )
+    for kind, traits in OTHERS.items():
+        (root / kind).mkdir()
+        config = AutoConfig.for_model(kind, **{**_SHAPE, **traits}).to_dict()
+        (root / kind / "config.json").write_text(json.dumps(config))
+    for folder in root.iterdir():
+        for file in resolve_model_path("bundled:tiny").glob("tokenizer*"):
+            shutil.copy(file, folder)
+    return root
+
+
+def recipe(folder: Path, **sections: Any) -> RunConfig:
+    small = {"model": {"path": str(folder)}, "evaluation": {"every": 0}, "run": {"dir": f"{folder}-run"}}
+    sampling = {"max_new_tokens": 16}
+    return validate(
+        {**small, **sections, "generator": {"device": "cpu", "sampling": sampling, **sections.get("generator", {})}}
+    )
+
+
+def generate(folder: Path, quantization: str = "none") -> None:
+    engine = NativeEngine(
+        folder, EngineConfig(kv_cache_bytes=1 << 20), device="cpu", quantization=quantization, eos_token_ids=()
+    )
+    params = SamplingParams(max_new_tokens=2)
+    sequence = Sequence(prompt_index=0, sample_index=0, prompt_tokens=[3, 4, 5], params=params, seed=1)
+    engine.add([sequence])
+    while engine.has_work:
+        engine.step()
+    assert len(sequence.tokens) == 2
+
+
+def train(folder: Path, lora: LoraConfig | None = None) -> None:
+    trainer = Trainer(folder, TrainerConfig(), OptimizerConfig(lr=1e-3), AlgorithmConfig(), temperature=1.0, lora=lora)
+    assert trainer.train(make_groups(), 0)["grad_norm"] > 0
+
+
+def learn_values(folder: Path) -> None:
+    Critic(folder, CriticConfig(), AlgorithmConfig(advantage="gae")).step(make_groups(), 0)
+
+
+def compile_kernels(folder: Path) -> None:
+    model = load_model(folder, dtype=torch.float32, attention="llamarl_paged")
+    if reason := why_kernels_unsupported(model, torch.float32, torch.device("cpu")):
+        raise ModelError(reason)
+    # the loops know exactly these parts of a layer
+    parts = {name.split(".")[3] for name, _ in model.named_parameters() if name.startswith("model.layers.0.")}
+    assert parts == {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+def cut(folder: Path) -> None:
+    """The styles of the model's own plan are those that are carried out; the multi-process tests carry them out."""
+    plan = AutoConfig.from_pretrained(folder).base_model_tp_plan
+    if plan is None:
+        raise ModelError("no plan")
+    if unknown := set(plan.values()) - set(_STYLES):
+        raise ModelError(f"styles {unknown}")
+
+
+def adapters(folder: Path, family: str) -> None:
+    train(folder, LoraConfig(rank=2, targets=FAMILIES[family].linear_layers or ("c_attn",)))
+
+
+def done(use: Use, folder: Path, family: str) -> None:
+    """Really do it, with a model of the family."""
+    {
+        "generate": lambda: generate(folder),
+        "int8": lambda: generate(folder, "int8"),
+        "train": lambda: train(folder),
+        "critic": lambda: learn_values(folder),
+        "lora": lambda: adapters(folder, family),
+        "tensor_parallel": lambda: cut(folder),
+        "compiled_kernels": lambda: compile_kernels(folder),
+    }[use]()
+
+
+ASKED: dict[Use, Any] = {
+    "generate": {},
+    "train": {"reference": {"enabled": True}},
+    "replicate": {"generator": {"dp": 2}},
+    "int8": {"generator": {"quantization": "int8"}},
+    "critic": {"algorithm": {"advantage": "gae"}},
+    "lora": {"lora": {"rank": 2}},
+    "tensor_parallel": {"generator": {"tp": 2}},
+}
+"""What a recipe says to ask for it."""
+
+
+def test_every_family_has_a_tiny_model_and_every_use_a_name() -> None:
+    assert set(TINY) == set(FAMILIES)
+    assert set(USES) == set(get_args(Use))
+    assert all(use in USES for family in FAMILIES.values() for use in family.lacks)
+
+
+@pytest.mark.parametrize("use", sorted(set(USES) - {"fp8", "vllm", "replicate"}))  # a GPU, vLLM; two of "generate"
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_does_what_the_table_says_and_nothing_else(folders: Path, family: str, use: Use) -> None:
+    folder = folders / family
+    reason = why_unsupported(read_model_config(folder), use)
+    assert (reason is None) == (use not in FAMILIES[family].lacks)
+    if reason is None:
+        done(use, folder, family)
+    else:
+        with pytest.raises(ModelError):
+            done(use, folder, family)
+
+
+@pytest.mark.parametrize("use", ASKED)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "olmo2", "gpt2", "mixtral"])  # each way of lacking
+def test_a_dry_run_takes_what_the_table_says(folders: Path, family: str, use: Use) -> None:
+    asked = dict(ASKED[use])
+    if use == "lora":
+        asked["lora"] = {"rank": 2, "targets": list(FAMILIES[family].linear_layers) or ["c_attn"]}
+    config = recipe(folders / family, **asked)
+    if why_unsupported(read_model_config(folders / family), use) is None:
+        assert "# placement" in plan_run(config)
+    else:
+        with pytest.raises(LlamaRLError, match=family):
+            plan_run(config)
+
+
+def test_layers_that_the_family_does_not_have_are_no_target_of_adapters(folders: Path) -> None:
+    with pytest.raises(ConfigError, match="q_proj, k_proj.* is no linear layer of phi3's decoder; it has qkv_proj"):
+        plan_run(recipe(folders / "phi3", lora={"rank": 2}))
+
+
+def test_a_family_outside_the_table_gets_what_needs_no_knowledge(folders: Path, tmp_path: Path) -> None:
+    AutoConfig.for_model("arcee", **_SHAPE).save_pretrained(tmp_path)
+    for file in (folders / "llama").glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    for asked in ({}, {"generator": {"dp": 2}}, {"lora": {"rank": 2, "targets": ["q_proj", "up_proj"]}}):
+        assert "# placement" in plan_run(recipe(tmp_path, **asked))
+    with pytest.raises(ConfigError, match="gate_proj is no linear layer of arcee's decoder; it has q_proj, k_proj"):
+        plan_run(recipe(tmp_path, lora={"rank": 2, "targets": ["gate_proj"]}))
+    for asked in (
+        {"generator": {"tp": 2}},
+        {"generator": {"quantization": "int8"}},
+        {"algorithm": {"advantage": "gae"}},
+    ):
+        with pytest.raises(
+            LlamaRLError, match="'arcee' does not support .* known of the families in docs/models.md alone"
+        ):
+            plan_run(recipe(tmp_path, **asked))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_planner_plans_what_the_table_says(folders: Path, family: str) -> None:
+    spec = find_model(folders / family)
+    assert spec.unsupported == ""
+    config = read_model_config(folders / family)
+    assert (2 in tensor_parallel_sizes(spec, 2)) == (why_unsupported(config, "tensor_parallel") is None)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_architectures_are_refused_by_everyone_before_anything_is_made(folders: Path, kind: str) -> None:
+    folder = folders / kind
+    config = read_model_config(folder)
+    assert all(f"architecture {kind!r} is not supported" in str(why_unsupported(config, use)) for use in get_args(Use))
+    run = recipe(folder)
+    for refuses in (plan_run, start_run, check_models):
+        with pytest.raises(ModelError, match=f"model.path: architecture {kind!r} is not supported: its"):
+            refuses(run)
+    assert not Path(run.run.dir).exists()
+    for attention in ("llamarl_paged", "llamarl_packed"):
+        with pytest.raises(ModelError, match=f"architecture {kind!r} is not supported"):
+            load_model(folder, dtype=torch.float32, attention=attention)
+    spec = find_model(folder)
+    assert f"architecture {kind!r} is not supported" in spec.unsupported and tensor_parallel_sizes(spec, 8) == [1]
+
+
+@pytest.mark.parametrize(("key", "section"), [("reference.path", {"reference": {"enabled": True}}),
+                                              ("critic.path", {"algorithm": {"advantage": "gae"}})])  # fmt: skip
+def test_a_model_beside_the_policy_is_asked_too(folders: Path, key: str, section: dict[str, Any]) -> None:
+    name = key.partition(".")[0]
+    merged = {**section, name: {**section.get(name, {}), "path": str(folders / "gpt_oss")}}
+    with pytest.raises(ModelError, match=f"{key}: architecture 'gpt_oss' is not supported"):
+        check_models(recipe(folders / "llama", **merged))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({}, "names no model_type"),
+        ({"model_type": ["llama"]}, "names no model_type, got \\['llama'\\]"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "deepseek_v3"}}, "'deepseek_v3' is not supported"),
+        ({"model_type": "llava", "text_config": {"hidden_size": 8}}, None),
+        ({"model_type": "arcee"}, None),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "not a causal decoder"),
+        ({"model_type": "phi3", "max_position_embeddings": 8192, "original_max_position_embeddings": 4096,
+          "rope_scaling": {"type": "su"}}, "longrope"),
+        ({"model_type": "llama", "max_position_embeddings": 8192,
+          "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}, "longrope"),
+        ({"model_type": "phi3", "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+          "rope_scaling": {"type": "longrope"}}, None),
+    ],
+)  # fmt: skip
+def test_what_else_a_config_may_ask_for(config: dict[str, Any], reason: str | None) -> None:
+    found = why_unsupported(config, "generate")
+    assert found is None if reason is None else re.search(reason, str(found))
+
+
+@pytest.mark.parametrize(
+    ("first_window", "sliding", "computed"), [(0, True, True), (1, True, False), (3, True, True), (1, False, True)]
+)
+def test_vllm_gets_no_qwen2_with_windows_in_some_of_its_layers(
+    first_window: int, sliding: bool, computed: bool
+) -> None:
+    config = {
+        "model_type": "qwen2",
+        "num_hidden_layers": 3,
+        "max_window_layers": first_window,
+        "use_sliding_window": sliding,
+    }
+    assert (why_unsupported(config, "vllm") is None) == computed
+    assert why_unsupported(config, "generate") is None
+
+
+def test_what_is_known_to_fail_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words are a courtesy; the check decides. One that passes some day must leave the list."""
+    known = dict(NOT_COMPUTED)
+    monkeypatch.setattr("llamarl.models.support.NOT_COMPUTED", {})
+    for kind in known:
+        if kind in (
+            "jamba",
+            "falcon_h1",
+            "mamba",
+            "mamba2",
+            "qwen3_next",
+        ):  # seconds each; qwen3_5_text stands for them
+            continue
+        config = CONFIG_MAPPING[kind]()
+        if kind == "deepseek_v2":
+            config.num_experts_per_tok = 2
+        assert not all(finding.passed for finding in find_differences(config)), kind
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+EXAMPLES = {
+    "llama": "Llama 2 and 3, SmolLM2", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3, dense", "mistral": "Mistral 7B",
+    "gemma2": "Gemma 2", "gemma3_text": "Gemma 3, and the text of its larger ones", "phi3": "Phi-3, Phi-4", "gemma": "Gemma",
+    "granite": "Granite 3", "smollm3": "SmolLM3", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "glm4": "GLM-4-0414",
+    "starcoder2": "StarCoder2", "stablelm": "StableLM 2", "phi": "Phi-1.5, Phi-2", "cohere": "Command R",
+    "cohere2": "Command R7B", "nemotron": "Nemotron 4, Minitron", "exaone4": "EXAONE 4", "ernie4_5": "ERNIE 4.5, dense",
+    "gpt_neox": "Pythia", "gpt2": "GPT-2", "opt": "OPT", "qwen3_moe": "Qwen3-30B-A3B", "olmoe": "OLMoE", "mixtral": "Mixtral",
+    "granitemoe": "Granite 3 MoE",
+}  # fmt: skip
+COLUMNS: dict[str, Use] = {
+    "tp": "tensor_parallel", "critic": "critic", "int8, fp8": "int8", "LoRA": "lora", "compiled": "compiled_kernels",
+    "vLLM": "vllm",
+}  # fmt: skip
+
+
+def family_table() -> str:
+    """What the page says of each family, from the table that everyone asks and the tests above prove."""
+    rows = [f"| `model_type` | for example | {' | '.join(COLUMNS)} |", f"|---|---|{'---|' * len(COLUMNS)}"]
+    for kind, family in FAMILIES.items():
+        marks = ["-" if use in family.lacks else "yes" for use in COLUMNS.values()]
+        rows.append(f"| `{kind}` | {EXAMPLES[kind]} | {' | '.join(marks)} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_the_page_has_the_table() -> None:
+    assert all(("int8" in family.lacks) == ("fp8" in family.lacks) for family in FAMILIES.values())
+    assert family_table() in PAGE.read_text(), f"write it anew: python {Path(__file__).name}"
+
+
+if __name__ == "__main__":
+    before, _, rest = PAGE.read_text().partition("| `model_type` |")
+    PAGE.write_text(before + family_table() + "\n" + rest.split("\n\n", 1)[1])

@@ -1,0 +1,64 @@
+"""What the page says is wrong with three broken runs, and that a healthy one is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from made_run import MadeRun
+
+from llamarl.report.blocks import decode_block
+from llamarl.report.run_data import RunReader
+from llamarl.types import Failure
+
+JUDGE_FAILS = Failure(kind="exception", detail="KeyError: 'answer' (my_rewards.py:7)")
+
+
+def _findings(folder: Path, run: MadeRun) -> list[dict[str, object]]:
+    return decode_block(RunReader(run.write(folder / "run")).blocks(5_000_000)["run"])["findings"]
+
+
+def test_a_healthy_run_gives_no_finding(tmp_path: Path) -> None:
+    assert _findings(tmp_path, MadeRun()) == []
+
+
+@pytest.mark.parametrize("ticks", [1, 3, 8])
+def test_a_constant_reward_is_named_from_the_first_tick_on(tmp_path: Path, ticks: int) -> None:
+    (finding,) = _findings(tmp_path, MadeRun(ticks=ticks, outcome=lambda t, g, s: 0.0))
+    assert (finding["kind"], finding["level"], finding["view"], finding["first_tick"]) == (
+        "constant_reward",
+        "bad",
+        "rollouts",
+        0,
+    )
+    assert "reward 0" in str(finding["text"]) and "task.reward" in str(finding["text"])
+
+
+@pytest.mark.parametrize("ticks", [1, 3, 8])
+def test_responses_cut_by_length_are_named_with_the_key_to_change(tmp_path: Path, ticks: int) -> None:
+    (finding,) = _findings(tmp_path, MadeRun(ticks=ticks, finish=lambda t, g, s: "length"))
+    assert finding["kind"] == "mostly_cut" and finding["view"] == "garbage"
+    assert "max_new_tokens" in str(finding["text"]) and "100%" in str(finding["text"])
+
+
+@pytest.mark.parametrize("ticks", [1, 3, 8])
+def test_a_judge_that_fails_is_named_with_its_cause(tmp_path: Path, ticks: int) -> None:
+    findings = _findings(tmp_path, MadeRun(ticks=ticks, outcome=lambda t, g, s: JUDGE_FAILS))
+    assert findings[0]["kind"] == "all_rewards_failed" and findings[0]["view"] == "failures"
+    assert "KeyError: 'answer' (my_rewards.py:7)" in str(findings[0]["text"])
+    assert {f["kind"] for f in findings} <= {"all_rewards_failed", "nothing_trained"}
+
+
+def test_some_failures_are_counted_by_cause(tmp_path: Path) -> None:
+    (finding,) = _findings(
+        tmp_path, MadeRun(outcome=lambda t, g, s: JUDGE_FAILS if s == 0 and g == 0 else float(s % 2))
+    )
+    assert finding["kind"] == "some_rewards_fail" and finding["level"] == "bad"  # 6 of 48
+    assert "6 of 48 responses (12.5%)" in str(finding["text"]) and "6 x exception: KeyError" in str(finding["text"])
+
+
+def test_what_is_over_is_told_as_over(tmp_path: Path) -> None:
+    run = MadeRun(ticks=20, finish=lambda t, g, s: "length" if t < 6 else "stop")
+    (finding,) = _findings(tmp_path, run)
+    # ticks 0 to 4 are the first five of which half or more are cut; by the last five none is
+    assert (finding["kind"], finding["first_tick"], finding["now"]) == ("mostly_cut", 4, False)

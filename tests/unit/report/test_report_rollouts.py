@@ -1,0 +1,133 @@
+"""The index of all responses, the choice of those that the page carries, and their detail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from made_run import MadeRun
+
+from llamarl.observability.rollouts import read_rollouts
+from llamarl.report.advantages import advantages_of, why_no_advantages
+from llamarl.report.blocks import decode_block, encode_block
+from llamarl.report.pieces import find_tokenizer, piece_reader
+from llamarl.report.rollout_index import (
+    TickIndex,
+    choose_groups,
+    detail_of_tick,
+    index_columns,
+    index_file,
+    run_lengths,
+    tick_files,
+)
+from llamarl.types import Failure
+
+
+def _index(tick: int, rewards: list[list[float | None]], num_bytes: int = 10) -> TickIndex:
+    index = TickIndex(tick)
+    for group, values in enumerate(rewards):
+        for sample, value in enumerate(values):
+            index.prompt.append(group)
+            index.sample.append(sample)
+            index.reward.append(value)
+            index.failure.append("" if value is not None else "exception: ValueError: no")
+            index.flags.append(0)
+            index.length.append(5)
+            index.finish.append("stop")
+            index.num_bytes.append(num_bytes)
+    return index
+
+
+def test_every_number_of_the_index_is_that_of_the_file(tmp_path: Path) -> None:
+    run = MadeRun(outcome=lambda t, g, s: Failure(kind="timeout", detail="2 s") if s == 1 else float(s)).write(
+        tmp_path / "run"
+    )
+    for tick, path in tick_files(run):
+        index, rollouts = index_file(tick, path), list(read_rollouts(run, tick))
+        assert index.prompt == [r.response.prompt_index for r in rollouts]
+        assert index.length == [len(r.response.tokens) for r in rollouts]
+        assert index.reward == [getattr(r.response.outcome, "value", None) for r in rollouts]
+        assert [bool(cause) for cause in index.failure] == [isinstance(r.response.outcome, Failure) for r in rollouts]
+        assert index.oldest == [int(r.response.policy_versions.min()) for r in rollouts]
+        assert sum(index.tokens_of_version.values()) == sum(
+            len(r.response.tokens) for r in rollouts if not isinstance(r.response.outcome, Failure)
+        )
+    assert index.failure[1] == "timeout: 2 s"
+
+
+def test_torn_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+    path = dict(tick_files(MadeRun(ticks=1).write(tmp_path / "run")))[0]
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"tick": 0, "prompt_index": 1}\n[3]\n' + whole[:50])
+    index = index_file(0, path)
+    assert (len(index.reward), index.unreadable) == (8, 3)
+
+
+def test_one_group_of_each_tick_is_chosen_before_a_second_of_any() -> None:
+    indexes = [_index(tick, [[0.0, 1.0], [0.0, 1.0]]) for tick in range(4)]  # a group has 20 bytes
+    assert choose_groups(indexes, 1e9) == {tick: [0, 1] for tick in range(4)}
+    assert choose_groups(indexes, 100) == {0: [0, 1], 1: [0], 2: [0], 3: [0]}
+    assert choose_groups(indexes, 60) == {0: [0], 1: [0], 3: [0]}  # ends first, then the middle
+    assert choose_groups(indexes, 10) == {}
+
+
+def test_telling_groups_come_first_and_the_rest_are_not_forgotten() -> None:
+    index = _index(0, [[1.0, 1.0], [0.0, 1.0], [None, 1.0]])
+    assert choose_groups([index], 20) == {0: [2]}  # a failure
+    assert choose_groups([index], 40) == {0: [2, 1]}  # then a group with a signal
+    assert choose_groups([index], 60) == {0: [2, 1, 0]}
+
+
+def test_detail_holds_text_tokens_and_histories_of_the_chosen_groups_alone(tmp_path: Path) -> None:
+    run = MadeRun(text=lambda t, g, s: f"</script> & ' \" \u2028 {s}").write(tmp_path / "run")
+    detail = decode_block(encode_block(detail_of_tick(2, dict(tick_files(run))[2], [21], lambda ids: None)))
+    (group,) = detail["groups"]
+    assert (group["prompt_index"], group["prompt"], group["answer"]) == (21, "question 21", "42")
+    last = group["samples"][3]
+    assert last["text"] == "</script> & ' \" \u2028 3"
+    assert last["ids"] == [7, 8, 9, 10, 11, 12] and last["logprobs"] == [-0.25, -0.5, -0.75, -1.0, -1.25, -1.5]
+    assert last["versions"] == [[0, 1], [1, 5]] and last["mask"] == [[1, 6]]
+
+
+def test_blocks_hold_no_character_that_html_knows_and_turn_infinity_into_nothing() -> None:
+    text = encode_block({"a": "</script><!-- <script>", "b": [float("nan"), 1.5]})
+    assert not set(text) & set("<>&\"' \n") and decode_block(text) == {"a": "</script><!-- <script>", "b": [None, 1.5]}
+
+
+def test_pieces_of_tokens_join_to_the_response(tmp_path: Path) -> None:
+    path = find_tokenizer(tmp_path, "bundled:tiny")
+    pieces = piece_reader(path)([18, 5, 12, 6, 13, 2, 4, 14, 1])
+    assert pieces == ["b", "+", "5", "=", "6", "\n", "#", "7", "<eos>"]
+    assert piece_reader(None)([1]) is None
+    assert find_tokenizer(tmp_path, str(tmp_path / "gone")) is None
+    broken = tmp_path / "tokenizer.json"
+    broken.write_text("{")
+    assert piece_reader(broken)([1]) is None
+
+
+def test_columns_name_what_repeats_once_and_keep_every_response(tmp_path: Path) -> None:
+    run = MadeRun().write(tmp_path / "run")
+    indexes = [index_file(*place) for place in tick_files(run)]
+    columns = index_columns(indexes, {3: [30]})
+    assert len(columns["reward"]) == 6 * 2 * 4 and columns["tables"]["reward"] == [0.0, 1.0]
+    assert columns["groups"]["detail"] == [
+        int(tick == 3 and prompt == 30) for tick in range(6) for prompt in (10 * tick, 10 * tick + 1)
+    ]
+    assert columns["oldest"][:4] == [0, 0, 0, 0] and columns["oldest"][-4:] == [1, 2, 2, 2]  # staleness, not version
+    assert json.loads(json.dumps(columns)) == columns
+
+
+def test_advantages_are_the_estimators_own_and_none_where_rewards_alone_do_not_tell() -> None:
+    index = _index(0, [[0.0, 1.0, None], [1.0, 1.0, 1.0]])
+    config = {"algorithm": {"name": "aipo", "advantage": "group_mean"}}
+    assert advantages_of(index, config) == [-0.5, 0.5, None, 0.0, 0.0, 0.0]
+    assert (
+        why_no_advantages({"algorithm": {"advantage": "gae"}})
+        and advantages_of(index, {"algorithm": {"advantage": "gae"}}) == []
+    )
+    assert why_no_advantages({"algorithm": {"advantage": "mine.py:f"}}) and why_no_advantages({})
+    assert why_no_advantages({"algorithm": {"advantage": "group_mean", "kl_coef": 0.1, "kl_place": "reward"}})
+
+
+def test_run_lengths() -> None:
+    assert run_lengths([4, 4, 5, 4]) == [[4, 2], [5, 1], [4, 1]] and run_lengths([]) == []

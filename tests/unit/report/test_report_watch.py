@@ -1,0 +1,108 @@
+"""``llamarl watch``: what is served, to whom, and that a run which goes on is seen."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from made_run import MadeRun
+
+from llamarl.cli.main import main
+from llamarl.errors import ConfigError
+from llamarl.report.blocks import decode_block
+from llamarl.report.server import READ_EVERY_S, WatchedRuns, make_server
+
+Get = Callable[..., tuple[int, str]]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return MadeRun(ticks=3, settings={"run.num_ticks": "9"}).write(tmp_path / "run")
+
+
+@pytest.fixture
+def get(run: Path) -> Iterator[Get]:
+    server = make_server(WatchedRuns([run], 5_000_000), 0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+
+    def ask(path: str, host: str = "") -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+        connection.request("GET", path, headers={"Host": host} if host else {})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    yield ask
+    server.shutdown()
+    server.server_close()
+    thread.join(timeout=10)
+
+
+def test_every_block_that_the_state_names_is_served(get: Get) -> None:
+    status, state = get("/state")
+    names = json.loads(state)["blocks"]
+    assert status == 200 and {"0/run", "0/metrics", "0/timeline", "0/index", "0/config", "0/detail/2"} <= set(names)
+    for name in names:
+        status, text = get(f"/block/{name}")
+        assert status == 200 and decode_block(text)
+
+
+def test_nothing_else_is_served(get: Get) -> None:
+    for path in (
+        "/block/0/../../config.toml",
+        "/../config.toml",
+        "/config.toml",
+        "/block/",
+        "/block/1/run",
+        "/etc/passwd",
+    ):
+        assert get(path) == (404, "nothing here")
+
+
+def test_a_name_that_was_made_to_point_here_gets_no_answer(get: Get) -> None:
+    assert get("/state", host="evil.example:80")[0] == 403
+    assert get("/state", host="localhost:1234")[0] == 200
+
+
+def test_the_page_holds_no_data_and_reaches_its_own_server_alone(get: Get) -> None:
+    pytest.importorskip("plotly")
+    status, page = get("/")
+    assert status == 200 and 'data-watch="1"' in page and "block:" not in page.split("<script>")[0]
+    assert "connect-src &#x27;self&#x27;" in page and "default-src &#x27;none&#x27;" in page
+    assert get("/charts.js")[0] == 200
+
+
+def test_new_ticks_are_read_when_the_last_reading_is_old(run: Path, tmp_path: Path) -> None:
+    clock = Clock()
+    runs = WatchedRuns([run], 5_000_000, clock)
+    before = runs.state()["blocks"]
+    longer = MadeRun(ticks=4, settings={"run.num_ticks": "9"}).write(tmp_path / "longer")
+    for name in ("metrics.jsonl", "trace.json", "rollouts/tick_000003.jsonl"):
+        (run / name).write_bytes((longer / name).read_bytes())
+    clock.now_s += 0.9 * READ_EVERY_S
+    assert runs.state()["blocks"] == before
+    clock.now_s += 0.2 * READ_EVERY_S
+    after = runs.state()["blocks"]
+    assert decode_block(runs.blocks()["0/run"])["ticks"] == 4
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert changed == {"0/run", "0/metrics", "0/timeline", "0/index", "0/config", "0/detail/3"}
+
+
+def test_a_port_that_is_taken_and_one_that_is_none_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with make_server(WatchedRuns([run], 5_000_000), 0) as server:
+        with pytest.raises(ConfigError, match="cannot be listened on"):
+            make_server(WatchedRuns([run], 5_000_000), server.server_port)
+    assert main(["watch", str(run), "--port", "70000"]) != 0
+    assert "--port must be between" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Import paths of installed code and of a user's own files."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from llamarl.errors import ConfigError
+from llamarl.import_path import absolute_import_path, resolve
+
+
+def write(folder: Path, text: str, name: str = "own_task.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_dotted_path_names_installed_code() -> None:
+    assert resolve("pathlib:Path.cwd")() == Path.cwd()
+
+
+def test_a_file_is_loaded_once_and_its_classes_travel_by_pickle(tmp_path: Path) -> None:
+    path = write(tmp_path, "class Payload:\n    number = 3\n")
+    payload_class = resolve(f"{path}:Payload")
+    assert resolve(f"{path}:Payload") is payload_class
+    assert type(pickle.loads(pickle.dumps(payload_class()))) is payload_class
+
+
+def test_files_of_one_name_in_two_folders_do_not_meet(tmp_path: Path) -> None:
+    paths = []
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        paths.append(write(tmp_path / str(number), f"def f():\n    return {number}\n"))
+    assert [resolve(f"{path}:f")() for path in paths] == [1, 2]
+
+
+def test_a_relative_file_becomes_absolute_and_a_module_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute_import_path("tasks/own.py:f") == f"{tmp_path}/tasks/own.py:f"
+    assert absolute_import_path("package.module:f") == "package.module:f"
+
+
+@pytest.mark.parametrize(
+    ("import_path", "message"),
+    [
+        ("no_colon", "is no import path; expected package.module:callable"),
+        (":f", "is no import path"),
+        ("module:", "is no import path"),
+        (
+            "no_such_package.module:f",
+            "no module 'no_such_package.module' (nothing named 'no_such_package' on sys.path)",
+        ),
+        ("llamarl.no_such_module:f", "nothing named 'llamarl.no_such_module'"),
+        ("no/such/file.py:f", "no file "),
+        ("llamarl.seeding:no_such_name", "has no 'no_such_name'; its callables are ["),
+        ("llamarl.seeding:__name__", "names a str, expected something to call"),
+    ],
+)
+def test_a_wrong_path_is_refused_and_says_what_is_wrong(import_path: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(import_path)
+    assert repr(import_path) in str(caught.value) and message in str(caught.value)
+
+
+def test_the_users_own_error_comes_through_and_the_next_try_starts_afresh(tmp_path: Path) -> None:
+    path = write(tmp_path, "raise RuntimeError('at import')")
+    with pytest.raises(RuntimeError, match="at import"):
+        resolve(f"{path}:f")
+    write(tmp_path, "def f():\n    return 5\n")
+    assert resolve(f"{path}:f")() == 5
+
+
+def test_a_missing_import_inside_the_users_module_is_told_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "import a_package_that_is_missing\n", "own_module_with_missing_import.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
+        resolve("own_module_with_missing_import:f")

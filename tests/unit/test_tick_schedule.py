@@ -1,0 +1,114 @@
+"""Who leaves at the end of a tick: hand-worked ticks, a slow copy of the rule, no deadline missed in any order."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamarl.tick_schedule import NEVER, deliveries, num_due, select_due
+
+
+def num_forced(admitted: list[int], *, tick: int, max_segments: int, prompts_per_step: int) -> int:
+    """Of groups whose deadlines follow from their admission alone."""
+    due = [at + max_segments - 1 for at in admitted]
+    return int(num_due(due, tick=tick, prompts_per_step=prompts_per_step))
+
+
+def select_deliveries(
+    admitted: list[int], completion_order: list[int], *, tick: int, max_segments: int, prompts_per_step: int
+) -> list[int] | None:
+    """Of groups whose deadlines follow from their admission alone."""
+    due = [at + max_segments - 1 for at in admitted]
+    return select_due(due, completion_order, tick=tick, prompts_per_step=prompts_per_step)
+
+
+def test_without_segments_every_active_group_is_forced() -> None:
+    assert num_forced([3, 3], tick=3, max_segments=1, prompts_per_step=2) == 2
+
+
+def test_a_group_is_forced_only_when_its_last_tick_has_come() -> None:
+    assert num_forced([4, 5, 5], tick=5, max_segments=3, prompts_per_step=2) == 0
+    assert num_forced([4, 5, 5], tick=6, max_segments=3, prompts_per_step=2) == 1
+
+
+def test_a_crowd_of_equal_deadlines_is_forced_ahead_of_time() -> None:
+    """Four groups due at tick 1, two leave a tick: at tick 0 two of them must already go."""
+    assert num_forced([0, 0, 0, 0], tick=0, max_segments=2, prompts_per_step=2) == 2
+    assert num_forced([0, 0, 0], tick=0, max_segments=2, prompts_per_step=2) == 1
+
+
+def test_decoding_goes_on_until_the_forced_group_is_complete() -> None:
+    admitted = [0, 1, 1]
+    assert select_deliveries(admitted, [2, 1], tick=1, max_segments=2, prompts_per_step=2) is None
+    assert select_deliveries(admitted, [2, 1, 0], tick=1, max_segments=2, prompts_per_step=2) == [0, 2]
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.floats(0, 1),
+    st.integers(0, 2**32),
+)
+def test_no_deadline_is_ever_missed(prompts_per_step: int, max_segments: int, fill: float, seed: int) -> None:
+    pick = random.Random(seed)
+    active = prompts_per_step + int(fill * (max_segments - 1) * prompts_per_step)
+    groups: list[int] = []
+    complete: list[int] = []
+    for tick in range(12):
+        groups += [tick] * (active - len(groups))
+        waiting = [i for i in range(len(groups)) if i not in complete]
+        pick.shuffle(waiting)
+        while True:
+            chosen = select_deliveries(
+                groups, complete, tick=tick, max_segments=max_segments, prompts_per_step=prompts_per_step
+            )
+            if chosen is not None:
+                break
+            complete.append(waiting.pop())
+        assert len(chosen) == prompts_per_step
+        assert all(tick - groups[i] <= max_segments - 1 for i in chosen)
+        keep = [i for i in range(len(groups)) if i not in chosen]
+        complete = [keep.index(i) for i in complete if i not in chosen]
+        groups = [groups[i] for i in keep]
+
+
+def slow_select(deadlines: list[int], order: list[int], tick: int, prompts_per_step: int) -> list[int] | None:
+    """By lists and sets, one group after the other."""
+    urgent = sorted(range(len(deadlines)), key=lambda i: (deadlines[i], i))
+    forced = 0
+    for horizon in range(max(deadlines) - tick + 1):
+        forced = max(forced, sum(d <= tick + horizon for d in deadlines) - horizon * prompts_per_step)
+    must = urgent[:forced]
+    if len(order) < prompts_per_step or not set(must) <= set(order):
+        return None
+    return sorted([*must, *[i for i in order if i not in must][: prompts_per_step - forced]])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_schedule_of_many_replicas_is_that_of_each_asked_whenever_a_group_is_complete(seed: int) -> None:
+    """Moments known beforehand, all replicas at once, against one replica asked moment by moment."""
+    rng = np.random.default_rng(seed)
+    replicas, active, deliver, tick = 40, int(rng.integers(3, 9)), 3, 5
+    born = tick - rng.integers(0, 3, (replicas, active))
+    born[:, : max(0, active - 6)] = tick  # feasible: no more than two ticks' worth may be old
+    due = np.sort(born + 3, axis=1)
+    done = np.where(rng.random((replicas, active)) < 0.1, -1, rng.integers(0, 12, (replicas, active)))
+    moment, leaves = deliveries(due, done, tick=tick, prompts_per_step=deliver)
+    for replica in range(replicas):
+        ranked = np.argsort(done[replica], kind="stable").tolist()
+        for now in range(-1, 13):
+            order = [i for i in ranked if done[replica, i] <= now]
+            chosen = slow_select(due[replica].tolist(), order, tick, deliver)
+            assert chosen == select_due(due[replica], order, tick=tick, prompts_per_step=deliver)
+            assert (chosen is None) == (now < moment[replica])
+            assert chosen is None or chosen == np.flatnonzero(leaves[replica]).tolist()
+
+
+def test_a_group_of_which_no_moment_is_known_ends_no_tick() -> None:
+    # Both are due at tick 4: the second must leave too, and nobody knows when it is complete.
+    moment, _ = deliveries([4, 4], [3, NEVER], tick=4, prompts_per_step=2)
+    assert moment == NEVER

@@ -1,0 +1,313 @@
+"""What is exported is what was served; fewer bits are asked for, and say what they cost; what is copied beside is known."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_fixtures import make_groups, write_model
+from transformers import AutoModelForCausalLM
+
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.config import validate
+from llamarl.errors import CheckpointError, ModelError
+from llamarl.models.adapters import write_adapter_folder
+from llamarl.models.exported import EXPORT_FILE, read_export, why_incomplete
+from llamarl.models.folders import companion_files
+from llamarl.models.loading import load_model
+from llamarl.trainer.checkpoint_export import export_checkpoint
+from llamarl.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
+from llamarl.trainer.critic import Critic
+from llamarl.trainer.narrowing import KLText, is_narrower, measure_kl, texts_of
+from llamarl.trainer.step import Trainer
+from llamarl.trainer.storage import _with_dtype
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stored in bfloat16, as most published models are."""
+    return write_model(tmp_path_factory.mktemp("export") / "base", dtype=torch.bfloat16)
+
+
+def trained(folder: Path, *, lr: float = 1e-5, **settings: str) -> Trainer:
+    trainer = Trainer(
+        folder,
+        TrainerConfig(**settings),  # type: ignore[arg-type]
+        OptimizerConfig(lr=lr),
+        AlgorithmConfig(),
+        temperature=0.9,
+    )
+    trainer.train(make_groups(), 0)
+    return trainer
+
+
+@pytest.mark.parametrize("served", ["float32", "bfloat16", "float16"])
+def test_the_exported_weights_are_those_that_were_served_bit_for_bit(base: Path, served: str, tmp_path: Path) -> None:
+    trainer = trained(base)
+    facts = trainer.export(tmp_path / "out", served_dtype=served)
+    dtype = getattr(torch, served)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # in the precision that its config.json names
+    masters = trainer.parameters_for_sync()
+    assert dict(loaded.named_parameters()).keys() == masters.keys()
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == dtype and torch.equal(parameter, masters[name].to(dtype)), name
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert facts is not None and facts.narrowing is None and (facts.dtype, facts.policy_version) == (served, 1)
+    assert read_export(tmp_path / "out") == facts
+
+
+def test_a_small_step_survives_the_export_from_a_bfloat16_base(base: Path, tmp_path: Path) -> None:
+    trained(base).export(tmp_path / "out")
+    before = dict(load_model(base, dtype=torch.float32).named_parameters())
+    after = dict(load_model(tmp_path / "out", dtype=torch.float32).named_parameters())
+    moved = [(after[name] != before[name]).float().mean().item() for name in before if "layernorm" not in name]
+    assert min(moved) > 0.5
+
+
+def test_a_narrower_export_says_how_much_came_back_to_the_base_and_what_it_costs(base: Path, tmp_path: Path) -> None:
+    trainer = trained(base, lr=1e-3, export_dtype="source")
+    texts = texts_of(make_groups(seed=1))
+    facts = trainer.export(tmp_path / "out", served_dtype="float32", texts=texts)
+    assert facts is not None and facts.narrowing is not None and facts.dtype == "bfloat16"
+    found = facts.narrowing
+    stored = load_file(base / "model.safetensors")
+    masters = {name: tensor.detach().clone() for name, tensor in trainer.parameters_for_sync().items()}
+    assert found.num_weights == sum(tensor.numel() for tensor in masters.values())
+    assert found.num_equal_to_base == sum(int((masters[n].bfloat16() == stored[n]).sum()) for n in masters)
+    assert found.num_equal_before == sum(int((masters[n] == stored[n].float()).sum()) for n in masters)
+    assert found.num_equal_before < found.num_equal_to_base < found.num_weights
+    # the KL by hand, one token at a time, over every response token
+    rounded = load_model(tmp_path / "out", dtype=torch.float32)
+    exact = load_model(base, dtype=torch.float32)
+    for name, parameter in exact.named_parameters():
+        parameter.data.copy_(masters[name])
+    terms = []
+    with torch.no_grad():
+        for text in texts:
+            for end in range(text.first, len(text.tokens)):
+                context = torch.tensor([text.tokens[:end]])
+                p, q = (model(context).logits[0, -1].double().log_softmax(-1) for model in (exact, rounded))
+                terms.append(float((p.exp() * (p - q)).sum()))
+    assert found.num_kl_tokens == len(terms)
+    assert found.kl_per_token == pytest.approx(sum(terms) / len(terms), rel=1e-2, abs=1e-9)
+    assert sum(terms) > 0
+    assert "weights equal the base model's bit for bit" in found.sentence() and "KL" in found.sentence()
+
+
+def test_equal_models_have_a_kl_of_zero_and_no_text_gives_none(base: Path) -> None:
+    weights = list(load_model(base, dtype=torch.float32).named_parameters())
+    assert measure_kl(base, weights, [KLText([3, 4, 5, 6], 2)], served_dtype="float32") == (0.0, 2)
+    assert measure_kl(base, weights, [], served_dtype="float32") is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "served", "narrower"),
+    [
+        ("float32", "float32", False),
+        ("float32", "bfloat16", False),
+        ("float32", "float16", False),
+        ("bfloat16", "float32", True),
+        ("float16", "float32", True),
+        ("bfloat16", "bfloat16", False),
+        ("float16", "bfloat16", True),
+        ("bfloat16", "float16", True),
+    ],
+)
+def test_a_precision_is_narrower_where_it_cannot_hold_the_other(dtype: str, served: str, narrower: bool) -> None:
+    assert is_narrower(getattr(torch, dtype), served) is narrower
+
+
+def test_float32_keeps_the_masters_though_bfloat16_was_served(base: Path, tmp_path: Path) -> None:
+    trainer = trained(base, export_dtype="float32")
+    trainer.export(tmp_path / "out", served_dtype="bfloat16")
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(tensor, trainer.parameters_for_sync()[name]), name
+
+
+def test_the_critic_keeps_what_it_learned_from_a_bfloat16_base(base: Path, tmp_path: Path) -> None:
+    critic = Critic(base, CriticConfig(), AlgorithmConfig(), device="cpu")
+    critic.export(tmp_path / "critic")
+    stored = load_file(tmp_path / "critic" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    assert why_incomplete(tmp_path / "critic") is None
+
+
+def test_every_precision_that_a_config_names_is_that_of_the_file() -> None:
+    config = {
+        "torch_dtype": "bfloat16",
+        "text_config": {"dtype": "bfloat16", "n": 1},
+        "rope_parameters": {"rope_theta": 1.0},
+    }
+    assert _with_dtype(config, "float32") == {
+        "dtype": "float32",
+        "text_config": {"dtype": "float32", "n": 1},
+        "rope_parameters": {"rope_theta": 1.0},
+    }
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_exported_files_have_the_mode_that_the_umask_leaves(base: Path, umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        trained(base).export(tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask) and "model.safetensors" in modes
+
+
+def test_an_adapter_folder_does_not_depend_on_the_order_of_a_set(tmp_path: Path) -> None:
+    """``peft`` keeps the names in a set, whose order differs from process to process."""
+    pytest.importorskip("peft")
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    tensors = {"layers.0.q_proj.lora_A.default.weight": torch.zeros(2, 3)}
+    write_adapter_folder(tmp_path, tensors, rank=2, alpha=4.0, targets=names, base="/base")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == sorted(names) and list(config) == sorted(config)
+    modes = {file.name: file.stat().st_mode for file in tmp_path.iterdir()}
+    assert modes["adapter_model.safetensors"] == modes["adapter_config.json"]
+
+
+# -- what is copied beside the weights ----------------------------------------------------------------------------------
+
+
+def test_only_files_of_known_names_go_with_the_model(base: Path, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", dtype=torch.bfloat16)
+    for name in ("tokenizer.json", "LICENSE", "chat_template.jinja"):
+        (folder / name).write_text(f"{name} of the base")
+    for name in ("notes.txt", ".env", "train.py", "optimizer.pt"):
+        (folder / name).write_text("private")
+    trained(folder).export(tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "LICENSE", "chat_template.jinja", "config.json", "generation_config.json", EXPORT_FILE, "model.safetensors",
+        "tokenizer.json",
+    ]  # fmt: skip
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json of the base"
+
+
+def test_a_link_that_leads_out_of_the_model_is_refused_and_one_into_the_hubs_cache_is_followed(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").symlink_to(secret)
+    with pytest.raises(ModelError, match=r"tokenizer\.json is a link to .*secret, outside of the model"):
+        companion_files(folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "weights-are-not-copied.safetensors").symlink_to(secret)
+    (folder / "real").write_text("inside")
+    (folder / "vocab.json").symlink_to("real")
+    assert companion_files(folder) == [folder / "vocab.json"]
+    (folder / "merges.txt").symlink_to("merges.txt")
+    with pytest.raises(ModelError, match=r"merges\.txt cannot be read"):
+        companion_files(folder)
+
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    (blobs / "d1").write_text("vocabulary")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/d1")
+    assert [file.read_text() for file in companion_files(snapshot)] == ["vocabulary"]
+    (snapshot / "vocab.json").symlink_to("../../../secret")
+    with pytest.raises(ModelError, match="outside of the model"):
+        companion_files(snapshot)
+
+
+# -- proof ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_torn_or_altered_export_is_told_from_a_whole_one(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    trained(base).export(out)
+    assert why_incomplete(out) is None
+    (out / "note.txt").write_text("a file more does no harm")
+    assert why_incomplete(out) is None
+    weights = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").write_bytes(weights[:-1])
+    assert why_incomplete(out) == f"model.safetensors is torn: {len(weights) - 1} bytes, {len(weights)} were written"
+    (out / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    assert why_incomplete(out, checksums=False) is None
+    assert why_incomplete(out) == "model.safetensors was altered: its checksum differs from the one written"
+    (out / "model.safetensors").write_bytes(weights)
+    (out / "config.json").unlink()
+    assert why_incomplete(out) == "config.json is missing"
+    says = (out / EXPORT_FILE).read_bytes()
+    (out / EXPORT_FILE).write_bytes(says.replace(b'"policy_version": 1', b'"policy_version": 2'))
+    assert why_incomplete(out) == f"{EXPORT_FILE} was altered (it does not match its own checksum)"
+    for torn in (says[:-9], b"[1]", b"", b"\xff", b'{"files": 3, "xxh3_128": 1}'):
+        (out / EXPORT_FILE).write_bytes(torn)
+        assert EXPORT_FILE in str(why_incomplete(out)), torn
+    (out / EXPORT_FILE).unlink()
+    assert why_incomplete(out) == f"{EXPORT_FILE} is missing"
+
+
+def test_equal_trainers_write_equal_folders(base: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        trained(base).export(tmp_path / name)
+    assert (tmp_path / "a" / EXPORT_FILE).read_bytes() == (tmp_path / "b" / EXPORT_FILE).read_bytes()
+
+
+# -- from a checkpoint ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("served", ["float32", "bfloat16"])
+def test_a_checkpoint_exports_the_folder_that_its_tick_would_have_written(
+    base: Path, served: str, tmp_path: Path
+) -> None:
+    config = validate({"model": {"path": str(base)}, "generator": {"engine": {"dtype": served}}})
+    trainer = trained(base)
+    trainer.save(tmp_path / "checkpoint" / "trainer" / "state")
+    trainer.export(tmp_path / "live", served_dtype=served)
+    export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "later")
+    assert why_incomplete(tmp_path / "later") is None
+    assert (tmp_path / "live" / EXPORT_FILE).read_bytes() == (tmp_path / "later" / EXPORT_FILE).read_bytes()
+
+
+def test_a_process_that_trains_nothing_exports_a_checkpoint(base: Path, tmp_path: Path) -> None:
+    """As ``llamarl export`` and a resume of a complete run do: no other import has prepared the model's attention there."""
+    trained(base).save(tmp_path / "checkpoint" / "trainer" / "state")
+    code = (
+        "import sys; from pathlib import Path; from llamarl.config import validate; "
+        "from llamarl.trainer.checkpoint_export import export_checkpoint; "
+        "export_checkpoint(Path(sys.argv[1]), validate({'model': {'path': sys.argv[2]}}), Path(sys.argv[3]))"
+    )
+    arguments = [tmp_path / "checkpoint", base, tmp_path / "later"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert why_incomplete(tmp_path / "later") is None
+
+
+def test_a_checkpoint_exports_fewer_bits_on_request_with_what_they_cost(base: Path, tmp_path: Path) -> None:
+    config = validate({"model": {"path": str(base)}})
+    trainer = trained(base, lr=1e-3, export_dtype="bfloat16")
+    trainer.save(tmp_path / "checkpoint" / "trainer" / "state")
+    texts = texts_of(make_groups(seed=1))
+    live = trainer.export(tmp_path / "live", texts=texts)
+    later = export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "out", export_dtype="bfloat16", texts=texts)
+    assert later == live and later.narrowing is not None and later.narrowing.kl_per_token
+
+
+def test_a_checkpoint_of_another_model_is_refused(base: Path, tmp_path: Path) -> None:
+    trained(base).save(tmp_path / "checkpoint" / "trainer" / "state")
+    other = write_model(tmp_path / "other", family="qwen3")
+    with pytest.raises(CheckpointError, match="is of another model"):
+        export_checkpoint(tmp_path / "checkpoint", validate({"model": {"path": str(other)}}), tmp_path / "out")
+
+
+def test_a_weight_too_large_for_the_precision_is_refused(base: Path, tmp_path: Path) -> None:
+    trainer = trained(base)
+    with torch.no_grad():
+        trainer.parameters_for_sync()["model.norm.weight"][3] = 70000.0
+    trainer.save(tmp_path / "checkpoint" / "trainer" / "state")
+    config = validate({"model": {"path": str(base)}})
+    with pytest.raises(ModelError, match=r"model\.norm\.weight holds 70000, too large for float16"):
+        export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "out", export_dtype="float16")

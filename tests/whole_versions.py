@@ -1,0 +1,16 @@
+"""A version as plain tensors, for tests."""
+
+from __future__ import annotations
+
+import torch
+
+from llamarl.weight_sync.dtypes import torch_dtype
+from llamarl.weight_sync.sink import WeightVersion
+
+
+def read_all(version: WeightVersion | None) -> dict[str, torch.Tensor]:
+    """Every parameter whole, proved, in the dtype it travels in."""
+    assert version is not None
+    full = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in version.parameters.items()}
+    version.load_into(full)
+    return full
