@@ -140,10 +140,11 @@ def test_ranks_in_a_process_group_listen_on_the_loopback_only_and_answer_no_stra
     spec = ExecutorSpec(
         name="reducer", factory=f"{HERE}:Reducer", config=Config(), num_ranks=2, threads=1, process_group="gloo"
     )
-    before = opened_by([os.getpid()])
+    others = descendants(os.getpid())  # what tests before this one left running, a fork server for one
+    before = opened_by([os.getpid(), *others])
     local.start([spec], [], run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=120.0)
-    pids = descendants(os.getpid())
-    mine = opened_by([os.getpid(), *pids])
+    pids = [pid for pid in descendants(os.getpid()) if pid not in others]
+    mine = opened_by([os.getpid(), *others, *pids])
     opened = Opened(
         tuple(path for path in mine.unix if path not in before.unix), tuple(a for a in mine.tcp if a not in before.tcp)
     )
