@@ -80,20 +80,27 @@ class ReasoningGymTask:
         return entry
 
     def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
-        """The dataset's own score of the answer found in the last turn; see ``answers.extract_answer``.
+        """The dataset's own score of the answer found in the last turn; see ``judge``."""
+        return self.judge(turns[-1], prompt.metadata)
+
+    def judge(self, reply: str, metadata: Mapping[str, Any]) -> Score:
+        """The dataset's own score of the answer found in a reply; see ``answers.extract_answer``.
 
         ``parts["correct"]`` is 1 where the score is full.
+
+        Args:
+            metadata: Of the item.
 
         Raises:
             ValueError: The dataset made another question of the same number: it is not reproducible across processes.
         """
-        entry = self._entry(int(prompt.metadata["entry"]))
-        if entry["question"] != prompt.metadata["question"]:
+        entry = self._entry(int(metadata["entry"]))
+        if entry["question"] != metadata["question"]:
             raise ValueError(
-                f"{self.name} is not reproducible: entry {prompt.metadata['entry']} was "
-                f"{prompt.metadata['question'][:80]!r} and is {entry['question'][:80]!r}"
+                f"{self.name} is not reproducible: entry {metadata['entry']} was "
+                f"{metadata['question'][:80]!r} and is {entry['question'][:80]!r}"
             )
         numeric = entry["answer"] is not None and is_number(str(entry["answer"]))
-        given = extract_answer(turns[-1], self._answer_from, numeric=numeric)
+        given = extract_answer(reply, self._answer_from, numeric=numeric)
         value = float(self._dataset.score_answer(given, entry))
         return Score(value=value, parts={"correct": float(value >= 1.0), "answered": float(given is not None)})

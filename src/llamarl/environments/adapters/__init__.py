@@ -1,0 +1,1 @@
+"""Other libraries' environments, seen as ``llamarl.environments.episode.Environment``."""

@@ -1,0 +1,1 @@
+"""Environments that come with llamarl: pure Python, offline, a function of seed and replies."""

@@ -1,0 +1,158 @@
+"""What the bundled games share: moves are counted, an unclear reply gets a hint, and the end is worth something in [0, 1].
+
+    reply ──move──▶ Outcome(text, won | lost | goes on, clear?) ──▶ Step
+                                                        last move used up ──▶ over, lost
+
+A game draws everything from ``random.Random(seed)`` of its own, so equal replies get equal answers. An unclear reply takes a
+move: otherwise a policy that never makes sense would never come to an end.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+from llamarl.data.items import TaskItem
+from llamarl.environments.episode import EpisodeOver, Observation, Step
+
+__all__ = ["Game", "Outcome", "Style", "at_least", "one_of", "said", "share"]
+
+Style = Literal["words", "compact"]
+"""``words``: sentences. ``compact``: only a to z, digits, space, newline and ``# + =``, which ``bundled:tiny`` can read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one move came to."""
+
+    text: str
+    ending: Literal["", "won", "lost"] = ""
+    clear: bool = True
+    """Whether the reply was a move at all."""
+
+
+class Game(ABC):
+    """A game of at most ``max_moves`` moves.
+
+    Args:
+        max_moves: Replies of an episode; after the last one the game is lost. The policy is told so.
+        style: How the game speaks; see ``Style``.
+        speed: Share of the reward that a late win loses, 0 to 1: a win at the last move is worth ``1 - speed``.
+        partial: Worth of a lost game that came as near as can be, 0 to 1; 0: only wins count.
+    """
+
+    def __init__(self, *, max_moves: int, style: Style = "words", speed: float = 0.0, partial: float = 0.0) -> None:
+        self.max_moves = at_least("max_moves", max_moves, 1)
+        self.compact = one_of("style", style, ("words", "compact")) == "compact"
+        self.speed, self.partial = share("speed", speed), share("partial", partial)
+        self.rng = random.Random(0)
+        self._left = 0
+
+    def reset(self, item: TaskItem, seed: int) -> Observation:
+        """Begin an episode; the item is not looked at."""
+        self.rng = random.Random(seed)
+        self._left = self.max_moves
+        return Observation(text=self.begin(seed))
+
+    def step(self, reply: str) -> Step:
+        """Answer a move. ``parts``: ``moves``, ``invalid`` (unclear replies) and ``correct`` (1 where the game is won)."""
+        if self._left == 0:
+            raise EpisodeOver(f"{type(self).__name__}: the episode is over; reset begins the next one")
+        self._left -= 1
+        outcome = self.move(said(reply))
+        ending = outcome.ending or ("" if self._left else "lost")
+        step = Step(
+            text=outcome.text,
+            reward=self._worth(ending == "won") if ending else 0.0,
+            done=bool(ending),
+            parts={"moves": 1.0, "invalid": float(not outcome.clear), "correct": float(ending == "won")},
+        )
+        if ending:
+            self._left = 0
+        return step
+
+    def close(self) -> None:
+        """End the episode."""
+        self._left = 0
+
+    @property
+    def moves_left(self) -> int:
+        return self._left
+
+    @abstractmethod
+    def begin(self, seed: int) -> str:
+        """Set the game up with ``self.rng`` and say what it is."""
+
+    @abstractmethod
+    def move(self, said: str) -> Outcome:
+        """Answer the part of a reply that holds the move."""
+
+    @abstractmethod
+    def nearness(self) -> float:
+        """How near the lost game came to a win, 0 to 1."""
+
+    @abstractmethod
+    def random_reply(self, rng: random.Random) -> str:
+        """A reply of the right form, good or bad: for trying the game out."""
+
+    def unclear(self, words: str, compact: str) -> Outcome:
+        """The answer to a reply that is no move: what a move looks like."""
+        return Outcome(text=compact if self.compact else words, clear=False)
+
+    def _worth(self, won: bool) -> float:
+        if not won:
+            return self.partial * self.nearness()
+        used = self.max_moves - self._left
+        return 1.0 - self.speed * (used - 1) / max(1, self.max_moves - 1)
+
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+
+
+def said(reply: str) -> str:
+    """The part of a reply in which the move is looked for, in lower case.
+
+    What follows ``</think>``; of that the last ``<answer>...</answer>``, else the last ``[...]``, else the last line that
+    is not blank.
+    """
+    reply = reply.rpartition("</think>")[2]
+    marked = _ANSWER.findall(reply) or _BRACKETS.findall(reply)
+    lines = [line for line in reply.splitlines() if line.strip()]
+    return str((marked or lines or [""])[-1]).strip().lower()
+
+
+def at_least(name: str, value: int, least: int) -> int:
+    """An option that is a whole number.
+
+    Raises:
+        ValueError: It is too small.
+    """
+    if value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")
+    return value
+
+
+def share(name: str, value: float) -> float:
+    """An option between 0 and 1.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be from 0 to 1, got {value}")
+    return float(value)
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """An option that is one of some words.
+
+    Raises:
+        ValueError: It is another.
+    """
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return value

@@ -1,0 +1,128 @@
+"""From ``task.environment`` and its options to an environment, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.data.items import TaskItem
+from llamarl.environments.adapters.trl import TrlEnvironment
+from llamarl.environments.games.second_try import SecondTry
+from llamarl.environments.registry import BUILT_IN, check_environment, make_environment
+from llamarl.errors import DataError
+
+OWN = '''
+from llamarl.environments.episode import Observation, Step
+
+class Echo:
+    """This package's shape."""
+    def __init__(self, times: int = 1):
+        if times < 1:
+            raise ValueError("times must be >= 1")
+        self.times = times
+    def reset(self, item, seed):
+        return Observation(text="say something")
+    def step(self, reply):
+        return Step(text=reply * self.times, done=True, reward=1.0)
+    def close(self):
+        pass
+
+class Tools:
+    """TRL's shape."""
+    def __init__(self, unit: str = "kg"):
+        self.unit = unit
+    def reset(self, **row):
+        return None
+    def weigh(self, what: str) -> str:
+        """Weigh something.
+
+        Args:
+            what: What.
+        """
+        return "3 " + self.unit
+
+class Nothing:
+    """Neither."""
+
+def factory(times=2):
+    return Echo(times)
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    file = tmp_path / "my_game.py"
+    file.write_text(OWN)
+    return str(file)
+
+
+def test_every_bundled_environment_is_made_by_its_name() -> None:
+    for name in BUILT_IN:
+        made = make_environment(name, {})
+        assert type(made).__doc__
+        made.close()
+
+
+def test_a_class_of_your_own_is_made_with_its_options(own: str) -> None:
+    made = make_environment(f"{own}:Echo", {"times": 2})
+    made.reset(TaskItem(question=""), 0)
+    assert made.step("ab").text == "abab"
+    assert make_environment(f"{own}:factory", {}).step("ab").text == "abab"
+
+
+def test_a_class_of_trls_shape_is_wrapped_and_its_wrapper_has_options(own: str) -> None:
+    made = make_environment(f"{own}:Tools", {"unit": "g", "max_moves": 3})
+    assert isinstance(made, TrlEnvironment) and made.max_moves == 3
+    made.reset(TaskItem(question="How heavy?"), 0)
+    assert made.step('{"name": "weigh", "arguments": {"what": "it"}}').messages[0]["content"] == "3 g"
+
+
+def test_a_dataset_of_reasoning_gym_is_a_second_try() -> None:
+    assert isinstance(make_environment("reasoning_gym:chain_sum", {"attempts": 3, "max_terms": 3}), SecondTry)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("frozenlake", {}, "task.environment 'frozenlake' is unknown; did you mean 'frozen_lake'?"),
+        ("what_is_this", {}, "task.environment 'what_is_this' is unknown; It is one of frozen_lake"),
+        ("reasoning_gym:", {}, "needs a name behind the colon: reasoning_gym:DATASET"),
+        ("reasoning_gym:chain_summ", {}, "no dataset 'chain_summ'; nearest: chain_sum"),
+        ("frozen_lake", {"siz": 3}, "task.environment_options.siz: frozen_lake has no such option; did you mean 'size'?"),
+        ("frozen_lake", {"size": "3"}, "task.environment_options.size of frozen_lake must be int, got '3'"),
+        ("frozen_lake", {"size": True}, "must be int, got True"),
+        ("frozen_lake", {"view": "all"}, "must be 'map' or 'near', got 'all'"),
+        ("frozen_lake", {"holes": 99}, "holes 0 to 9 for it, got size 4, holes 99"),
+        ("guess_number", {"max_moves": 0}, "max_moves must be >= 1, got 0"),
+        ("mastermind", {"pegs": 9}, "pegs must be 1 to 8"),
+        ("second_try", {"min_terms": 2}, "dataset is empty"),
+        ("reasoning_gym:chain_sum", {"no_such": 2}, "refuses {'no_such': 2}"),
+        ("no/such/file.py:Game", {}, "no file"),
+        ("no_such_package:Game", {}, "cannot import no_such_package"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_names_key_value_and_fix(name: str, options: dict[str, Any], told: str) -> None:
+    for refuse in (make_environment, check_environment):
+        with pytest.raises(DataError) as caught:
+            refuse(name, options)
+        assert told in str(caught.value)
+        assert str(caught.value).startswith("task.environment")
+
+
+def test_a_class_of_your_own_that_fails_is_told_with_its_words(own: str) -> None:
+    with pytest.raises(DataError, match="times must be >= 1"):
+        make_environment(f"{own}:Echo", {"times": 0})
+    with pytest.raises(DataError, match="unexpected keyword argument 'tims'"):
+        make_environment(f"{own}:Echo", {"tims": 0})
+    with pytest.raises(DataError, match="has no step"):
+        make_environment(f"{own}:Nothing", {})
+    with pytest.raises(DataError, match="has no 'Missing'"):
+        make_environment(f"{own}:Missing", {})
+
+
+def test_checking_does_not_run_the_users_file(tmp_path: Path) -> None:
+    file = tmp_path / "loud.py"
+    file.write_text("raise SystemExit('imported')\nclass Game: ...\n")
+    check_environment(f"{file}:Game", {})
