@@ -32,12 +32,14 @@ from llamarl.executors.config import (
     ExecutorConfig,
     GeneratorConfig,
     RewardConfig,
+    RewardModelConfig,
+    judging_mistakes,
 )
 from llamarl.import_path import is_import_path
 from llamarl.mistakes import Reader, list_mistakes
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.reading import MAX_DEPTH, parse_toml, read_toml, user_path
-from llamarl.roles import present_roles, wiring_mistakes
+from llamarl.roles import MODEL_SECTIONS, present_roles, wiring_mistakes
 from llamarl.shipped import find_recipe, shipped_recipes
 from llamarl.strict import NO_BITS, STRICT, Effect, bounds, refuse
 from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
@@ -115,6 +117,7 @@ class RunConfig:
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
     dynamic_sampling: DynamicSamplingConfig = Field(default_factory=DynamicSamplingConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -166,8 +169,9 @@ class RunConfig:
         if own is None or not own.settings:
             return self
         given = dict(own.settings)
-        if isinstance(model := given.get("model"), Mapping) and "path" in model:
-            given["model"] = {"revision": "", **model}  # that of the recipe is of another model
+        for section in MODEL_SECTIONS:
+            if isinstance(model := given.get(section), Mapping) and "path" in model:
+                given[section] = {"revision": "", **model}  # that of the recipe is of another model
         others = {other: dataclasses.replace(one, settings={}) for other, one in self.executors.items()}
         plain = to_plain(dataclasses.replace(self, executors=others))
         return validate(_merge_tables(plain, given))
@@ -176,6 +180,11 @@ class RunConfig:
     def has_reference(self) -> bool:
         """Whether the job has a reference executor."""
         return self.reference.enabled or self.algorithm.kl_coef > 0
+
+    @property
+    def has_reward_model(self) -> bool:
+        """Whether the job has a reward model of its own."""
+        return bool(self.reward_model.path)
 
     @property
     def has_critic(self) -> bool:
@@ -251,6 +260,7 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
     if config.generator.engine.name == "vllm":
         yield from _vllm_checks(config)
     yield from _batch_checks(config)
+    yield from judging_mistakes(config)
     yield from wiring_mistakes(config)
     if config.schedule.colocated:
         yield from _colocation_checks(config)

@@ -138,22 +138,28 @@ def read_lines(path: str | os.PathLike[str], *, max_bytes: int | None = None) ->
     return ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
+def read_json(path: str | os.PathLike[str], *, big_integers: bool = False) -> Any:
     """The value in a JSON file.
+
+    Args:
+        big_integers: As ``parse_json``.
 
     Raises:
         FileError: As ``read_text`` and ``parse_json``.
     """
-    return parse_json(read_text(path), str(path))
+    return parse_json(read_text(path), str(path), big_integers=big_integers)
 
 
-def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_object(path: str | os.PathLike[str], *, big_integers: bool = False) -> dict[str, Any]:
     """The object in a JSON file.
+
+    Args:
+        big_integers: As ``parse_json``.
 
     Raises:
         FileError: As ``read_json``, or it holds another kind of value.
     """
-    value = read_json(path)
+    value = read_json(path, big_integers=big_integers)
     if not isinstance(value, dict):
         raise FileError(f"{path} holds {type(value).__name__} {value!r:.60}, expected a JSON object")
     return value

@@ -5,6 +5,9 @@
         └────────────────────────── weights, delay max_staleness + 1 ◀──────────────────────────────────────┘ │
                                                                           evaluator ◀── eval_weights ──────────┘
 
+With a reward model, ``completions`` pass it before the reward executor (``rated``): the latter adds all verdicts up,
+and what it does with the sum (rollouts, limits on failures, dynamic sampling) needs no second place.
+
 Reference and critic stand one after the other, not side by side: each edge has one producer, a group travels whole with all
 that is known of it, and the critic can charge rewards with the reference's KL. Their edges have delay 0, so the proofs of
 docs/asynchrony.md hold as they are; a station more lengthens the one long cycle by its own duration, which asynchrony hides.
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from llamarl.models.support import Use
 
 __all__ = [
+    "MODEL_SECTIONS",
     "ROLES",
     "Model",
     "Product",
@@ -44,6 +48,10 @@ __all__ = [
 
 _OWN = "executors."
 """Begins the section of an executor of the user's own."""
+
+MODEL_SECTIONS = ("model", "reference", "critic", "reward_model")
+"""Sections whose ``path`` names a model: where an executor of the user's own has one in its ``settings``, that is looked up like
+those of the recipe."""
 
 _EVALUATION_ROOM = 2
 """Ticks by which the trainer may be ahead of the evaluator, at least; else the ticks from one evaluation to the next. Only ticks
@@ -78,11 +86,18 @@ class Model:
     """What it is used for, in the words of ``models.support``."""
     trained: bool = False
     """Whether it learns: then it is part of checkpoints, and a folder of the run at its end."""
+    own_tokens: bool = False
+    """Whether it reads text through a tokenizer of its own; any other model reads the policy's tokens."""
 
     def path(self, config: RunConfig) -> str:
         """As the recipe has it, the policy's where it has none."""
         section, _, name = self.key.partition(".")
         return str(getattr(getattr(config, section), name) or config.model.path)
+
+    def named_itself(self, config: RunConfig) -> bool:
+        """Whether the recipe gives it a path of its own, other than the policy's key."""
+        section, _, name = self.key.partition(".")
+        return section != "model" and bool(getattr(getattr(config, section), name))
 
     def revision(self, config: RunConfig) -> str:
         """Of that path, where it is an id of the Hub."""
@@ -148,6 +163,11 @@ def _generates(config: RunConfig) -> tuple[Use, ...]:
     return uses if generator.quantization == "none" else (*uses, generator.quantization)
 
 
+def _scores(config: RunConfig) -> tuple[Use, ...]:
+    """On one rank any classifier of transformers does; over several it takes one that is known here."""
+    return ("reward_model",) if config.reward_model.fsdp * config.reward_model.tp > 1 else ()
+
+
 ROLES: Mapping[str, Role] = {
     role.name: role
     for role in (
@@ -170,10 +190,22 @@ ROLES: Mapping[str, Role] = {
             model=Model(uses=_generates),
         ),
         Role(
+            name="reward_model",
+            factory="llamarl.executors.reward_model:RewardModelExecutor",
+            does="a frozen classifier's score of each response",
+            reads=(Reads(channels=("completions",), kind="scatter"),),
+            writes=("rated",),
+            section="reward_model",
+            sizes=("fsdp", "tp"),
+            model_sizes=("fsdp", "tp"),
+            model=Model(key="reward_model.path", uses=_scores, own_tokens=True),
+            present=lambda config: config.has_reward_model,
+        ),
+        Role(
             name="reward",
             factory="llamarl.executors.reward:RewardExecutor",
             does="judges them in worker processes",
-            reads=(Reads(channels=("completions",), kind="gather"),),
+            reads=(Reads(channels=("rated", "completions"), kind="gather"),),
             writes=("scored",),
         ),
         Role(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 __all__ = ["Failure", "FailureKind", "FinishReason", "Group", "Prompt", "Response", "Score"]
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
-FailureKind = Literal["exception", "timeout", "crash", "not_a_number", "generation"]
+FailureKind = Literal["exception", "timeout", "crash", "not_a_number", "generation", "judge"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,9 @@ class Prompt:
     """[P] token ids, chat template applied."""
     text: str
     """What the tokens say, for logs and for reward functions."""
+    question: str = ""
+    """The task's own words, without template, system prompt or prefix: what a model that judges is shown. Empty where the
+    task gave none; ``text`` stands for it then."""
     answer: str | None = None
     """Reference answer, if the task has one."""
     task: str = ""
@@ -83,6 +86,9 @@ class Response:
     of the policy did."""
     outcome: Score | Failure | None = None
     """None until a reward executor has judged it."""
+    verdict: Score | None = None
+    """What models that judge have made of it so far, weighted; the reward executor adds it to the task's reward and clears
+    it. None where none has."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """[R] log-prob of each token under the reference model, nats, at the sampling temperature; NaN on tokens that do not
     train. None where no reference executor has seen it."""

@@ -18,6 +18,7 @@ from typing import Any
 from llamarl.checkpoint.snapshot import Checkpoint
 from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.config import RunConfig, load_config, to_plain
+from llamarl.controller.frozen_models import record_models
 from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.preflight import check_reward
 from llamarl.controller.run import absolute_dir, description, execute, prepare, save_settings, settle_rate
@@ -68,6 +69,7 @@ def fork_run(config: RunConfig, source: Path) -> None:
         refuse_a_run(run_dir)
         folder.begin()
         save_settings(prepared, run_dir)
+        record_models(prepared.local, run_dir)
         copied = copy_history(source, checkpoint, run_dir, description(prepared), changed)
         print(f"{run_dir} goes on from {checkpoint.path}, with {_changes(changed)}", file=sys.stderr)
         execute(prepared, folder, resume_after_tick=copied.tick, load_from=copied.path)

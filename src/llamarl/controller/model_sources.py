@@ -20,7 +20,7 @@ from llamarl.environments.factory import with_preset
 from llamarl.environments.tables import local_data
 from llamarl.models.folders import local_model_path
 from llamarl.models.hub import commit_of
-from llamarl.roles import present_roles
+from llamarl.roles import MODEL_SECTIONS, present_roles
 
 _Task = TypeVar("_Task", bound=TaskConfig)
 
@@ -98,12 +98,13 @@ def _with_models(config: RunConfig, change: _Change, *, weights: bool) -> RunCon
         if model.path:
             new = dataclasses.replace(model, **changed(key, model.path, model.revision))
             config = dataclasses.replace(config, **{section: new})
-    for name, own in config.executors.items():
-        model = own.settings.get("model", {})
-        if "path" in model:
-            key = f"executors.{name}.settings.model.path"
-            model = {**model, **changed(key, model["path"], model.get("revision", ""))}
-            settings = {**own.settings, "model": {k: v for k, v in model.items() if v or k in own.settings["model"]}}
+    for name, section in [(name, section) for name in config.executors for section in MODEL_SECTIONS]:
+        own = config.executors[name]
+        given = own.settings.get(section, {})
+        if given.get("path"):
+            key = f"executors.{name}.settings.{section}.path"
+            model = {**given, **changed(key, given["path"], given.get("revision", ""))}
+            settings = {**own.settings, section: {k: v for k, v in model.items() if v or k in given}}
             executors = {**config.executors, name: dataclasses.replace(own, settings=settings)}
             config = dataclasses.replace(config, executors=executors)
     return config

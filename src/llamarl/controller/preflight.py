@@ -15,7 +15,7 @@ from llamarl.import_path import check
 from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size
 from llamarl.models.support import FAMILIES, Use, is_known, text_part, why_unsupported
-from llamarl.roles import Role, present_roles
+from llamarl.roles import MODEL_SECTIONS, Role, present_roles
 from llamarl.runtime.placement import available_cuda_devices
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "check_parallel_sizes",
     "check_prompts",
     "check_reward",
+    "check_reward_models",
     "find_missing",
 ]
 
@@ -43,6 +44,24 @@ def check_models(config: RunConfig) -> None:
         if role.model is not None:
             for use in role.model.uses(config):
                 check_supported(role.model.path(config), use, key=role.model.key)
+
+
+def check_reward_models(config: RunConfig) -> None:
+    """Refuse a reward model that is no sequence-classification model with one label.
+
+    Raises:
+        ModelError: It names the key and what the folder holds.
+    """
+    paths = {"reward_model.path": config.reward_model.path} if config.has_reward_model else {}
+    for name, own in config.executors.items():
+        if path := own.settings.get("reward_model", {}).get("path"):
+            paths[f"executors.{name}.settings.reward_model.path"] = str(path)
+    if not paths:
+        return
+    from llamarl.models.reward_model import check_reward_model
+
+    for key, path in paths.items():
+        check_reward_model(path, key=key)
 
 
 def check_architectures(config: RunConfig) -> None:
@@ -257,6 +276,14 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
                 check_supported(folder, "generate", key=key)
         except ModelError as error:
             yield from error.mistakes
+        for section in MODEL_SECTIONS[1:]:
+            given = config.executors[name].settings.get(section, {})
+            try:
+                if path := given.get("path"):
+                    key = f"executors.{name}.settings.{section}.path"
+                    resolve_model_path(str(path), key=key, revision=str(given.get("revision", "")), weights=False)
+            except ModelError as error:
+                yield from error.mistakes
     yield from task_mistakes(config.task, config.run.seed)
     for key, import_path in config.own_code:
         if not key.startswith("task."):  # of those the task has spoken

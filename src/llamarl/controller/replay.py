@@ -10,7 +10,8 @@ from typing import Any
 from llamarl.checkpoint.platform import platform_differences
 from llamarl.config import RunConfig, load_config, to_plain
 from llamarl.controller.fork import FORKED_FROM
-from llamarl.controller.run import prepare, start, start_run
+from llamarl.controller.frozen_models import refuse_other_models
+from llamarl.controller.run import prepare, start
 from llamarl.controller.run_folder import CONFIG_FILE
 from llamarl.controller.settings import differences
 from llamarl.errors import ConfigError
@@ -39,10 +40,14 @@ def replay_run(config: RunConfig, source: Path) -> None:
             f"{source} made no decisions that need a log (schedule.weights = 'exact'): running it again",
             file=sys.stderr,
         )
-        start_run(config)
+        prepared = prepare(config)
+        refuse_other_models(prepared.local, source)
+        start(prepared)
         return
     check_replay(source, to_plain(original), to_plain(config), config.run.num_ticks)
-    start(prepare(config), replay_of=source)
+    prepared = prepare(config)
+    refuse_other_models(prepared.local, source)
+    start(prepared, replay_of=source)
 
 
 def replay_folder(source: Path) -> str:

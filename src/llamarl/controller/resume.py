@@ -13,6 +13,7 @@ from llamarl.algorithms.config import spelled_out
 from llamarl.checkpoint.platform import platform_differences
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import RunConfig, load_config, read_settings, to_plain, validate
+from llamarl.controller.frozen_models import refuse_other_models
 from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.notices import done_again
 from llamarl.controller.preflight import check_reward, find_missing
@@ -114,6 +115,7 @@ def resume_run(config: RunConfig) -> None:
     prepared = prepare(settle_rate(config, begun))
     fetch_weights(prepared.config)
     check_reward(prepared.config)
+    refuse_other_models(prepared.local, run_dir)
     with held(run_dir) as folder:
         folder.go_on()
         store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)

@@ -19,6 +19,7 @@ from typing import Any
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import GROUP_BASELINES, RunConfig, save_config, to_plain
 from llamarl.controller.controller import run_graph
+from llamarl.controller.frozen_models import record_models
 from llamarl.controller.graph import Graph
 from llamarl.controller.model_sources import fetch_weights, local, pinned
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, what_is_saved
@@ -30,6 +31,7 @@ from llamarl.controller.preflight import (
     check_parallel_sizes,
     check_prompts,
     check_reward,
+    check_reward_models,
 )
 from llamarl.controller.replay_log import needs_of, take_log
 from llamarl.controller.run_checkpoints import RunCheckpoints
@@ -115,6 +117,7 @@ def start(prepared: Prepared, *, replay_of: Path | None = None) -> None:
         if replay_of is not None:
             take_log(replay_of, run_dir)
         save_settings(prepared, run_dir)
+        record_models(prepared.local, run_dir)
         execute(prepared, folder, resume_after_tick=None, load_from=None)
 
 
@@ -169,6 +172,7 @@ def prepare(config: RunConfig) -> Prepared:
     recorded = pinned(settle_rate(config, config))
     config = local(recorded)
     check_models(config)
+    check_reward_models(config)
     check_architectures(config)
     folder = resolve_model_path(config.model.path)
     check_prompts(config, folder)
@@ -212,7 +216,8 @@ def _check_vocabularies(config: RunConfig, folder: Path) -> None:
     """The models beside the policy read its tokens, so they must know them."""
     from llamarl.models.loading import load_model_config
 
-    beside = {role.model.key: role.model.path(config) for role in present_roles(config) if role.model}
+    models = [role.model for role in present_roles(config) if role.model and not role.model.own_tokens]
+    beside = {model.key: model.path(config) for model in models}
     beside |= {
         f"executors.{name}.settings.model.path": config.for_executor(name).model.path for name in config.executors
     }

@@ -155,7 +155,13 @@ class PromptStream:
         if item.messages:  # a judge may want to see the conversation
             metadata["messages"] = [dict(message) for message in item.messages]
         return Prompt(
-            index=index, tokens=tokens, text=text, answer=item.answer, task=self._task.name, metadata=metadata
+            index=index,
+            tokens=tokens,
+            text=text,
+            question=item.question,
+            answer=item.answer,
+            task=self._task.name,
+            metadata=metadata,
         )
 
     def _compute_order(self, num_items: int, epoch: int) -> npt.NDArray[np.int64]:

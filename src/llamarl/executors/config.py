@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -15,7 +15,23 @@ from llamarl.errors import Mistake
 from llamarl.import_path import is_import_path
 from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, refuse
 
-__all__ = ["DynamicSamplingConfig", "EvaluationConfig", "GeneratorConfig", "RewardConfig", "SamplingConfig"]
+if TYPE_CHECKING:
+    from llamarl.config import RunConfig
+
+__all__ = [
+    "TASK_PART",
+    "DynamicSamplingConfig",
+    "EvaluationConfig",
+    "ExecutorConfig",
+    "GeneratorConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "SamplingConfig",
+    "judging_mistakes",
+]
+
+TASK_PART = "task"
+"""Name of the task's own reward among the parts, where models judge beside it."""
 
 
 def _temperature(value: float) -> float:
@@ -54,12 +70,19 @@ def _channels(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _part_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z][\w-]*", name):
+        raise ValueError(f"must be of letters, digits, - and _, a letter first, got {name!r}")
+    return name
+
+
 _DEVICE = r"auto|cpu|cuda(:\d+)?"
 Temperature = Annotated[float, AfterValidator(_temperature)]
 Device = Annotated[str, AfterValidator(_device)]
 Devices = Annotated[str, AfterValidator(_devices)]
 Channels = Annotated[ListOf[str], AfterValidator(_channels)]
 Share = Annotated[float, Field(ge=0, le=1)]
+PartName = Annotated[str, AfterValidator(_part_name)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -182,6 +205,57 @@ class RewardConfig:
     max_failed_ticks: Annotated[PositiveInt, NO_BITS] = 3
     """Ticks in a row above ``max_failed_fraction`` that end the run."""
 
+    weight: float = 1.0
+    """What the task's own reward is multiplied by before the scores of a reward model or judge are added to it. 0 does not ask
+    the task at all in training: models alone judge."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RewardModelConfig:
+    """The executor that scores responses with a frozen sequence-classification model; a ``path`` asks for it."""
+
+    path: str = ""
+    """Hugging Face folder or id of the Hub of a sequence-classification model with one label. Empty: the job has no such
+    executor."""
+
+    revision: str = ""
+    """Branch, tag or commit of ``path``, if that is an id of the Hub; empty is main."""
+
+    name: PartName = "reward_model"
+    """Name of its score among the parts of a reward: ``reward/parts/NAME``."""
+
+    weight: float = 1.0
+    """What its score is multiplied by in the reward."""
+
+    template: Literal["auto", "chat", "plain", "pair"] = "auto"
+    """What it reads. "chat": the question and the response as a conversation, through its own chat template. "plain": the
+    prompt as the policy was given it, then the response. "pair": question and response as its tokenizer joins two
+    texts. "auto": "chat" where its tokenizer has a template, else "plain"."""
+
+    max_tokens: NonNegativeInt = 0
+    """Longest text it is given, in its own tokens; 0 is its context length."""
+
+    too_long: Literal["fail", "cut"] = "fail"
+    """What becomes of a longer one. "fail": the sample has no reward. "cut": its first tokens are left out."""
+
+    fsdp: PositiveInt = 1
+    """Ranks over which its parameters are sharded and the batch is split."""
+
+    tp: PositiveInt = 1
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
+
+    threads: NonNegativeInt = 0
+    """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"cpu", "cuda", or "auto" for CUDA where there is one."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of its weights and of the forward pass; the score itself is told in float32."""
+
+    max_tokens_per_microbatch: PositiveInt = 8192
+    """Tokens that one forward pass takes."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ExecutorConfig:
@@ -279,3 +353,22 @@ class EvaluationConfig:
     def is_due(self, version: int, num_ticks: int) -> bool:
         """Whether a policy version is scored after version 0: every ``every`` versions, and the last of ``num_ticks``."""
         return self.every > 0 and (version % self.every == 0 or version == num_ticks)
+
+
+def judging_mistakes(config: RunConfig) -> Iterator[Mistake]:
+    """What is wrong with how verdicts are put together."""
+    if config.reward.weight == 0 and not config.has_reward_model and not config.executors:
+        yield Mistake(
+            "reward.weight",
+            "is 0, so models alone judge, but there is none: name one in reward_model.path, or set it to 1",
+            ("reward_model.path",),
+        )
+    if not config.has_reward_model:
+        return
+    taken = {TASK_PART, *(part.part for task in (config.task, *config.task.tasks.values()) for part in task.judges)}
+    if config.reward_model.name in taken:
+        yield Mistake(
+            "reward_model.name",
+            f"is {config.reward_model.name!r}, which another part of the reward is called: choose another name",
+            ("task.rewards",),
+        )

@@ -1,6 +1,6 @@
 """The reward executor: judges every response in a pool of worker processes, and keeps the run's rollouts.
 
-In: ``completions``; out: ``scored``. A response without a verdict is *failed*, never scored zero. With dynamic sampling,
+In: ``completions``, or ``rated`` and ``judged`` where models have judged them already; out: ``scored``. A response without a verdict is *failed*, never scored zero. With dynamic sampling,
 ``scored`` holds the groups chosen for the tick; rollouts and ``reward/*`` still cover every judged one.
 
 A run in which nearly everything fails teaches nothing: it is asked to stop, with the causes (section ``reward``).
@@ -21,6 +21,7 @@ from llamarl.environments.failures import count_causes
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
 from llamarl.executors.dynamic_sampling import DynamicSampler
+from llamarl.executors.judging import add_verdicts, asks_models_alone, zero_rewards
 from llamarl.observability.failures import Causes, few_causes, remedy, too_many_failed
 from llamarl.observability.ledger import failed_tokens
 from llamarl.observability.rollouts import RolloutWriter
@@ -51,7 +52,8 @@ class RewardExecutor(BaseExecutor):
             )
 
     def setup(self) -> None:
-        self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
+        if not asks_models_alone(self.config):
+            self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
         if self.context.run_dir is not None and self.name in ROLES:  # a further one judges what the first has kept
             self._folder = RunIdentity.of(self.context.run_dir)
             self._writer = RolloutWriter(self.context.run_dir / "rollouts")
@@ -59,7 +61,7 @@ class RewardExecutor(BaseExecutor):
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
         limit_s = JUDGING_SHARE * self.config.deadlines.step_s
-        groups = self.pool.score(self.items_of(inputs), limit_s=limit_s)
+        groups = self._judged(self.items_of(inputs), limit_s=limit_s)
         scored = time.monotonic()
         if self._writer is not None and self.config.observability.rollouts_due(tick):
             self._folder.check()
@@ -76,6 +78,12 @@ class RewardExecutor(BaseExecutor):
         return StepResult(
             outputs=self.outputs_of(groups), metrics=metrics, spans=spans, failures=failures, stop=self._stop
         )
+
+    def _judged(self, groups: Sequence[Group], *, limit_s: float) -> list[Group]:
+        """The task's reward and what models before it said, added up (``executors/judging.py``)."""
+        alone = asks_models_alone(self.config)
+        own = zero_rewards(groups) if alone else self.pool.score(groups, limit_s=limit_s)
+        return add_verdicts(own, weight=self.config.reward.weight)
 
     def _watch_failures(self, share: float, failures: Mapping[str, int], tick: int) -> None:
         """Ask for the end of a run whose samples fail for too long."""

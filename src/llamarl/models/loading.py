@@ -186,7 +186,7 @@ def quiet() -> Iterator[None]:
 def _tokenizer_code(folder: Path) -> str:
     """What the folder names as the code of its tokenizer; empty where it names none."""
     try:
-        named = read_object(folder / "tokenizer_config.json").get("auto_map") or {}
+        named = read_object(folder / "tokenizer_config.json", big_integers=True).get("auto_map") or {}
     except FileError:
         return ""
     code = named.get("AutoTokenizer", "") if isinstance(named, dict) else named
@@ -233,7 +233,8 @@ def _reading(folder: Path, what: str, objects: tuple[str, ...]) -> Iterator[None
     try:
         for name in objects:
             if (folder / name).is_file():
-                read_object(folder / name)
+                # transformers writes 10**30 for "no limit on the length" into tokenizer_config.json
+                read_object(folder / name, big_integers=name in _TOKENIZER_FILES)
         yield
     except ModelError:
         raise

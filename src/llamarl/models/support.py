@@ -23,14 +23,25 @@ from typing import Any, Literal
 __all__ = ["FAMILIES", "NOT_COMPUTED", "NUM_HOSTS", "USES", "Family", "Use", "is_known", "text_part", "why_unsupported"]
 
 Use = Literal[
-    "generate", "train", "critic", "tensor_parallel", "replicate", "int8", "fp8", "lora", "vllm", "compiled_kernels"
+    "generate",
+    "train",
+    "critic",
+    "reward_model",
+    "tensor_parallel",
+    "replicate",
+    "int8",
+    "fp8",
+    "lora",
+    "vllm",
+    "compiled_kernels",
 ]
 
 USES: Mapping[Use, str] = {
     "generate": "generation",
     "train": "training (the policy, or a frozen reference that scores)",
     "critic": "a critic: the decoder with a value head",
-    "tensor_parallel": "tensor parallelism above 1, in generator, trainer, reference and critic",
+    "reward_model": "a reward model in packed batches, which may lie over several ranks",
+    "tensor_parallel": "tensor parallelism above 1, in generator, trainer, reference, critic and reward model",
     "replicate": "generator replicas, and FSDP ranks of whatever is trained",
     "int8": "int8 weights in the generator, on CPU",
     "fp8": "fp8 weights in the generator, on CUDA",
@@ -65,6 +76,10 @@ _ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 _OTHER_LAYER: Mapping[Use, str] = {"compiled_kernels": "its layers are not those that these loops know"}
 _NO_VALUE_FORM: Mapping[Use, str] = {"critic": "transformers has no form of it with a value head named 'score'"}
+_NO_SCORE_FORM: Mapping[Use, str] = {
+    **_NO_VALUE_FORM,
+    "reward_model": "transformers has no form of it that classifies sequences",
+}
 _NO_PLAN: Mapping[Use, str] = {"tensor_parallel": "transformers has no plan that cuts it"}
 _PACKED_PLAN: Mapping[Use, str] = {
     "tensor_parallel": "its plan cuts packed matrices in ways that are not carried out here"
@@ -87,7 +102,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family(lacks={**_OTHER_LAYER, **_NO_VALUE_FORM}),
     "phi3": Family(lacks=_PACKED_PLAN, linear_layers=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
     "gemma": Family(lacks=_DENSE),
-    "granite": Family(lacks={**_DENSE, **_NO_VALUE_FORM}),
+    "granite": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
     "smollm3": Family(lacks=_DENSE),
     "olmo2": Family(lacks={**_DENSE, **_NO_VALUE_FORM, **_PACKED_PLAN}),
     "olmo3": Family(lacks={**_DENSE, **_NO_VALUE_FORM, **_PACKED_PLAN}),
@@ -95,11 +110,11 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": Family(lacks=_DENSE, linear_layers=(*_ATTENTION_LAYERS, "c_fc", "c_proj")),
     "stablelm": Family(lacks={**_DENSE, **_NO_PLAN}),
     "phi": Family(lacks=_DENSE, linear_layers=("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")),
-    "cohere": Family(lacks={**_DENSE, **_NO_VALUE_FORM}),
-    "cohere2": Family(lacks={**_DENSE, **_NO_VALUE_FORM}),
+    "cohere": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
+    "cohere2": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
     "nemotron": Family(lacks=_DENSE, linear_layers=(*_ATTENTION_LAYERS, "up_proj", "down_proj")),
     "exaone4": Family(lacks=_DENSE),
-    "ernie4_5": Family(lacks={**_DENSE, **_NO_VALUE_FORM}),
+    "ernie4_5": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
     "gpt_neox": Family(
         lacks={**_DENSE, **_NO_VALUE_FORM},
         linear_layers=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
@@ -120,9 +135,9 @@ FAMILIES: Mapping[str, Family] = {
         linear_layers=("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
     ),
     "qwen3_moe": Family(lacks=_SPARSE, linear_layers=_ATTENTION_LAYERS),
-    "olmoe": Family(lacks={**_SPARSE, **_NO_VALUE_FORM}, linear_layers=_ATTENTION_LAYERS),
+    "olmoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM}, linear_layers=_ATTENTION_LAYERS),
     "mixtral": Family(lacks=_SPARSE, linear_layers=_ATTENTION_LAYERS),
-    "granitemoe": Family(lacks={**_SPARSE, **_NO_VALUE_FORM}, linear_layers=_ATTENTION_LAYERS),
+    "granitemoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM}, linear_layers=_ATTENTION_LAYERS),
 }
 """``model_type`` -> family. Their tokens and gradients are tested against the library's own forward."""
 

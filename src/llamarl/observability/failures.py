@@ -34,6 +34,8 @@ def remedy(cause: str) -> str:
             "The policy itself is broken, not its reward: lower optimizer.lr (or algorithm.rho) and start again, or from a "
             "checkpoint of before"
         )
+    if found and found[0] == "judge":
+        return "No model that judges gave a verdict: see its section (reward_model, judge), its server and its limits"
     return "Mend the reward function (task.reward, task.pool)"
 
 

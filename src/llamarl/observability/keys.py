@@ -85,6 +85,21 @@ KEYS: tuple[MetricKey, ...] = (
         "same",
     ),
     _key(
+        "reward_model/num_scored",
+        "responses",
+        "Where there is a reward model: responses that it gave a number. Their mean is `reward/parts/NAME`.",
+        "sum",
+        integer=True,
+    ),
+    _key("reward_model/num_tokens", "tokens", "The same: tokens that it read, in its own tokens.", "sum", integer=True),
+    _key(
+        "reward_model/num_failed",
+        "responses",
+        "The same: responses that it failed, such as too long ones and those with a score that is no number.",
+        "sum",
+        integer=True,
+    ),
+    _key(
         "prompts/too_long",
         "prompts",
         'With `data.too_long = "skip"`: items of this tick that were too long and replaced by others.',
@@ -240,6 +255,7 @@ KEYS: tuple[MetricKey, ...] = (
         "max",
     ),
     _key("time/critic_save_s", "s", "The same of the critic's tick, where there is one.", "max"),
+    _key("time/reward_model_s", "s", "Duration of the reward model's tick, where there is one.", "same"),
     _key("time/reference_s", "s", "Duration of the reference executor's tick, where there is one.", "same"),
     _key(
         "time/critic_s", "s", "Duration of the critic's tick, where there is one: values, then its own updates.", "same"
@@ -295,6 +311,7 @@ KEYS: tuple[MetricKey, ...] = (
     _key("idle/reward", "share", "The same for the reward executor.", "same"),
     _key("idle/trainer", "share", "The same for the trainer.", "same"),
     _key("idle/reference", "share", "The same for the reference executor.", "same"),
+    _key("idle/reward_model", "share", "The same for the reward model.", "same"),
     _key("idle/critic", "share", "The same for the critic.", "same"),
     _key("idle/evaluator", "share", "The same for the evaluator.", "same"),
     _key("ratio/mean", "ratio", "Policy probability by behaviour probability, mean over trained tokens.", "same"),

@@ -18,6 +18,7 @@ from llamarl.models.adapters import add_adapters
 from llamarl.models.loading import load_model
 from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import ParallelLayout, apply_fully_shard, apply_tensor_parallel, parameter_shards
+from llamarl.models.reward_model import load_reward_model
 from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts
 from llamarl.models.small_copy import small_model
 from llamarl.models.value import load_value_model
@@ -26,7 +27,7 @@ from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy, check_output_layer
 from llamarl.trainer.value_model import ValueModel
 
-__all__ = ["Built", "Module", "build_policy", "build_value_model"]
+__all__ = ["Built", "Module", "build_policy", "build_reward_model", "build_value_model"]
 
 
 Module = TypeVar("Module", Policy, ValueModel)
@@ -108,6 +109,23 @@ def build_value_model(
         ModelError: The model has no value form, or does not divide by ``tp``.
     """
     model = load_value_model(model_path, device=device, attention=_attention(share_prompts))
+    return _spread(model, ValueModel, layout, dtype)
+
+
+def build_reward_model(
+    path: str | Path, layout: ParallelLayout, *, dtype: torch.dtype, attention: str, device: torch.device, key: str
+) -> Built[ValueModel]:
+    """This rank's part of the frozen classifier in ``path``, whose value at a text's last token is its score; each rank reads it
+    whole.
+
+    Args:
+        attention: Of packed sequences, or of those that share prompts.
+        key: The configuration key to name in errors.
+
+    Raises:
+        ModelError: It is no classifier with one label and a linear head, or does not divide by ``tp``.
+    """
+    model = load_reward_model(path, dtype=torch.float32, device=device, attention=attention, key=key)
     return _spread(model, ValueModel, layout, dtype)
 
 

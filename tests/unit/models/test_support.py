@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +14,13 @@ import pytest
 import torch
 from tiny_models import FAMILIES as TINY
 from tiny_models import tiny_config
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "trainer"))
 from training_fixtures import make_groups
@@ -36,6 +43,7 @@ from llamarl.planner.model_spec import find_model
 from llamarl.planner.rooflines import tensor_parallel_sizes
 from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
+from llamarl.trainer.reward_scoring import RewardScorer
 from llamarl.trainer.step import Trainer
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -96,6 +104,18 @@ def learn_values(folder: Path) -> None:
     Critic(folder, CriticConfig(), AlgorithmConfig(advantage="gae")).step(make_groups(), 0)
 
 
+def score(folder: Path) -> None:
+    """A classifier with the family's body; the scorer itself proves packed scores against the library's."""
+    config = AutoConfig.from_pretrained(folder)
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ModelError("no such form")
+    config.num_labels = 1
+    with tempfile.TemporaryDirectory() as name:
+        AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(name)
+        scorer = RewardScorer(name)
+    assert len(scorer.score([[[3, 4, 5], [3, 4, 6, 7]]])) == 2
+
+
 def compile_kernels(folder: Path) -> None:
     model = load_model(folder, dtype=torch.float32, attention="llamarl_paged")
     if reason := why_kernels_unsupported(model, torch.float32, torch.device("cpu")):
@@ -125,6 +145,7 @@ def done(use: Use, folder: Path, family: str) -> None:
         "int8": lambda: generate(folder, "int8"),
         "train": lambda: train(folder),
         "critic": lambda: learn_values(folder),
+        "reward_model": lambda: score(folder),
         "lora": lambda: adapters(folder, family),
         "tensor_parallel": lambda: cut(folder),
         "compiled_kernels": lambda: compile_kernels(folder),
@@ -302,7 +323,7 @@ EXAMPLES = {
     "granitemoe": "Granite 3 MoE",
 }  # fmt: skip
 COLUMNS: dict[str, Use] = {
-    "tp": "tensor_parallel", "critic": "critic", "int8, fp8": "int8", "LoRA": "lora", "compiled": "compiled_kernels",
+    "tp": "tensor_parallel", "critic": "critic", "reward model": "reward_model", "int8, fp8": "int8", "LoRA": "lora", "compiled": "compiled_kernels",
     "vLLM": "vllm",
 }  # fmt: skip
 

@@ -1,0 +1,83 @@
+"""What a model that judges is given to read: a question and a response through that model's own tokenizer.
+
+"chat"    [question or the item's messages, response] ─▶ its chat template ─▶ tokens
+"plain"   the prompt as the policy was given it + response ─▶ tokens
+"pair"    (question, response) ─▶ its tokenizer's form of two texts ─▶ tokens and which of the two each is of
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from llamarl.errors import ModelError
+from llamarl.types import Prompt, Response
+
+__all__ = ["Rendered", "TextFor", "conversation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text as a model reads it."""
+
+    tokens: list[int]
+    types: list[int]
+    """Of each token, which of two joined texts it is of; empty where the model makes no difference."""
+
+    def last(self, count: int) -> Rendered:
+        """Its last ``count`` tokens."""
+        return Rendered(self.tokens[-count:], self.types[-count:])
+
+
+def conversation(prompt: Prompt, response: Response) -> list[dict[str, Any]]:
+    """The item's own messages, or its question as the user's, followed by the response as the assistant's.
+
+    Where the messages end in words of the assistant, the response goes on from there.
+    """
+    given = prompt.metadata.get("messages")
+    messages: list[dict[str, Any]] = [dict(message) for message in given] if given else []
+    if not messages:
+        messages = [{"role": "user", "content": prompt.question or prompt.text}]
+    if messages[-1].get("role") == "assistant":
+        last = messages.pop()
+        return [*messages, {**last, "content": f"{last.get('content') or ''}{response.text}"}]
+    return [*messages, {"role": "assistant", "content": response.text}]
+
+
+class TextFor:
+    """Renders for one model."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, *, key: str) -> None:
+        """
+        Args:
+            template: ``auto``, ``chat``, ``plain`` or ``pair``.
+            key: The configuration key of it, to name in errors.
+
+        Raises:
+            ModelError: ``chat``, and the tokenizer has no chat template.
+        """
+        self._tokenizer = tokenizer
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if template == "chat" and not has_template:
+            raise ModelError.at(
+                key, ": is 'chat', but the model's tokenizer has no chat template: set it to 'plain' or 'pair'"
+            )
+        self.template = ("chat" if has_template else "plain") if template == "auto" else template
+
+    def __call__(self, prompt: Prompt, response: Response) -> Rendered:
+        """The tokens of one prompt with its response; whatever a chat template raises passes through."""
+        if self.template == "chat":
+            text = self._tokenizer.apply_chat_template(conversation(prompt, response), tokenize=False)
+            found = self._tokenizer(str(text), add_special_tokens=False)
+        elif self.template == "plain":
+            found = self._tokenizer(prompt.text + response.text)
+        else:
+            found = self._tokenizer(prompt.question or prompt.text, response.text)
+        return _rendered(found)
+
+
+def _rendered(found: Mapping[str, Any]) -> Rendered:
+    return Rendered(list(found["input_ids"]), list(found.get("token_type_ids") or ()))
