@@ -1,0 +1,1 @@
+"""Programs that nobody trusts, each in a box of its own: see ``run``."""

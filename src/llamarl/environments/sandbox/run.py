@@ -1,0 +1,390 @@
+"""Running a program that nobody trusts: pure data in, pure data out.
+
+    run_in_box("print(6 * 7)", limits=BoxLimits(wall_s=2)).stdout   # "42\\n"
+
+    this process ──job──▶ bwrap | namespaces ──▶ inside (process 1 of the box) ──▶ the program
+         ▲  └─ ends everything by closing the job's pipe ─┘                           │
+         └──────────── output, cut at a limit ◀───────────────────────────────────────┘
+
+A box has a fresh folder in memory, the Python installation (read-only), no network, a pid namespace of its own, and limits.
+It ends with the program, when a limit is met, when this function is left in whatever way, and with this process. What each
+kind of box holds and does not hold: docs/code.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from llamarl.environments.sandbox.installation import find_installation
+from llamarl.environments.sandbox.kinds import Kind, box_user, command
+from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult, Limit, limit_in_words
+
+__all__ = ["Program", "find_box", "run_in_box", "run_together", "why_no_box"]
+
+_EXIT_WAIT_S = 5.0
+_START_S = 30.0
+"""A box may take so long to come up: the machine's time, not the program's."""
+_STARTED = b"started\n"
+_PIECE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What one box runs."""
+
+    source: str
+    """Python, run as ``main.py`` of the box's folder, which is where it starts."""
+    stdin: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Further files of the folder: relative name -> text."""
+    argv: Sequence[str] = ()
+    packages: bool = True
+    """Whether installed packages can be imported, besides the standard library."""
+    channel: int = -1
+    """A descriptor of this process that becomes the program's descriptor 3; negative is none."""
+    limits: BoxLimits = BoxLimits()
+
+
+def run_in_box(
+    program: str,
+    *,
+    stdin: str = "",
+    files: Mapping[str, str] | None = None,
+    argv: Sequence[str] = (),
+    limits: BoxLimits = BoxLimits(),  # noqa: B008
+    kind: Kind | None = None,
+) -> BoxResult:
+    """Run a Python program in a box of its own.
+
+    Args:
+        stdin: Its standard input, UTF-8.
+        files: Relative name -> text, in the folder where it starts.
+        argv: Its arguments.
+        kind: Of box; None is the strongest that works here, never ``plain``.
+
+    Raises:
+        BoxFailed: There is no such box here, or it did not come up. Whatever the program does is a result.
+    """
+    return run_together([Program(source=program, stdin=stdin, files=files or {}, argv=argv, limits=limits)], kind)[0]
+
+
+def run_together(
+    programs: Sequence[Program], kind: Kind | None = None, *, close: Sequence[socket.socket] = ()
+) -> list[BoxResult]:
+    """Run programs at once, each in a box; when the first one ends, the others are ended.
+
+    Args:
+        close: Channels of which this process keeps no copy once the boxes have theirs.
+
+    Raises:
+        BoxFailed: As ``run_in_box``.
+    """
+    kind = kind or find_box()
+    boxes: list[_Box] = []
+    with selectors.DefaultSelector() as selector:
+        try:
+            for program in programs:
+                boxes.append(_Box(program, kind))
+                boxes[-1].register(selector)
+            for channel in close:
+                channel.close()
+            while not boxes[0].ended:
+                nearest = min(box.deadline for box in boxes if not box.ended)
+                for key, _ in selector.select(max(0.0, nearest - time.monotonic())):
+                    if key.fd in selector.get_map():  # its box has not just been stopped
+                        key.data(selector)
+                for box in boxes:
+                    box.check_deadline(selector)
+        finally:
+            for box in boxes:
+                box.end(selector)
+    return [box.result() for box in boxes]
+
+
+class _Box:
+    """One box and this process's ends of its pipes. Nothing blocks but ``end``, for as long as processes take to go."""
+
+    def __init__(self, program: Program, kind: Kind) -> None:
+        self._limits = limits = program.limits
+        self._kind = kind
+        self._folder = tempfile.mkdtemp(prefix="llamarl-box-") if kind == "plain" else None
+        self._input = memoryview(program.stdin.encode("utf-8", "surrogatepass"))
+        self._output: dict[int, bytearray] = {}
+        self._status = bytearray()
+        self._over: Limit | None = None
+        self.ended = False
+        self.wall_s: float | None = None
+        with contextlib.ExitStack() as on_error, contextlib.ExitStack() as passed:
+            on_error.callback(self._remove_folder)
+            pipes = [os.pipe() for _ in range(5)]
+            (stdin, self._in), (self._out, stdout), (self._err, stderr), (wanted, self._job), (self._said, status) = (
+                pipes
+            )
+            for fd in (self._in, self._out, self._err, self._job, self._said):
+                on_error.callback(os.close, fd)
+                os.set_blocking(fd, False)
+            for fd in (stdin, stdout, stderr, wanted, status):
+                passed.callback(os.close, fd)
+            user = _user(kind)
+            if self._folder is not None and user is not None:
+                os.chown(self._folder, user, user)
+            job = _job(program, kind, self._folder or "/tmp", user)
+            self._request = memoryview(len(job).to_bytes(8, "little") + job)
+            given = [fd for fd in (wanted, status, program.channel) if fd >= 0]
+            self.started = time.monotonic()
+            self.deadline = self.started + _START_S
+            try:
+                self._process = subprocess.Popen(
+                    command(kind, limits, (wanted, status, program.channel)),
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env={},
+                    pass_fds=given,
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise BoxFailed(f"the {kind} box cannot be started: {error}") from error
+            on_error.pop_all()
+        self._output = {self._out: bytearray(), self._err: bytearray()}
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Have ``selector`` say when there is something to do."""
+        selector.register(self._job, selectors.EVENT_WRITE, self._write_job)
+        if self._input:
+            selector.register(self._in, selectors.EVENT_WRITE, self._write_input)
+        else:
+            self._close_input()
+        for fd in (self._out, self._err):
+            selector.register(fd, selectors.EVENT_READ, lambda selector, fd=fd: self._read_output(selector, fd))
+        selector.register(self._said, selectors.EVENT_READ, self._read_status)
+
+    def check_deadline(self, selector: selectors.BaseSelector) -> None:
+        """End it where its time is over."""
+        if not self.ended and time.monotonic() >= self.deadline:
+            self._stop(selector, "time")
+
+    def end(self, selector: selectors.BaseSelector) -> None:
+        """End it and wait until all its processes are gone. Safe twice."""
+        if self.wall_s is not None:
+            return
+        self._stop(selector, None)
+        try:
+            self._process.wait(_EXIT_WAIT_S)
+        except subprocess.TimeoutExpired:  # its first process ends with it
+            self._process.kill()
+            self._process.wait(_EXIT_WAIT_S)
+        for fd in (self._out, self._err):
+            self._drain(fd)
+            os.close(fd)
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(self._said, _PIECE):
+                self._status += piece
+        os.close(self._said)
+        self._close_input()
+        self._remove_folder()
+        self.wall_s = time.monotonic() - self.started
+
+    def result(self) -> BoxResult:
+        """What became of the program; after ``end``.
+
+        Raises:
+            BoxFailed: It was never started.
+        """
+        texts = [bytes(self._output[fd][: self._limits.output_bytes]).decode(errors="replace") for fd in self._output]
+        started, mark, rest = bytes(self._status).partition(_STARTED)
+        if started or not mark:
+            cause = (
+                started.decode(errors="replace") or texts[1].strip()[-500:] or f"exit status {self._process.returncode}"
+            )
+            if self._over == "time":
+                cause = f"not ready after {_START_S:.0f} s{cause and ': ' + cause}"
+            raise BoxFailed(f"the {self._kind} box did not start: {cause}")
+        if rest.startswith(b"failed: "):
+            raise BoxFailed(f"the {self._kind} box broke: {rest.decode(errors='replace')}")
+        said: dict[str, Any] = json.loads(rest) if rest.endswith(b"}") else {}
+        code = None if self._over else said.get("code")
+        limit = self._over or said.get("limit")
+        if limit is None and code is not None and code != 0:
+            limit = limit_in_words(texts[1]) or ("disk" if code == -25 else "time" if code == -24 else None)
+        return BoxResult(
+            status=code if code is not None and code >= 0 else None,
+            signal=-code if code is not None and code < 0 else None,
+            stdout=texts[0],
+            stderr=texts[1],
+            wall_s=self.wall_s or 0.0,
+            limit=limit,
+        )
+
+    def _stop(self, selector: selectors.BaseSelector, limit: Limit | None) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        self._over = self._over or limit
+        for fd in (self._job, self._in, self._out, self._err, self._said):
+            with contextlib.suppress(KeyError, ValueError):
+                selector.unregister(fd)
+        os.close(self._job)  # its first process ends now, and all others with it
+
+    def _write_job(self, selector: selectors.BaseSelector) -> None:
+        try:
+            self._request = self._request[os.write(self._job, self._request[:_PIECE]) :]
+        except BlockingIOError:
+            return
+        except OSError:  # nobody reads: what ended it is in its status
+            self._request = memoryview(b"")
+        if not self._request:
+            selector.unregister(self._job)
+
+    def _write_input(self, selector: selectors.BaseSelector) -> None:
+        try:
+            self._input = self._input[os.write(self._in, self._input[:_PIECE]) :]
+        except BlockingIOError:
+            return
+        except OSError:  # the program reads no more
+            self._input = memoryview(b"")
+        if not self._input:
+            selector.unregister(self._in)
+            self._close_input()
+
+    def _close_input(self) -> None:
+        if self._in >= 0:
+            os.close(self._in)
+            self._in = -1
+
+    def _read_output(self, selector: selectors.BaseSelector, fd: int) -> None:
+        piece = os.read(fd, _PIECE)
+        if not piece:
+            selector.unregister(fd)
+        self._output[fd] += piece
+        if len(self._output[fd]) > self._limits.output_bytes:
+            self._stop(selector, "output")
+
+    def _read_status(self, selector: selectors.BaseSelector) -> None:
+        piece = os.read(self._said, _PIECE)
+        known = _STARTED in self._status
+        self._status += piece
+        if not known and _STARTED in self._status:
+            self.started = time.monotonic()
+            self.deadline = self.started + self._limits.wall_s
+        if not piece:
+            self._stop(selector, None)
+
+    def _drain(self, fd: int) -> None:
+        """What was still in the pipe."""
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(fd, _PIECE):
+                self._output[fd] += piece
+                if len(self._output[fd]) > self._limits.output_bytes:
+                    self._over = self._over or "output"
+                    return
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            _remove(self._folder)
+
+
+def _remove(folder: str) -> None:
+    """A folder and all in it, whatever rights its owner took away."""
+    for path, names, _ in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.chmod(os.path.join(path, name), 0o700, follow_symlinks=False)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _job(program: Program, kind: Kind, folder: str, user: int | None) -> bytes:
+    """What ``inside`` is told."""
+    limits, installation = program.limits, find_installation()
+    for name in program.files:
+        if os.path.isabs(name) or ".." in name.split("/") or name == "main.py":
+            raise ValueError(f"file {name!r} must have a relative name inside the box's folder, other than main.py")
+    environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+    environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    if program.packages:
+        environment["PYTHONPATH"] = os.pathsep.join(installation.packages)
+    shared_count = kind == "plain" and user is None or not _counts_by_namespace()
+    job = {
+        "files": {"main.py": program.source, **program.files},
+        "argv": [installation.python, "-s", "-S", "-B", "-X", "utf8", "main.py", *program.argv],
+        "python": installation.python,
+        "environment": environment,
+        "folder": folder,
+        "plain": kind == "plain",
+        "uid": user,
+        "others": _tasks_of(os.getuid()) if shared_count and user is None else 1,
+        "limits": {
+            "wall_s": limits.wall_s,
+            "memory_mb": limits.memory_mb,
+            "processes": limits.processes,
+            "disk_mb": limits.disk_mb,
+            "files": limits.files,
+        },
+    }
+    return json.dumps(job).encode()
+
+
+def _user(kind: Kind) -> int | None:
+    """Who the program becomes where root starts it."""
+    if os.geteuid() != 0:
+        return None
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        return box_user(file.read(), os.getpid())
+
+
+def _counts_by_namespace() -> bool:
+    """Whether the kernel counts a user's processes in each user namespace apart (Linux 5.14)."""
+    version = os.uname().release.split(".")
+    return (int(version[0]), int("".join(filter(str.isdigit, version[1])) or 0)) >= (5, 14)
+
+
+def _tasks_of(user: int) -> int:
+    """Processes and threads that a user has on this machine."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid == user:
+                    total += len(os.listdir(f"/proc/{name}/task"))
+    return total
+
+
+@cache
+def why_no_box(kind: Kind) -> str:
+    """Empty where boxes of a kind work here, else why not. Tried once a process, with a program that tells the answer."""
+    if not hasattr(os, "pidfd_open"):
+        return "boxes need Linux"
+    try:
+        found = run_together([Program(source="print(6 * 7)", limits=BoxLimits(wall_s=20.0))], kind)[0]
+    except BoxFailed as error:
+        return str(error)
+    return "" if (found.status, found.stdout) == (0, "42\n") else f"a program in it ended so: {found}"
+
+
+def find_box() -> Kind:
+    """The strongest kind of box that works here.
+
+    Raises:
+        BoxFailed: None does; says why. A plain box must be asked for by name.
+    """
+    causes = []
+    kinds: tuple[Kind, ...] = ("bwrap", "namespaces")
+    for kind in kinds:
+        cause = why_no_box(kind)
+        if not cause:
+            return kind
+        causes.append(cause)
+    raise BoxFailed("; ".join(causes))

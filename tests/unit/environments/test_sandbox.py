@@ -1,0 +1,309 @@
+"""Hostile programs in every kind of box that this machine has: each ends, and nothing else notices."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hostile_programs import ENDLESS, HOSTILE, LIMITS, SHORT
+
+from llamarl.environments.sandbox import installation, kinds, run
+from llamarl.environments.sandbox.inside import syscall_filter
+from llamarl.environments.sandbox.installation import Installation, without_nested
+from llamarl.environments.sandbox.kinds import Kind, box_user
+from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, limit_in_words
+from llamarl.environments.sandbox.run import Program, find_box, run_in_box, run_together, why_no_box
+from llamarl.process_tree import adopt_orphans
+
+SYSTEM_PYTHON = "/usr/bin/python3"
+STRONG: tuple[Kind, ...] = ("bwrap", "namespaces")
+TOKEN = "only-the-parent-knows-this"
+
+
+@pytest.fixture(params=STRONG)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    name: Kind = request.param
+    if why := why_no_box(name):
+        pytest.skip(f"no {name} box here: {why}")
+    return name
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kind]:
+    """A plain box; where root's Python lies in a folder that only root may enter, the system's Python runs in it."""
+    if why_no_box("plain"):
+        real = os.path.realpath(SYSTEM_PYTHON)
+        if not os.path.exists(real):
+            pytest.skip(f"no plain box here: {why_no_box('plain')}")
+        monkeypatch.setattr(run, "find_installation", lambda: Installation(real, (), (), ()))
+        monkeypatch.setattr(kinds, "find_installation", lambda: Installation(real, (), (), ()))
+    yield "plain"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _orphans_come_here() -> None:
+    adopt_orphans()  # so that a process that outlived its box would be a child of this one
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = children(), set(os.listdir(tempfile.gettempdir())), open_files()
+    yield
+    until = time.monotonic() + 2.0
+    while children() - before[0] and time.monotonic() < until:
+        time.sleep(0.005)
+    assert children() - before[0] == set()
+    assert {n for n in set(os.listdir(tempfile.gettempdir())) - before[1] if n.startswith("llamarl-box")} == set()
+    assert open_files() == before[2]
+
+
+def children() -> set[str]:
+    return {
+        number
+        for task in os.listdir("/proc/self/task")
+        for number in Path(f"/proc/self/task/{task}/children").read_text().split()
+    }
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What the parent has, for programs to reach for."""
+    secret = tmp_path_factory.mktemp("secret") / "token.txt"
+    secret.write_text(TOKEN)
+    secret.chmod(0o644)
+    name = f"llamarl-test-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind("\0" + name)
+        abstract.listen()
+        os.environ["LLAMARL_TEST_TOKEN"] = TOKEN
+        yield {
+            "@SECRET@": str(secret),
+            "@TOKEN@": TOKEN,
+            "@PORT@": str(server.getsockname()[1]),
+            "@ABSTRACT@": name,
+            "@PID@": str(os.getpid()),
+        }
+        del os.environ["LLAMARL_TEST_TOKEN"]
+
+
+def filled(program: str, outside: dict[str, str]) -> str:
+    for word, value in outside.items():
+        program = program.replace(word, value)
+    return program
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_program_gets_nowhere(name: str, kind: Kind, outside: dict[str, str]) -> None:
+    program, holds = HOSTILE[name]
+    result = run_in_box(filled(program, outside), limits=LIMITS, kind=kind)
+    assert holds(result), result
+    assert result.limit != "time", result
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_program_without_end_is_ended_by_the_clock(name: str, kind: Kind) -> None:
+    result = run_in_box(ENDLESS[name], limits=SHORT, kind=kind)
+    assert (result.status, result.signal, result.limit) == (None, None, "time")
+    assert SHORT.wall_s <= result.wall_s < SHORT.wall_s + 2
+
+
+def test_a_program_runs_with_its_input_files_and_arguments(kind: Kind) -> None:
+    program = "import sys, helper\nprint(helper.twice(int(input())), sys.argv[1:], open('data/a.txt').read())"
+    files = {"helper.py": "def twice(x): return 2 * x", "data/a.txt": "héllo"}
+    result = run_in_box(program, stdin="21\n", files=files, argv=["a b"], limits=LIMITS, kind=kind)
+    assert (result.status, result.stdout, result.stderr, result.limit) == (0, "42 ['a b'] héllo\n", "", None)
+
+
+def test_much_input_and_output_pass_whole(kind: Kind) -> None:
+    text = "x" * 3_000_000
+    result = run_in_box("print(input())", stdin=text, limits=BoxLimits(output_bytes=1 << 22), kind=kind)
+    assert result.stdout == text + "\n"
+
+
+def test_output_is_cut_at_its_limit_and_what_is_no_text_is_replaced(kind: Kind) -> None:
+    limits = replace(LIMITS, output_bytes=4)
+    assert run_in_box("print('abcdefgh')", limits=limits, kind=kind).stdout == "abcd"
+    assert run_in_box("import sys; sys.stdout.buffer.write(b'a\\xff')", limits=limits, kind=kind).stdout == "a�"
+
+
+def test_two_boxes_at_once_see_neither_each_others_files_nor_processes(kind: Kind) -> None:
+    program = "import os, time\nopen('mine', 'w').close()\ntime.sleep(.1)\nprint(sorted(os.listdir('.')), len([n for n in os.listdir('/proc') if n.isdigit()]))"
+    results = run_together([Program(source=program, limits=LIMITS), Program(source=program + "\ntime.sleep(60)")], kind)
+    assert results[0].stdout == "['main.py', 'mine'] 2\n"
+    assert (results[1].status, results[1].signal) == (None, None)  # ended with the first
+
+
+def test_common_modules_work_in_a_box(kind: Kind) -> None:
+    program = """
+import asyncio, collections, dataclasses, datetime, decimal, hashlib, heapq, itertools, json, math, multiprocessing, random, re
+import sqlite3, statistics, string, subprocess, sys, tempfile, threading, typing, unittest, uuid
+async def main(): await asyncio.sleep(0); return 3
+def child(q): q.put(5)
+print(asyncio.run(main()), hashlib.sha256(b'').hexdigest()[:4], len(uuid.uuid4().hex))
+with tempfile.TemporaryFile() as f: f.write(b'x')
+t = threading.Thread(target=print, args=('thread',)); t.start(); t.join()
+q = multiprocessing.get_context('fork').SimpleQueue(); p = multiprocessing.get_context('fork').Process(target=child, args=(q,))
+p.start(); print(q.get()); p.join()
+print(subprocess.run([sys.executable, '-S', '-c', 'print(1)'], capture_output=True, text=True).stdout)
+"""
+    result = run_in_box(program, kind=kind, limits=BoxLimits(wall_s=20.0))
+    assert result.stdout == "3 e3b0 32\nthread\n5\n1\n\n", result
+
+
+def test_a_box_ends_when_its_caller_is_interrupted(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: object, selector: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llamarl.environments.sandbox.run._Box.check_deadline", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_box("import time\ntime.sleep(60)", kind=kind)
+
+
+def test_a_box_ends_with_the_process_that_started_it(kind: Kind) -> None:
+    code = f"from llamarl.environments.sandbox.run import run_in_box\nrun_in_box('import time; print(1); time.sleep(60)', kind={kind!r})"
+    caller = subprocess.Popen([sys.executable, "-c", code])
+    until = time.monotonic() + 20
+    while not has_program(caller.pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert has_program(caller.pid)
+    caller.kill()
+    caller.wait()  # and that nothing is left, the fixture proves
+    while children() and time.monotonic() < until:
+        with_orphan = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
+        if with_orphan is None:
+            time.sleep(0.01)
+
+
+def has_program(caller: int) -> bool:
+    for number in below(str(caller)):
+        try:
+            if b"main.py" in Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def below(number: str) -> list[str]:
+    try:
+        found = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+    except OSError:
+        return []
+    return found + [deeper for child in found for deeper in below(child)]
+
+
+@pytest.mark.parametrize(
+    "name", ["memory", "fork bomb", "output without end", "a large file", "network", "raw and netlink sockets", "signals the parent",
+             "ptrace", "mounts", "namespaces of its own", "memory behind a file descriptor", "a child that stays behind",
+             "writes to every descriptor", "reads the environment of all others", "exits at once", "a fault"],
+)  # fmt: skip
+def test_a_plain_box_holds_what_it_promises(name: str, plain: Kind, outside: dict[str, str]) -> None:
+    program, holds = HOSTILE[name]
+    result = run_in_box(filled(program, outside), limits=LIMITS, kind=plain)
+    assert holds(result), result
+
+
+@pytest.mark.parametrize("name", ["sleeps", "sleeps deaf to every signal", "sleeps in a new session of a new group"])
+def test_a_plain_box_ends_by_the_clock(name: str, plain: Kind) -> None:
+    assert run_in_box(ENDLESS[name], limits=SHORT, kind=plain).limit == "time"
+
+
+def test_an_ordinary_user_has_boxes_too(kind: Kind, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("every other test here is an ordinary user's")
+    python = os.path.realpath(SYSTEM_PYTHON)
+    probe = "import sys, llamarl.environments.sandbox.run; print(sys.version_info >= (3, 11))"
+    source = os.pathsep.join(str(Path(run.__file__).parents[up]) for up in (3,))
+    environment = {"PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def as_nobody(code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [python, "-c", code], user=65534, group=65534, extra_groups=[], cwd="/", env=environment,
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    if not os.path.exists(python) or as_nobody(probe).stdout != "True\n":
+        pytest.skip("no Python of the system's that another user could run this with")
+    program = filled(HOSTILE["fork bomb"][0], {}) + "\nprint(os.getuid(), sorted(os.listdir('/')))"
+    code = (
+        "from llamarl.environments.sandbox.run import *\nfrom llamarl.environments.sandbox.limits import BoxLimits\n"
+        f"print(why_no_box({kind!r}) or run_in_box({program!r}, limits=BoxLimits(wall_s=8.0, processes=8), kind={kind!r}).stdout)"
+    )
+    said = as_nobody(code)
+    assert said.stdout.startswith("caught\n1000 ["), said
+    assert "home" not in said.stdout
+
+
+def test_a_box_that_does_not_come_up_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "command", lambda *_: ["/bin/false"])
+    with pytest.raises(BoxFailed, match="the namespaces box did not start: exit status 1"):
+        run_in_box("print(1)", kind="namespaces")
+    monkeypatch.setattr(run, "command", lambda *_: ["/nowhere/bwrap"])
+    with pytest.raises(BoxFailed, match="cannot be started"):
+        run_in_box("print(1)", kind="bwrap")
+
+
+def test_without_any_box_the_causes_are_told_and_a_plain_one_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "why_no_box", lambda kind: "" if kind == "plain" else f"no {kind} today")
+    with pytest.raises(BoxFailed, match="no bwrap today; no namespaces today"):
+        find_box()
+
+
+def test_files_stay_inside_the_folder(kind: Kind) -> None:
+    for name in ("/etc/x", "../x", "main.py"):
+        with pytest.raises(ValueError, match="relative name"):
+            run_in_box("", files={name: "x"}, kind=kind)
+
+
+def test_a_boxs_user_is_one_that_nobody_has() -> None:
+    assert box_user("         0          0 4294967295\n", 77) == 1_000_000_077
+    assert box_user("0 100000 65536\n", 40_000) == 40_000
+    assert box_user("0 1000 1\n", 5) == 0
+
+
+def test_folders_inside_others_are_left_out() -> None:
+    assert without_nested(["/usr/lib/python3", "/usr/lib", "/usr/lib64", "/opt//x/"]) == (
+        "/opt/x",
+        "/usr/lib",
+        "/usr/lib64",
+    )
+
+
+def test_an_installation_is_whole_files_of_this_python() -> None:
+    found = installation.find_installation()
+    assert os.path.exists(found.python) and not os.path.islink(found.python)
+    assert any(os.__file__.startswith(folder) for folder in found.readable)
+    assert not {"/", "/home", "/root", "/etc", os.path.expanduser("~"), os.getcwd()} & set(found.readable)
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        ("Traceback\nMemoryError", "memory"),
+        ("OSError: [Errno 28] No space left on device: 'x'\n", "disk"),
+        ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "processes"),
+        ("ValueError: MemoryError", None),
+        ("", None),
+    ],
+)
+def test_the_last_line_of_a_traceback_tells_the_limit(words: str, limit: str | None) -> None:
+    assert limit_in_words(words) == limit
+
+
+def test_a_filter_is_of_whole_instructions_and_unknown_machines_have_none() -> None:
+    strong, weak = syscall_filter("x86_64", None), syscall_filter("x86_64", 7)
+    assert strong is not None and weak is not None and len(weak) > len(strong)
+    assert len(strong) % 8 == len(weak) % 8 == 0
+    assert syscall_filter("riscv64", None) is None
