@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         ("shared memory", True, _shared_memory),
         ("reward workers", True, _reward_workers),
         ("disk", True, _disk),
+        ("code box", False, _code_box),
         ("cuda", False, _cuda),
         ("other hosts", False, _monarch),
         ("vllm", False, _vllm),
@@ -355,6 +356,17 @@ def _reward_workers() -> str:
     pool = RewardPool(TaskConfig(), seed=0)
     pool.close()
     return "a worker starts and stops"
+
+
+def _code_box() -> str:
+    from llamarl.environments.sandbox.limits import BoxFailed
+    from llamarl.environments.sandbox.run import find_box
+
+    try:
+        kind = find_box()
+    except BoxFailed as error:
+        raise RuntimeError(f"programs cannot be judged by tests (task.name = 'code'): {error}") from None
+    return f"{kind}: programs run without network, other processes or other files"
 
 
 def _disk() -> str:

@@ -236,14 +236,15 @@ def check_prompts(config: RunConfig, folder: Path) -> None:
 
 
 def check_reward(config: RunConfig) -> None:
-    """Import the user's reward function once, in a worker process that may hang or die of it; else prove the references.
+    """Make the judge once, in a worker process that may hang or die of it: import the user's reward function, try the box that
+    programs run in. Else prove the references.
 
     Raises:
-        DataError: It cannot be imported, or there is no such function; or an answer that the math judge cannot read.
+        DataError: It cannot be imported, or there is no such function or box; or an answer that the math judge cannot read.
         ExecutorFailed, DeadlineExceeded: The worker died of it, or did not come back in time.
     """
     tasks = list(config.task.tasks.values()) or [config.task]
-    if any(task.judges for task in tasks):
+    if any(task.judges or task.name == "code" for task in tasks):
         from llamarl.environments.pool import RewardPool
 
         RewardPool(config.task, num_workers=1, seed=config.run.seed).close()

@@ -14,8 +14,11 @@ from llamarl.strict import NO_BITS, STRICT, ListOf, refuse
 
 __all__ = ["BUILT_IN", "MixedTask", "RewardPart", "RewardPoolConfig", "TaskConfig", "TaskSection"]
 
-BUILT_IN = ("steps", "reasoning_gym", "math", "function", "gsm8k", "countdown", "mixture")
+BUILT_IN = ("steps", "reasoning_gym", "math", "function", "gsm8k", "countdown", "code", "mixture")
 """Kinds of tasks that come with this package; another is named by its import path."""
+
+_OF_DATA = ("math", "function", "gsm8k", "code")
+"""Kinds whose questions are in files or tables."""
 
 _LEAST_MEMORY_MB = 256
 """Below this a worker does not come to judge: its interpreter and libraries take most of it."""
@@ -92,20 +95,22 @@ class TaskConfig:
     """One task: where its questions come from and who judges the answers."""
 
     name: str = "steps"
-    """steps (the bundled model's), reasoning_gym:DATASET, math, function (data and a reward of your own), gsm8k and countdown
-    (ready made), or the import path of a task of your own: package.module:Task or path/to/file.py:Task."""
+    """steps (the bundled model's), reasoning_gym:DATASET, math, function (data and a reward of your own), code (programs that unit
+    tests judge), gsm8k and countdown (ready made), or the import path of a task of your own: package.module:Task or
+    path/to/file.py:Task."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """The task's own options: those of the reasoning_gym dataset, of steps (min_terms, max_terms), or of your own task."""
+    """The task's own options: those of the reasoning_gym dataset, of steps (min_terms, max_terms), of code (docs/code.md), or of
+    your own task."""
 
     train_file: str = ""
-    """JSONL file of training items, for math and function; or see data."""
+    """JSONL file of training items, for math, function and code; or see data."""
 
     eval_file: str = ""
     """JSONL file of held-out items. Empty: eval_fraction of the training file's distinct questions are held out."""
 
     data: str = ""
-    """Table of training items, for math, gsm8k and function: a data set of the Hugging Face Hub (org/name), a folder of one,
+    """Table of training items, for math, gsm8k, function and code: a data set of the Hugging Face Hub (org/name), a folder of one,
     or a file of parquet, arrow, CSV, JSON or JSONL. Needs the package datasets."""
 
     revision: str = ""
@@ -171,14 +176,14 @@ class TaskConfig:
         if kind not in BUILT_IN and not self.by_import_path:
             yield Mistake(
                 "name",
-                f"must be steps, reasoning_gym:DATASET, math, function, or a task of your own as package.module:Task or "
+                f"must be steps, reasoning_gym:DATASET, math, function, code, or a task of your own as package.module:Task or "
                 f"file.py:Task, got {self.name!r}",
             )
         if kind == "reasoning_gym" and not self.name.partition(":")[2]:
             yield Mistake("name", "reasoning_gym needs a dataset, such as reasoning_gym:chain_sum")
         if kind in BUILT_IN and kind != "reasoning_gym" and ":" in self.name:
             yield Mistake("name", f"{self.name!r}: only reasoning_gym takes a dataset after the colon")
-        if kind == "function" and not self.train_file and not self.data:
+        if kind in ("function", "code") and not self.train_file and not self.data:
             yield Mistake("train_file", f"must name a JSONL file, or data a table, as name is {self.name!r}", ("name",))
         if self.train_file and self.data:
             yield Mistake(
@@ -194,7 +199,7 @@ class TaskConfig:
             if getattr(self, name)
         ]
         of_tables += ["data"] * bool(self.data) + ["split"] * (self.split != "train")
-        if of_tables and (self.train_file or kind not in ("math", "function", "gsm8k")):
+        if of_tables and (self.train_file or kind not in _OF_DATA):
             yield Mistake(
                 of_tables[0],
                 f"is of a table, but name is {self.name!r}"
@@ -205,7 +210,7 @@ class TaskConfig:
                 ),
                 ("name", "train_file"),
             )
-        if kind not in ("math", "function", "gsm8k") and (self.train_file or self.eval_file):
+        if kind not in _OF_DATA and (self.train_file or self.eval_file):
             yield Mistake(
                 "train_file",
                 f"and eval_file must be empty, as name is {self.name!r}, which makes its own questions",

@@ -91,6 +91,10 @@ def _make_questions(config: TaskConfig, seed: int) -> Task:
         return ReasoningGymTask(
             "countdown", config.options, seed=seed, eval_fraction=config.eval_fraction, answer_from=config.answer_from
         )
+    if kind == "code":
+        from llamarl.environments.code import CodeTask
+
+        return CodeTask(config, seed=seed)
     if not config.train_file:
         return _of_a_table(config, seed)
     if kind in ("math", "gsm8k"):

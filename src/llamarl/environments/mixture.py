@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from llamarl.data.items import Split, TaskItem
 from llamarl.environments.base import Task, Turn
+from llamarl.environments.code import CodeTask
 from llamarl.environments.functions import FunctionTask
 from llamarl.types import Prompt, Score
 
@@ -21,9 +22,9 @@ class MixtureTask:
         self.tasks = dict(tasks)
 
     def prepare(self) -> None:
-        """Import the user's modules, as ``FunctionTask.prepare``."""
+        """Import the user's modules and look for boxes, as those of its tasks do that judge so."""
         for task in self.tasks.values():
-            if isinstance(task, FunctionTask):
+            if isinstance(task, FunctionTask | CodeTask):
                 task.prepare()
 
     def num_items(self, split: Split) -> int | None:

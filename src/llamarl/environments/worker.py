@@ -193,6 +193,7 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the last lines are there when it crashes
     pool = _Pool(jobs, output, mark)
     # Only now the imports that take time: the guardian keeps watch already.
+    from llamarl.environments.code import CodeTask
     from llamarl.environments.factory import make_task
     from llamarl.environments.functions import FunctionTask
     from llamarl.environments.mixture import MixtureTask
@@ -203,7 +204,7 @@ def main() -> None:
     try:
         limit_memory(memory_limit_mb)
         task = make_task(config, seed)
-        if isinstance(task, FunctionTask | MixtureTask):
+        if isinstance(task, FunctionTask | MixtureTask | CodeTask):
             task.prepare()
     except LlamaRLError as error:
         pool.reply({"kind": "refused", "cause": plain_text(str(error), 4 * _MAX_MESSAGE)})

@@ -1,0 +1,257 @@
+"""Code as the answer: the program in a response is run against unit tests, in boxes.
+
+    response ──last code block──▶ program ──▶ box ◀──calls, values──▶ box of the tests ──counts──▶ Score
+                                              (statements, test files; see ``sandbox.tester``)
+                                          ──▶ box ──standard output──▶ compared here ──▶ Score
+                                              (input and output)
+
+What a program does is a score: over its time, its memory or its output, crashed or not even Python, its tests fail. What goes
+wrong with a box is none: ``BoxFailed`` fails the sample.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llamarl.data.items import ItemSource, Split, TaskItem
+from llamarl.environments.code_items import code_item, last_program
+from llamarl.environments.code_options import CodeOptions
+from llamarl.environments.config import MixedTask, TaskConfig
+from llamarl.environments.jsonl import JsonlSplits
+from llamarl.environments.sandbox import run
+from llamarl.environments.sandbox.kinds import Kind
+from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult
+from llamarl.environments.tables import TableSplits
+from llamarl.errors import DataError
+from llamarl.types import Prompt, Score
+
+__all__ = ["CodeTask", "Verdict", "judge_program", "same_output"]
+
+_HERE = Path(run.__file__).parent
+_LIMITS = ("time", "memory", "processes", "disk", "output")
+_TESTER_OUTPUT = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the tests said of a program."""
+
+    num_tests: int
+    num_passed: int
+    compiled: bool
+    """It was Python, as far as was seen."""
+    limit: str | None = None
+    """That it met, of ``sandbox.limits.Limit``."""
+    crashed: bool = False
+    """A signal ended it."""
+
+    @property
+    def share(self) -> float:
+        """Of the tests, 0 to 1."""
+        return self.num_passed / self.num_tests
+
+
+class CodeTask:
+    """Questions from JSONL or a table, whose answers are programs. Single-turn.
+
+    Raises:
+        DataError: Options or data are wrong.
+    """
+
+    name = "code"
+
+    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+        pool = None if isinstance(config, MixedTask) else config.pool  # a mixture's pool is of all its tasks
+        self._options = (
+            CodeOptions.read(config.options)
+            if pool is None
+            else CodeOptions.read(config.options, pool_timeout_s=pool.timeout_s, pool_memory_mb=pool.memory_limit_mb)
+        )
+        self._kind: Kind | None = None
+        self._items: ItemSource = (
+            _Lines(config.train_file, config.eval_file, code_item, seed=seed, eval_fraction=config.eval_fraction)
+            if config.train_file
+            else _Rows(config, code_item, seed=seed)
+        )
+
+    def prepare(self) -> None:
+        """Find out which box there is, where programs will be judged.
+
+        Raises:
+            DataError: None that the recipe allows.
+        """
+        self._kind = _choose_box(self._options.box)
+
+    def num_items(self, split: Split) -> int | None:
+        return self._items.num_items(split)
+
+    def item(self, split: Split, index: int) -> TaskItem:
+        return self._items.item(split, index)
+
+    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
+        """Run the program of the last turn.
+
+        Raises:
+            BoxFailed: The box did not come up or broke; nothing is known of the program.
+        """
+        if self._kind is None:
+            self.prepare()
+        tests, entry_point = prompt.metadata["tests"], prompt.metadata.get("entry_point", "")
+        program = last_program(turns[-1])
+        if program is None:
+            return _score(Verdict(num_tests=1, num_passed=0, compiled=False), self._options.score, answered=False)
+        verdict = judge_program(program, tests, self._options, entry_point=entry_point, kind=self._kind)
+        return _score(verdict, self._options.score, answered=True)
+
+
+class _Lines(JsonlSplits):
+    name = "code"
+
+
+class _Rows(TableSplits):
+    name = "code"
+
+    def __init__(self, config: TaskConfig, to_item: Any, *, seed: int) -> None:
+        super().__init__(config, to_item, seed=seed)
+
+
+def _choose_box(named: str) -> Kind:
+    try:
+        if named == "auto":
+            return run.find_box()
+    except BoxFailed as error:
+        raise DataError.at(
+            "task.options.box",
+            f": programs cannot be boxed on this machine: {error}. Install bubblewrap, allow user namespaces "
+            "(kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns, a container's seccomp profile), "
+            "or set options = { box = 'plain' }, which leaves this machine's files readable to programs (docs/code.md)",
+        ) from error
+    kind: Kind = "bwrap" if named == "bwrap" else "namespaces" if named == "namespaces" else "plain"
+    if why := run.why_no_box(kind):
+        raise DataError.at("task.options.box", f"is {named!r}, which does not work here: {why}")
+    return kind
+
+
+def _score(verdict: Verdict, how: str, *, answered: bool) -> Score:
+    correct = float(verdict.num_passed == verdict.num_tests)
+    parts = {
+        "correct": correct,
+        "passed": verdict.share,
+        "compiled": float(verdict.compiled),
+        "answered": float(answered),
+    }
+    parts |= {f"{limit}_limit": float(verdict.limit == limit) for limit in _LIMITS}
+    parts["crashed"] = float(verdict.crashed)
+    return Score(value=correct if how == "all" else verdict.share, parts=parts)
+
+
+def judge_program(
+    program: str, tests: Any, options: CodeOptions, *, entry_point: str = "", kind: Kind | None = None
+) -> Verdict:
+    """Run a program against tests, which have one of the forms of ``code_items``.
+
+    Args:
+        entry_point: Name in the program that the tests mean even where Python has it too, such as ``sum``; what
+            ``check(candidate)`` gets.
+        kind: Of box; None is the strongest that works here.
+
+    Raises:
+        BoxFailed: A box did not come up or broke.
+    """
+    if isinstance(tests, list) and isinstance(tests[0], Mapping):
+        return _judge_output(program, tests, options, kind)
+    return _judge_calls(program, tests, options, entry_point, kind)
+
+
+def same_output(given: str, wanted: str) -> bool:
+    """Equal but for white space at the ends of lines and blank lines at the end."""
+
+    def lines(text: str) -> list[str]:
+        return "\n".join(line.rstrip() for line in text.splitlines()).rstrip().split("\n")
+
+    return lines(given) == lines(wanted)
+
+
+def _judge_output(program: str, tests: Sequence[Mapping[str, str]], options: CodeOptions, kind: Kind | None) -> Verdict:
+    """Each input in a box of its own; what is expected never enters one."""
+    end = time.monotonic() + options.timeout_s
+    passed, limit, crashed, compiled = 0, None, False, True
+    for test in tests:
+        left = end - time.monotonic()
+        if left <= 0:
+            limit = "time"
+            break
+        limits = BoxLimits(wall_s=left, memory_mb=options.memory_mb)
+        box = run.Program(source=program, stdin=test["input"], packages=options.packages, limits=limits)
+        (found,) = run.run_together([box], kind)
+        passed += found.ok and same_output(found.stdout, test["output"])
+        limit, crashed = limit or found.limit, crashed or found.signal is not None
+        last = found.stderr.rstrip().rpartition("\n")[2]
+        if found.status == 1 and last.startswith(("SyntaxError", "IndentationError", "TabError")):
+            compiled = False
+            break
+        if found.limit == "time":
+            break
+    return Verdict(num_tests=len(tests), num_passed=passed, compiled=compiled, limit=limit, crashed=crashed)
+
+
+@cache
+def _script(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _judge_calls(program: str, tests: Any, options: CodeOptions, entry_point: str, kind: Kind | None) -> Verdict:
+    """Tests in one box, the program in another, a line between them."""
+    job = {
+        "tests": [tests] if isinstance(tests, str) else tests,
+        "file": isinstance(tests, str),
+        "entry_point": entry_point,
+        "trust": options.trust_operators,
+    }
+    tests_end, program_end = socket.socketpair()
+    with tests_end, program_end:
+        tester = run.Program(
+            source=_script("tester.py"),
+            files={"link.py": _script("link.py"), "job.json": json.dumps(job)},
+            packages=options.packages,
+            channel=tests_end.fileno(),
+            limits=BoxLimits(
+                wall_s=options.timeout_s, memory_mb=max(512, options.memory_mb), output_bytes=_TESTER_OUTPUT
+            ),
+        )
+        player = run.Program(
+            source=_script("player.py"),
+            files={"link.py": _script("link.py"), "solution.py": program},
+            packages=options.packages,
+            channel=program_end.fileno(),
+            limits=BoxLimits(wall_s=options.timeout_s, memory_mb=options.memory_mb),
+        )
+        counted, played = run.run_together([tester, player], kind, close=(tests_end, program_end))
+    return _count(counted, played, 1 if isinstance(tests, str) else len(tests))
+
+
+def _count(counted: BoxResult, played: BoxResult, num_tests: int) -> Verdict:
+    """The verdict, from what the tests' box said and how both ended.
+
+    Raises:
+        BoxFailed: The tests never began to run.
+    """
+    lines = [json.loads(line) for line in counted.stdout.splitlines() if line.endswith("}")]
+    said: dict[str, Any] = {key: value for line in lines for key, value in line.items()}
+    if "ready" not in said and counted.limit != "time":
+        raise BoxFailed(f"the tests did not start: {counted.stderr.strip()[-500:] or counted}")
+    limit = played.limit or ("time" if counted.limit == "time" else None)
+    return Verdict(
+        num_tests=said.get("planned", num_tests),
+        num_passed=sum("passed" in line for line in lines),
+        compiled=said.get("loaded") in ("yes", "raised"),
+        limit=limit,
+        crashed=played.signal is not None,
+    )
