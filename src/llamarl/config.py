@@ -143,11 +143,13 @@ class RunConfig:
         named = {
             "task.reward": self.task.reward,
             "task.name": self.task.name if self.task.by_import_path else "",
+            "task.environment": self.task.environment,
             "algorithm.name": self.algorithm.name,
             "algorithm.advantage": self.algorithm.advantage,
             "generator.engine.name": self.generator.engine.name,
             **{f"task.rewards.{part.part}": part.function for part in self.task.rewards},
             **{f"task.mixture.{label}.name": t.name for label, t in self.task.tasks.items() if t.by_import_path},
+            **{f"task.mixture.{label}.environment": task.environment for label, task in self.task.tasks.items()},
             **{
                 f"task.mixture.{label}.reward.{part.part}": part.function
                 for label, task in self.task.tasks.items()
@@ -262,6 +264,8 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
     yield from _batch_checks(config)
     yield from judging_mistakes(config)
     yield from wiring_mistakes(config)
+    if config.task.has_environment:
+        yield from _environment_checks(config)
     if config.schedule.colocated:
         yield from _colocation_checks(config)
 
@@ -287,6 +291,23 @@ def _vllm_checks(config: RunConfig) -> Iterator[Mistake]:
                 f"is {temperature:g}, but generator.engine.name is 'vllm': {why}",
                 ("generator.engine.name",),
             )
+
+
+def _environment_checks(config: RunConfig) -> Iterator[Mistake]:
+    """What must hold for episodes of several turns."""
+    if config.generator.tp > 1:
+        yield Mistake(
+            "generator.tp",
+            f"is {config.generator.tp}, but a generator that plays with an environment holds its whole model on one rank: set it "
+            f"to 1, or task.environment to ''",
+            ("task.environment",),
+        )
+    if config.generator.kv_on_update == "keep":
+        yield Mistake(
+            "generator.kv_on_update",
+            "is 'keep', but the KV cache of an episode is computed again after each of its turns: set it to 'recompute'",
+            ("task.environment",),
+        )
 
 
 def _colocation_checks(config: RunConfig) -> Iterator[Mistake]:

@@ -15,10 +15,43 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Failure", "FailureKind", "FinishReason", "Group", "Prompt", "Response", "Score"]
+__all__ = ["Failure", "FailureKind", "FinishReason", "Group", "Opening", "Prompt", "Response", "Score", "Turn"]
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
-FailureKind = Literal["exception", "timeout", "crash", "not_a_number", "generation", "judge"]
+FailureKind = Literal["exception", "timeout", "crash", "not_a_number", "generation", "judge", "environment"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """How an environment opened the episodes of a prompt: all that it needs to begin them again."""
+
+    seed: int
+    """64 bits, of all samples of the prompt."""
+    max_turns: int
+    max_turn_tokens: int
+    """0: as many as the episode may have."""
+    digest: str = ""
+    """Of the first observation: an environment that begins the same episode otherwise is found out."""
+    failure: str = ""
+    """Why there is no episode; the samples of such a prompt are failed without being sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the policy wrote in one go, and how the environment answered."""
+
+    start: int
+    """Its first token among those after the prompt."""
+    end: int
+    """One past its last."""
+    finish_reason: FinishReason
+    """``stop``, or ``length`` where a limit on tokens cut it."""
+    reply: str
+    """The policy's words as the environment got them: special tokens left out."""
+    reward: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    observation: str = ""
+    """The environment's words, without what the chat template puts around them; shown to the policy where a turn follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +73,8 @@ class Prompt:
     """Name of the task that judges the response."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Task data that the judge needs; plain JSON values."""
+    opening: Opening | None = None
+    """Of its environment's episodes; None where the policy answers once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +124,8 @@ class Response:
     verdict: Score | None = None
     """What models that judge have made of it so far, weighted; the reward executor adds it to the task's reward and clears
     it. None where none has."""
+    turns: tuple[Turn, ...] = ()
+    """Of an episode with an environment, in order; between them lie tokens that the policy did not write."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """[R] log-prob of each token under the reference model, nats, at the sampling temperature; NaN on tokens that do not
     train. None where no reference executor has seen it."""

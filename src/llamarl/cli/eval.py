@@ -100,7 +100,9 @@ def _find_missing(config: Any) -> Iterator[Mistake]:
 
 
 def _evaluate(config: Any, named: NamedModel, responses: OutputFile | None) -> dict[str, Any]:
+    from llamarl.engine.episodes import make_player
     from llamarl.engine.factory import make_engine, resolve_device, sampling_params
+    from llamarl.environments.episode_pool import EpisodePool
     from llamarl.environments.pool import RewardPool
     from llamarl.executors.evaluator import evaluate, sample_groups
     from llamarl.executors.prompts import make_prompt_stream
@@ -111,15 +113,18 @@ def _evaluate(config: Any, named: NamedModel, responses: OutputFile | None) -> d
 
     check_generated(config)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    prompts = make_prompt_stream(config, tokenizer).eval_prompts(config.evaluation.num_prompts)
     samples = config.evaluation.samples_per_prompt
-    with RewardPool(config.task, seed=config.run.seed) as pool:  # first: a judge that cannot start costs no sampling
+    with contextlib.ExitStack() as pools:
+        pool = pools.enter_context(RewardPool(config.task, seed=config.run.seed))  # first: it may not start
+        environments = pools.enter_context(EpisodePool(config.task)) if config.task.has_environment else None
+        prompts = make_prompt_stream(config, tokenizer, environments).eval_prompts(config.evaluation.num_prompts)
         engine = make_engine(config, tokenizer, device=resolve_device(config.evaluation.device))
         if named.adapter is not None:
             load_adapter(engine, named.adapter, model_path=config.model.path)
         params = sampling_params(config.generator.sampling, tokenizer, temperature=config.evaluation.temperature)
         print(f"sampling {plural(len(prompts), 'prompt')} x {plural(samples, 'response')} ...", file=sys.stderr)
-        groups = sample_groups(engine, prompts, params, tokenizer, samples_per_prompt=samples, seed=config.run.seed)
+        player = make_player(config, engine, tokenizer, environments)
+        groups = sample_groups(player, prompts, params, tokenizer, samples_per_prompt=samples, seed=config.run.seed)
         groups = pool.score(groups)
     if responses is not None:
         for group in groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -119,13 +120,17 @@ def _texts(run_dir: Path, config: RunConfig, tick: int) -> list[KLText]:
             continue
         texts = [text_of(rollout.prompt_tokens.tolist(), rollout.response.tokens.tolist()) for rollout in rollouts]
         return [text for text in texts if text is not None][:_NUM_TEXTS]
+    from llamarl.environments.episode_pool import EpisodePool
     from llamarl.executors.prompts import make_prompt_stream
     from llamarl.models.loading import load_tokenizer
 
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     try:
-        prompts = make_prompt_stream(
-            config, load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        ).eval_prompts(_NUM_TEXTS)
+        with contextlib.ExitStack() as pools:
+            environments = None
+            if config.task.has_environment:
+                environments = pools.enter_context(EpisodePool(config.task, num_workers=1))
+            prompts = make_prompt_stream(config, tokenizer, environments).eval_prompts(_NUM_TEXTS)
     except LlamaRLError:  # a task whose data is gone does not keep its policy from being written
         return []
     return [KLText(prompt.tokens.tolist(), 1) for prompt in prompts if len(prompt.tokens) > 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 from collections.abc import Collection, Iterator
@@ -223,16 +224,28 @@ def check_prompts(config: RunConfig, folder: Path) -> None:
     Raises:
         ConfigError, DataError: As ``executors.prompts`` and ``data.prompts`` say.
     """
+    from llamarl.data.turn_template import TurnTemplate
+    from llamarl.environments.episode_pool import EpisodePool
     from llamarl.executors.prompts import make_prompt_stream
     from llamarl.models.loading import load_tokenizer
 
-    stream = make_prompt_stream(config, load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code))
-    _check_stop_tokens(config, folder)
-    stream.check_training_prompts()
-    longest = max(len(stream.get(index).tokens) for index in range(config.groups_per_tick))
-    _check_cache(config, folder, longest)
-    if config.evaluation.every:
-        stream.eval_prompts(config.evaluation.num_prompts)
+    tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+    with contextlib.ExitStack() as pools:
+        environments = None
+        if config.task.has_environment:  # begins an episode or two, so that one that never does is found here
+            TurnTemplate(tokenizer, config.data)
+            environments = pools.enter_context(EpisodePool(config.task, num_workers=1))
+        stream = make_prompt_stream(config, tokenizer, environments)
+        _check_stop_tokens(config, folder)
+        stream.check_training_prompts()
+        looked_at = range(config.groups_per_tick if environments is None else 1)
+        first = [stream.get(index) for index in looked_at]
+        for prompt in first:
+            if prompt.opening is not None and prompt.opening.failure:
+                raise DataError.at("task.environment", f"it did not begin an episode: {prompt.opening.failure}")
+        _check_cache(config, folder, max(len(prompt.tokens) for prompt in first))
+        if config.evaluation.every and environments is None:
+            stream.eval_prompts(config.evaluation.num_prompts)
 
 
 def check_reward(config: RunConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from llamarl.data.config import DataConfig
 from llamarl.data.items import TaskItem
 from llamarl.errors import DataError
 
-__all__ = ["Tokenizer", "render_prompt", "uses_chat_template"]
+__all__ = ["Tokenizer", "apply_template", "render_prompt", "uses_chat_template"]
 
 
 TraceFunction = Callable[[FrameType, str, object], Any]
@@ -36,6 +36,16 @@ class Tokenizer(Protocol):
 
 _MAX_TEMPLATE_S = 5.0
 """Processor seconds that a chat template may take for one prompt; real ones take milliseconds."""
+
+
+_NO_TOOLS = (
+    "shows the policy no tools ({names}): have the environment describe them in its first observation's text and leave "
+    "Observation.tools empty, or choose a model whose template shows them"
+)
+
+
+def _names(tools: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(str(tool.get("function", tool).get("name", "?")) for tool in tools)
 
 
 @contextlib.contextmanager
@@ -74,7 +84,39 @@ def uses_chat_template(tokenizer: Tokenizer, config: DataConfig) -> bool:
     return config.chat_template == "auto" and bool(getattr(tokenizer, "chat_template", None))
 
 
-def render_prompt(item: TaskItem, tokenizer: Tokenizer, config: DataConfig) -> tuple[str, npt.NDArray[np.int32]]:
+def apply_template(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    reply_follows: bool = True,
+) -> str:
+    """A conversation as the tokenizer's chat template writes it.
+
+    Args:
+        reply_follows: It ends with what the template puts before a reply of the policy.
+
+    Raises:
+        DataError: The template refuses it.
+    """
+    try:
+        with _limited_time(_MAX_TEMPLATE_S):
+            text = tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=reply_follows,
+                **({"tools": list(tools)} if tools else {}),
+            )
+    except Exception as error:  # templates are programs of the model's author: any jinja error can come out
+        raise DataError(
+            f"the chat template refused {list(messages)!r:.1000}: {error}; try data.chat_template = 'none'"
+        ) from error
+    return str(text)
+
+
+def render_prompt(
+    item: TaskItem, tokenizer: Tokenizer, config: DataConfig, *, tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[str, npt.NDArray[np.int32]]:
     """Text and tokens of one prompt, of any length.
 
     A chat template writes its own special tokens, so the tokenizer adds none to its text; plain text gets those the
@@ -84,24 +126,24 @@ def render_prompt(item: TaskItem, tokenizer: Tokenizer, config: DataConfig) -> t
         The text, and its token ids, [P].
 
     Raises:
-        DataError: The chat template refuses the conversation, or the prompt has no tokens.
+        DataError: The chat template refuses the conversation or does not show the tools, or the prompt has no tokens.
     """
     question = config.question_template.replace("{question}", item.question)
     if uses_chat_template(tokenizer, config):
         messages = list(item.messages) if item.messages else [{"role": "user", "content": question}]
         if config.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": config.system_prompt})
-        try:
-            with _limited_time(_MAX_TEMPLATE_S):
-                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are programs of the model's author: any jinja error can come out
-            raise DataError(
-                f"the chat template refused {messages!r:.1000}: {error}; try data.chat_template = 'none'"
-            ) from error
+        text = apply_template(tokenizer, messages, tools=tools)
+        if tools and text == apply_template(tokenizer, messages):
+            raise DataError("the chat template " + _NO_TOOLS.format(names=_names(tools)))
         special = False
     else:
         if item.messages:
             question = "\n\n".join(message["content"] for message in item.messages)
+        if tools:
+            raise DataError(
+                "plain text (data.chat_template = 'none', or no template) " + _NO_TOOLS.format(names=_names(tools))
+            )
         text = f"{config.system_prompt}\n\n{question}" if config.system_prompt else question
         special = True
     text += config.response_prefix

@@ -18,6 +18,12 @@ def _has_place(template: str) -> str:
     return template
 
 
+def _has_text(template: str) -> str:
+    if template.count("{text}") != 1:
+        raise ValueError(f"must contain {{text}} once, got {template!r}")
+    return template
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     """From a task's item to the tokens that the policy continues."""
@@ -33,7 +39,10 @@ class DataConfig:
     """Wraps each question; must contain {question}. Other braces need no doubling."""
 
     response_prefix: str = ""
-    """Words put into the policy's mouth: they end the prompt, and the response goes on from them."""
+    """Words put into the policy's mouth: they end the prompt, and the response goes on from them. So does each further turn."""
+
+    turn_template: Annotated[str, AfterValidator(_has_text)] = "\n{text}\n"
+    """Without a chat template: what stands between two turns of the policy, around the environment's words."""
 
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt, in tokens, chat template included; less where the model's context leaves less beside

@@ -61,6 +61,16 @@ class MixedStream:
 
     def get(self, index: int) -> Prompt:
         """Prompt ``index`` of the training stream. Raises what ``PromptStream.get`` raises."""
+        label, number = self._find(index)
+        return replace(self._streams[label].get(number), index=index, task=label)
+
+    def ask_ahead(self, index: int) -> None:
+        """As ``PromptStream.ask_ahead``."""
+        label, number = self._find(index)
+        self._streams[label].ask_ahead(number)
+
+    def _find(self, index: int) -> tuple[str, int]:
+        """The label of a prompt's task, and its number among that task's prompts."""
         if not 0 <= index < EVAL_INDEX_OFFSET:
             raise ValueError(f"prompt index must be in 0 .. {EVAL_INDEX_OFFSET - 1}, got {index}")
         block, place = divmod(index, _BLOCK)
@@ -70,8 +80,7 @@ class MixedStream:
         chosen = choose_tasks(self._weights, self._seed, block * _BLOCK, place + 1)
         task = int(chosen[-1])
         number = int(self._counts[block][task]) + int((chosen[:-1] == task).sum())
-        label = self._labels[task]
-        return replace(self._streams[label].get(number), index=index, task=label)
+        return self._labels[task], number
 
     def check_training_prompts(self) -> None:
         """Of each task, as ``PromptStream.check_training_prompts``."""

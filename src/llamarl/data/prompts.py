@@ -9,19 +9,22 @@ order comes from sorting 64-bit keys derived from (seed, epoch, place): the same
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from llamarl.data.chat import Tokenizer, render_prompt
 from llamarl.data.config import DataConfig
-from llamarl.data.items import ItemSource, Split
+from llamarl.data.items import ItemSource, Split, TaskItem
 from llamarl.errors import DataError
 from llamarl.seeding import derive_seed
-from llamarl.types import Prompt
+from llamarl.types import Opening, Prompt
 
-__all__ = ["EVAL_INDEX_OFFSET", "PromptStream"]
+__all__ = ["EVAL_INDEX_OFFSET", "Opened", "Opener", "PromptStream"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +34,30 @@ EVAL_INDEX_OFFSET = 1 << 30
 _MAX_REPLACEMENTS = 100
 _MAX_NAMED = 5
 _EVAL_EPOCH = (1 << 63) - 1
+_EPISODES = 0x657069
+"""Of the seeds of episodes, which differ from those of samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """An episode that has begun."""
+
+    question: str
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...]
+    opening: Opening
+
+
+class Opener(Protocol):
+    """An environment, as far as prompts are concerned: its first observation is what the policy is shown in place of the item."""
+
+    def ask(self, item: TaskItem, seed: int) -> None:
+        """Begin to open an episode; returns at once."""
+        ...
+
+    def open(self, item: TaskItem, seed: int) -> Opened:
+        """The episode's beginning; waits for it."""
+        ...
 
 
 class PromptStream:
@@ -41,11 +68,20 @@ class PromptStream:
         tokenizer: The policy's own.
         seed: The run's seed; decides the order, never the content of an item.
         room: Tokens that the model's context leaves to a prompt beside the longest response; None is no such limit.
+        opener: Environment that answers the policy; None where it answers once.
     """
 
     def __init__(
-        self, task: ItemSource, tokenizer: Tokenizer, config: DataConfig, seed: int, *, room: int | None = None
+        self,
+        task: ItemSource,
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        seed: int,
+        *,
+        room: int | None = None,
+        opener: Opener | None = None,
     ) -> None:
+        self._opener = opener
         self._task = task
         self._tokenizer = tokenizer
         self._config = config
@@ -71,16 +107,8 @@ class PromptStream:
         """
         if not 0 <= index < EVAL_INDEX_OFFSET:
             raise ValueError(f"prompt index must be in 0 .. {EVAL_INDEX_OFFSET - 1}, got {index}")
-        num_items = self._task.num_items("train")
         for attempt in range(_MAX_REPLACEMENTS):
-            if attempt:
-                place = derive_seed(self._seed, index, attempt) % (num_items or EVAL_INDEX_OFFSET)
-            elif num_items is None:
-                place = index
-            else:
-                epoch, position = divmod(index, num_items)
-                place = int(self._order(num_items, epoch)[position]) if self._config.shuffle else position
-            prompt = self._make("train", place, index)
+            prompt = self._make("train", self._place(index, attempt), index)
             if prompt is not None:
                 self.num_skipped += attempt
                 return prompt
@@ -89,16 +117,34 @@ class PromptStream:
             f"prompt {index}): {self._remedy}"
         )
 
+    def ask_ahead(self, index: int) -> None:
+        """Have the environment, if there is one, begin prompt ``index``, so that ``get`` need not wait for it."""
+        if self._opener is not None:
+            self._opener.ask(self._task.item("train", self._place(index)), self._episode_seed(index))
+
+    def _place(self, index: int, attempt: int = 0) -> int:
+        """Which training item is tried for a prompt; each attempt another."""
+        num_items = self._task.num_items("train")
+        if attempt:
+            return derive_seed(self._seed, index, attempt) % (num_items or EVAL_INDEX_OFFSET)
+        if num_items is None:
+            return index
+        epoch, position = divmod(index, num_items)
+        return int(self._order(num_items, epoch)[position]) if self._config.shuffle else position
+
+    def _episode_seed(self, index: int) -> int:
+        return derive_seed(self._seed, _EPISODES, index)
+
     def check_training_prompts(self) -> None:
         """Make every training prompt of a finite task once, so that none that is too long is met in the middle of a run.
 
-        Where such prompts are skipped, a warning says how many are.
+        Where such prompts are skipped, a warning says how many are. What an environment shows is not known before it is played.
 
         Raises:
             DataError: Prompts are too long and ``too_long`` is ``error``, or no prompt is short enough. Names the first.
         """
         num_items = self._task.num_items("train")
-        if num_items is None:
+        if num_items is None or self._opener is not None:
             return
         long = []
         for place in range(num_items):
@@ -127,6 +173,9 @@ class PromptStream:
         if num_items is not None and self._config.shuffle:
             places = [int(place) for place in self._order(num_items, _EVAL_EPOCH)]  # type: ignore[assignment]
         prompts: list[Prompt] = []
+        if self._opener is not None:
+            for number, place in enumerate(places[:num_prompts]):
+                self._opener.ask(self._task.item("eval", place), self._episode_seed(EVAL_INDEX_OFFSET + number))
         for place in places:
             if len(prompts) == num_prompts:
                 break
@@ -141,15 +190,21 @@ class PromptStream:
 
     def _make(self, split: Split, place: int, index: int) -> Prompt | None:
         """The prompt of one item; None where it is too long and such prompts are skipped."""
-        item = self._task.item(split, place)
-        text, tokens = render_prompt(item, self._tokenizer, self._config)
+        item = shown = self._task.item(split, place)
+        opening: Opening | None = None
+        tools: tuple[Mapping[str, Any], ...] = ()
+        if self._opener is not None:
+            opened = self._opener.open(item, self._episode_seed(index))
+            opening, tools = opened.opening, opened.tools
+            shown = replace(item, question=opened.question, messages=opened.messages or None)
+        text, tokens = render_prompt(shown, self._tokenizer, self._config, tools=tools)
         if len(tokens) > self._limit:
             if self._config.too_long == "skip":
                 return None
             raise DataError(
                 f"task {self._task.name!r}, {split} item {place} (prompt {index}{item.where and f', {item.where}'}): the prompt "
                 f"has {len(tokens)} tokens, limit {self._limit_words}: {self._remedy} or set data.too_long = 'skip'; it begins "
-                f"{item.question[:80]!r}"
+                f"{shown.question[:80]!r}"
             )
         metadata = dict(item.metadata)
         if item.messages:  # a judge may want to see the conversation
@@ -162,6 +217,7 @@ class PromptStream:
             answer=item.answer,
             task=self._task.name,
             metadata=metadata,
+            opening=opening,
         )
 
     def _compute_order(self, num_items: int, epoch: int) -> npt.NDArray[np.int64]:

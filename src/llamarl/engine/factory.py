@@ -21,7 +21,7 @@ from llamarl.errors import ConfigError
 from llamarl.executors.config import SamplingConfig
 from llamarl.import_path import resolve
 from llamarl.models.parallel import ParallelLayout
-from llamarl.types import Failure, Response
+from llamarl.types import Failure, FailureKind, Response
 
 __all__ = ["make_engine", "resolve_device", "sampling_params", "to_response"]
 
@@ -96,6 +96,8 @@ def to_response(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> 
     """The record of a finished sequence. One that the engine had to give up is failed, not scored."""
     assert sequence.finish_reason is not None, "only a finished sequence becomes a response"
     failed = sequence.finish_reason in ("error", "deadline", "cancelled")
+    episode = sequence.episode
+    kind: FailureKind = "environment" if episode is not None and episode.failure else "generation"
     return Response(
         prompt_index=sequence.prompt_index,
         sample_index=sequence.sample_index,
@@ -106,5 +108,6 @@ def to_response(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> 
         text=str(tokenizer.decode(sequence.tokens, skip_special_tokens=True)),
         finish_reason=sequence.finish_reason,
         kept_kv=sequence.kept_kv,
-        outcome=Failure(kind="generation", detail=sequence.error or sequence.finish_reason) if failed else None,
+        outcome=Failure(kind=kind, detail=sequence.error or sequence.finish_reason) if failed else None,
+        turns=() if episode is None else tuple(episode.turns),
     )

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from llamarl.engine.config import LEAST_TEMPERATURE
+from llamarl.environments.episodes import Episode
 from llamarl.types import FinishReason
 
 __all__ = ["SamplingParams", "Sequence"]
@@ -69,6 +70,8 @@ class Sequence:
     kept_kv: bool = False
     """Whether its KV cache was kept over a change of weights."""
     error: str | None = None
+    episode: Episode | None = None
+    """With an environment: where in its episode it is. An engine knows nothing of it (``engine/episodes.py``)."""
 
     @property
     def finished(self) -> bool:

@@ -1,30 +1,20 @@
-"""What an environment is: it shows a prompt, reads what the policy wrote, and judges it or answers.
+"""What a task is: questions, and a judge of what the policy wrote.
 
-    prompt ─▶ policy writes ─▶ respond ──Score──▶ the episode is over
-                  ▲               │
-                  └──── Turn ◀────┘   further tokens the policy did not write (tools, games, several turns)
+    item ─▶ prompt ─▶ policy writes ─▶ respond ──▶ Score
 
-``respond`` is a function of the prompt and of everything the policy has written so far, with no hidden state: an
-episode can lie in a checkpoint half done and go on in another process. A single-turn task always returns a ``Score``.
+``respond`` is a function of the prompt and of what the policy has written, with no hidden state. What answers back in the
+middle of an episode is an environment: see ``episode``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from llamarl.data.items import ItemSource, Split, TaskItem
 from llamarl.types import Prompt, Score
 
-__all__ = ["ItemSource", "Split", "Task", "TaskItem", "Turn"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """The environment's answer in the middle of an episode: text shown to the policy, never trained on."""
-
-    text: str
+__all__ = ["ItemSource", "Split", "Task", "TaskItem"]
 
 
 class Task(ItemSource, Protocol):
@@ -34,11 +24,11 @@ class Task(ItemSource, Protocol):
     under a time limit. It may raise, hang or crash: the sample is then failed, and the run goes on.
     """
 
-    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score | Turn:
-        """Judge or answer.
+    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
+        """Judge.
 
         Args:
             prompt: What the episode began with.
-            turns: The policy's words, one entry a turn; never empty.
+            turns: The policy's words, one entry a turn; never empty. Without an environment there is one.
         """
         ...

@@ -14,7 +14,7 @@ from llamarl.strict import NO_BITS, STRICT, ListOf, refuse
 
 __all__ = ["BUILT_IN", "MixedTask", "RewardPart", "RewardPoolConfig", "TaskConfig", "TaskSection"]
 
-BUILT_IN = ("steps", "reasoning_gym", "math", "function", "gsm8k", "countdown", "code", "mixture")
+BUILT_IN = ("steps", "reasoning_gym", "math", "function", "gsm8k", "countdown", "code", "episodes", "mixture")
 """Kinds of tasks that come with this package; another is named by its import path."""
 
 _OF_DATA = ("math", "function", "gsm8k", "code")
@@ -96,8 +96,8 @@ class TaskConfig:
 
     name: str = "steps"
     """steps (the bundled model's), reasoning_gym:DATASET, math, function (data and a reward of your own), code (programs that unit
-    tests judge), gsm8k and countdown (ready made), or the import path of a task of your own: package.module:Task or
-    path/to/file.py:Task."""
+    tests judge), gsm8k and countdown (ready made), episodes (no data: each prompt is another episode of the environment), or
+    the import path of a task of your own: package.module:Task or path/to/file.py:Task."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """The task's own options: those of the reasoning_gym dataset, of steps (min_terms, max_terms), of code (docs/code.md), or of
@@ -154,8 +154,22 @@ class TaskConfig:
     """0: reward judges one sample a call. n > 0: reward(prompts, responses, answers) -> list of floats judges up to n
     samples a call; groups stay whole where they fit."""
 
+    environment: str = ""
+    """What answers the policy, so that an episode has several turns: the name of one that comes with llamarl, or the import
+    path of your own, package.module:Class or path/to/file.py:Class. Empty: the policy answers once (docs/turns.md)."""
+
+    environment_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment's class."""
+
+    max_turns: PositiveInt = 8
+    """Times that the policy may write in one episode; it is then ended, and counts as truncated."""
+
+    max_turn_tokens: NonNegativeInt = 0
+    """Tokens that the policy may write in one turn; the environment then gets what there is. 0: as many as are left of
+    generator.sampling.max_new_tokens, which is the limit of the whole episode after the prompt."""
+
     pool: RewardPoolConfig = field(default_factory=RewardPoolConfig)
-    """The worker processes that judge."""
+    """The worker processes that judge, and as many beside each generator replica that hold environments."""
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())
@@ -176,7 +190,7 @@ class TaskConfig:
         if kind not in BUILT_IN and not self.by_import_path:
             yield Mistake(
                 "name",
-                f"must be steps, reasoning_gym:DATASET, math, function, code, or a task of your own as package.module:Task or "
+                f"must be steps, reasoning_gym:DATASET, math, function, code, episodes, or a task of your own as package.module:Task or "
                 f"file.py:Task, got {self.name!r}",
             )
         if kind == "reasoning_gym" and not self.name.partition(":")[2]:
@@ -228,7 +242,8 @@ class TaskConfig:
             yield Mistake("rewards", f": more than one is called {twice[0]!r}; give each a name of its own")
         if self.rewards and not any(part.weight for part in self.rewards):
             yield Mistake("rewards", ": every weight is 0, so that every reward would be")
-        if kind == "function" and not self.judges:
+        yield from self._environment_mistakes()
+        if kind == "function" and not self.judges and not self.environment:
             yield Mistake(
                 "reward", "must name a function, as name is 'function', such as my_rewards.py:score", ("name",)
             )
@@ -238,6 +253,17 @@ class TaskConfig:
                 f"{self.reward_batch_size} is for a reward of your own: set reward, or leave it at 0",
                 ("reward",),
             )
+
+    def _environment_mistakes(self) -> Iterator[Mistake]:
+        if self.name == "episodes" and not self.environment:
+            yield Mistake("environment", "must name one, as name is 'episodes', such as my_game.py:Game", ("name",))
+        if self.name == "episodes" and self.options:
+            yield Mistake("options", "are of a task with questions: set environment_options", ("environment_options",))
+        if self.environment:
+            return
+        for key, value in (("environment_options", {}), ("max_turns", 8), ("max_turn_tokens", 0)):
+            if getattr(self, key) != value:
+                yield Mistake(key, "is of an environment, but environment is empty", ("environment",))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -276,6 +302,11 @@ class TaskSection(TaskConfig):
         return {task.title: task for task in self.mixture}
 
     @property
+    def has_environment(self) -> bool:
+        """Whether any task's episodes have several turns."""
+        return any(task.environment for task in (self, *self.tasks.values()))
+
+    @property
     def titles(self) -> str:
         """For people."""
         return " + ".join(self.tasks) or self.name
@@ -288,9 +319,17 @@ class TaskSection(TaskConfig):
         if twice := sorted({title for title in titles if titles.count(title) > 1}):
             yield Mistake("mixture", f": more than one task is called {twice[0]!r}; give each a label of its own")
         defaults = TaskConfig()
-        for key in ("options", "train_file", "data", "reward", "rewards", "reward_batch_size", "eval_fraction") * bool(
-            self.mixture
-        ):
+        own = (
+            "options",
+            "train_file",
+            "data",
+            "reward",
+            "rewards",
+            "reward_batch_size",
+            "eval_fraction",
+            "environment",
+        )
+        for key in own if self.mixture else ():
             if getattr(self, key) != getattr(defaults, key):
                 yield Mistake(key, "is of one task: set it in the [[task]] that it is meant for", ("mixture",))
 

@@ -11,6 +11,7 @@ from llamarl.environments.base import Task
 from llamarl.environments.config import TaskConfig, TaskSection
 from llamarl.environments.patches import refuse_patches
 from llamarl.errors import DataError, Mistake
+from llamarl.import_path import check, is_import_path
 
 __all__ = ["PRESETS", "make_task", "task_mistakes", "with_preset"]
 
@@ -62,9 +63,12 @@ def task_mistakes(config: TaskConfig, seed: int) -> Iterator[Mistake]:
             questions.num_items("train")  # a table is opened when it is first asked
     except DataError as error:
         yield from error.mistakes
+    if is_import_path(config.environment):
+        try:
+            check(config.environment, "task.environment")
+        except DataError as error:
+            yield from error.mistakes
     for part in config.judges:
-        from llamarl.import_path import check
-
         try:
             check(part.function, "task.reward" if config.reward else f"task.rewards.{part.part}")
         except DataError as error:
@@ -95,6 +99,10 @@ def _make_questions(config: TaskConfig, seed: int) -> Task:
         from llamarl.environments.code import CodeTask
 
         return CodeTask(config, seed=seed)
+    if kind == "episodes":
+        from llamarl.environments.openings import EpisodeItems
+
+        return EpisodeItems()
     if not config.train_file:
         return _of_a_table(config, seed)
     if kind in ("math", "gsm8k"):
@@ -125,7 +133,7 @@ def _of_a_table(config: TaskConfig, seed: int) -> Task:
 
 
 def _users_task(config: TaskConfig, seed: int) -> Task:
-    from llamarl.import_path import check, import_user
+    from llamarl.import_path import import_user
 
     check(config.name, "task.name")
     make = import_user(config.name, "task.name")

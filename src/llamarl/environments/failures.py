@@ -10,13 +10,15 @@ from llamarl.types import Failure, Group
 __all__ = ["count_causes", "failure_cause"]
 
 _MAX_CAUSE = 300
+_RAISED = ("exception", "environment")
+"""Kinds whose detail is an exception and its place."""
 
 
 def failure_cause(failure: Failure) -> str:
     """One line: the kind, what was said, and for an exception its place: ``exception: KeyError: 'x' at rewards.py:7``."""
     first, *rest = failure.detail.splitlines() or [""]
     place = rest[0].strip() if rest and rest[0].lstrip().startswith("at ") else ""
-    where = place.partition(": ")[0] if failure.kind == "exception" else ""
+    where = place.partition(": ")[0] if failure.kind in _RAISED else ""
     return f"{failure.kind}: {first[:_MAX_CAUSE]}{where and ' ' + where}"
 
 
@@ -38,6 +40,6 @@ def count_causes(groups: Iterable[Group]) -> dict[str, int]:
 
 def _key(failure: Failure) -> tuple[str, ...]:
     first, *rest = failure.detail.splitlines() or [""]
-    if failure.kind == "exception" and rest:
+    if failure.kind in _RAISED and rest:
         return failure.kind, first.partition(":")[0], rest[0]
     return failure.kind, first

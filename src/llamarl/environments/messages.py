@@ -1,4 +1,4 @@
-"""What passes between the reward pool and its workers, and how it lies on the socket: a length, then so many bytes.
+"""What passes between a pool and its workers, and how it lies on the socket: a length, then so many bytes.
 
 Requests go from the process that trusts nobody to one that may be anything by now, as pickles. Replies come back from a
 process in which user code ran: plain JSON, read by ``parse_reply``, which takes nothing on trust but the shapes below.
@@ -6,6 +6,7 @@ process in which user code ran: plain JSON, read by ``parse_reply``, which takes
     {"kind": "ready", "pid": 71}      {"kind": "refused", "cause": "..."}
     {"kind": "verdicts", "job": 5, "retire": false, "verdicts": [
         {"value": 1.0, "parts": {"correct": 1.0}}, {"failed": "exception", "detail": "..."}]}
+    {"kind": "answer", "job": 6, "retire": false, "answer": {"step": {...}}}    or {"observation": {...}}, {"failed": ..}
 
 Every request has a number that no other of the pool has, and the reply repeats it: a reply that comes late, or from another
 process that the worker's judge started, is nobody's verdict.
@@ -20,9 +21,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from llamarl.environments.episode import Observation, Step
 from llamarl.types import Failure, FailureKind, Score
 
-__all__ = ["BrokenReply", "Frames", "Ready", "Refused", "Verdicts", "pack_reply", "pack_request", "parse_reply"]
+__all__ = [
+    "Answered",
+    "BrokenReply",
+    "Frames",
+    "Ready",
+    "Refused",
+    "Verdicts",
+    "pack_reply",
+    "pack_request",
+    "parse_reply",
+]
 
 LENGTH_BYTES = 8
 _MAX_REPLY_BYTES = 1 << 26
@@ -55,6 +67,16 @@ class Verdicts:
     outcomes: tuple[Score | Failure, ...]
     retire: bool
     """The worker ends by its own wish, and another should take its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What an environment said in one job."""
+
+    job: int
+    answer: Observation | Step | Failure
+    retire: bool
+    """As of ``Verdicts``."""
 
 
 def pack_request(message: Any) -> bytes:
@@ -97,7 +119,7 @@ class Frames:
         return whole
 
 
-def parse_reply(frame: bytes) -> Ready | Refused | Verdicts:
+def parse_reply(frame: bytes) -> Ready | Refused | Verdicts | Answered:
     """A worker's reply, every value of it checked.
 
     Raises:
@@ -112,6 +134,8 @@ def parse_reply(frame: bytes) -> Ready | Refused | Verdicts:
                 return Refused(cause)
             case {"kind": "verdicts", "job": int(job), "retire": bool(retire), "verdicts": list(verdicts)}:
                 return Verdicts(job, tuple(_outcome(verdict) for verdict in verdicts), retire)
+            case {"kind": "answer", "job": int(job), "retire": bool(retire), "answer": dict(answer)}:
+                return Answered(job, _answer(answer), retire)
     except (ValueError, RecursionError) as error:
         raise BrokenReply(f"{type(error).__name__} in {frame[:80]!r}") from error
     raise BrokenReply(f"{frame[:80]!r}")
@@ -124,6 +148,32 @@ def _outcome(verdict: object) -> Score | Failure:
         case {"value": float(value), "parts": dict(parts)} if _all_finite(value, *parts.values()):
             return Score(value=value, parts=parts)
     raise BrokenReply(f"the verdict {str(verdict)[:80]}")
+
+
+def _answer(said: Mapping[str, object]) -> Observation | Step | Failure:
+    match said:
+        case {"failed": str(kind), "detail": str(detail)} if kind in _FAILURES_OF_WORKERS:
+            return Failure(kind="environment", detail=detail)
+        case {"observation": {"text": str(text), "messages": list(messages), "tools": list(tools)}} if _all_objects(
+            *messages, *tools
+        ):
+            return Observation(text=text, messages=tuple(messages), tools=tuple(tools))
+        case {
+            "step": {
+                "text": str(text),
+                "messages": list(messages),
+                "reward": float(reward),
+                "done": bool(done),
+                "truncated": bool(truncated),
+                "parts": dict(parts),
+            }
+        } if _all_objects(*messages) and _all_finite(reward, *parts.values()):
+            return Step(text=text, messages=tuple(messages), reward=reward, done=done, truncated=truncated, parts=parts)
+    raise BrokenReply(f"the answer {str(said)[:80]}")
+
+
+def _all_objects(*values: object) -> bool:
+    return all(isinstance(value, dict) for value in values)
 
 
 def _all_finite(*values: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from llamarl.data.items import Split, TaskItem
-from llamarl.environments.base import Task, Turn
+from llamarl.environments.base import Task
 from llamarl.environments.code import CodeTask
 from llamarl.environments.functions import FunctionTask
 from llamarl.types import Prompt, Score
@@ -33,5 +33,5 @@ class MixtureTask:
     def item(self, split: Split, index: int) -> TaskItem:
         raise NotImplementedError("a mixture's items are those of its tasks")
 
-    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score | Turn:
+    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
         return self.tasks[prompt.task].respond(prompt, turns)

@@ -8,31 +8,25 @@ its time has its worker killed and replaced; a worker that dies is replaced and 
 typed ``Failure``, never a zero. A verdict depends on the sample alone, not on the worker or the moment that judged it:
 every reply names the job that it answers, and is dropped where that is not the one the worker has.
 
-Workers are started by exec, not by fork, so a pool may live in a process with threads, CUDA or actors. Each has a guardian
-that ends it, and every process that it started, with the pool or with the process that owns the pool (see ``guardian``).
+Of an episode with an environment (``episodes``) the reward is the sum of its turns'; functions of the user's own judge its last
+reply, and their value is added. Where there are none, no worker is started for it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
-import selectors
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
-from types import TracebackType
 
 from llamarl.environments.config import TaskConfig, TaskSection
-from llamarl.environments.messages import BrokenReply, Ready, Refused, Verdicts, pack_request
-from llamarl.environments.patches import refuse_patches
-from llamarl.environments.worker_env import unset_names
+from llamarl.environments.episodes import episode_score
+from llamarl.environments.messages import Answered, Verdicts, pack_request
+from llamarl.environments.worker_pool import WorkerPool
 from llamarl.environments.worker_process import Job, WorkerProcess
-from llamarl.errors import DataError, DeadlineExceeded, ExecutorFailed
 from llamarl.running_time import running_s
-from llamarl.types import Failure, FailureKind, Group, Prompt, Score
+from llamarl.types import Failure, FailureKind, Group, Prompt, Response, Score
 
 __all__ = ["RewardPool", "split_into_batches"]
 
@@ -60,7 +54,7 @@ def split_into_batches(groups: Sequence[Sequence[int]], size: int) -> list[tuple
     return [*batches, tuple(batch)] if batch else batches
 
 
-class RewardPool:
+class RewardPool(WorkerPool):
     """Judges groups of responses in worker processes.
 
     The constructor returns when every worker has made the task, so a wrong task fails here and not in the middle of a run.
@@ -78,6 +72,9 @@ class RewardPool:
         DeadlineExceeded: A worker took longer than ``startup_timeout_s`` to start.
     """
 
+    title = "reward"
+    busy_with = "judging"
+
     def __init__(
         self,
         task_config: TaskConfig,
@@ -85,39 +82,24 @@ class RewardPool:
         timeout_s: float | None = None,
         seed: int = 0,
     ) -> None:
-        refuse_patches()
-        pool = task_config.pool
-        self._timeout_s = pool.timeout_s if timeout_s is None else timeout_s
-        self._startup_timeout_s = pool.startup_timeout_s
-        self._config = pool
         tasks = task_config.tasks if isinstance(task_config, TaskSection) else {}
         self._batch_sizes = {label: task.reward_batch_size or 1 for label, task in tasks.items()}
         self._batch_size = task_config.reward_batch_size or 1
-        self._hello = pack_request((task_config, seed))
-        self._job_numbers = count()
-        self._selector = selectors.DefaultSelector()
-        self._workers: list[WorkerProcess] = []
         parts = [part for task in (task_config, *tasks.values()) for part in task.judges]
         judges = ", ".join(repr(part.function) for part in parts)
-        self._suspect = f" (it imports task.reward {judges})" if judges else ""
-        self._closed = False
-        self.num_replaced = 0
-        """Workers killed or lost, and replaced, since the start."""
-        if unset := unset_names(os.environ, pool.pass_env):
-            _log.warning("task.pool.pass_env: not set here, and so not in the reward workers: %s", ", ".join(unset))
-        try:
-            for number in range(pool.num_workers if num_workers is None else num_workers):
-                self._workers.append(self._start(number))
-            while not all(worker.ready for worker in self._workers):
-                self._wait([], deque(), {})
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """Ids of the processes that judge, for supervision and tests; those that are still starting are left out."""
-        return [worker.pid for worker in self._workers if worker.pid is not None]
+        self._judged = {label: bool(task.judges) for label, task in tasks.items()}
+        self._judged_alone = bool(task_config.judges)
+        super().__init__(
+            pack_request(("judge", task_config, seed)),
+            task_config.pool,
+            timeout_s=timeout_s,
+            suspect=f" (it imports task.reward {judges})" if judges else "",
+        )
+        self._samples: list[Sample] = []
+        self._pending: deque[tuple[int, ...]] = deque()
+        self._outcomes: dict[int, Score | Failure] = {}
+        needed = any(not task.environment or task.judges for task in tasks.values() or (task_config,))
+        self.start((task_config.pool.num_workers if num_workers is None else num_workers) if needed else 0)
 
     def score(self, groups: Sequence[Group], *, limit_s: float | None = None) -> list[Group]:
         """The same groups in the same order, every response with a ``Score`` or a ``Failure``.
@@ -133,8 +115,7 @@ class RewardPool:
         """
         if self._closed:
             raise ValueError("the reward pool is closed")
-        samples: list[Sample] = []
-        outcomes: dict[int, Score | Failure] = {}
+        self._samples, self._outcomes = [], {}
         to_judge: list[list[int]] = []
         places: list[list[int | None]] = []
         for group in groups:
@@ -144,168 +125,72 @@ class RewardPool:
                 if response.outcome is not None:
                     row.append(None)
                     continue
-                row.append(len(samples))
+                place = len(self._samples)
+                row.append(place)
                 if response.finish_reason in ("error", "cancelled"):
                     detail = f"generation ended with finish_reason {response.finish_reason!r}"
-                    outcomes[len(samples)] = Failure(kind="generation", detail=detail)
+                    self._outcomes[place] = Failure(kind="generation", detail=detail)
+                elif response.turns and not self._is_judged(group):
+                    self._outcomes[place] = episode_score(response.turns)
                 else:
-                    to_judge[-1].append(len(samples))
-                samples.append((group.prompt, (response.text,), response.tokens.tolist()))
+                    to_judge[-1].append(place)
+                self._samples.append(_sample(group.prompt, response))
             places.append(row)
-        pending: deque[tuple[int, ...]] = deque()
+        self._pending = deque()
         for label in dict.fromkeys(group.prompt.task if self._batch_sizes else "" for group in groups):
             of_task = [row for row, group in zip(to_judge, groups, strict=True) if label in ("", group.prompt.task)]
-            pending.extend(split_into_batches(of_task, self._batch_sizes.get(label, self._batch_size)))
-        started = running_s()
-        end = math.inf if limit_s is None else started + limit_s
-        for worker in self._workers:
-            if not worker.ready:  # replaced at the end of the last call; nobody has looked at it since
-                worker.deadline = started + self._startup_timeout_s
-        while len(outcomes) < len(samples):
+            self._pending.extend(split_into_batches(of_task, self._batch_sizes.get(label, self._batch_size)))
+        end = math.inf if limit_s is None else running_s() + limit_s
+        self.watch()
+        while len(self._outcomes) < len(self._samples):
             if running_s() >= end:
-                self._give_up(len(samples), pending, outcomes, limit_s=limit_s)
+                self._give_up(limit_s=limit_s)
                 break
-            self._wait(samples, pending, outcomes, end)
+            self.turn(end)
         scored = []
         for group, row in zip(groups, places, strict=True):
             responses = tuple(
-                response if place is None else replace(response, outcome=outcomes[place])
+                response if place is None else replace(response, outcome=self._outcome(group, response, place))
                 for response, place in zip(group.responses, row, strict=True)
             )
             scored.append(replace(group, responses=responses))
         return scored
 
-    def close(self) -> None:
-        """End all workers. Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        for worker in self._workers:
-            self._forget(worker)
-            worker.begin_stop()
-        for worker in self._workers:
-            worker.stop()
-        self._workers.clear()
-        self._selector.close()
+    def has_job(self, worker: WorkerProcess) -> bool:
+        return bool(self._pending)
 
-    def __enter__(self) -> RewardPool:
-        return self
+    def next_job(self, worker: WorkerProcess) -> tuple[Job, bytes]:
+        job = Job(next(self._job_numbers), self._pending.popleft())
+        return job, pack_request((job.number, [self._samples[sample] for sample in job.samples]))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def on_reply(self, worker: WorkerProcess, reply: Verdicts | Answered) -> bool:
+        job = worker.job
+        if not isinstance(reply, Verdicts) or job is None or len(reply.outcomes) != len(job.samples):
+            return False
+        self._outcomes.update(zip(job.samples, reply.outcomes, strict=True))
+        return True
 
-    def _start(self, number: int) -> WorkerProcess:
-        worker = WorkerProcess(number, self._hello, self._config)
-        worker.write()  # at once, so that it starts while nobody waits for it
-        self._selector.register(worker.control, selectors.EVENT_READ, worker)
-        self._watch_jobs(worker)
-        return worker
+    def on_failed(self, worker: WorkerProcess, job: Job, kind: FailureKind, detail: str) -> None:
+        self._outcomes.update((sample, Failure(kind=kind, detail=detail)) for sample in job.samples)
 
-    def _watch_jobs(self, worker: WorkerProcess) -> None:
-        """Look for replies, and for room where there is something to send."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outbox else 0)
-        try:
-            self._selector.modify(worker.jobs, events, worker)
-        except KeyError:
-            self._selector.register(worker.jobs, events, worker)
+    def _is_judged(self, group: Group) -> bool:
+        """Whether functions of the user's own judge it."""
+        return self._judged.get(group.prompt.task, self._judged_alone)
 
-    def _forget(self, worker: WorkerProcess) -> None:
-        for end in (worker.jobs, worker.control):
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(end)
+    def _outcome(self, group: Group, response: Response, place: int) -> Score | Failure:
+        """The verdict, and of an episode that was judged what the environment gave on the way."""
+        verdict = self._outcomes[place]
+        if not response.turns or not self._is_judged(group) or isinstance(verdict, Failure):
+            return verdict
+        own = episode_score(response.turns)
+        names = [*own.parts, *(name for name in verdict.parts if name not in own.parts)]
+        parts = {name: own.parts.get(name, 0.0) + verdict.parts.get(name, 0.0) for name in names}
+        return Score(value=own.value + verdict.value, parts=parts)
 
-    def _replace(self, worker: WorkerProcess) -> str:
-        self._forget(worker)
-        detail = worker.stop()
-        self.num_replaced += 1
-        self._workers[worker.number] = self._start(worker.number)
-        return detail
-
-    def _wait(
-        self,
-        samples: Sequence[Sample],
-        pending: deque[tuple[int, ...]],
-        outcomes: dict[int, Score | Failure],
-        end: float = math.inf,
-    ) -> None:
-        """Hand jobs to idle workers, then wait for the first event or deadline (``end`` at the latest) and act on it."""
-        for worker in list(self._workers):
-            if worker.ready and worker.job is None and pending:
-                if worker.died_idle():  # no sample's fault
-                    self._replace(worker)
-                    continue
-                job = Job(next(self._job_numbers), pending.popleft())
-                request = pack_request((job.number, [samples[sample] for sample in job.samples]))
-                worker.assign(job, request, self._timeout_s)
-                self._watch_jobs(worker)
-        watched = [worker for worker in self._workers if worker.job is not None or not worker.ready]
-        nearest = min([end, *(worker.deadline for worker in watched)])
-        for key, events in self._selector.select(max(0.0, nearest - running_s())):
-            worker = key.data
-            if self._workers[worker.number] is not worker:
-                continue  # replaced while this round's events were handled
-            if key.fileobj is worker.control:
-                if worker.has_ended():
-                    self._lost(worker, outcomes)
-                continue
-            if events & selectors.EVENT_WRITE:
-                worker.write()
-                if not worker.outbox:
-                    self._watch_jobs(worker)
-            if events & selectors.EVENT_READ:
-                self._read(worker, outcomes)
-        now = running_s()
-        for worker in list(self._workers):
-            if (worker.job is not None or not worker.ready) and now >= worker.deadline:
-                self._expired(worker, outcomes)
-
-    def _read(self, worker: WorkerProcess, outcomes: dict[int, Score | Failure]) -> None:
-        try:
-            replies = worker.read()
-        except EOFError:  # its guardian reports how it ended
-            self._selector.unregister(worker.jobs)
-            return
-        except BrokenReply as error:
-            if not worker.ready:
-                raise self._did_not_start(worker, f"it sent what is no reply: {error}") from error
-            self._fail(worker, "crash", f"the reward worker sent what is no reply and was replaced: {error}", outcomes)
-            self._replace(worker)
-            return
-        for reply in replies:
-            self._replied(worker, reply, outcomes)
-
-    def _replied(
-        self, worker: WorkerProcess, reply: Ready | Refused | Verdicts, outcomes: dict[int, Score | Failure]
-    ) -> None:
-        match reply:
-            case Refused(cause):
-                if worker.ready:
-                    return  # nobody asked
-                raise DataError(cause)
-            case Ready(pid):
-                worker.ready, worker.pid = True, pid
-            case Verdicts(number, verdicts, retire):
-                job = worker.job
-                if job is None or job.number != number or len(verdicts) != len(job.samples):
-                    _log.debug("reward pool: dropped verdicts of job %d from worker %d", number, worker.number)
-                    return
-                outcomes.update(zip(job.samples, verdicts, strict=True))
-                worker.job = None
-                if retire:
-                    self._replace(worker)
-
-    def _give_up(
-        self,
-        num_samples: int,
-        pending: deque[tuple[int, ...]],
-        outcomes: dict[int, Score | Failure],
-        *,
-        limit_s: float | None,
-    ) -> None:
+    def _give_up(self, *, limit_s: float | None) -> None:
         """Fail what has no verdict, so that a judge that hangs on every sample cannot hold up the tick for ever."""
-        left = num_samples - len(outcomes)
+        num_samples = len(self._samples)
+        left = num_samples - len(self._outcomes)
         detail = (
             f"{left} of {num_samples} samples had no verdict after {limit_s:.1f} s, and were failed so that the tick keeps its "
             f"deadline (deadlines.step_s): raise task.pool.num_workers ({len(self._workers)}) or deadlines.step_s, or lower "
@@ -314,41 +199,18 @@ class RewardPool:
         _log.warning("reward pool: %s", detail)
         for worker in list(self._workers):
             if worker.job is not None:
-                self._fail(worker, "timeout", detail, outcomes)
-                self._replace(worker)
-        outcomes.update((sample, Failure(kind="timeout", detail=detail)) for batch in pending for sample in batch)
-        pending.clear()
+                self.fail_and_replace(worker, "timeout", detail)
+        self._outcomes.update(
+            (sample, Failure(kind="timeout", detail=detail)) for batch in self._pending for sample in batch
+        )
+        self._pending.clear()
 
-    def _lost(self, worker: WorkerProcess, outcomes: dict[int, Score | Failure]) -> None:
-        for reply in worker.read_rest():
-            self._replied(worker, reply, outcomes)
-            if self._workers[worker.number] is not worker:
-                return  # it had asked to be replaced
-        if not worker.ready:
-            raise self._did_not_start(worker, worker.stop())
-        self._fail(worker, "crash", f"the reward worker {worker.stop()}", outcomes)
-        self._replace(worker)
 
-    def _did_not_start(self, worker: WorkerProcess, cause: str) -> ExecutorFailed:
-        self._forget(worker)
-        return ExecutorFailed(f"reward worker {worker.number} did not start{self._suspect}: {cause}")
-
-    def _expired(self, worker: WorkerProcess, outcomes: dict[int, Score | Failure]) -> None:
-        waited = running_s() - worker.started
-        if not worker.ready:
-            self._forget(worker)
-            raise DeadlineExceeded(
-                f"the reward pool waited {waited:.1f} s for worker {worker.number} to start{self._suspect}, limit "
-                f"task.pool.startup_timeout_s={self._startup_timeout_s}: {worker.stop()}"
-            )
-        detail = f"judging took longer than timeout_s={self._timeout_s} s; its worker was replaced"
-        self._fail(worker, "timeout", detail, outcomes)
-        self._replace(worker)
-
-    def _fail(
-        self, worker: WorkerProcess, kind: FailureKind, detail: str, outcomes: dict[int, Score | Failure]
-    ) -> None:
-        """Fail what the worker was judging, if anything."""
-        if worker.job is not None:
-            outcomes.update((sample, Failure(kind=kind, detail=detail)) for sample in worker.job.samples)
-            worker.job = None
+def _sample(prompt: Prompt, response: Response) -> Sample:
+    """What a worker gets of a response: of an episode all its turns, the last of which is judged."""
+    if not response.turns:
+        return prompt, (response.text,), response.tokens.tolist()
+    told = [{"reply": turn.reply, "observation": turn.observation, "reward": turn.reward} for turn in response.turns]
+    last = response.turns[-1]
+    prompt = replace(prompt, metadata={**prompt.metadata, "turns": told})
+    return prompt, tuple(turn.reply for turn in response.turns), response.tokens[last.start : last.end].tolist()

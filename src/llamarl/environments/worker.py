@@ -1,7 +1,8 @@
-"""One worker of the reward pool: ``python -m llamarl.environments.worker JOBS_FD CONTROL_FD POOL_PID``.
+"""One worker of a pool: ``python -m llamarl.environments.worker JOBS_FD CONTROL_FD POOL_PID``.
 
-The program forks at once: the parent becomes the worker's guardian (see ``guardian``), the child judges, in its main thread,
-what comes over the socket ``JOBS_FD`` (see ``messages``). It imports no torch, and starts in about the time the task's
+The program forks at once: the parent becomes the worker's guardian (see ``guardian``), the child judges responses or plays
+environments (``episode_worker``), as its first request says, in its main thread, what comes over the socket ``JOBS_FD`` (see
+``messages``). It imports no torch, and starts in about the time the task's
 own library takes.
 
 Judges print, fork, exit and close what they find. So standard input is empty, standard output and error lead to the guardian,
@@ -17,15 +18,16 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from llamarl.environments.guardian import guard
 
 if TYPE_CHECKING:
     from llamarl.environments.base import Task
+    from llamarl.environments.config import TaskConfig
     from llamarl.types import Prompt
 
-__all__ = ["limit_memory", "main", "plain_text"]
+__all__ = ["Work", "limit_memory", "main", "plain_text"]
 
 _MAX_MESSAGE = 1500
 _MAX_PLACE = 500
@@ -162,7 +164,6 @@ def _failed(error: Exception, memory_limit_mb: int) -> dict[str, Any]:
 
 
 def _judge(task: Task, episodes: Sequence[tuple[Prompt, Sequence[str], Sequence[int]]]) -> list[dict[str, Any]]:
-    from llamarl.environments.base import Turn
     from llamarl.environments.functions import FunctionTask, NotANumber, as_score
     from llamarl.environments.mixture import MixtureTask
 
@@ -175,8 +176,6 @@ def _judge(task: Task, episodes: Sequence[tuple[Prompt, Sequence[str], Sequence[
         returned = [task.respond(prompt, turns)]
     verdicts: list[dict[str, Any]] = []
     for value in returned:
-        if isinstance(value, Turn):
-            raise TypeError("the environment wants another turn, but the episode was ended")
         try:
             score = as_score(value)
             parts = {plain_text(part, 200): number for part, number in score.parts.items()}
@@ -186,6 +185,46 @@ def _judge(task: Task, episodes: Sequence[tuple[Prompt, Sequence[str], Sequence[
     return verdicts
 
 
+class Work(Protocol):
+    """What a worker is there for."""
+
+    def answer(self, request: Any) -> dict[str, Any]:
+        """The reply to one request; may raise what the user's code raises."""
+        ...
+
+    def failed(self, request: Any, failure: dict[str, Any]) -> dict[str, Any]:
+        """The reply where ``answer`` raised."""
+        ...
+
+
+class _Judge:
+    """Judges samples."""
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        from llamarl.environments.code import CodeTask
+        from llamarl.environments.factory import make_task
+        from llamarl.environments.functions import FunctionTask
+        from llamarl.environments.mixture import MixtureTask
+
+        self._task = make_task(config, seed)
+        if isinstance(self._task, FunctionTask | MixtureTask | CodeTask):
+            self._task.prepare()
+
+    def answer(self, request: Any) -> dict[str, Any]:
+        return {"kind": "verdicts", "verdicts": _judge(self._task, request)}
+
+    def failed(self, request: Any, failure: dict[str, Any]) -> dict[str, Any]:
+        return {"kind": "verdicts", "verdicts": [failure] * len(request)}
+
+
+def _make_work(kind: str, config: TaskConfig, seed: int) -> Work:
+    if kind == "judge":
+        return _Judge(config, seed)
+    from llamarl.environments.episode_worker import Player
+
+    return Player(config)
+
+
 def main() -> None:
     """Serve until the pool is gone."""
     jobs, control, pool_pid = (int(argument) for argument in sys.argv[1:4])
@@ -193,19 +232,13 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the last lines are there when it crashes
     pool = _Pool(jobs, output, mark)
     # Only now the imports that take time: the guardian keeps watch already.
-    from llamarl.environments.code import CodeTask
-    from llamarl.environments.factory import make_task
-    from llamarl.environments.functions import FunctionTask
-    from llamarl.environments.mixture import MixtureTask
     from llamarl.errors import LlamaRLError
 
-    config, seed = pool.read()
+    kind, config, seed = pool.read()
     memory_limit_mb = config.pool.memory_limit_mb
     try:
         limit_memory(memory_limit_mb)
-        task = make_task(config, seed)
-        if isinstance(task, FunctionTask | MixtureTask | CodeTask):
-            task.prepare()
+        work = _make_work(kind, config, seed)
     except LlamaRLError as error:
         pool.reply({"kind": "refused", "cause": plain_text(str(error), 4 * _MAX_MESSAGE)})
         return
@@ -214,11 +247,11 @@ def main() -> None:
         return
     pool.reply({"kind": "ready", "pid": os.getpid()})
     while True:
-        job, episodes = pool.read()
+        job, request = pool.read()
         pool.next_sample()
         retire = False
         try:
-            verdicts = _judge(task, episodes)
+            reply = work.answer(request)
         except BaseException as error:
             if not pool.is_own():
                 if isinstance(error, SystemExit) and isinstance(error.code, int | None):
@@ -227,15 +260,15 @@ def main() -> None:
                 os._exit(1)
             if not isinstance(error, Exception):  # SystemExit and its like end the worker
                 raise
-            # A judge may raise anything: its samples are failed, and the run goes on.
-            verdicts = [_failed(error, memory_limit_mb)] * len(episodes)
-            # Nobody knows what a process that ran out of memory still holds, so no other sample is judged by it.
+            # The user's code may raise anything: what it was asked for is failed, and the run goes on.
+            reply = work.failed(request, _failed(error, memory_limit_mb))
+            # Nobody knows what a process that ran out of memory still holds, so it does nothing else.
             retire = isinstance(error, MemoryError)
             del error
         if not pool.is_own():  # a judge's forked child came back from it
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left over would ring in the next sample
-        pool.reply({"kind": "verdicts", "job": job, "retire": retire, "verdicts": verdicts})
+        pool.reply({**reply, "job": job, "retire": retire})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The pool's side of one worker: its processes, its sockets, and what it is busy with."""
+"""A pool's side of one worker: its processes, its sockets, and what it is busy with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llamarl.environments.config import RewardPoolConfig
-from llamarl.environments.messages import BrokenReply, Frames, Ready, Refused, Verdicts, parse_reply
+from llamarl.environments.messages import Answered, BrokenReply, Frames, Ready, Refused, Verdicts, parse_reply
 from llamarl.environments.worker_env import worker_environment
 from llamarl.running_time import running_s
 
@@ -26,11 +26,12 @@ _PIECE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a worker judges in one go."""
+    """What a worker does in one go."""
 
     number: int
     """No other job of the pool has it."""
-    samples: tuple[int, ...]
+    samples: tuple[int, ...] = ()
+    """Of a reward pool: what is judged."""
 
 
 class WorkerProcess:
@@ -92,7 +93,7 @@ class WorkerProcess:
         except OSError:
             self.outbox = memoryview(b"")
 
-    def read(self) -> list[Ready | Refused | Verdicts]:
+    def read(self) -> list[Ready | Refused | Verdicts | Answered]:
         """The replies that are whole with what has come.
 
         Raises:
@@ -109,7 +110,7 @@ class WorkerProcess:
             raise EOFError
         return [parse_reply(frame) for frame in self._frames.feed(piece)]
 
-    def read_rest(self) -> Iterator[Ready | Refused | Verdicts]:
+    def read_rest(self) -> Iterator[Ready | Refused | Verdicts | Answered]:
         """What a worker that has ended still answered."""
         with contextlib.suppress(EOFError, BrokenReply):
             while replies := self.read():

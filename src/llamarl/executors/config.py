@@ -90,7 +90,8 @@ class SamplingConfig:
     """How tokens are drawn and when a response ends."""
 
     max_new_tokens: PositiveInt = 128
-    """Longest response, in tokens. A response cut here has finish reason "length"."""
+    """Longest response, in tokens. A response cut here has finish reason "length". Of an episode of several turns: all tokens
+    after the prompt, those of the environment among them."""
 
     temperature: Temperature = 1.0
     """Logits are divided by it; 0 is greedy."""
@@ -128,6 +129,11 @@ class GeneratorConfig:
     1 .. max_segments; above 1 needs max_segments > 1."""
 
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+
+    reply_delay: NonNegativeInt = 8
+    """With an environment: engine steps from the end of a turn until the environment's reply joins. Other responses are sampled
+    meanwhile; a reply that is later than that is waited for (time/environment_wait_s). Bits depend on this number, and not
+    on when a reply arrives."""
 
     kv_on_update: Annotated[Literal["recompute", "keep"], IN_STATE] = "recompute"
     """KV cache of unfinished responses when new weights arrive. "recompute": computed again under them, so every token is

@@ -17,7 +17,7 @@ import numpy as np
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.dynamic_sampling import select_groups
 from llamarl.observability.ledger import scored_tokens
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Opening, Prompt, Response, Score, Turn
 
 __all__ = ["DynamicSampler"]
 
@@ -93,6 +93,10 @@ def _group(record: Mapping[str, Any]) -> Group:
 def _fields(record: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of a ``Prompt`` or ``Response``."""
     fields = {name: _array(value) for name, value in record.items()}
+    if fields.get("opening") is not None:
+        fields["opening"] = Opening(**fields["opening"])
+    if "turns" in fields:
+        fields["turns"] = tuple(Turn(**turn) for turn in fields["turns"])
     if "outcome" in fields:
         outcome = fields["outcome"]
         fields["outcome"] = None if outcome is None else Failure(**outcome) if "kind" in outcome else Score(**outcome)

@@ -13,9 +13,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.engine.base import Engine
+from llamarl.engine.episodes import make_player
 from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.environments.episode_pool import EpisodePool
+from llamarl.environments.episodes import begin_episode
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import BaseExecutor, StepResult
 from llamarl.executors.prompts import make_prompt_stream
@@ -34,10 +37,14 @@ _EVALUATION_SEED = 2
 class EvaluatorExecutor(BaseExecutor):
     """Scores version 0 at tick 0, and version k + 1 at tick k where it is due."""
 
+    environments: EpisodePool | None = None
+
     def setup(self) -> None:
         model = self.config.model
         self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        stream = make_prompt_stream(self.config, self.tokenizer)
+        if self.config.task.has_environment:
+            self.environments = EpisodePool(self.config.task)
+        stream = make_prompt_stream(self.config, self.tokenizer, self.environments)
         self.prompts = stream.eval_prompts(self.config.evaluation.num_prompts)
         self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
         self.version_loader = VersionLoader(self.engine, self.config.lora, model_path=self.config.model.path)
@@ -63,7 +70,7 @@ class EvaluatorExecutor(BaseExecutor):
     def _evaluate(self, version: int) -> dict[str, float]:
         started = running_s()
         groups = sample_groups(
-            self.engine,
+            make_player(self.config, self.engine, self.tokenizer, self.environments),
             self.prompts,
             self.params,
             self.tokenizer,
@@ -81,6 +88,8 @@ class EvaluatorExecutor(BaseExecutor):
     def close(self) -> None:
         if hasattr(self, "pool"):
             self.pool.close()
+        if self.environments is not None:
+            self.environments.close()
 
 
 def sample_groups(
@@ -101,6 +110,7 @@ def sample_groups(
                 prompt_tokens=prompt.tokens.tolist(),
                 params=params,
                 seed=derive_seed(seed, _EVALUATION_SEED, prompt.index, sample),
+                episode=begin_episode(prompt, params.max_new_tokens),
             )
             for sample in range(samples_per_prompt)
         ]

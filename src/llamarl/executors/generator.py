@@ -31,8 +31,11 @@ from safetensors.torch import load_file, save_file
 from llamarl.channels.base import ChannelKind
 from llamarl.config import RunConfig
 from llamarl.engine.base import KeepsKV, Parkable
+from llamarl.engine.episodes import EpisodeEngine, make_player
 from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.environments.episode_pool import EpisodePool
+from llamarl.environments.episodes import begin_episode, load_episode, save_episode
 from llamarl.errors import ConfigError
 from llamarl.executors.base import BaseExecutor, ExecutorContext, Feed, StepResult
 from llamarl.executors.device_lease import DeviceLease
@@ -45,7 +48,7 @@ from llamarl.observability.ranks import own_metrics
 from llamarl.roles import ROLES
 from llamarl.seeding import derive_seed
 from llamarl.tick_schedule import NEVER, deadlines, num_startable, select_due, urgency_order
-from llamarl.types import Group, Prompt
+from llamarl.types import Failure, Group, Prompt
 
 __all__ = ["GeneratorExecutor"]
 
@@ -104,11 +107,14 @@ class GeneratorExecutor(BaseExecutor):
         self._sync_spans: list[tuple[str, float, float]] = []
         self._colocated = config.schedule.colocated and self.name in ROLES
         self._lease: DeviceLease | None = None
+        self.environments: EpisodePool | None = None
 
     def setup(self) -> None:
         model = self.config.model
         self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        self.prompts = make_prompt_stream(self.config, self.tokenizer)
+        if self.config.task.has_environment:
+            self.environments = EpisodePool(self.config.task)
+        self.prompts = make_prompt_stream(self.config, self.tokenizer, self.environments)
         layout = generator_layout(self.config, self.context.device)
         self.engine = make_engine(
             self.config, self.tokenizer, device=self.context.device, layout=layout, parked=self._colocated
@@ -116,6 +122,7 @@ class GeneratorExecutor(BaseExecutor):
         if self._colocated:
             assert isinstance(self.engine, Parkable)  # the configuration has been checked
             self._lease = DeviceLease(self.name, self.engine, parked=True)
+        self.player = make_player(self.config, self.engine, self.tokenizer, self.environments)
         self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
         if self._keep_kv and not isinstance(self.engine, KeepsKV):
             raise ConfigError(
@@ -157,6 +164,10 @@ class GeneratorExecutor(BaseExecutor):
         metrics["tokens/carried"] = float(carried)
         metrics["time/repack_s"] = sum(end - start for label, start, end in self._sync_spans if label == "repack")
         metrics["rollout/carried"] = float(sum(not s.finished for g in self._active for s in g.sequences))
+        if isinstance(self.player, EpisodeEngine):
+            waits = self.player.take_waits()
+            metrics |= episode_metrics(groups) | {"time/environment_wait_s": sum(end - start for start, end in waits)}
+            self._sync_spans += [("environment", start, end) for start, end in waits]
         metrics["tokens_per_s/generated"] = generated / max(finished - loaded, 1e-9)
         events: tuple[Mapping[str, Any], ...] = ()
         if self._policy is not None:
@@ -205,6 +216,9 @@ class GeneratorExecutor(BaseExecutor):
             index = self._first_prompt + self._cursor * self._replicas + self._replica
             self._cursor += 1
             self._active.append(self._new_group(index, tick))
+        if self.environments is not None:  # the next tick's prompts begin with what their environments say
+            for ahead in range(self._cursor, self._cursor + self._prompts_per_tick):
+                self.prompts.ask_ahead(self._first_prompt + ahead * self._replicas + self._replica)
 
     def _new_group(self, index: int, tick: int) -> _ActiveGroup:
         prompt = self.prompts.get(index)
@@ -215,6 +229,7 @@ class GeneratorExecutor(BaseExecutor):
                 prompt_tokens=prompt.tokens.tolist(),
                 params=self.params,
                 seed=derive_seed(self.config.run.seed, _SAMPLING_SEED, index, sample),
+                episode=begin_episode(prompt, self.params.max_new_tokens),
             )
             for sample in range(self.config.generator.group_size)
         ]
@@ -227,7 +242,7 @@ class GeneratorExecutor(BaseExecutor):
         while (chosen := self._deliverable(tick)) is None:
             if self._policy is not None and self._steps and self._take_weights(tick, weights):
                 self._enter(tick)
-            for sequence in self.engine.step():
+            for sequence in self.player.step():
                 group = by_index[sequence.prompt_index]
                 if group.complete and group.prompt.index not in self._completed:
                     self._completed.append(group.prompt.index)
@@ -252,13 +267,13 @@ class GeneratorExecutor(BaseExecutor):
             )
             groups = [groups[i] for i in sorted(urgency_order(self._deadlines())[:startable])]
         groups = [g for g in groups if g.prompt.index not in self._inside]
-        self.engine.add([s for g in groups for s in g.sequences if not s.finished])
+        self.player.add([s for g in groups for s in g.sequences if not s.finished])
         self._inside.update(g.prompt.index for g in groups)
 
     def _leave_engine(self) -> None:
         """At the end of a tick: all leave without their cache, or all that have tokens stay with it."""
         if not self._keep_kv:
-            self.engine.suspend()
+            self.player.suspend()
             self._inside.clear()
             return
         assert isinstance(self.engine, KeepsKV)
@@ -324,6 +339,8 @@ class GeneratorExecutor(BaseExecutor):
         for saved in state["active"]:
             group = self._new_group(saved["prompt_index"], saved["admitted_tick"])
             for sequence, values in zip(group.sequences, saved["sequences"], strict=True):
+                if sequence.episode is not None:
+                    load_episode(sequence.episode, values.pop("episode"))
                 for name, value in values.items():
                     setattr(sequence, name, value)
             self._active.append(group)
@@ -335,6 +352,8 @@ class GeneratorExecutor(BaseExecutor):
 
     def close(self) -> None:
         self._active = []
+        if self.environments is not None:
+            self.environments.close()
 
 
 _STATE = ("tokens", "logprobs", "raw_logprobs", "policy_versions", "loss_mask", "finish_reason", "error", "kept_kv")
@@ -342,7 +361,8 @@ _STATE = ("tokens", "logprobs", "raw_logprobs", "policy_versions", "loss_mask", 
 
 def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
     """What a new sequence of the same prompt lacks. Floats survive JSON: Python writes the shortest exact form."""
-    return {name: getattr(sequence, name) for name in _STATE}
+    episode = {} if sequence.episode is None else {"episode": save_episode(sequence.episode)}
+    return {name: getattr(sequence, name) for name in _STATE} | episode
 
 
 def _num_sampled(groups: Sequence[_ActiveGroup]) -> int:
@@ -350,10 +370,26 @@ def _num_sampled(groups: Sequence[_ActiveGroup]) -> int:
     return sum(len(s.tokens) - s.policy_versions.count(-1) for g in groups for s in g.sequences)
 
 
+def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """``episodes/*`` of delivered groups; a sample whose environment failed counts as far as it came."""
+    episodes = [r for g in groups if g.prompt.opening is not None for r in g.responses]
+    if not episodes:
+        return {}
+    turns = [len(r.turns) for r in episodes]
+    return {
+        "episodes/delivered": float(len(episodes)),
+        "episodes/turns_mean": float(np.mean(turns)),
+        "episodes/turns_max": float(max(turns)),
+        "episodes/truncated_fraction": sum(r.finish_reason == "length" for r in episodes) / len(episodes),
+        "episodes/environment_tokens_mean": float(np.mean([len(r.tokens) - r.num_sampled for r in episodes])),
+        "episodes/failed": float(sum(isinstance(r.outcome, Failure) for r in episodes)),
+    }
+
+
 def _metrics(groups: Sequence[Group], delivered: Sequence[_ActiveGroup], tick: int) -> dict[str, float]:
     lengths = [len(r.tokens) for g in groups for r in g.responses]
     reasons = [r.finish_reason for g in groups for r in g.responses]
-    segments = [len(np.unique(r.policy_versions)) for g in groups for r in g.responses]
+    segments = [len(np.unique(r.policy_versions[r.policy_versions >= 0])) for g in groups for r in g.responses]
     return {
         "samples/delivered": float(len(lengths)),
         "response/length_mean": float(np.mean(lengths)),

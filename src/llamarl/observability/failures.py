@@ -36,6 +36,8 @@ def remedy(cause: str) -> str:
         )
     if found and found[0] == "judge":
         return "No model that judges gave a verdict: see its section (reward_model, judge), its server and its limits"
+    if found and found[0] == "environment":
+        return "Mend the environment (task.environment, task.pool)"
     return "Mend the reward function (task.reward, task.pool)"
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from llamarl.errors import DataError, FileError
 from llamarl.observability.metrics import cannot_write, replace_file
 from llamarl.reading import parse_json, read_bytes
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 
 __all__ = ["ROLLOUTS_FOLDER", "Rollout", "RolloutWriter", "num_segments", "read_rollouts"]
 
@@ -158,6 +158,7 @@ def _record(tick: int, prompt: Prompt, response: Response) -> dict[str, Any]:
         "loss_mask": response.loss_mask.astype(int).tolist(),
         "metadata": dict(prompt.metadata),
         **({"sampled_by": response.sampled_by} if response.sampled_by else {}),
+        **({"turns": [asdict(turn) for turn in response.turns]} if response.turns else {}),
     }
 
 
@@ -180,6 +181,7 @@ def _parse(tick: int, record: Mapping[str, Any]) -> Rollout:
         kept_kv=record.get("kept_kv", False),
         sampled_by=record.get("sampled_by", ""),
         outcome=outcome,
+        turns=tuple(Turn(**turn) for turn in record.get("turns", ())),
     )
     return Rollout(
         tick=tick,

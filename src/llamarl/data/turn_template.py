@@ -1,0 +1,133 @@
+"""The tokens between two turns of the policy, without ever tokenising again what it wrote.
+
+    render [user U, assistant S, new messages, reply follows]  =  ... S | end of turn | separator | messages | head of reply
+                                                                      └────────────── what is appended ──────────────────┘
+
+S is a word that no template knows. What follows it in the text is what the template puts after any reply; only that is
+tokenised, and appended. Where the policy wrote the end of its turn itself, that token is not repeated; where a limit cut it,
+it is added.
+
+A template is looked at once, when a run starts: that it keeps a reply's words, ends every reply alike, and goes on after new
+messages as it ended before them. What the policy wrote stays as it was, so thinking that a template leaves out of earlier
+turns is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llamarl.data.chat import Tokenizer, apply_template, uses_chat_template
+from llamarl.data.config import DataConfig
+from llamarl.errors import DataError
+
+__all__ = ["TurnTemplate"]
+
+_REPLY = "qzReplyOfThePolicyzq"
+_PROBE = "qzWordsOfMessage{}zq"
+_USER: Mapping[str, Any] = {"role": "user", "content": "qzUserzq"}
+_SAID: Mapping[str, Any] = {"role": "assistant", "content": _REPLY}
+_CALLED: Mapping[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "id": "callid000", "function": {"name": _REPLY, "arguments": {}}}],
+}
+"""Some templates take a tool's result after a call only."""
+
+
+class TurnTemplate:
+    """What a tokenizer puts between turns.
+
+    Raises:
+        DataError: What its chat template puts there cannot be known.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: DataConfig) -> None:
+        self._tokenizer = tokenizer
+        self._config = config
+        self._chat = uses_chat_template(tokenizer, config)
+        self._forms: dict[tuple[str, ...], Mapping[str, Any]] = {}
+        self.closing = ""
+        """What the template writes after a reply when nothing follows: the end of the turn, and a separator."""
+        self._end: int | None = None
+        self._end_text = ""
+        if self._chat:
+            text = apply_template(tokenizer, [_USER, _SAID], reply_follows=False)
+            self.closing = _what_follows(text, _REPLY)
+            self._end, self._end_text = _first_special(tokenizer, self.closing)
+            self.between(None, [_USER])  # what it does with the plainest case, before a run depends on it
+
+    def between(self, last_token: int | None, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens from the end of the policy's turn to the beginning of its next one.
+
+        Args:
+            last_token: That the policy wrote, or None.
+            messages: What the environment says; ``role`` user, tool or system.
+
+        Raises:
+            DataError: The chat template refuses the messages, or leaves their words out.
+        """
+        if self._chat:
+            text = self._after(messages)
+        else:
+            words = "\n".join(str(message.get("content", "")) for message in messages)
+            text = self._config.turn_template.replace("{text}", words)
+        tokens = self._tokenizer(text + self._config.response_prefix, add_special_tokens=False)["input_ids"]
+        written = self._end is not None and last_token == self._end and tokens[0] == self._end
+        return [int(token) for token in tokens[1 if written else 0 :]]
+
+    def _after(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text that follows the policy's words."""
+        roles = tuple(str(message.get("role")) for message in messages)
+        if roles not in self._forms:
+            self._forms[roles] = self._form_for(messages)
+        return self._rendered(self._forms[roles], messages)
+
+    def _form_for(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The form of reply after which the template shows all of such messages: plain words, or a call."""
+        probes = [{**message, "content": _PROBE.format(number)} for number, message in enumerate(messages)]
+        causes = []
+        for form in (_SAID, _CALLED):
+            try:
+                after = self._rendered(form, probes)
+            except DataError as error:
+                causes.append(str(error))
+                continue
+            if all(probe["content"] in after for probe in probes):
+                return form
+            causes.append("the chat template leaves out what one of them says")
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise DataError(
+            f"messages of the roles {roles} cannot be put after a turn of the policy: {causes[0]}. Have the environment "
+            f"answer with text (a user message), or set data.chat_template = 'none'"
+        )
+
+    def _rendered(self, form: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
+        if form is _CALLED:
+            messages = [{"tool_call_id": "callid000", **m} if m.get("role") == "tool" else m for m in messages]
+        after = _what_follows(apply_template(self._tokenizer, [_USER, form, *messages]), _REPLY)
+        if form is _SAID and after.startswith(self.closing):
+            return after
+        if (
+            form is _CALLED and self._end_text and self._end_text in after
+        ):  # behind the name stands the rest of the call
+            return after[after.index(self._end_text) :]
+        raise DataError(
+            f"the chat template ends a reply with {self.closing!r}, but before a message with {after[:80]!r}"
+        )
+
+
+def _what_follows(text: str, word: str) -> str:
+    _, found, after = text.rpartition(word)
+    if not found:
+        raise DataError("the chat template does not show what the policy wrote in an earlier turn")
+    return after
+
+
+def _first_special(tokenizer: Tokenizer, text: str) -> tuple[int | None, str]:
+    """The token with which ``text`` begins and its own text, where that is one of the tokenizer's added tokens."""
+    added = {
+        str(token): int(number) for number, token in (getattr(tokenizer, "added_tokens_decoder", None) or {}).items()
+    }
+    found = max((token for token in added if token and text.startswith(token)), key=len, default="")
+    return added.get(found), found

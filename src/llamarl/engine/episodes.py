@@ -1,0 +1,267 @@
+"""An engine that plays: sequences whose turn is over are answered by their environment and go on.
+
+    step():  replies that are due join ─▶ the engine's step ─▶ turns that ended are asked about ─▶ episodes that ended
+                     ▲                                                  │
+                     └──── exactly ``reply_delay`` engine steps ────────┘
+
+Rounding depends on what is computed together, so *when* a reply joins must not depend on when it arrives. It joins at a stated
+step: ``reply_delay`` steps after its turn ended. A reply that is there earlier waits for its step; one that is late holds the
+step up, and the seconds are counted. While others write, nobody is held up by a tool that takes less than the delay. Where
+nobody is left to write, the count of steps jumps to the earliest reply that is due.
+
+A reply enters as the tokens that the chat template puts there (``data/turn_template.py``): ``loss_mask`` False, version -1, no
+log-probability. The sequence then enters the engine again, which computes its cache anew.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llamarl.config import RunConfig
+from llamarl.data.turn_template import TurnTemplate
+from llamarl.engine.base import Engine
+from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.environments.episode import Step
+from llamarl.environments.episode_pool import Answer, EpisodePool
+from llamarl.environments.episodes import Ask, Episode, Play, answer_turn, messages_of
+from llamarl.types import Failure, FinishReason, Turn
+
+__all__ = ["EpisodeEngine", "make_player"]
+
+Key = tuple[int, int]
+"""Prompt index and sample index."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A sequence whose reply is on its way."""
+
+    sequence: TokenSequence
+    episode: Episode
+    due: int
+    """Step before which it joins."""
+    ask: Ask
+
+
+class EpisodeEngine:
+    """Implements :class:`llamarl.engine.base.Engine` around another one: only sequences whose episode is over leave ``step``.
+
+    Sequences without an episode pass through.
+
+    Args:
+        reply_delay: Engine steps from a turn's end until its reply joins, >= 0.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: EpisodePool,
+        template: TurnTemplate,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        reply_delay: int,
+    ) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._template = template
+        self._tokenizer = tokenizer
+        self._reply_delay = reply_delay
+        self._now = 0  # engine steps so far, and those that were jumped over
+        self._order: dict[Key, None] = {}  # what is inside, in order of admission
+        self._waiting: dict[Key, _Waiting] = {}
+        self._ended: list[TokenSequence] = []
+        self._waits: list[tuple[float, float]] = []
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work or bool(self._waiting) or bool(self._ended)
+
+    def add(self, sequences: Sequence[TokenSequence]) -> None:
+        """As ``Engine.add``. A carried sequence that waits for a reply goes on waiting, for the steps that were left."""
+        inside = []
+        for sequence in sequences:
+            episode = sequence.episode
+            self._order[_key(sequence)] = None
+            if episode is None:
+                inside.append(sequence)
+            elif episode.failure:
+                self._end(sequence, "error", episode.failure)
+            elif episode.due_in is not None:
+                self._wait_for_reply(sequence, episode, self._now + episode.due_in)
+            else:
+                _limit_turn(sequence, episode)
+                inside.append(sequence)
+        self._engine.add(inside)
+
+    def step(self) -> list[TokenSequence]:
+        self._pool.poll()
+        if not self._engine.has_work and self._waiting:
+            self._now = max(self._now, min(waiting.due for waiting in self._waiting.values()))
+        self._join()
+        if self._engine.has_work:
+            ended = self._engine.step()
+            self._now += 1
+            for sequence in ended:
+                if sequence.episode is None or sequence.finish_reason not in ("stop", "length"):
+                    self._release(sequence)
+                    self._ended.append(sequence)
+                else:
+                    self._end_turn(sequence, sequence.episode)
+        places = {key: place for place, key in enumerate(self._order)}
+        ended = sorted(self._ended, key=lambda sequence: places[_key(sequence)])
+        self._ended = []
+        for sequence in ended:
+            del self._order[_key(sequence)]
+        return ended
+
+    def suspend(self) -> list[TokenSequence]:
+        """As ``Engine.suspend``. Those that wait note the steps that are left; what they asked is still being answered."""
+        held = {_key(sequence): sequence for sequence in self._engine.suspend()}
+        for key, waiting in self._waiting.items():
+            waiting.episode.due_in = max(0, waiting.due - self._now)
+            held[key] = waiting.sequence
+        taken = [held[key] for key in self._order if key in held]
+        self._waiting.clear()
+        for sequence in self._ended:  # nobody has heard of it: it ends again when it is added again
+            sequence.finish_reason = sequence.error = None
+            taken.append(sequence)
+        self._ended = []
+        self._order.clear()
+        return taken
+
+    def cancel(self, prompt_index: int, sample_index: int | None = None) -> None:
+        self._engine.cancel(prompt_index, sample_index)
+        for key, waiting in list(self._waiting.items()):
+            if key[0] == prompt_index and sample_index in (None, key[1]):
+                del self._waiting[key]
+                self._release(waiting.sequence)
+                self._end(waiting.sequence, "cancelled")
+
+    def parameters_for_sync(self) -> Mapping[str, torch.Tensor]:
+        return self._engine.parameters_for_sync()
+
+    def weights_updated(self, version: int) -> None:
+        self._engine.weights_updated(version)
+
+    def stats(self) -> Mapping[str, float]:
+        return self._engine.stats()
+
+    def take_waits(self) -> list[tuple[float, float]]:
+        """When the engine stood still for a late reply, since the last call: (start, end) on ``time.monotonic``."""
+        waits, self._waits = self._waits, []
+        return waits
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _end_turn(self, sequence: TokenSequence, episode: Episode) -> None:
+        """Note the turn that the policy has written, and ask what its environment says."""
+        assert sequence.finish_reason is not None
+        start, end = episode.turn_start, len(sequence.tokens)
+        reply = str(self._tokenizer.decode(sequence.tokens[start:end], skip_special_tokens=True))
+        episode.turns.append(Turn(start=start, end=end, finish_reason=sequence.finish_reason, reply=reply))
+        sequence.finish_reason = None
+        episode.due_in = self._reply_delay
+        self._wait_for_reply(sequence, episode, self._now + self._reply_delay)
+
+    def _wait_for_reply(self, sequence: TokenSequence, episode: Episode, due: int) -> None:
+        ask = Ask(
+            key=_key(sequence),
+            play=Play(task=episode.task, item=episode.item, seed=episode.opening.seed, digest=episode.opening.digest),
+            replies=tuple(turn.reply for turn in episode.turns),
+            digests=tuple(episode.digests),
+        )
+        self._pool.ask(ask)
+        self._waiting[_key(sequence)] = _Waiting(sequence, episode, due, ask)
+
+    def _join(self) -> None:
+        """The replies that are due, in order of (step, prompt, sample)."""
+        due = sorted((w.due, key) for key, w in self._waiting.items() if w.due <= self._now)
+        going_on = []
+        for _, key in due:
+            waiting = self._waiting.pop(key)
+            waiting.episode.due_in = None
+            if self._apply(waiting.sequence, waiting.episode, self._answer(waiting.ask)):
+                going_on.append(waiting.sequence)
+        if going_on:
+            self._engine.add(going_on)
+
+    def _answer(self, ask: Ask) -> Answer:
+        started = time.monotonic()
+        late = not self._pool.answered(ask)
+        answer = self._pool.wait(ask)
+        if late:
+            self._waits.append((started, time.monotonic()))
+        return answer
+
+    def _apply(self, sequence: TokenSequence, episode: Episode, answer: Answer) -> bool:
+        """Write an answer into a sequence; returns whether the policy goes on."""
+        if isinstance(answer, Failure):
+            episode.failure = answer.detail
+            self._end(sequence, "error", answer.detail)
+            return False
+        assert isinstance(answer, Step), "an episode that goes on is answered with a step"
+        answer_turn(episode, answer)
+        if answer.done:
+            self._end(sequence, "length" if answer.truncated else "stop")
+            return False
+        if len(episode.turns) < episode.opening.max_turns:
+            tokens = self._template.between(sequence.tokens[-1], messages_of(answer))
+            if len(sequence.tokens) + len(tokens) < episode.max_tokens:
+                _append(sequence, tokens)
+                episode.turn_start = len(sequence.tokens)
+                _limit_turn(sequence, episode)
+                return True
+        self._release(sequence)
+        self._end(sequence, "length")
+        return False
+
+    def _end(self, sequence: TokenSequence, reason: FinishReason, error: str | None = None) -> None:
+        sequence.finish_reason, sequence.error = reason, error
+        self._ended.append(sequence)
+
+    def _release(self, sequence: TokenSequence) -> None:
+        if sequence.episode is not None:
+            self._pool.release(_key(sequence))
+
+
+def make_player(
+    config: RunConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase, environments: EpisodePool | None
+) -> Engine:
+    """``engine`` itself, or around it one that plays with ``environments``.
+
+    Raises:
+        DataError: What the chat template puts between two turns cannot be known.
+    """
+    if environments is None:
+        return engine
+    template = TurnTemplate(tokenizer, config.data)
+    return EpisodeEngine(engine, environments, template, tokenizer, reply_delay=config.generator.reply_delay)
+
+
+def _key(sequence: TokenSequence) -> Key:
+    return sequence.prompt_index, sequence.sample_index
+
+
+def _limit_turn(sequence: TokenSequence, episode: Episode) -> None:
+    """Have the engine end the sequence where its turn ends."""
+    if sequence.params.max_new_tokens != episode.turn_end:
+        sequence.params = replace(sequence.params, max_new_tokens=episode.turn_end)
+
+
+def _append(sequence: TokenSequence, tokens: Sequence[int]) -> None:
+    """Tokens that the policy did not write."""
+    sequence.tokens += tokens
+    sequence.logprobs += [math.nan] * len(tokens)
+    sequence.raw_logprobs += [math.nan] * len(tokens)
+    sequence.policy_versions += [-1] * len(tokens)
+    sequence.loss_mask += [False] * len(tokens)

@@ -1,0 +1,213 @@
+"""What a worker does that holds environments: keep the live one of each episode, or play it again where there is none.
+
+    ask (episode, item, seed, replies) ──live and at the last reply but one?──yes──▶ step(last reply) ──▶ Step
+                                                     └─no─▶ reset, step through the replies before ──▲
+
+What an environment says when it is played again must be what it said the first time: where it is not, the sample is failed
+with both, since the tokens that the policy has seen would be of another episode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+from llamarl.environments.config import TaskConfig, TaskSection
+from llamarl.environments.episode import Environment, Observation, Step
+from llamarl.environments.episodes import Ask, digest_of
+from llamarl.environments.functions import NotANumber
+from llamarl.errors import DataError
+from llamarl.import_path import import_user, is_import_path
+
+__all__ = ["DoesNotRepeat", "Player", "environment_maker", "plain_observation", "plain_step"]
+
+_MAX_CHARACTERS = 1 << 20
+"""Of one answer: more is no text for a policy, but an environment that has lost itself."""
+
+
+class DoesNotRepeat(RuntimeError):
+    """An environment answered the same replies otherwise than before."""
+
+
+def environment_maker(config: TaskConfig) -> Callable[[], Environment]:
+    """What makes the environment of a task, anew for each episode.
+
+    Raises:
+        DataError: There is no such environment.
+    """
+    name, options = config.environment, dict(config.environment_options)
+    if not is_import_path(name):
+        raise DataError.at(
+            "task.environment", f"{name!r} is unknown: give package.module:Class or path/to/file.py:Class"
+        )
+    make = import_user(name, "task.environment")
+    missing = [method for method in ("reset", "step", "close") if isinstance(make, type) and not hasattr(make, method)]
+    if missing:
+        raise DataError.at(
+            "task.environment",
+            f"{name!r}: an environment has reset, step and close (llamarl.environments.episode.Environment), "
+            f"{getattr(make, '__name__', make)} lacks {', '.join(missing)}",
+        )
+    return lambda: cast(Environment, make(**options))
+
+
+@dataclasses.dataclass(slots=True)
+class _Live:
+    environment: Environment
+    num_replies: int
+
+
+class Player:
+    """Answers asks. Several episodes are live at once, one is asked at a time."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        tasks = config.tasks if isinstance(config, TaskSection) and config.mixture else {"": config}
+        self._makers = {label: environment_maker(task) for label, task in tasks.items() if task.environment}
+        self._live: dict[tuple[Any, ...], _Live] = {}
+
+    def answer(self, request: Any) -> dict[str, Any]:
+        """The reply to (ask, keys of episodes that are no more asked about)."""
+        ask, released = request
+        for key in released:
+            self._close(key)
+        if not ask.replies:
+            return {"kind": "answer", "answer": {"observation": plain_observation(self._open(ask))}}
+        live = self._live.get(ask.key)
+        if live is None or live.num_replies != len(ask.replies) - 1:
+            self._close(ask.key)
+            live = self._play_again(ask)
+        try:
+            step = _checked_step(live.environment.step(ask.replies[-1]))
+        except BaseException:
+            self._close(ask.key)
+            raise
+        live.num_replies += 1
+        if step.done:
+            self._close(ask.key)
+        return {"kind": "answer", "answer": {"step": plain_step(step)}}
+
+    def failed(self, request: Any, failure: dict[str, Any]) -> dict[str, Any]:
+        """The reply where the environment raised."""
+        return {"kind": "answer", "answer": failure}
+
+    def _open(self, ask: Ask) -> Observation:
+        """Begin an episode, only to see how it begins."""
+        environment = self._make(ask)
+        try:
+            return _checked_observation(environment.reset(ask.play.item, ask.play.seed))
+        finally:
+            _close_quietly(environment)
+
+    def _play_again(self, ask: Ask) -> _Live:
+        """A new environment that has heard all replies but the last."""
+        live = self._live[ask.key] = _Live(self._make(ask), 0)
+        try:
+            first = _checked_observation(live.environment.reset(ask.play.item, ask.play.seed))
+            if ask.play.digest and digest_of(first) != ask.play.digest:
+                raise DoesNotRepeat(f"reset(item, seed={ask.play.seed}) now gives another observation: {first!s:.300}")
+            for number, reply in enumerate(ask.replies[:-1]):
+                step = _checked_step(live.environment.step(reply))
+                live.num_replies += 1
+                if digest_of(step) != ask.digests[number]:
+                    raise DoesNotRepeat(
+                        f"turn {number + 1} was answered otherwise when it was played again: {step!s:.300}"
+                    )
+        except BaseException:
+            self._close(ask.key)
+            raise
+        return live
+
+    def _make(self, ask: Ask) -> Environment:
+        maker = self._makers.get(ask.play.task) or self._makers[""]
+        return maker()
+
+    def _close(self, key: tuple[Any, ...]) -> None:
+        live = self._live.pop(key, None)
+        if live is not None:
+            _close_quietly(live.environment)
+
+
+def _close_quietly(environment: Environment) -> None:
+    """Close; what that raises is printed, and fails nothing, since every answer has been had."""
+    try:
+        environment.close()
+    except Exception:  # the user's code may raise anything
+        traceback.print_exc()
+
+
+def _checked_observation(value: object) -> Observation:
+    if not isinstance(value, Observation):
+        raise TypeError(f"reset returned {type(value).__name__}, expected llamarl's Observation")
+    return dataclasses.replace(value, **_checked_words(value), tools=_plain(tuple(value.tools)))
+
+
+def _checked_step(value: object) -> Step:
+    if not isinstance(value, Step):
+        raise TypeError(f"step returned {type(value).__name__}, expected llamarl's Step")
+    return dataclasses.replace(
+        value,
+        **_checked_words(value),
+        reward=_finite("reward", value.reward),
+        done=bool(value.done) or bool(value.truncated),
+        truncated=bool(value.truncated),
+        parts={str(name): _finite(f"part {name!r}", number) for name, number in value.parts.items()},
+    )
+
+
+def _checked_words(said: Observation | Step) -> dict[str, Any]:
+    messages = tuple(said.messages)
+    for message in messages:
+        if not isinstance(message, Mapping) or message.get("role") not in ("user", "tool", "system"):
+            raise TypeError(f"message {message!s:.200}: its role must be user, tool or system")
+    if messages and said.text:
+        raise ValueError("text and messages are both given: give one of them")
+    total = len(said.text) + sum(len(str(message)) for message in messages)
+    if total > _MAX_CHARACTERS:
+        raise ValueError(f"an answer of {total} characters, the limit is {_MAX_CHARACTERS}")
+    return {"text": _plain(str(said.text)), "messages": _plain(messages)}
+
+
+def _plain(value: Any) -> Any:
+    """The same in plain JSON values, whose text can be written as UTF-8; sequences are tuples of the outermost level."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {_plain(str(key)): _inner(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_inner(item) for item in value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise TypeError(f"{type(value).__name__} {value!s:.80} is no plain JSON value")
+
+
+def _inner(value: Any) -> Any:
+    if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+        return [_inner(item) for item in value]
+    return _plain(value)
+
+
+def _finite(what: str, value: object) -> float:
+    if not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
+        raise NotANumber(f"{what} of a turn is {type(value).__name__} {value!s:.80}, expected a finite number")
+    return float(value)
+
+
+def plain_observation(said: Observation) -> dict[str, Any]:
+    """As it stands in a reply."""
+    return {"text": said.text, "messages": list(said.messages), "tools": list(said.tools)}
+
+
+def plain_step(said: Step) -> dict[str, Any]:
+    """As it stands in a reply."""
+    return {
+        "text": said.text,
+        "messages": list(said.messages),
+        "reward": said.reward,
+        "done": said.done,
+        "truncated": said.truncated,
+        "parts": dict(said.parts),
+    }

@@ -1,0 +1,166 @@
+"""An episode in the making, as plain values: whatever is live can be lost and is made again from them. Pure.
+
+    state of an environment  =  (factory, item, seed, replies so far)
+    state of an episode      =  that, the tokens, and for a reply that is on its way: engine steps until it joins
+
+So an episode may lie in a checkpoint with a turn half written or half answered, and goes on to the same bits elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from llamarl.data.items import TaskItem
+from llamarl.environments.episode import Message, Observation, Step
+from llamarl.types import Opening, Prompt, Score, Turn
+
+__all__ = [
+    "Ask",
+    "Episode",
+    "Play",
+    "answer_turn",
+    "begin_episode",
+    "digest_of",
+    "episode_item",
+    "episode_score",
+    "load_episode",
+    "messages_of",
+    "save_episode",
+    "words_of",
+]
+
+PlayKey = tuple[int, int]
+"""Prompt index and sample index: one episode of a run."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Episode:
+    """What a sequence knows of its episode. ``turns`` ends with the one that is being answered, while ``due_in`` is set."""
+
+    task: str
+    """The prompt's: which environment, where there are several."""
+    item: TaskItem
+    opening: Opening
+    max_tokens: int
+    """After the prompt, the environment's among them."""
+    turns: list[Turn] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    """Of the environment's answers, one a turn that is answered."""
+    turn_start: int = 0
+    """First token, after the prompt, of the turn that is being written."""
+    due_in: int | None = None
+    """Engine steps until the reply to the last turn joins; None while the policy writes."""
+    failure: str = ""
+    """Why it has no outcome."""
+
+    @property
+    def turn_end(self) -> int:
+        """Tokens after the prompt at which the present turn is cut."""
+        limit = self.opening.max_turn_tokens
+        return min(self.max_tokens, self.turn_start + limit) if limit else self.max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """Which episode an environment plays: all that it is a function of, but the replies."""
+
+    task: str
+    item: TaskItem
+    seed: int
+    digest: str = ""
+    """Of its first observation, where that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A question to an environment: begin (``replies`` empty), or answer the last of ``replies``."""
+
+    key: tuple[Any, ...]
+    """Of the episode: who holds the live one knows it by this."""
+    play: Play
+    replies: tuple[str, ...] = ()
+    digests: tuple[str, ...] = ()
+    """Of the answers to all replies but the last: an environment that is played again must give them again."""
+
+
+def episode_item(prompt: Prompt) -> TaskItem:
+    """The item that a prompt was made of, as its environment is given it."""
+    assert prompt.opening is not None, f"prompt {prompt.index} has no environment"
+    metadata = dict(prompt.metadata)
+    messages = metadata.pop("messages", None)
+    return TaskItem(
+        question=prompt.question,
+        answer=prompt.answer,
+        metadata=metadata,
+        messages=None if messages is None else tuple(messages),
+    )
+
+
+def begin_episode(prompt: Prompt, max_tokens: int) -> Episode | None:
+    """A sample's episode, before its first token; None where the policy answers once."""
+    if prompt.opening is None:
+        return None
+    return Episode(
+        task=prompt.task,
+        item=episode_item(prompt),
+        opening=prompt.opening,
+        max_tokens=max_tokens,
+        failure=prompt.opening.failure,
+    )
+
+
+def answer_turn(episode: Episode, step: Step) -> None:
+    """Write the environment's answer into the last turn."""
+    episode.turns[-1] = dataclasses.replace(
+        episode.turns[-1], reward=step.reward, parts=dict(step.parts), observation=words_of(step)
+    )
+    episode.digests.append(digest_of(step))
+
+
+def episode_score(turns: Sequence[Turn]) -> Score:
+    """The reward of a whole episode: the sum of its turns', part by part."""
+    parts: dict[str, float] = {}
+    for turn in turns:
+        for name, value in turn.parts.items():
+            parts[name] = parts.get(name, 0.0) + value
+    return Score(value=float(sum(turn.reward for turn in turns)), parts=parts)
+
+
+def messages_of(said: Observation | Step) -> tuple[Message, ...]:
+    """What was said, as a conversation."""
+    return said.messages or ({"role": "user", "content": said.text},)
+
+
+def words_of(said: Observation | Step) -> str:
+    """What was said, for people."""
+    return "\n".join(str(message.get("content", "")) for message in said.messages) if said.messages else said.text
+
+
+def digest_of(said: Observation | Step) -> str:
+    """64 bits over everything that was said."""
+    plain = json.dumps(dataclasses.asdict(said), sort_keys=True, default=list)
+    return xxhash.xxh3_64_hexdigest(plain.encode("utf-8", "surrogatepass"))
+
+
+def save_episode(episode: Episode) -> dict[str, Any]:
+    """What ``begin_episode`` does not know, as JSON values."""
+    return {
+        "turns": [dataclasses.asdict(turn) for turn in episode.turns],
+        "digests": list(episode.digests),
+        "turn_start": episode.turn_start,
+        "due_in": episode.due_in,
+        "failure": episode.failure,
+    }
+
+
+def load_episode(episode: Episode, saved: Mapping[str, Any]) -> None:
+    """Put back what ``save_episode`` gave, into a new episode of the same prompt."""
+    episode.turns = [Turn(**turn) for turn in saved["turns"]]
+    episode.digests = list(saved["digests"])
+    episode.turn_start, episode.due_in, episode.failure = saved["turn_start"], saved["due_in"], saved["failure"]
