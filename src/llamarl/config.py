@@ -143,13 +143,13 @@ class RunConfig:
         named = {
             "task.reward": self.task.reward,
             "task.name": self.task.name if self.task.by_import_path else "",
-            "task.environment": self.task.environment,
+            "task.environment": self.task.own_environment,
             "algorithm.name": self.algorithm.name,
             "algorithm.advantage": self.algorithm.advantage,
             "generator.engine.name": self.generator.engine.name,
             **{f"task.rewards.{part.part}": part.function for part in self.task.rewards},
             **{f"task.mixture.{label}.name": t.name for label, t in self.task.tasks.items() if t.by_import_path},
-            **{f"task.mixture.{label}.environment": task.environment for label, task in self.task.tasks.items()},
+            **{f"task.mixture.{label}.environment": task.own_environment for label, task in self.task.tasks.items()},
             **{
                 f"task.mixture.{label}.reward.{part.part}": part.function
                 for label, task in self.task.tasks.items()

@@ -12,13 +12,16 @@ from pydantic.dataclasses import dataclass
 from llamarl.errors import Mistake
 from llamarl.strict import NO_BITS, STRICT, ListOf, refuse
 
-__all__ = ["BUILT_IN", "MixedTask", "RewardPart", "RewardPoolConfig", "TaskConfig", "TaskSection"]
+__all__ = ["ADAPTER_NAMES", "BUILT_IN", "MixedTask", "RewardPart", "RewardPoolConfig", "TaskConfig", "TaskSection"]
 
 BUILT_IN = ("steps", "reasoning_gym", "math", "function", "gsm8k", "countdown", "code", "episodes", "mixture")
 """Kinds of tasks that come with this package; another is named by its import path."""
 
 _OF_DATA = ("math", "function", "gsm8k", "code")
 """Kinds whose questions are in files or tables."""
+
+ADAPTER_NAMES = ("reasoning_gym", "gymnasium", "textarena", "gem", "skyrl_gym", "openenv")
+"""What stands before the colon of an environment that is another library's, and no module of the user's."""
 
 _LEAST_MEMORY_MB = 256
 """Below this a worker does not come to judge: its interpreter and libraries take most of it."""
@@ -184,6 +187,12 @@ class TaskConfig:
         """Whether ``name`` is where a task of the user's own is imported from."""
         module, _, name = self.name.rpartition(":")
         return bool(module and name) and self.name.partition(":")[0] not in BUILT_IN
+
+    @property
+    def own_environment(self) -> str:
+        """Import path of an environment of the user's own; empty where it is none."""
+        kind, _, attribute = self.environment.rpartition(":")
+        return self.environment if kind and attribute and kind.partition(":")[0] not in ADAPTER_NAMES else ""
 
     def _mistakes(self) -> Iterator[Mistake]:
         kind = self.name.partition(":")[0]

@@ -10,20 +10,20 @@ with both, since the tokens that the policy has seen would be of another episode
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from llamarl.environments.config import TaskConfig, TaskSection
 from llamarl.environments.episode import Environment, Observation, Step
 from llamarl.environments.episodes import Ask, digest_of
 from llamarl.environments.functions import NotANumber
-from llamarl.errors import DataError
-from llamarl.import_path import import_user, is_import_path
+from llamarl.environments.registry import make_environment
 
-__all__ = ["DoesNotRepeat", "Player", "environment_maker", "plain_observation", "plain_step"]
+__all__ = ["DoesNotRepeat", "Player", "plain_observation", "plain_step"]
 
 _MAX_CHARACTERS = 1 << 20
 """Of one answer: more is no text for a policy, but an environment that has lost itself."""
@@ -31,28 +31,6 @@ _MAX_CHARACTERS = 1 << 20
 
 class DoesNotRepeat(RuntimeError):
     """An environment answered the same replies otherwise than before."""
-
-
-def environment_maker(config: TaskConfig) -> Callable[[], Environment]:
-    """What makes the environment of a task, anew for each episode.
-
-    Raises:
-        DataError: There is no such environment.
-    """
-    name, options = config.environment, dict(config.environment_options)
-    if not is_import_path(name):
-        raise DataError.at(
-            "task.environment", f"{name!r} is unknown: give package.module:Class or path/to/file.py:Class"
-        )
-    make = import_user(name, "task.environment")
-    missing = [method for method in ("reset", "step", "close") if isinstance(make, type) and not hasattr(make, method)]
-    if missing:
-        raise DataError.at(
-            "task.environment",
-            f"{name!r}: an environment has reset, step and close (llamarl.environments.episode.Environment), "
-            f"{getattr(make, '__name__', make)} lacks {', '.join(missing)}",
-        )
-    return lambda: cast(Environment, make(**options))
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,7 +44,13 @@ class Player:
 
     def __init__(self, config: TaskConfig) -> None:
         tasks = config.tasks if isinstance(config, TaskSection) and config.mixture else {"": config}
-        self._makers = {label: environment_maker(task) for label, task in tasks.items() if task.environment}
+        self._makers = {
+            label: functools.partial(make_environment, task.environment, task.environment_options)
+            for label, task in tasks.items()
+            if task.environment
+        }
+        for make in self._makers.values():  # a wrong name or option is found before the run starts
+            _close_quietly(make())
         self._live: dict[tuple[Any, ...], _Live] = {}
 
     def answer(self, request: Any) -> dict[str, Any]:
@@ -122,8 +106,7 @@ class Player:
         return live
 
     def _make(self, ask: Ask) -> Environment:
-        maker = self._makers.get(ask.play.task) or self._makers[""]
-        return maker()
+        return self._makers[ask.play.task if ask.play.task in self._makers else ""]()
 
     def _close(self, key: tuple[Any, ...]) -> None:
         live = self._live.pop(key, None)

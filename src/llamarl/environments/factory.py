@@ -11,7 +11,7 @@ from llamarl.environments.base import Task
 from llamarl.environments.config import TaskConfig, TaskSection
 from llamarl.environments.patches import refuse_patches
 from llamarl.errors import DataError, Mistake
-from llamarl.import_path import check, is_import_path
+from llamarl.import_path import check
 
 __all__ = ["PRESETS", "make_task", "task_mistakes", "with_preset"]
 
@@ -63,9 +63,11 @@ def task_mistakes(config: TaskConfig, seed: int) -> Iterator[Mistake]:
             questions.num_items("train")  # a table is opened when it is first asked
     except DataError as error:
         yield from error.mistakes
-    if is_import_path(config.environment):
+    if config.environment:
+        from llamarl.environments.registry import check_environment
+
         try:
-            check(config.environment, "task.environment")
+            check_environment(config.environment, config.environment_options)
         except DataError as error:
             yield from error.mistakes
     for part in config.judges:

@@ -104,7 +104,13 @@ def test_a_branch_stays_the_commit_that_it_was_when_the_run_began_and_tables_kee
 
 def test_what_a_run_saves_of_itself_is_its_whole_configuration() -> None:
     """A refusal can name only what the checkpoint's manifest holds."""
-    tables = {"task.options", "task.columns", "generator.engine.options", "executors"}  # empty by default
+    tables = {
+        "task.options",
+        "task.columns",
+        "task.environment_options",
+        "generator.engine.options",
+        "executors",
+    }  # empty by default
     flat = key_effects().keys() - tables
 
     def held(config: Any, prefix: str = "") -> set[str]:

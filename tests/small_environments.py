@@ -1,0 +1,93 @@
+"""Environments for tests, named by path: ``tests/small_environments.py:Ledgers``. They know the bundled model's characters."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from llamarl.data.items import TaskItem
+from llamarl.environments.episode import Observation, Step
+
+__all__ = ["Awkward", "Ledgers"]
+
+
+class Ledgers:
+    """A sum a turn; what is asked next depends on the seed, on the number of the turn, and on every reply so far."""
+
+    def __init__(self, turns: int = 3, delay_s: float = 0.0, delays: str = "") -> None:
+        self.turns = turns
+        self.delay_s = delay_s
+        self.delays = random.Random(delays) if delays else None
+
+    def reset(self, item: TaskItem, seed: int) -> Observation:
+        self.random, self.heard = random.Random(seed), 0
+        return Observation(text=f"a{self.random.randint(1, 9)} b{self.random.randint(1, 9)} =\n")
+
+    def step(self, reply: str) -> Step:
+        time.sleep(self.delay_s if self.delays is None else self.delays.uniform(0, self.delay_s))
+        self.heard += 1
+        self.random = random.Random(f"{self.random.random()} {reply}")
+        closed = float("#" in reply)
+        return Step(
+            text=" ".join(f"{name}{self.random.randint(1, 9)}" for name in "abcd"[: 1 + self.heard]) + " =",
+            reward=closed + self.random.randint(0, 3) / 4,
+            parts={"closed": closed},
+            done=self.heard >= self.turns,
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class Awkward:
+    """Does what the item's metadata says under the number of the turn: 0 is ``reset``. ``log`` hears of every call."""
+
+    def __init__(self, log: str = "") -> None:
+        self.log = Path(log) if log else None
+
+    def reset(self, item: TaskItem, seed: int) -> Observation:
+        self.plan: Mapping[str, str] = item.metadata
+        self.seed, self.heard = seed, 0
+        self._do("0")
+        return Observation(text=f"begin {seed}")
+
+    def step(self, reply: str) -> Step:
+        self.heard += 1
+        self._do(str(self.heard))
+        return Step(text=f"{self.heard} {reply}", reward=0.5, done=reply == "stop")
+
+    def close(self) -> None:
+        self._tell("close")
+
+    def _do(self, turn: str) -> None:
+        self._tell(turn)
+        match self.plan.get(turn, ""):
+            case "raise":
+                raise KeyError("no such thing")
+            case "hang":
+                time.sleep(3600)
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "die once" if not self._died_before():
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "drift":
+                self.heard += int(time.monotonic_ns() % 1000)
+            case "exit":
+                raise SystemExit(3)
+
+    def _died_before(self) -> bool:
+        assert self.log is not None
+        mark = self.log.with_suffix(".died")
+        if mark.exists():
+            return True
+        mark.write_text("once")
+        return False
+
+    def _tell(self, what: str) -> None:
+        if self.log is not None:
+            with open(self.log, "a") as file:
+                file.write(f"{os.getpid()} {what}\n")
