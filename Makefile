@@ -4,8 +4,9 @@ BIN := $(VENV)/bin
 RECIPE ?= recipes/tiny.toml
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
+ENVIRONMENTS_VENV ?= .venv-environments
 
-.PHONY: train test test-wheel test-browser test-vllm check install clean
+.PHONY: train test test-wheel test-browser test-vllm test-environments check install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
@@ -22,6 +23,9 @@ test-browser: install  ## every view of llamarl report in Chromium (Debian: apt-
 
 test-vllm: $(VLLM_VENV)/.installed  ## the vLLM engine on vLLM's CPU build, in an environment of its own (4 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm
+
+test-environments: $(ENVIRONMENTS_VENV)/.installed  ## the adapters on openenv-core and textarena, in an environment of their own
+	$(ENVIRONMENTS_VENV)/bin/python -m pytest tests/with_environments
 
 check: install  ## formatter, linter, type checker
 	$(BIN)/ruff format --check src tests benchmarks examples scripts
@@ -40,5 +44,12 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt -e .
 	touch $@
 
+$(ENVIRONMENTS_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ENVIRONMENTS_VENV)
+	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openenv-core==0.3.0 textarena==0.7.4 \
+		pytest pytest-timeout hypothesis
+	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) runs .pytest_cache .mypy_cache .ruff_cache

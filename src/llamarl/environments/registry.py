@@ -25,6 +25,7 @@ from llamarl.import_path import check, import_user, is_import_path
 __all__ = ["ADAPTERS", "BUILT_IN", "adapt", "check_environment", "make_environment"]
 
 _GAMES = "llamarl.environments.games"
+_ADAPTERS = "llamarl.environments.adapters"
 
 BUILT_IN: Mapping[str, str] = {
     "frozen_lake": f"{_GAMES}.frozen_lake:FrozenLake",
@@ -39,6 +40,9 @@ BUILT_IN: Mapping[str, str] = {
 
 ADAPTERS: Mapping[str, tuple[str, str]] = {
     "reasoning_gym": ("reasoning_gym:DATASET", f"{_GAMES}.second_try:SecondTry"),
+    "gymnasium": ("gymnasium:ID", f"{_ADAPTERS}.gymnasium:GymnasiumEnvironment"),
+    "textarena": ("textarena:ID", f"{_ADAPTERS}.strings:textarena"),
+    "openenv": ("openenv:ws://HOST:PORT/ws", f"{_ADAPTERS}.openenv:OpenEnv"),
 }
 """Name before the colon -> how it is written, and what is made of it: a callable of the words behind the colon and options."""
 
@@ -95,21 +99,25 @@ def adapt(make: Callable[..., Any], options: Mapping[str, Any]) -> Environment:
     Raises:
         TypeError: It has none of these shapes.
     """
+    from llamarl.environments.adapters.strings import string_shape
     from llamarl.environments.adapters.trl import TrlEnvironment, is_trl_shape
 
     if isinstance(make, type) and is_trl_shape(make):
         own, ours = _split_options(options, TrlEnvironment)
         return TrlEnvironment(functools.partial(make, **own), **ours)
     made = make(**options)
-    if not callable(getattr(made, "step", None)) and is_trl_shape(made):
-        return TrlEnvironment(functools.partial(make, **options))
-    if not callable(getattr(made, "step", None)):
-        raise TypeError(f"{type(made).__name__} has no step(reply), and no reset(**row) with methods as tools")
-    if not _takes_item(made):
-        raise TypeError(f"{type(made).__name__}.reset must take (item, seed)")
-    if not callable(getattr(made, "close", None)):
-        raise TypeError(f"{type(made).__name__} has no close()")
-    return cast(Environment, made)
+    if isinstance(made, type) or not callable(getattr(made, "step", None)):
+        if is_trl_shape(made):
+            return TrlEnvironment(functools.partial(make, **options))
+        raise TypeError(f"{_title(make)} has no step(reply), and no reset(**row) with methods as tools")
+    if _takes_item(made):
+        if not callable(getattr(made, "close", None)):
+            raise TypeError(f"{_title(make)} has no close()")
+        return cast(Environment, made)
+    shape = string_shape(made)
+    if shape is None:
+        raise TypeError(f"{_title(make)} has no reset(item, seed)")
+    return shape(functools.partial(make, **options))
 
 
 def _factory(name: str) -> Callable[..., Environment]:
@@ -143,7 +151,7 @@ def _load(path: str) -> Callable[..., Any]:
 def _refuse_unknown(name: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Options of built-in environments are known by name and type; those of the user's class are its own."""
     inner = factory.func if isinstance(factory, functools.partial) else factory
-    if not isinstance(inner, type):
+    if getattr(inner, "__module__", "").partition(".")[0] != "llamarl" or inner.__name__ == "<lambda>":
         return
     signature = inspect.signature(factory)
     bound = set(factory.keywords) if isinstance(factory, functools.partial) else set()
@@ -168,6 +176,10 @@ def _refuse_unknown(name: str, factory: Callable[..., Any], options: Mapping[str
 def _shown(hint: Any) -> str:
     choices = getattr(hint, "__args__", ())
     return " or ".join(map(repr, choices)) if choices else getattr(hint, "__name__", str(hint))
+
+
+def _title(make: Callable[..., Any]) -> str:
+    return getattr(make, "__name__", type(make).__name__)
 
 
 def _takes_item(made: object) -> bool:

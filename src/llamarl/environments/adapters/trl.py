@@ -6,7 +6,7 @@
         def get_reward(self) -> float: ...               optional; else the attribute ``reward``; else the answer is judged as mathematics
 
 As in TRL, what a tool raises is shown to the policy. Unlike there, each episode gets an instance of its own, so that nothing
-of an earlier episode can reach into it.
+of an earlier episode can reach into it, and finds its own state of Python's and numpy's global generators.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llamarl.data.items import TaskItem
+from llamarl.environments.adapters.randomness import OwnRandomness
 from llamarl.environments.episode import Observation, Step
 from llamarl.environments.math import judge_answer
 from llamarl.environments.tool_schemas import Tool, tools_of
@@ -60,6 +61,7 @@ class TrlEnvironment(ToolEnvironment):
         self._make = make
         self._instance: Any = make()
         self._used = False
+        self._own = OwnRandomness()
         self._tools = tools_of(self._instance, leave_out=_NO_TOOLS)
         self._item = TaskItem(question="")
 
@@ -68,12 +70,14 @@ class TrlEnvironment(ToolEnvironment):
         return self._tools
 
     def begin(self, item: TaskItem, seed: int) -> Observation:
-        if self._used:
-            self._end_instance()
-            self._instance = self._make()
-            self._tools = tools_of(self._instance, leave_out=_NO_TOOLS)
-        self._used, self._item = True, item
-        said = waited_for(self._instance.reset(**_fitting(self._instance.reset, _row(item, seed))))
+        self._own = OwnRandomness(seed)
+        with self._own:
+            if self._used:
+                self._end_instance()
+                self._instance = self._make()
+                self._tools = tools_of(self._instance, leave_out=_NO_TOOLS)
+            self._used, self._item = True, item
+            said = waited_for(self._instance.reset(**_fitting(self._instance.reset, _row(item, seed))))
         if said is not None and not isinstance(said, str):
             raise TypeError(f"{type(self._instance).__name__}.reset returned {said!r:.80}, expected a text or None")
         said = said or ""
@@ -81,6 +85,11 @@ class TrlEnvironment(ToolEnvironment):
             return Observation(text=f"{item.question}{said}")
         *before, last = item.messages
         return Observation(messages=(*before, {**last, "content": f"{last['content']}{said}"}))
+
+    def step(self, reply: str) -> Step:
+        """Run a reply's calls, or judge it."""
+        with self._own:
+            return super().step(reply)
 
     def finish(self, reply: str) -> Step:
         return self._judged(reply)
