@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llamarl.cli import doctor_environment
+
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
     from llamarl.executors.mismatch import Mismatch
@@ -25,6 +27,7 @@ __all__ = ["add_parser", "run"]
 _DESCRIPTION = """\
   llamarl doctor                                          can a run start on this machine?
   llamarl doctor MODEL --engine native --precision int8   is this generator close enough to the trainer?
+  llamarl doctor --env frozen_lake --options size=3       does this environment repeat?
 
 Without MODEL: tries what a run needs: libraries, processes, shared memory, the bundled model, CUDA. Prints one line each:
 "ok", "no" (with the fix) or "--" (optional and absent). Exit code 0 if a run can start here.
@@ -38,7 +41,11 @@ the same weights. Whatever differs is arithmetic: precision, quantization, kerne
   effective     what the weighted tokens are worth, as a share of their number
 
 and whether AIPO at this rho can learn from it, and what to change if not. Exit code 0 if it is safe, 1 if not. A run folder
-brings its own engine, precision, sampling and rho; flags change them."""
+brings its own engine, precision, sampling and rho; flags change them.
+
+With --env: plays episodes of an environment with made-up replies, plays the same replies again in another process, and compares
+every byte of what it said, its rewards included. A run that resumes inside an episode rests on that. Prints one episode. Exit
+code 0 if it repeats, 1 if not, with the first place that differs."""
 
 _PROMPTS = (
     "The capital of France is",
@@ -81,7 +88,8 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     compare.add_argument(
         "--device", default="auto", help="cpu, cuda, or auto for CUDA where there is one (default auto)"
     )
-    compare.add_argument("--seed", type=int, default=0, help="same seed, same tokens (default 0)")
+    compare.add_argument("--seed", type=int, default=0, help="same seed, same tokens or episodes (default 0)")
+    doctor_environment.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--list", action="store_true", help="print the built-in names, and how to bring your own; tries nothing"
@@ -93,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print(_names())
         return 0
+    if args.env is not None:
+        return doctor_environment.examine(args)
     if args.model is not None:
         return _compare(args)
     checks: list[tuple[str, bool, Callable[[], str]]] = [
@@ -276,12 +286,19 @@ def _names() -> str:
     from llamarl.algorithms.config import ADVANTAGE_NAMES, LOSS_NAMES, PRESETS
     from llamarl.engine.config import ENGINE_NAMES
     from llamarl.environments.config import BUILT_IN
+    from llamarl.environments.registry import ADAPTERS
+    from llamarl.environments.registry import BUILT_IN as ENVIRONMENTS
     from llamarl.roles import ROLES
 
     rows = {
         "losses": ("algorithm.name", (*LOSS_NAMES, *PRESETS), "my_losses.py:function (docs/algorithms/README.md)"),
         "advantages": ("algorithm.advantage", ADVANTAGE_NAMES, "my_losses.py:function (docs/algorithms/README.md)"),
         "tasks": ("task.name", tuple(BUILT_IN), "my_task.py:Task (docs/environments.md)"),
+        "environments": (
+            "task.environment",
+            (*ENVIRONMENTS, *(written for written, _ in ADAPTERS.values())),
+            "my_game.py:Class (docs/environments.md)",
+        ),
         "rewards": ("task.reward", (), "my_rewards.py:function (docs/environments.md)"),
         "executors": ("[executors.NAME] factory", tuple(ROLES), "my_executors.py:Class (docs/executors.md)"),
         "engines": ("generator.engine.name", ENGINE_NAMES, "my_engine.py:Class (docs/engine.md)"),
@@ -292,7 +309,7 @@ def _names() -> str:
         ),
     }
     lines = [
-        f"{what:<11} {key}\n{'':11} built in: {', '.join(names) or 'none'}\n{'':11} your own: {own}"
+        f"{what:<12} {key}\n{'':12} built in: {', '.join(names) or 'none'}\n{'':12} your own: {own}"
         for what, (key, names, own) in rows.items()
     ]
     return "\n".join([*lines, "Instead of file.py:name, package.module:name names installed code."])

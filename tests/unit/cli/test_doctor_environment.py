@@ -1,0 +1,188 @@
+"""``llamarl doctor --env``: an environment that repeats, several that do not, and one that breaks."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.cli.main import main
+from llamarl.environments.play_twice import Difference, first_difference, play, random_reply
+from llamarl.environments.tool_calls import Call, read_calls
+
+SHAKY = '''
+import random, time
+from llamarl.environments.episode import Observation, Step
+
+class Base:
+    left_over = 0
+    def reset(self, item, seed):
+        self.rng, self.turn = random.Random(seed), 0
+        return Observation(text=f"go {self.first()}")
+    def first(self):
+        return "on"
+    def more(self):
+        return str(self.rng.random())
+    def step(self, reply):
+        self.turn += 1
+        return Step(text=self.more(), reward=0.5, done=self.turn == 3)
+    def close(self):
+        pass
+
+class Good(Base): ...
+
+class Global(Base):
+    def more(self):
+        return str(random.random())
+
+class Clock(Base):
+    def first(self):
+        return str(time.time_ns())
+
+class Leaks(Base):
+    """Counts on from the episode before."""
+    def more(self):
+        self.left_over += 1
+        return str(self.left_over)
+
+class Raises(Base):
+    def step(self, reply):
+        raise KeyError("no such door")
+
+class Speaks(Base):
+    def step(self, reply):
+        return Step(messages=({"role": "assistant", "content": "me"},))
+
+class Nan(Base):
+    def step(self, reply):
+        return Step(reward=float("nan"))
+
+class Dies(Base):
+    def step(self, reply):
+        import os
+        os._exit(7)
+
+class Hangs(Base):
+    def step(self, reply):
+        time.sleep(100)
+'''
+
+
+@pytest.fixture
+def shaky(tmp_path: Path) -> str:
+    file = tmp_path / "shaky.py"
+    file.write_text(SHAKY)
+    return str(file)
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    status = main(["doctor", *flags])
+    return status, capsys.readouterr().out
+
+
+def test_a_game_that_repeats_is_shown_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = doctor(
+        capsys, "--env", "frozen_lake", "--options", "size=3", "style=compact", "holes=1", "slip=0.2", "--episodes", "3"
+    )
+    assert status == 0
+    assert (
+        out.startswith("An episode (seed 0):\n\nenvironment  p")
+        and "\npolicy       " in out
+        and "\nthe end      over: reward" in out
+    )
+    assert "repeatable: 3 episodes, " in out and out.rstrip().endswith("the same in two processes")
+
+
+def test_an_environment_of_ones_own_that_repeats_passes(shaky: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = doctor(capsys, "--env", f"{shaky}:Good", "--json")
+    found = json.loads(out)
+    assert status == 0 and found["repeatable"] and (found["episodes"], found["replies"]) == (4, 12)
+
+
+@pytest.mark.parametrize(("name", "where"), [("Global", "reply 1"), ("Clock", "its beginning"), ("Leaks", "reply 1")])
+def test_what_does_not_repeat_is_told_with_its_place(
+    name: str, where: str, shaky: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out = doctor(capsys, "--env", f"{shaky}:{name}")
+    assert status == 1 and f"not repeatable: episode 1 (seed 0) differs at {where}\n" in out
+    assert "first process" in out and "must follow from reset's seed" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Raises", "KeyError: 'no such door'"),
+        ("Speaks", "a message has the role 'assistant'"),
+        ("Nan", "must be finite numbers"),
+        ("Dies", "died (exit status 7)"),
+        ("Hangs", "was not played to its end within 3 s"),
+    ],
+)
+def test_what_breaks_is_told(name: str, why: str, shaky: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = doctor(capsys, "--env", f"{shaky}:{name}", "--timeout", "3")
+    assert status == 1 and "cannot be played" in out and why in out
+
+
+def test_replies_and_the_item_come_from_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "replies.txt"
+    file.write_text("5\nIt is 4.\n")
+    item = '{"question": "2 + 2 =", "answer": "4"}'
+    status, out = doctor(capsys, "--env", "second_try", "--item", item, "--replies", str(file), "--episodes", "1")
+    assert status == 0
+    assert out.split("repeatable")[0] == (
+        "An episode (seed 0):\n\nenvironment  2 + 2 =\npolicy       5\nenvironment  That is not right. Try again.\n"
+        "policy       It is 4.\nreward       0.5\nthe end      over: reward 0.5, moves 2, correct 1, first_try 0\n\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--env", "frozen_lak"], "did you mean 'frozen_lake'?"),
+        (["--env", "frozen_lake", "--options", "size"], "expected KEY=VALUE"),
+        (["--env", "frozen_lake", "--options", "siz=3"], "did you mean 'size'?"),
+        (["--env", "frozen_lake", "--episodes", "0"], "--episodes must be > 0, got 0"),
+        (["--env", "second_try", "--item", "[]"], "must be a JSON object"),
+        (["--env", "frozen_lake", "--replies", "no/such/file"], "no/such/file"),
+    ],
+)
+def test_wrong_flags_are_refused(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *flags]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_list_holds_environments_and_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = doctor(capsys, "--list")
+    assert status == 0
+    for name in (
+        "task.environment",
+        "frozen_lake",
+        "second_try",
+        "gymnasium:ID",
+        "openenv:ws://HOST:PORT/ws",
+        "my_game.py:Class",
+    ):
+        assert name in out
+
+
+def test_the_first_difference_is_the_first() -> None:
+    one: list[list[dict[str, Any]]] = [[{"text": "a"}, {"reply": "b"}], [{"text": "c"}]]
+    assert first_difference(one, one) is None
+    assert first_difference(one, [[{"text": "a"}], [{"text": "d"}]]) == Difference(1, 1, '{"reply": "b"}', "(over)")
+    assert first_difference(one, [one[0], [{"text": "d"}]]) == Difference(2, 0, '{"text": "c"}', '{"text": "d"}')
+
+
+def test_made_up_replies_call_the_tools_that_are_offered() -> None:
+    from llamarl.data.items import TaskItem
+    from llamarl.environments.games.calculator import Calculator
+
+    calls = []
+    for seed in range(5):
+        rng = random.Random(seed)
+        item = TaskItem(question="2+2", answer="4")
+        record = play(Calculator(), item, 0, lambda said, tools, rng=rng: random_reply(rng, said, tools), 6)
+        calls += [call for entry in record[1:] for call in read_calls(entry["reply"], ["calculate"])]
+    assert calls and all(isinstance(call, Call) and set(call.arguments) == {"expression"} for call in calls)
