@@ -297,7 +297,7 @@ def _names() -> str:
         "environments": (
             "task.environment",
             (*ENVIRONMENTS, *(written for written, _ in ADAPTERS.values())),
-            "my_game.py:Class (docs/environments.md)",
+            "my_game.py:Class (docs/turns.md)",
         ),
         "rewards": ("task.reward", (), "my_rewards.py:function (docs/environments.md)"),
         "executors": ("[executors.NAME] factory", tuple(ROLES), "my_executors.py:Class (docs/executors.md)"),
