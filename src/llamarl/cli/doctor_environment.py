@@ -50,8 +50,8 @@ def examine(args: argparse.Namespace) -> int:
         first, second = record_twice(question, args.timeout)
     except (TimeoutError, RuntimeError) as error:
         first = second = {"episodes": [], "error": str(error)}
-    error = first["error"] or second["error"]
-    differs = None if error else first_difference(first["episodes"], second["episodes"])
+    broken = first["error"] or second["error"]
+    differs = None if broken else first_difference(first["episodes"], second["episodes"])
     replies = sum(len(episode) - 1 for episode in first["episodes"])
     if args.json:
         found = {
@@ -65,8 +65,8 @@ def examine(args: argparse.Namespace) -> int:
         return 0 if found["repeatable"] else 1
     if first["episodes"]:
         print(_shown(first["episodes"][0], args.seed))
-    if error:
-        print(f"{args.env} cannot be played:\n{error.rstrip()}")
+    if broken:
+        print(f"{args.env} cannot be played:\n{broken.rstrip()}")
         return 1
     if differs is not None:
         where = f"reply {differs.reply}" if differs.reply else "its beginning"
