@@ -57,8 +57,8 @@ def examine(args: argparse.Namespace) -> int:
         found = {
             "environment": args.env,
             "options": options,
-            "repeatable": not error and differs is None,
-            "error": error,
+            "repeatable": not broken and differs is None,
+            "error": broken,
         }
         facts = {"episodes": len(first["episodes"]), "replies": replies, "differs": differs and vars(differs)}
         print(json.dumps({**found, **facts}))
