@@ -31,6 +31,7 @@ from llamarl.executors.config import (
     EvaluationConfig,
     ExecutorConfig,
     GeneratorConfig,
+    JudgeConfig,
     RewardConfig,
     RewardModelConfig,
     judging_mistakes,
@@ -118,6 +119,7 @@ class RunConfig:
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
     dynamic_sampling: DynamicSamplingConfig = Field(default_factory=DynamicSamplingConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -187,6 +189,11 @@ class RunConfig:
     def has_reward_model(self) -> bool:
         """Whether the job has a reward model of its own."""
         return bool(self.reward_model.path)
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether the job has a judge that is a language model."""
+        return self.judge.asked
 
     @property
     def has_critic(self) -> bool:

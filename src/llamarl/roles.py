@@ -5,7 +5,7 @@
         └────────────────────────── weights, delay max_staleness + 1 ◀──────────────────────────────────────┘ │
                                                                           evaluator ◀── eval_weights ──────────┘
 
-With a reward model, ``completions`` pass it before the reward executor (``rated``): the latter adds all verdicts up,
+With a reward model or a judge, ``completions`` pass them before the reward executor (``rated``, ``judged``): the latter adds all verdicts up,
 and what it does with the sum (rollouts, limits on failures, dynamic sampling) needs no second place.
 
 Reference and critic stand one after the other, not side by side: each edge has one producer, a group travels whole with all
@@ -49,7 +49,7 @@ __all__ = [
 _OWN = "executors."
 """Begins the section of an executor of the user's own."""
 
-MODEL_SECTIONS = ("model", "reference", "critic", "reward_model")
+MODEL_SECTIONS = ("model", "reference", "critic", "reward_model", "judge")
 """Sections whose ``path`` names a model: where an executor of the user's own has one in its ``settings``, that is looked up like
 those of the recipe."""
 
@@ -168,6 +168,13 @@ def _scores(config: RunConfig) -> tuple[Use, ...]:
     return ("reward_model",) if config.reward_model.fsdp * config.reward_model.tp > 1 else ()
 
 
+def _judges(config: RunConfig) -> tuple[Use, ...]:
+    """One behind a URL is no model of this job."""
+    if not config.judge.path:
+        return ()
+    return ("vllm",) if config.judge.engine.name == "vllm" else ("generate",)
+
+
 ROLES: Mapping[str, Role] = {
     role.name: role
     for role in (
@@ -202,10 +209,20 @@ ROLES: Mapping[str, Role] = {
             present=lambda config: config.has_reward_model,
         ),
         Role(
+            name="judge",
+            factory="llamarl.executors.judge:JudgeExecutor",
+            does="a language model's verdict on each response",
+            reads=(Reads(channels=("rated", "completions"), kind="gather"),),
+            writes=("judged",),
+            section="judge",
+            model=Model(key="judge.path", uses=_judges, own_tokens=True),
+            present=lambda config: config.has_judge,
+        ),
+        Role(
             name="reward",
             factory="llamarl.executors.reward:RewardExecutor",
             does="judges them in worker processes",
-            reads=(Reads(channels=("rated", "completions"), kind="gather"),),
+            reads=(Reads(channels=("judged", "rated", "completions"), kind="gather"),),
             writes=("scored",),
         ),
         Role(

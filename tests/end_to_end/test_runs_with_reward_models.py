@@ -1,10 +1,14 @@
-"""Runs with reward models: in one process and in several, killed and resumed to the same bits, and never with another model."""
+"""Runs with reward models and judges: in one process and in several, killed and resumed to the same bits, and never with another model."""
 
 from __future__ import annotations
 
 import json
+import random
+import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +136,74 @@ def test_two_reward_models_alone_judge_and_their_shares_add_up(classifier: Path,
     assert refused.returncode != 0
     assert "executors.brief.settings.reward_model.path" in refused.stderr
     assert "holds another model than" in refused.stderr and "\n  - reward_model.path" not in refused.stderr
+
+
+RUBRIC = "'{response} {question}'"  # it answers the question itself
+OF_ENGINE = {
+    "judge.path": "bundled:tiny",
+    "judge.rubric": RUBRIC,
+    "judge.score_pattern": "'([0-9])'",
+    "judge.score_range": "[0.0, 9.0]",
+    "judge.max_new_tokens": 40,
+    "judge.threads": 1,
+    "judge.weight": 0.5,
+}
+
+
+def test_a_run_with_a_judge_on_an_engine_is_the_same_in_processes_and_resumed(classifier: Path, tmp_path: Path) -> None:
+    settings = SMALL | OF_ENGINE | {"reward_model.path": classifier, "reward.max_failed_fraction": 1.0}
+    train(RECIPE, **settings, **{"run.dir": tmp_path / "whole"})
+    train(RECIPE, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
+    train("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
+    assert_equal_runs(tmp_path / "whole", tmp_path / "cut", 4)
+    for row in rows(tmp_path / "whole"):
+        assert row["judge/num_requests"] == 12 == row["judge/num_scored"] + row["judge/num_failed"]
+        assert row["reward/failed"] == row["judge/num_failed"]
+    assert any(row["judge/num_scored"] for row in rows(tmp_path / "whole"))
+    models = json.loads((tmp_path / "whole" / "models.json").read_text())
+    assert set(models) == {"judge.path", "reward_model.path"}
+
+
+class Whimsical(BaseHTTPRequestHandler):
+    """A judge who never says the same twice."""
+
+    asked = 0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        type(self).asked += 1
+        text = f"SCORE: {random.random() * 10:.6f}"
+        usage = {"prompt_tokens": 10, "completion_tokens": 3}
+        data = json.dumps({"choices": [{"message": {"content": text}}], "usage": usage}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+def test_a_run_judged_by_a_server_repeats_its_ticks_with_what_the_server_said(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Whimsical)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    recipe = "examples/executors/filter.toml"
+    settings = SMALL | {
+        "judge.url": f"http://127.0.0.1:{server.server_address[1]}/v1",
+        "judge.model": "whim",
+        "checkpoint.every": 3,
+        "run.num_ticks": 5,
+    }
+    try:
+        train(recipe, **settings, **{"run.dir": tmp_path / "run"})
+        before, asked = rows(tmp_path / "run"), Whimsical.asked
+        assert asked == 5 * 12
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "tick_000004", ignore_errors=True)  # as if killed before it
+        shutil.rmtree(tmp_path / "run" / "model")
+        assert CheckpointStore(tmp_path / "run" / "checkpoints").load().tick == 2
+        train("--resume", str(tmp_path / "run"))
+        assert Whimsical.asked == asked  # ticks 3 and 4 were done again, and nobody was asked twice
+        assert rows(tmp_path / "run") == before and (tmp_path / "run" / "model").is_dir()
+    finally:
+        server.shutdown()
+        server.server_close()

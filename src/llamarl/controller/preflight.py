@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -156,7 +157,8 @@ def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> 
         return
     if sections is None:
         generating = {"generate", "vllm"}
-        roles = [role for role in present_roles(config) if role.model and generating & {*role.model.uses(config)}]
+        models = [role for role in present_roles(config) if role.model and not role.model.own_tokens]
+        roles = [role for role in models if role.model and generating & {*role.model.uses(config)}]
         sections = [role.section for role in roles]
     devices = {f"{section}.device": getattr(config, section).device for section in sections}
     for key, device in devices.items():
@@ -298,6 +300,9 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
                     resolve_model_path(str(path), key=key, revision=str(given.get("revision", "")), weights=False)
             except ModelError as error:
                 yield from error.mistakes
+    variable = config.judge.api_key_env
+    if variable and not os.environ.get(variable):
+        yield Mistake("judge.api_key_env", f"names {variable}, which is not set here: export it, or leave the key out")
     yield from task_mistakes(config.task, config.run.seed)
     for key, import_path in config.own_code:
         if not key.startswith("task."):  # of those the task has spoken

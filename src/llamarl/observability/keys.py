@@ -91,13 +91,38 @@ KEYS: tuple[MetricKey, ...] = (
         "sum",
         integer=True,
     ),
-    _key("reward_model/num_tokens", "tokens", "The same: tokens that it read, in its own tokens.", "sum", integer=True),
+    _key(
+        "reward_model/num_tokens",
+        "tokens",
+        "The same: tokens of what it was given to read, in its own tokens.",
+        "sum",
+        integer=True,
+    ),
     _key(
         "reward_model/num_failed",
         "responses",
         "The same: responses that it failed, such as too long ones and those with a score that is no number.",
         "sum",
         integer=True,
+    ),
+    *(
+        _key(
+            f"judge/{name}",
+            unit,
+            f"{'Where a language model judges' if i == 0 else 'The same'}: {meaning}",
+            "sum",
+            integer=True,
+        )
+        for i, (name, unit, meaning) in enumerate(
+            (
+                ("num_scored", "responses", "responses that it gave a score. Their mean is `reward/parts/NAME`."),
+                ("num_failed", "responses", "responses without a verdict: it could not be reached, or said no score."),
+                ("num_requests", "requests", "times that it was asked, further attempts included."),
+                ("num_retries", "requests", "further attempts."),
+                ("num_prompt_tokens", "tokens", "its tokens read, as it counts them: what is paid for."),
+                ("num_completion_tokens", "tokens", "its tokens written."),
+            )
+        )
     ),
     _key(
         "prompts/too_long",
@@ -256,6 +281,7 @@ KEYS: tuple[MetricKey, ...] = (
     ),
     _key("time/critic_save_s", "s", "The same of the critic's tick, where there is one.", "max"),
     _key("time/reward_model_s", "s", "Duration of the reward model's tick, where there is one.", "same"),
+    _key("time/judge_s", "s", "Duration of the judge's tick, where there is one.", "same"),
     _key("time/reference_s", "s", "Duration of the reference executor's tick, where there is one.", "same"),
     _key(
         "time/critic_s", "s", "Duration of the critic's tick, where there is one: values, then its own updates.", "same"
@@ -319,6 +345,7 @@ KEYS: tuple[MetricKey, ...] = (
     _key("idle/trainer", "share", "The same for the trainer.", "same"),
     _key("idle/reference", "share", "The same for the reference executor.", "same"),
     _key("idle/reward_model", "share", "The same for the reward model.", "same"),
+    _key("idle/judge", "share", "The same for the judge.", "same"),
     _key("idle/critic", "share", "The same for the critic.", "same"),
     _key("idle/evaluator", "share", "The same for the evaluator.", "same"),
     _key("ratio/mean", "ratio", "Policy probability by behaviour probability, mean over trained tokens.", "same"),

@@ -76,6 +76,7 @@ def _left_out(config: Mapping[str, Any]) -> list[str]:
         "the extra groups of dynamic_sampling": config.get("dynamic_sampling", {}).get("enabled"),
         "the reference executor": config.get("reference", {}).get("enabled") or algorithm.get("kl_coef"),
         "the reward model": config.get("reward_model", {}).get("path"),
+        "the judge": config.get("judge", {}).get("path"),
         "the critic": algorithm.get("advantage") == "gae",
     }
     return [name for name, asked in wanted.items() if asked]

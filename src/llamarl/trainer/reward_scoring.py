@@ -26,7 +26,7 @@ from llamarl.trainer.building import build_reward_model
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.trainer.value_model import ValueModel
 
-__all__ = ["RewardScorer", "padded_batches"]
+__all__ = ["RewardScorer", "distinct", "padded_batches"]
 
 _TOLERANCE = 2e-3
 """Between the two ways to compute a score, as a share of the largest in magnitude, or of 1; in float32 rounding gives some 1e-6."""
@@ -89,9 +89,20 @@ class RewardScorer:
             texts: Group by group: the tokens of each text, at least one. Groups only tell which texts may begin alike.
             types: Of the same shape: which of two joined texts each token is of; empty where the model makes no difference.
         """
+        # a group's equal texts are computed once: so they have equal scores, to the bit, and no signal between them
+        once = [distinct(group) for group in (_joined(texts, types))]
+        firsts = [[group[i] for i in places] for group, (places, _) in zip(texts, once, strict=True)]
         if self._packed is not None:
-            return self._score_packed(self._packed, texts)
-        return self._score_padded([t for group in texts for t in group], [t for group in types for t in group])
+            found = iter(self._score_packed(self._packed, firsts))
+        else:
+            of_firsts = [[group[i] for i in places] for group, (places, _) in zip(types, once, strict=False)]
+            flat = [text for group in firsts for text in group], [one for group in of_firsts for one in group]
+            found = iter(self._score_padded(*flat))
+        scores: list[float] = []
+        for places, which in once:
+            of_group = [next(found) for _ in places]
+            scores += [of_group[i] for i in which]
+        return scores
 
     def _score_packed(self, model: ValueModel, texts: Sequence[Sequence[list[int]]]) -> list[float]:
         sequences = _sequences(texts, model.model)
@@ -174,6 +185,21 @@ def _sequences(texts: Sequence[Sequence[list[int]]], model: PreTrainedModel) -> 
                 )
             )
     return found
+
+
+def _joined(texts: Sequence[Sequence[list[int]]], types: Sequence[Sequence[list[int]]]) -> list[list[tuple[int, ...]]]:
+    """Everything that a score depends on, text by text."""
+    if not types:
+        return [[tuple(text) for text in group] for group in texts]
+    pairs = zip(texts, types, strict=True)
+    return [[(*text, *kinds) for text, kinds in zip(group, of_group, strict=True)] for group, of_group in pairs]
+
+
+def distinct(texts: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
+    """Places of the first of each kind of text, and for every text which of those it equals."""
+    firsts: dict[tuple[int, ...], int] = {}
+    which = [firsts.setdefault(text, len(firsts)) for text in texts]
+    return [which.index(i) for i in range(len(firsts))], which
 
 
 def padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

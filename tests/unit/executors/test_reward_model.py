@@ -27,7 +27,7 @@ from llamarl.executors.judging import add_verdicts, with_score, zero_rewards
 from llamarl.executors.reward_model import RewardModelExecutor
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.loading import load_tokenizer
-from llamarl.trainer.reward_scoring import RewardScorer, padded_batches
+from llamarl.trainer.reward_scoring import RewardScorer, distinct, padded_batches
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", ":", "two", "plus", "is", "four", "five", "well"]
@@ -163,6 +163,19 @@ def test_the_score_does_not_depend_on_what_shares_the_batch(plain: Path) -> None
         assert a.verdict.value == pytest.approx(b.verdict.value, abs=1e-5)
     again, _ = rate(executor(plain), *groups)
     assert [r.verdict for g in whole for r in g.responses] == [r.verdict for g in again for r in g.responses]
+
+
+def test_equal_responses_of_a_group_have_equal_scores_to_the_bit(plain: Path) -> None:
+    """Or a group without a signal would have one, of rounding."""
+    assert distinct([(1, 2), (3,), (1, 2), (3,), (4,)]) == ([0, 1, 4], [0, 1, 0, 1, 2])
+    texts = ["four", "five well", "four", "four", "five well"]
+    (group,), metrics = rate(executor(plain), ask(*(respond(text, n) for n, text in enumerate(texts))))
+    scores = [r.verdict.value for r in group.responses if r.verdict]
+    assert scores[0] == scores[2] == scores[3] and scores[1] == scores[4] and len(set(scores)) == 2
+    assert scores[:2] == pytest.approx(
+        [library_score(plain, ids("two plus two is", text)) for text in texts[:2]], abs=1e-5
+    )
+    assert metrics["reward_model/num_scored"] == 5
 
 
 def test_what_has_failed_stays_failed_and_is_not_asked_about(plain: Path) -> None:
