@@ -213,7 +213,7 @@ class PromptStream:
             index=index,
             tokens=tokens,
             text=text,
-            question=item.question,
+            question=shown.question,
             answer=item.answer,
             task=self._task.name,
             metadata=metadata,

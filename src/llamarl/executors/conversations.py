@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from llamarl.errors import ModelError
 from llamarl.types import Prompt, Response
 
-__all__ = ["Rendered", "TextFor", "conversation"]
+__all__ = ["Rendered", "TextFor", "conversation", "transcript"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,36 @@ class Rendered:
 def conversation(prompt: Prompt, response: Response) -> list[dict[str, Any]]:
     """The item's own messages, or its question as the user's, followed by the response as the assistant's.
 
-    Where the messages end in words of the assistant, the response goes on from there.
+    Where the messages end in words of the assistant, the response goes on from there. Of an episode with an environment, each
+    turn follows, with what the environment answered as the user's words; what it said after the last one was shown to nobody.
     """
     given = prompt.metadata.get("messages")
     messages: list[dict[str, Any]] = [dict(message) for message in given] if given else []
     if not messages:
         messages = [{"role": "user", "content": prompt.question or prompt.text}]
+    said = _said(response)
     if messages[-1].get("role") == "assistant":
         last = messages.pop()
-        return [*messages, {**last, "content": f"{last.get('content') or ''}{response.text}"}]
-    return [*messages, {"role": "assistant", "content": response.text}]
+        said[0] = {**last, "content": f"{last.get('content') or ''}{said[0]['content']}"}
+    return [*messages, *said]
+
+
+def _said(response: Response) -> list[dict[str, Any]]:
+    """What followed the prompt, as messages; at least one."""
+    if not response.turns:
+        return [{"role": "assistant", "content": response.text}]
+    messages = []
+    for turn in response.turns:
+        messages += [{"role": "assistant", "content": turn.reply}, {"role": "user", "content": turn.observation}]
+    return messages[:-1]
+
+
+def transcript(response: Response) -> str:
+    """The response as one text; of an episode with several turns, each after who said it."""
+    said = _said(response)
+    if len(said) == 1:
+        return str(said[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
 
 
 class TextFor:
@@ -75,7 +95,7 @@ class TextFor:
         elif self.template == "plain":
             found = self._tokenizer(prompt.text + response.text)
         else:
-            found = self._tokenizer(prompt.question or prompt.text, response.text)
+            found = self._tokenizer(prompt.question or prompt.text, transcript(response))
         return _rendered(found)
 
 

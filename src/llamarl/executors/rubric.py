@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from llamarl.executors.conversations import transcript
 from llamarl.types import Prompt, Response
 
 __all__ = ["fill", "score_in"]
@@ -21,7 +22,7 @@ def fill(rubric: str, prompt: Prompt, response: Response) -> str:
 
     All places are filled at once: braces in a response are words, and put nothing else in.
     """
-    parts = {"question": _question(prompt), "response": response.text, "answer": prompt.answer or ""}
+    parts = {"question": _question(prompt), "response": transcript(response), "answer": prompt.answer or ""}
     return _PLACES.sub(lambda place: parts[place[1]], rubric)
 
 

@@ -22,13 +22,13 @@ from llamarl.controller.run import plan_run
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.base import ExecutorContext
-from llamarl.executors.conversations import conversation
+from llamarl.executors.conversations import conversation, transcript
 from llamarl.executors.judging import add_verdicts, with_score, zero_rewards
 from llamarl.executors.reward_model import RewardModelExecutor
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.loading import load_tokenizer
 from llamarl.trainer.reward_scoring import RewardScorer, distinct, padded_batches
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", ":", "two", "plus", "is", "four", "five", "well"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} </s> {% endfor %}"
@@ -152,6 +152,18 @@ def test_a_conversation_is_the_items_messages_where_it_has_them() -> None:
     begun = ask(metadata={"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "Well, "}]})
     assert conversation(begun.prompt, respond("r"))[1:] == [{"role": "assistant", "content": "Well, r"}]
     assert conversation(ask(question="").prompt, respond("r"))[0]["content"] == "two plus two is "
+
+
+def test_an_episode_is_a_conversation_with_its_environment() -> None:
+    turns = tuple(
+        Turn(start=n, end=n + 1, finish_reason="stop", reply=reply, observation=seen)
+        for n, (reply, seen) in enumerate([("left", "a wall"), ("right", "a door")])
+    )
+    episode = respond("left right", turns=turns)
+    expected = [("user", "two plus two"), ("assistant", "left"), ("user", "a wall"), ("assistant", "right")]
+    assert [(m["role"], m["content"]) for m in conversation(ask().prompt, episode)] == expected
+    assert transcript(episode) == "assistant: left\n\nuser: a wall\n\nassistant: right"
+    assert transcript(respond("left")) == "left"
 
 
 def test_the_score_does_not_depend_on_what_shares_the_batch(plain: Path) -> None:
