@@ -198,7 +198,7 @@ class RunConfig:
     @property
     def has_critic(self) -> bool:
         """Whether the job has a critic executor."""
-        return self.algorithm.advantage == "gae"
+        return self.algorithm.has_critic
 
     @property
     def groups_per_tick(self) -> int:

@@ -99,7 +99,7 @@ def compute_advantages(
         return [ESTIMATORS[config.advantage](group) for group in groups]
     if is_import_path(config.advantage):
         return [_by_users_function(config.advantage, group) for group in groups]
-    if config.advantage in ("reward", "gae"):  # gae: the trainer replaces it by an advantage a token
+    if config.advantage == "reward" or config.has_critic:  # the trainer replaces a critic's by an advantage a token
         return [np.nan_to_num(group, nan=0.0) for group in groups]
     if config.advantage == "group_mean_batch_std":  # REINFORCE++-baseline (arXiv:2501.03262)
         groups = [np.where(np.isnan(group), np.nan, group_mean(group)) for group in groups]

@@ -13,10 +13,28 @@ from llamarl.errors import Mistake
 from llamarl.import_path import why_no_name
 from llamarl.strict import STRICT, refuse
 
-__all__ = ["ADVANTAGE_NAMES", "LOSS_NAMES", "PRESETS", "AlgorithmConfig", "Preset", "spelled_out"]
+__all__ = [
+    "ADVANTAGE_NAMES",
+    "CRITIC_ADVANTAGES",
+    "LOSS_NAMES",
+    "PRESETS",
+    "AlgorithmConfig",
+    "Preset",
+    "spelled_out",
+]
 
 LOSS_NAMES = ("aipo", "aipo_surrogate", "reinforce", "ppo", "decoupled_ppo", "truncated_is", "cispo", "gspo")
-ADVANTAGE_NAMES = ("group_mean", "leave_one_out", "group_std", "batch_std", "group_mean_batch_std", "reward", "gae")
+CRITIC_ADVANTAGES = ("gae", "turn_gae", "two_level_gae")
+"""Those that a critic's values make, an advantage a token; each puts a critic into the job."""
+ADVANTAGE_NAMES = (
+    "group_mean",
+    "leave_one_out",
+    "group_std",
+    "batch_std",
+    "group_mean_batch_std",
+    "reward",
+    *CRITIC_ADVANTAGES,
+)
 
 
 class Preset(NamedTuple):
@@ -103,21 +121,30 @@ class AlgorithmConfig:
     """Largest ratio that still trains, > ``ratio_mask_low``. Used with ``ratio_mask``."""
 
     advantage: Annotated[str, AfterValidator(_advantage)] = "group_mean"
-    """Advantage of a response: group_mean, leave_one_out, group_std, batch_std, group_mean_batch_std, reward, gae, or your
-    own function of one group's rewards, as package.module:function or path/to/file.py:function. ``group_mean`` subtracts its group's mean reward, ``leave_one_out`` the mean of the other
+    """Advantage of a response: group_mean, leave_one_out, group_std, batch_std, group_mean_batch_std, reward, gae, turn_gae,
+    two_level_gae, or your own function of one group's rewards, as package.module:function or path/to/file.py:function. ``group_mean`` subtracts its group's mean reward, ``leave_one_out`` the mean of the other
     members, ``group_std`` subtracts the mean and divides by the group's standard deviation (GRPO). ``batch_std`` uses
     mean and deviation of the whole step (REINFORCE++), ``group_mean_batch_std`` the group's mean and the step's
     deviation. ``reward`` is the reward itself, without a baseline. ``gae`` is an advantage a token from a critic's values
-    (section ``critic``); it needs no group."""
+    (section ``critic``); it needs no group. ``turn_gae`` goes over the turns of an episode in place of its tokens, whose advantage
+    is their turn's; ``two_level_gae`` over the turns, then over the tokens of each (docs/algorithms/turns.md)."""
 
     gae_gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount of rewards a token, for ``gae``. Below 1, late rewards count less for early tokens."""
+    """Discount of rewards a token, for ``gae``, and inside of a turn for ``two_level_gae``. Below 1, late rewards count less for
+    early tokens."""
 
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """Of ``gae``: 1 trusts the rewards alone (unbiased), 0 the critic's next value (least variance)."""
+    """Of ``gae``, and inside of a turn of ``two_level_gae``: 1 trusts the rewards alone (unbiased), 0 the critic's next value
+    (least variance)."""
+
+    turn_gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Discount of rewards a turn, for ``turn_gae`` and ``two_level_gae``."""
+
+    turn_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Over the turns, for ``turn_gae`` and ``two_level_gae``: 1 trusts the rewards alone, 0 the critic's value of the next turn."""
 
     gae_normalize: bool = True
-    """Whether ``gae`` advantages get mean 0 and deviation 1 over the trained tokens of the step."""
+    """Whether a critic's advantages get mean 0 and deviation 1 over the trained tokens of the step."""
 
     overlong_buffer: NonNegativeInt = 0
     """Tokens before ``overlong_limit`` over which the reward falls linearly by ``overlong_penalty`` (DAPO); 0 is off."""
@@ -154,6 +181,11 @@ class AlgorithmConfig:
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, per token in nats. 0 is none; negative values sharpen the policy."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages come from a critic's values, token by token."""
+        return self.advantage in CRITIC_ADVANTAGES
 
     @property
     def kl_in_loss(self) -> bool:

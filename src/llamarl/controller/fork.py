@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llamarl.algorithms.config import CRITIC_ADVANTAGES
 from llamarl.checkpoint.snapshot import Checkpoint
 from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.config import RunConfig, load_config, to_plain
@@ -97,8 +98,9 @@ def refuse_bound(
             )
         elif carries and difference.key.startswith(_PROMPTS):
             reasons.append(f"{difference}; the checkpoint holds unfinished responses to prompts that it chose")
-    if config["algorithm"]["advantage"] == "gae" and not (checkpoint.path / "critic").is_dir():
-        reasons.append("algorithm.advantage is 'gae', but the checkpoint holds no critic")
+    advantage = config["algorithm"]["advantage"]
+    if advantage in CRITIC_ADVANTAGES and not (checkpoint.path / "critic").is_dir():
+        reasons.append(f"algorithm.advantage is {advantage!r}, but the checkpoint holds no critic")
     if reasons:
         raise ConfigError(
             f"--fork: {checkpoint.path} cannot serve a run with other settings of these keys:\n"

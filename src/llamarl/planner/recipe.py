@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llamarl.algorithms.config import CRITIC_ADVANTAGES
 from llamarl.errors import PlanError
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths, constant, read_lengths
@@ -77,7 +78,7 @@ def _left_out(config: Mapping[str, Any]) -> list[str]:
         "the reference executor": config.get("reference", {}).get("enabled") or algorithm.get("kl_coef"),
         "the reward model": config.get("reward_model", {}).get("path"),
         "the judge": config.get("judge", {}).get("path"),
-        "the critic": algorithm.get("advantage") == "gae",
+        "the critic": algorithm.get("advantage") in CRITIC_ADVANTAGES,
     }
     return [name for name, asked in wanted.items() if asked]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.algorithms.advantages import compute_advantages, overlong_penalty
-from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.algorithms.config import CRITIC_ADVANTAGES, AlgorithmConfig
 from llamarl.errors import LlamaRLError
 from llamarl.import_path import is_import_path
 from llamarl.report.rollout_index import TickIndex
@@ -27,7 +27,7 @@ def why_no_advantages(config: Mapping[str, Any]) -> str:
     if not isinstance(algorithm, dict):
         return "the run's configuration is missing"
     advantage = str(algorithm.get("advantage", "group_mean"))
-    if advantage == "gae":
+    if advantage in CRITIC_ADVANTAGES:
         return "they come from a critic, token by token, and are not recorded"
     if is_import_path(advantage):
         return f"{advantage} is a function of your own, which a report does not call"

@@ -145,7 +145,7 @@ def make_sequences(
             if trainable(response, config):
                 of_tokens = token_advantages(response, float(advantage), config)
                 sequences.append(training_sequence(group, response, float(advantage), index, of_tokens))
-    if config.advantage == "gae" and config.gae_normalize:
+    if config.has_critic and config.gae_normalize:
         normal = standardize([s.token_advantages for s in sequences if s.token_advantages is not None], sum_over_ranks)
         sequences = [
             dataclasses.replace(s, token_advantages=a, advantage=float(a.mean()))

@@ -224,7 +224,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CriticConfig:
-    """The executor that estimates returns and learns to; ``algorithm.advantage = "gae"`` asks for it."""
+    """The executor that estimates returns and learns to; ``algorithm.advantage`` asks for it: "gae", "turn_gae", "two_level_gae"."""
 
     path: str = ""
     """Hugging Face folder or id of the Hub to start from: a language model, whose value head then starts at 0, or an exported

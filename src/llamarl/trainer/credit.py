@@ -2,6 +2,7 @@
 
     reward of the response − over-long penalty − KL of the response ("reward")  ─▶ group baseline ─▶ one advantage
     reward at the last token, KL of each token ("token_reward")  ─▶ GAE with the critic's values ─▶ an advantage a token
+    reward at each turn's end                                    ─▶ GAE over turns, and over the tokens in each
 
 Pure, NumPy float64. T is the number of a response's trained tokens.
 """
@@ -17,6 +18,7 @@ from llamarl.algorithms.advantages import overlong_penalty
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.gae import gae, suffix_sums
 from llamarl.algorithms.kl import sampled_kl
+from llamarl.algorithms.turns import turn_gae, turn_lengths, two_level_gae
 from llamarl.types import Failure, Response
 
 __all__ = ["response_reward", "standardize", "token_advantages", "value_targets"]
@@ -51,11 +53,11 @@ def token_advantages(response: Response, advantage: float, config: AlgorithmConf
     Args:
         advantage: The response's, by ``algorithm.advantage``; not used by ``gae``.
     """
-    if config.advantage == "gae":
+    if config.has_critic:
         if response.values is None:
             raise ValueError(
                 f"response {response.prompt_index}/{response.sample_index} has no values, which algorithm.advantage ="
-                " 'gae' needs: wire a critic executor before the trainer"
+                f" {config.advantage!r} needs: wire a critic executor before the trainer"
             )
         return _gae(response, response.values[response.loss_mask], config)[0]
     if config.kl_coef and config.kl_place == "token_reward":
@@ -87,11 +89,40 @@ def standardize(arrays: Sequence[Array], sum_over_ranks: Callable[[Array], Array
 
 
 def _gae(response: Response, values: npt.NDArray[np.floating], config: AlgorithmConfig) -> tuple[Array, Array]:
-    rewards = np.zeros(len(values))
+    of_tokens = np.zeros(len(values))
     if config.kl_coef and config.kl_place == "token_reward":
-        rewards -= config.kl_coef * _token_kl(response, config)
-    rewards[-1] += response_reward(response, config)
-    return gae(rewards, values.astype(np.float64), gamma=config.gae_gamma, lam=config.gae_lambda)
+        of_tokens -= config.kl_coef * _token_kl(response, config)
+    values = values.astype(np.float64)
+    if config.advantage == "gae":
+        of_tokens[-1] += response_reward(response, config)
+        return gae(of_tokens, values, gamma=config.gae_gamma, lam=config.gae_lambda)
+    of_turns, lengths = _turns(response, config)
+    if config.advantage == "turn_gae":
+        ends = np.cumsum(lengths)
+        of_turns += [of_tokens[end - n : end].sum() for n, end in zip(lengths, ends, strict=True)]
+        return turn_gae(of_turns, values, lengths, gamma=config.turn_gamma, lam=config.turn_lambda)
+    return two_level_gae(
+        of_turns,
+        values,
+        lengths,
+        turn_gamma=config.turn_gamma,
+        turn_lam=config.turn_lambda,
+        gamma=config.gae_gamma,
+        lam=config.gae_lambda,
+        token_rewards=of_tokens,
+    )
+
+
+def _turns(response: Response, config: AlgorithmConfig) -> tuple[Array, list[int]]:
+    """Reward and trained tokens of each turn; what the response earns beside its turns (a judge's verdict on the whole, less
+    penalties) is its last turn's. A response without turns is one turn."""
+    if not response.turns:
+        return np.array([response_reward(response, config)]), [int(response.loss_mask.sum())]
+    rewards = np.array([turn.reward for turn in response.turns], np.float64)
+    rewards[-1] += response_reward(response, config) - rewards.sum()
+    starts = np.array([turn.start for turn in response.turns])
+    ends = np.array([turn.end for turn in response.turns])
+    return rewards, turn_lengths(starts, ends, response.loss_mask)
 
 
 def _token_kl(response: Response, config: AlgorithmConfig) -> Array:

@@ -1,0 +1,129 @@
+"""Credit over turns against hand-worked numbers and the exact values of a small game."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from llamarl.algorithms.gae import gae
+from llamarl.algorithms.turns import turn_gae, turn_lengths, two_level_gae
+
+
+def test_turn_advantages_of_two_turns_worked_by_hand() -> None:
+    # turns of 2 and 3 tokens, V before their first tokens 0.5 and 0.25, rewards 0 and 1, gamma 0.5, lambda 0.5
+    values = np.array([0.5, 9.0, 0.25, 9.0, 9.0])
+    advantages, returns = turn_gae(np.array([0.0, 1.0]), values, [2, 3], gamma=0.5, lam=0.5)
+    second = 1.0 - 0.25
+    first = 0.0 + 0.5 * 0.25 - 0.5 + 0.25 * second
+    assert advantages.tolist() == [first, first, second, second, second]
+    assert returns.tolist() == [first + 0.5] * 2 + [1.0] * 3
+
+
+def test_the_last_tokens_of_two_levels_share_the_turn_s_return() -> None:
+    values = np.array([0.5, 0.75, 0.25, 0.125])
+    advantages, returns = two_level_gae(
+        np.array([0.5, 1.0]), values, [2, 2], turn_gamma=1.0, turn_lam=1.0, gamma=1.0, lam=0.0
+    )
+    # R_0 = 1.5, R_1 = 1; within a turn, one-step differences: the next value, then the turn's return
+    assert advantages.tolist() == [0.75 - 0.5, 1.5 - 0.75, 0.125 - 0.25, 1.0 - 0.125]
+    assert returns.tolist() == [0.75, 1.5, 0.125, 1.0]
+
+
+def test_two_levels_of_one_turn_are_plain_gae_token_penalties_included() -> None:
+    rng = np.random.default_rng(3)
+    values, penalties = rng.normal(size=7), rng.normal(size=7)
+    found = two_level_gae(
+        np.array([2.0]), values, [7], turn_gamma=0.3, turn_lam=0.2, gamma=0.9, lam=0.7, token_rewards=penalties
+    )
+    paid = penalties + np.array([0.0] * 6 + [2.0])
+    for ours, plain in zip(found, gae(paid, values, gamma=0.9, lam=0.7), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-14)
+
+
+def test_turns_of_one_token_each_are_plain_gae_over_turns() -> None:
+    rng = np.random.default_rng(4)
+    rewards, values = rng.normal(size=5), rng.normal(size=5)
+    plain = gae(rewards, values, gamma=0.9, lam=0.8)
+    for ours, expected in zip(turn_gae(rewards, values, [1] * 5, gamma=0.9, lam=0.8), plain, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-14)
+    two = two_level_gae(rewards, values, [1] * 5, turn_gamma=0.9, turn_lam=0.8, gamma=0.5, lam=0.5)
+    np.testing.assert_allclose(two[0], plain[0], rtol=0, atol=1e-14)
+
+
+def test_what_a_turn_without_trained_tokens_earned_goes_to_the_turn_before_it() -> None:
+    values = np.array([0.0, 0.0])
+    advantages, _ = turn_gae(np.array([4.0, 0.0, 2.0, 1.0]), values, [0, 1, 0, 1], gamma=1.0, lam=0.0)
+    assert advantages.tolist() == [4.0 + 2.0, 1.0]
+
+
+def test_lengths_count_trained_tokens_and_refuse_one_outside_of_every_turn() -> None:
+    mask = np.array([True, True, False, False, True, False, True])
+    assert turn_lengths(np.array([0, 4]), np.array([2, 7]), mask) == [2, 2]
+    with pytest.raises(ValueError, match="do not add up"):
+        turn_lengths(np.array([0, 4]), np.array([2, 6]), mask)
+
+
+# -- a game small enough to be solved: two turns of two tokens a or b ---------------------------------------------------
+# Turn 1 pays 1 for "aa", turn 2 pays 3 for the same words as turn 1, and 0 otherwise.
+
+POLICY = {"a": 0.7, "b": 0.3}
+WORDS = ("aa", "ab", "ba", "bb")
+
+
+def probability(words: str) -> float:
+    return float(np.prod([POLICY[letter] for letter in words]))
+
+
+def pays(first: str, second: str) -> tuple[float, float]:
+    return float(first == "aa"), 3.0 * (first == second)
+
+
+def episodes() -> Iterator[tuple[str, str, float]]:
+    for first in WORDS:
+        for second in WORDS:
+            yield first, second, probability(first + second)
+
+
+def exact_value(prefix: str) -> float:
+    """Expected rewards still to come after these letters of both turns, by enumeration."""
+    total = weight = 0.0
+    for first, second, p in episodes():
+        if (first + second).startswith(prefix):
+            one, two = pays(first, second)
+            total += p * ((one if len(prefix) < 2 else 0.0) + two)
+            weight += p
+    return total / weight
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_with_exact_values_a_turn_s_expected_advantage_is_its_exact_one_whatever_lambda(lam: float) -> None:
+    for first in WORDS:
+        exact = pays(first, "")[0] + exact_value(first) - exact_value("")
+        mean = 0.0
+        for second in WORDS:
+            values = np.array([exact_value((first + second)[:t]) for t in range(4)])
+            advantages, _ = turn_gae(np.array(pays(first, second)), values, [2, 2], gamma=1.0, lam=lam)
+            mean += probability(second) * advantages[0]
+        assert mean == pytest.approx(exact, abs=1e-12), first
+
+
+@pytest.mark.parametrize(("turn_lam", "lam"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.5, 0.5)])
+def test_with_exact_values_a_token_s_expected_two_level_advantage_is_its_exact_one(turn_lam: float, lam: float) -> None:
+    for prefix in ("a", "b", "aa", "ab", "ba", "bb", "aaa", "abb", "baab"):
+        t = len(prefix) - 1  # the token whose advantage is asked for
+        earned = pays(prefix[:2], "")[0] if len(prefix) == 2 else 0.0
+        after = pays(prefix[:2], prefix[2:])[1] if len(prefix) == 4 else exact_value(prefix)
+        exact = earned + after - exact_value(prefix[:-1])
+        mean = weight = 0.0
+        for first, second, p in episodes():
+            if not (first + second).startswith(prefix):
+                continue
+            values = np.array([exact_value((first + second)[:i]) for i in range(4)])
+            advantages, _ = two_level_gae(
+                np.array(pays(first, second)), values, [2, 2], turn_gamma=1.0, turn_lam=turn_lam, gamma=1.0, lam=lam
+            )
+            mean += p * advantages[t]
+            weight += p
+        assert mean / weight == pytest.approx(exact, abs=1e-12), prefix
