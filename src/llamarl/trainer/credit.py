@@ -92,18 +92,18 @@ def _gae(response: Response, values: npt.NDArray[np.floating], config: Algorithm
     of_tokens = np.zeros(len(values))
     if config.kl_coef and config.kl_place == "token_reward":
         of_tokens -= config.kl_coef * _token_kl(response, config)
-    values = values.astype(np.float64)
+    estimates = values.astype(np.float64)
     if config.advantage == "gae":
         of_tokens[-1] += response_reward(response, config)
-        return gae(of_tokens, values, gamma=config.gae_gamma, lam=config.gae_lambda)
+        return gae(of_tokens, estimates, gamma=config.gae_gamma, lam=config.gae_lambda)
     of_turns, lengths = _turns(response, config)
     if config.advantage == "turn_gae":
         ends = np.cumsum(lengths)
         of_turns += [of_tokens[end - n : end].sum() for n, end in zip(lengths, ends, strict=True)]
-        return turn_gae(of_turns, values, lengths, gamma=config.turn_gamma, lam=config.turn_lambda)
+        return turn_gae(of_turns, estimates, lengths, gamma=config.turn_gamma, lam=config.turn_lambda)
     return two_level_gae(
         of_turns,
-        values,
+        estimates,
         lengths,
         turn_gamma=config.turn_gamma,
         turn_lam=config.turn_lambda,

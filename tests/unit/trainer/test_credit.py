@@ -14,7 +14,7 @@ from training_fixtures import make_response
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.trainer.batch import make_microbatch, make_sequences
 from llamarl.trainer.credit import response_reward, standardize, token_advantages, value_targets
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 
 
 def _response(reward: float | None = 1.0, *, values: list[float] | None = None) -> Response:
@@ -115,3 +115,42 @@ def test_standardising_adds_up_over_ranks() -> None:
     np.testing.assert_allclose(got, np.array([-3.0, -1.0]) / math.sqrt(20 / 3), rtol=1e-7)
     (lone,) = standardize([np.array([2.0])], lambda mine: mine)
     assert lone.tolist() == [0.0]
+
+
+def _episode(values: list[float]) -> Response:
+    """Two turns of two trained tokens with one token of the environment between them, worth 0.25 and 1; the judge of the whole
+    adds 0.5."""
+    mask = [True, True, False, True, True]
+    return dataclasses.replace(
+        make_response(0, 0, [5, 6, 7, 8, 9], Score(value=1.75), mask=mask),
+        turns=(
+            Turn(start=0, end=2, finish_reason="stop", reply="", reward=0.25),
+            Turn(start=3, end=5, finish_reason="stop", reply="", reward=1.0),
+        ),
+        values=np.array([values[0], values[1], math.nan, values[2], values[3]], np.float32),
+    )
+
+
+def test_turn_gae_pays_each_turn_its_reward_and_the_last_one_what_the_whole_earned_besides() -> None:
+    config = _config(advantage="turn_gae", turn_gamma=0.5, turn_lambda=0.5)
+    second = 1.5 - 0.25
+    first = 0.25 + 0.5 * 0.25 - 0.5 + 0.25 * second
+    found = token_advantages(_episode([0.5, 9.0, 0.25, 9.0]), 0.0, config)
+    assert found is not None and found.tolist() == [first, first, second, second]
+    targets = value_targets(_episode([0.0] * 4), np.array([0.5, 9.0, 0.25, 9.0]), config)
+    assert targets.tolist() == [first + 0.5, first + 0.5, 1.5, 1.5]
+
+
+def test_two_level_gae_tells_the_tokens_of_a_turn_apart() -> None:
+    config = _config(advantage="two_level_gae", turn_gamma=1.0, turn_lambda=1.0, gae_gamma=1.0, gae_lambda=0.0)
+    found = token_advantages(_episode([0.5, 0.75, 0.25, 0.125]), 0.0, config)
+    # returns of the turns: 0.25 + 1.5 and 1.5
+    assert found is not None and found.tolist() == [0.75 - 0.5, 1.75 - 0.75, 0.125 - 0.25, 1.5 - 0.125]
+
+
+def test_a_response_without_turns_is_one_turn() -> None:
+    response = _response(values=[0.5, 0.25, 0.125])
+    plain = token_advantages(response, 0.0, _config(advantage="gae", gae_gamma=0.9, gae_lambda=0.8))
+    two = token_advantages(response, 0.0, _config(advantage="two_level_gae", gae_gamma=0.9, gae_lambda=0.8))
+    assert plain is not None and two is not None
+    np.testing.assert_allclose(two, plain, rtol=0, atol=1e-12)
