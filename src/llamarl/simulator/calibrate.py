@@ -34,7 +34,7 @@ from llamarl.observability.metrics import read_metrics
 from llamarl.planner.calibration_cache import calibration_path, machine_here, measured_elsewhere, write_whole
 from llamarl.planner.lengths import grouped
 from llamarl.reading import parse_json, read_lines, read_object
-from llamarl.roles import ROLES
+from llamarl.roles import ROLES, present_roles
 from llamarl.runtime.placement import available_cores, place
 from llamarl.simulator.tick_costs import LinearGeneratorCost, RewardCost, TrainerCost
 from llamarl.strict import SAVED
@@ -328,9 +328,11 @@ def recipe_calibration_path(config: RunConfig, machine_file: Path | None = None)
     raw = to_plain(config)
     other = {"device", "threads", "max_segments", "oversubscription", "dp"}
     own = ("generator", "trainer", "reference", "critic", "dynamic_sampling", "lora")
+    judges = [role.name for role in present_roles(config) if role.name in ("reward_model", "judge")]
     decides = {
         **{section: {k: v for k, v in raw[section].items() if k not in other} for section in own},
         **{section: raw[section] for section in ("model", "task", "data", "algorithm")},
+        **{name: {k: v for k, v in raw[name].items() if k not in other} for name in judges},
         "cores": config.run.cores or available_cores(), "threads": settled_threads(config),
         "runtime": raw["run"]["runtime"], "prompts_per_step": raw["schedule"]["prompts_per_step"],
         "colocated": raw["schedule"]["colocated"],
