@@ -18,13 +18,14 @@ __all__ = ["Awkward", "Ledgers"]
 class Ledgers:
     """A sum a turn; what is asked next depends on the seed, on the number of the turn, and on every reply so far."""
 
-    def __init__(self, turns: int = 3, delay_s: float = 0.0, delays: str = "") -> None:
-        self.turns = turns
+    def __init__(self, turns: int = 3, fewest: int = 0, delay_s: float = 0.0, delays: str = "") -> None:
+        self.fewest, self.most = fewest or turns, turns
         self.delay_s = delay_s
         self.delays = random.Random(delays) if delays else None
 
     def reset(self, item: TaskItem, seed: int) -> Observation:
         self.random, self.heard = random.Random(seed), 0
+        self.turns = self.random.randint(self.fewest, self.most)
         return Observation(text=f"a{self.random.randint(1, 9)} b{self.random.randint(1, 9)} =\n")
 
     def step(self, reply: str) -> Step:

@@ -3,7 +3,7 @@
     ask ─▶ [asked] ─▶ the worker that holds the live episode, else any free one ─▶ [answered] ─▶ wait (by key)
 
 A worker holds many live episodes and answers one ask at a time, so ``task.pool.num_workers`` slow tools run at once. An
-episode stays with the worker that has it; where that died, it is played again by another. So no answer depends on which
+episode stays with the worker that has it; where that died, also in the middle of an answer, it is played again by another. So no answer depends on which
 worker gave it, nor on when: an answer is a function of its ask.
 
 Nothing happens here between calls: ``poll`` reads what has come and hands out what waits.
@@ -25,6 +25,9 @@ from llamarl.types import Failure, FailureKind
 __all__ = ["Answer", "EpisodePool"]
 
 Answer = Observation | Step | Failure
+
+_MAX_DEATHS = 3
+"""Workers that may die while they answer one question; then it is its fault."""
 
 
 class EpisodePool(WorkerPool):
@@ -56,6 +59,7 @@ class EpisodePool(WorkerPool):
         self._asked: dict[Hashable, Ask] = {}  # in order, as long as no worker has it
         self._at_work: dict[int, Ask] = {}  # job number -> ask
         self._answers: dict[Hashable, Answer] = {}
+        self._deaths: dict[Hashable, int] = {}  # question -> workers that died of it
         self._homes: dict[Hashable, int] = {}  # episode -> worker that holds it live
         self._released: dict[int, list[tuple[Any, ...]]] = {}  # worker -> episodes to close with its next job
         self.start(task_config.pool.num_workers if num_workers is None else num_workers)
@@ -127,11 +131,22 @@ class EpisodePool(WorkerPool):
         ask = self._at_work.pop(worker.job.number)
         if isinstance(reply.answer, Failure) or (isinstance(reply.answer, Step) and reply.answer.done):
             self._homes.pop(ask.key, None)  # the worker has closed it
+        self._deaths.pop(_name(ask), None)
         self._answers[_name(ask)] = reply.answer
         return True
 
     def on_failed(self, worker: WorkerProcess, job: Job, kind: FailureKind, detail: str) -> None:
-        self._answers[_name(self._at_work.pop(job.number))] = Failure(kind="environment", detail=f"{kind}: {detail}")
+        """A worker that died may have been killed from outside: its question is put again, before all others."""
+        ask = self._at_work.pop(job.number)
+        name = _name(ask)
+        if kind == "crash":
+            self._deaths[name] = self._deaths.get(name, 0) + 1
+            if self._deaths[name] < _MAX_DEATHS:
+                self._asked = {name: ask, **self._asked}
+                return
+            detail = f"{detail} (it did so {_MAX_DEATHS} times)"
+        self._deaths.pop(name, None)
+        self._answers[name] = Failure(kind="environment", detail=f"{kind}: {detail}")
 
     def on_replaced(self, worker: WorkerProcess) -> None:
         """What it held is played again, wherever it is asked for next."""

@@ -1,0 +1,115 @@
+"""Episodes of several turns repeat bit for bit, and so does a run of them that is killed, its environments too."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import CommandLine, rows, wait_until
+from killing import kill_environments
+from test_repeatable import assert_same_run, untimed, weights
+
+from llamarl.observability.rollouts import read_rollouts
+
+ENVIRONMENTS = Path(__file__).parents[1] / "small_environments.py"
+EPISODES = {
+    "task.name": '"episodes"',
+    "task.environment": json.dumps(f"{ENVIRONMENTS}:Ledgers"),
+    "task.environment_options": "{ turns = 5, fewest = 1 }",
+    "task.max_turn_tokens": 24,
+    "task.pool.num_workers": 2,
+    "generator.max_segments": 2,
+    "generator.oversubscription": 1.5,
+    "generator.sampling.max_new_tokens": 96,
+    "schedule.max_staleness": 1,
+    "checkpoint.every": 2,
+    "run.num_ticks": 6,
+    "optimizer.schedule": '"constant"',
+    "observability.rollouts": "true",
+}
+
+
+def assert_same_episodes(one: Path, other: Path) -> None:
+    files = sorted(path.name for path in (one / "rollouts").iterdir())
+    assert files == sorted(path.name for path in (other / "rollouts").iterdir())
+    for name in files:
+        assert (one / "rollouts" / name).read_bytes() == (other / "rollouts" / name).read_bytes(), name
+    assert_same_run(one, other)
+
+
+@pytest.fixture(scope="module")
+def never_killed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("never_killed") / "run"
+    done = llamarl.train(run_dir, EPISODES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir
+
+
+def test_late_replies_cost_time_and_change_no_bit(llamarl: CommandLine, tmp_path: Path, never_killed: Path) -> None:
+    """A tool that takes up to 0.1 s, another time for each call, against an instant one."""
+    slow = {"task.environment_options": '{ turns = 5, fewest = 1, delay_s = 0.1, delays = "any" }'}
+    done = llamarl.train(tmp_path / "run", EPISODES | slow)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_episodes(tmp_path / "run", never_killed)
+    assert sum(row["time/environment_wait_s"] for row in rows(tmp_path / "run")) > 0.1
+
+
+def test_episodes_span_weights_and_keep_what_each_turn_was_worth(never_killed: Path) -> None:
+    table = rows(never_killed)
+    assert max(row["rollout/segments_max"] for row in table) == 2  # episodes were cut, and went on under later weights
+    assert sum(row["rollout/carried"] for row in table) > 0
+    assert max(row["episodes/turns_max"] for row in table) >= 4
+    cut_inside = 0
+    for rollout in read_rollouts(never_killed):
+        response = rollout.response
+        assert response.outcome is not None and response.turns
+        assert np.isclose(response.outcome.value, sum(turn.reward for turn in response.turns))  # type: ignore[union-attr]
+        spoken = np.zeros(len(response.tokens), bool)
+        for turn in response.turns:
+            spoken[turn.start : turn.end] = True
+        assert (response.loss_mask == spoken).all() and ((response.policy_versions == -1) == ~spoken).all()
+        cut_inside += len(set(response.policy_versions[spoken])) > 1
+    assert cut_inside
+
+
+@pytest.mark.parametrize(("rows_written", "environments"), [(2, False), (4, True)])
+def test_a_run_killed_inside_its_episodes_resumes_bit_for_bit(
+    llamarl: CommandLine, tmp_path: Path, never_killed: Path, rows_written: int, environments: bool
+) -> None:
+    """The controller is killed, and before it, while the run goes on, the processes that hold its environments."""
+    run_dir = tmp_path / "run"
+    process = llamarl.start(run_dir, EPISODES)
+    try:
+        started = lambda: (run_dir / "config.toml").exists()  # noqa: E731
+        if environments:
+            wait_until(lambda: started() and len(rows(run_dir)) >= rows_written - 1, limit_s=120, what="a row")
+            assert kill_environments(process.pid)
+        wait_until(lambda: started() and len(rows(run_dir)) >= rows_written, limit_s=120, what=f"{rows_written} rows")
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=30)
+    assert len(rows(run_dir)) < 6  # it was in fact cut short
+    done = llamarl.train(run_dir, EPISODES, "--resume", str(run_dir))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_episodes(run_dir, never_killed)
+
+
+def test_a_run_whose_environments_are_killed_goes_on_to_the_same_bits(
+    llamarl: CommandLine, tmp_path: Path, never_killed: Path
+) -> None:
+    process = llamarl.start(tmp_path / "run", EPISODES)
+    killed = 0
+    try:
+        for written in range(1, 5):
+            wait_until(lambda: len(rows(tmp_path / "run")) >= written, limit_s=120, what=f"{written} rows")  # noqa: B023
+            killed += kill_environments(process.pid)
+        output, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    assert killed >= 2
+    assert untimed(tmp_path / "run") == untimed(never_killed)
+    assert weights(tmp_path / "run") == weights(never_killed)
