@@ -6,11 +6,13 @@ import html
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from llamarl.config import RunConfig, load_config
 from llamarl.errors import ConfigError
+from llamarl.reading import read_toml
 
 if TYPE_CHECKING:
     from llamarl.api.llm import LLM, Completion
@@ -21,34 +23,27 @@ __all__ = ["Metrics", "Run"]
 _CONFIG_FILE = "config.toml"
 
 
-class Metrics(Mapping[str, list[float | None]]):
+class Metrics(dict[str, list[float | None]]):
     """Columns of ``metrics.jsonl``: key -> its value at each tick, None where a tick has none. ``pandas.DataFrame(metrics)``
     makes a table of it; docs/metrics.md says what each key means."""
 
     def __init__(self, rows: Sequence[Mapping[str, float | None]]) -> None:
         self.rows = list(rows)
         """One mapping a tick."""
-        self._keys = list(dict.fromkeys(key for row in rows for key in row))
+        keys = dict.fromkeys(key for row in self.rows for key in row)
+        super().__init__({key: [row.get(key) for row in self.rows] for key in keys})
 
-    def __getitem__(self, key: str) -> list[float | None]:
-        if key not in self._keys:
-            raise KeyError(f"no metric {key!r} in this run; there are {', '.join(self._keys)}")
-        return [row.get(key) for row in self.rows]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
+    def __missing__(self, key: str) -> list[float | None]:
+        raise KeyError(f"no metric {key!r} in this run; there are {', '.join(self)}")
 
     def __repr__(self) -> str:
-        return f"Metrics({len(self.rows)} ticks, {len(self)} keys: {', '.join(self._keys[:6])}, ...)"
+        return f"Metrics({len(self.rows)} ticks, {len(self)} keys: {', '.join(list(self)[:6])}, ...)"
 
     _SHOWN = ("step", "reward/mean", "eval/accuracy", "staleness/mean", "response/length_mean", "time/step_s")
 
     def _repr_html_(self) -> str:
         """The last ticks, for notebooks."""
-        keys = [key for key in self._SHOWN if key in self._keys]
+        keys = [key for key in self._SHOWN if key in self]
         head = "".join(f"<th>{html.escape(key)}</th>" for key in keys)
         body = "".join(
             "<tr>" + "".join(f"<td>{_shown(row.get(key))}</td>" for key in keys) + "</tr>" for row in self.rows[-10:]
@@ -91,16 +86,27 @@ class Run:
     @overload
     def rollouts(self) -> Iterator[Rollout]: ...
     @overload
-    def rollouts(self, tick: int) -> Iterator[Rollout]: ...
-    def rollouts(self, tick: int | None = None) -> Iterator[Rollout]:
-        """Every sample of a tick, or of all, in order: prompt, response with its tokens and log-probs, reward, advantage.
+    def rollouts(self, tick: int) -> list[Rollout]: ...
+    def rollouts(self, tick: int | None = None) -> list[Rollout] | Iterator[Rollout]:
+        """Every sample of a tick, in order: prompt, response with its tokens and log-probs, reward, advantage.
+
+        An advantage is worked out from the rewards of its tick by the run's own estimator; it is None where a response has no
+        reward, and where rewards alone do not tell it (a critic, KL in the reward, a function of your own).
+
+        Args:
+            tick: None: those of all ticks, read one tick after the other as they are asked for.
 
         Raises:
             DataError: The run wrote none (``observability.rollouts``), or none at this tick.
         """
-        from llamarl.observability.rollouts import read_rollouts
+        from llamarl.observability.rollouts import read_rollouts, rollout_ticks
+        from llamarl.report.advantages import with_advantages
 
-        return read_rollouts(self.dir, tick)
+        config = read_toml(self.dir / _CONFIG_FILE)
+        if tick is not None:
+            return with_advantages(list(read_rollouts(self.dir, tick)), config)
+        ticks = rollout_ticks(self.dir)
+        return chain.from_iterable(with_advantages(list(read_rollouts(self.dir, one)), config) for one in ticks)
 
     def generate(self, prompts: str | Sequence[str], **sampling: Any) -> list[Completion]:
         """Responses of its final policy, with its own engine, precision and sampling; see :meth:`llamarl.LLM.generate`."""

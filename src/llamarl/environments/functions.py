@@ -88,7 +88,7 @@ def function_item(record: Mapping[str, Any], where: str) -> TaskItem:
     used = ("question", "problem", "prompt", "messages", "answer")
     return TaskItem(
         question=question,
-        answer=None if answer is None else text_field(record, ("answer",), where),
+        answer=None if answer is None else text_field(record, ("answer",), where, trim=True),
         metadata={key: value for key, value in record.items() if key not in used},
         messages=messages,
         where=where,

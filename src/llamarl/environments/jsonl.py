@@ -1,7 +1,7 @@
 """Items from JSONL files: one JSON object a line, every mistake named by file and line.
 
 With an eval file the two splits are the two files, and a training question that also stands in the eval file is left
-out. Without one, a share of the distinct questions is held out by a hash of their words.
+out. Without one, a share of the distinct questions is held out by a hash of their words. White space at the ends of a\nquestion is kept, but makes it no other question.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ def load_jsonl(path: str | Path, to_item: Callable[[Mapping[str, Any], str], Tas
     return items
 
 
-def text_field(record: Mapping[str, Any], names: tuple[str, ...], where: str) -> str:
+def text_field(record: Mapping[str, Any], names: tuple[str, ...], where: str, *, trim: bool = False) -> str:
     """The first of ``names`` that the record has, as text; numbers are written out.
+
+    Args:
+        trim: Without white space at its ends, for what is compared. A question stays as it was written.
 
     Raises:
         DataError: It has none of them, or the value is neither text nor a number, or blank.
@@ -62,10 +65,10 @@ def text_field(record: Mapping[str, Any], names: tuple[str, ...], where: str) ->
             finite = not isinstance(value, float) or math.isfinite(value)
             if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not finite:
                 raise DataError(f"{where}: field {name!r} is {type(value).__name__} {value!r:.60}, expected text")
-            text = str(value).strip()
-            if not text:
+            text = str(value)
+            if not text.strip():
                 raise DataError(f"{where}: field {name!r} is blank, expected text")
-            return text
+            return text.strip() if trim else text
     raise DataError(f"{where}: got fields {sorted(record)}, expected one of {list(names)}")
 
 
@@ -98,8 +101,8 @@ class JsonlSplits:
         train = loaded["task.train_file"]
         if eval_file:
             held = loaded["task.eval_file"]
-            asked = {item.question for item in held}
-            kept = [item for item in train if item.question not in asked]
+            asked = {item.question.strip() for item in held}
+            kept = [item for item in train if item.question.strip() not in asked]
             if not kept:
                 raise DataError.at(
                     "task.train_file",
@@ -108,8 +111,8 @@ class JsonlSplits:
             if len(kept) < len(train):
                 _log.warning("%s: left out %d items that %s holds too", train_file, len(train) - len(kept), eval_file)
         else:
-            held = [item for item in train if held_out(item.question, seed=seed, fraction=eval_fraction)]
-            kept = [item for item in train if not held_out(item.question, seed=seed, fraction=eval_fraction)]
+            held = [item for item in train if held_out(item.question.strip(), seed=seed, fraction=eval_fraction)]
+            kept = [item for item in train if not held_out(item.question.strip(), seed=seed, fraction=eval_fraction)]
             if not kept:
                 raise DataError.at(
                     "task.eval_fraction", f": {eval_fraction} holds out every item of {train_file}; lower it"

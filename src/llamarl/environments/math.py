@@ -30,7 +30,7 @@ def math_item(record: Mapping[str, Any], where: str) -> TaskItem:
     """
     question = text_field(record, ("question", "problem"), where)
     if "answer" in record:
-        answer = text_field(record, ("answer",), where)
+        answer = text_field(record, ("answer",), where, trim=True)
         if "####" in answer:
             answer = answer.rpartition("####")[2].strip().replace(",", "")
             if not answer:

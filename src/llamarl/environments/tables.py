@@ -165,7 +165,7 @@ class TableSplits:
         return {name: value for name, value in {**named, **rest}.items() if value is not None and _is_plain(value)}
 
     def _questions(self, table: _Table) -> list[str]:
-        """Of every row, as its item has it."""
+        """Of every row, as its item has it but for white space at the ends."""
         columns, have = self._config.columns, table.rows.column_names
         taken = {columns[role]: role for role in _QUESTIONS if role in columns}
         taken = taken or {name: name for name in _QUESTIONS if name in have and name not in columns.values()}
@@ -195,7 +195,7 @@ class _Table:
 def _question(record: Mapping[str, Any], where: str) -> str:
     from llamarl.environments.functions import function_item
 
-    return function_item({name: value for name, value in record.items() if value is not None}, where).question
+    return function_item({name: value for name, value in record.items() if value is not None}, where).question.strip()
 
 
 def _load(path: Path, subset: str, key: str) -> Mapping[str, Any]:

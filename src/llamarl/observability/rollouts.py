@@ -24,7 +24,7 @@ from llamarl.observability.metrics import cannot_write, replace_file
 from llamarl.reading import parse_json, read_bytes
 from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 
-__all__ = ["ROLLOUTS_FOLDER", "Rollout", "RolloutWriter", "num_segments", "read_rollouts"]
+__all__ = ["ROLLOUTS_FOLDER", "Rollout", "RolloutWriter", "num_segments", "read_rollouts", "rollout_ticks"]
 
 ROLLOUTS_FOLDER = "rollouts"
 
@@ -42,7 +42,7 @@ class Rollout:
     response: Response
     """Everything that the trainer saw of it."""
     advantage: float | None
-    """What the trainer made of its reward; None where it was not recorded or has no reward."""
+    """What the trainer made of its reward; None where it was not recorded or there is no reward."""
     prompt_tokens: npt.NDArray[np.int32]
     """[P] token ids."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -106,8 +106,7 @@ def read_rollouts(folder: str | os.PathLike[str], tick: int | None = None) -> It
     Raises:
         DataError: No such file, or a line that is not a sample; the message names file and line.
     """
-    place = Path(folder)
-    place = place / ROLLOUTS_FOLDER if (place / ROLLOUTS_FOLDER).is_dir() else place
+    place = _place(folder)
     files = [(found, path) for found, path in _files(place) if tick is None or found == tick]
     if not files:
         wanted = "rollouts" if tick is None else f"rollouts of tick {tick}"
@@ -122,6 +121,26 @@ def read_rollouts(folder: str | os.PathLike[str], tick: int | None = None) -> It
                 raise DataError(str(error)) from error
             except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
                 raise DataError(f"{where} is not a sample: {error!r}") from error
+
+
+def rollout_ticks(folder: str | os.PathLike[str]) -> list[int]:
+    """Ticks that have rollouts, in order.
+
+    Args:
+        folder: A run's folder or its ``rollouts``.
+
+    Raises:
+        DataError: It has none.
+    """
+    place = _place(folder)
+    if not (ticks := [tick for tick, _ in _files(place)]):
+        raise DataError(f"{place} holds no rollouts: run with observability.rollouts = true")
+    return ticks
+
+
+def _place(folder: str | os.PathLike[str]) -> Path:
+    place = Path(folder)
+    return place / ROLLOUTS_FOLDER if (place / ROLLOUTS_FOLDER).is_dir() else place
 
 
 def num_segments(response: Response) -> int:

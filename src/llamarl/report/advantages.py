@@ -6,8 +6,10 @@ rewards unless a critic, KL inside the reward, a choice among groups or a functi
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,11 @@ from llamarl.algorithms.advantages import compute_advantages, overlong_penalty
 from llamarl.algorithms.config import CRITIC_ADVANTAGES, AlgorithmConfig
 from llamarl.errors import LlamaRLError
 from llamarl.import_path import is_import_path
+from llamarl.observability.rollouts import Rollout
 from llamarl.report.rollout_index import TickIndex
+from llamarl.types import Score
 
-__all__ = ["advantages_of", "why_no_advantages"]
+__all__ = ["advantages_of", "why_no_advantages", "with_advantages"]
 
 
 def why_no_advantages(config: Mapping[str, Any]) -> str:
@@ -40,19 +44,43 @@ def why_no_advantages(config: Mapping[str, Any]) -> str:
 
 def advantages_of(index: TickIndex, config: Mapping[str, Any]) -> list[float | None]:
     """One an entry of ``index``, None where the response has no reward; empty where rewards alone do not tell."""
+    members = [[(index.reward[i], index.length[i]) for i in group] for _, group in index.groups()]
+    return _estimate(members, config)
+
+
+def with_advantages(rollouts: Sequence[Rollout], config: Mapping[str, Any]) -> list[Rollout]:
+    """The samples of one tick with the advantages that their rewards give; one that was recorded stays."""
+    groups = [list(group) for _, group in groupby(rollouts, key=lambda sample: sample.response.prompt_index)]
+    scored = [[(_reward(sample), len(sample.response.tokens)) for sample in group] for group in groups]
+    found = _estimate(scored, config)
+    if not found:
+        return list(rollouts)
+    return [
+        sample if sample.advantage is not None else dataclasses.replace(sample, advantage=advantage)
+        for sample, advantage in zip(rollouts, found, strict=True)
+    ]
+
+
+def _reward(sample: Rollout) -> float | None:
+    outcome = sample.response.outcome
+    return outcome.value if isinstance(outcome, Score) else None
+
+
+def _estimate(groups: Sequence[Sequence[tuple[float | None, int]]], config: Mapping[str, Any]) -> list[float | None]:
+    """One a response of (reward, tokens), group by group; empty where rewards alone do not tell."""
     if why_no_advantages(config):
         return []
     try:
         algorithm = AlgorithmConfig(**config["algorithm"])
     except (ValueError, TypeError, LlamaRLError):  # written by another version
         return []
-    rewards = []
-    for _, members in index.groups():
-        adjusted = [
-            math.nan if value is None else value - overlong_penalty(index.length[i], algorithm)
-            for i in members
-            for value in [index.reward[i]]
-        ]
-        rewards.append(np.array(adjusted, dtype=np.float64))
-    flat = [float(value) for group in compute_advantages(rewards, algorithm) for value in group]
-    return [None if reward is None else value for reward, value in zip(index.reward, flat, strict=True)]
+    adjusted = [
+        np.array(
+            [math.nan if value is None else value - overlong_penalty(length, algorithm) for value, length in group],
+            dtype=np.float64,
+        )
+        for group in groups
+    ]
+    flat = [float(value) for group in compute_advantages(adjusted, algorithm) for value in group]
+    rewards = [value for group in groups for value, _ in group]
+    return [None if reward is None else value for reward, value in zip(rewards, flat, strict=True)]

@@ -86,6 +86,13 @@ def test_every_kind_of_file_gives_the_items_that_lines_of_json_give(name: str, t
     assert table.item("train", 0).where == f"{tmp_path / name} [train] row {table.item('train', 0).metadata['level']}"
 
 
+def test_a_question_of_a_table_stays_as_it_was_written(tmp_path: Path) -> None:
+    rows = [{"problem": "a3 b9 =\n", "solution": "\\boxed{12}", "level": 1}]
+    file = write_parquet(tmp_path / "a.parquet", rows)
+    task = make_task(TaskConfig(name="math", data=str(file), eval_fraction=0.0), seed=0)
+    assert task.item("train", 0).question == "a3 b9 =\n"
+
+
 def test_columns_splits_and_a_template_go_by_name(tmp_path: Path) -> None:
     write_parquet(tmp_path / "set" / "train.parquet")
     write_parquet(tmp_path / "set" / "test.parquet", ROWS[:2])

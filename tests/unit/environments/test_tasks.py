@@ -216,7 +216,7 @@ def test_lines_end_at_newlines_alone_and_a_byte_order_mark_is_passed_over(tmp_pa
         make_task(TaskConfig(name="math", train_file=str(train), eval_fraction=0.0), 0)
     train.write_bytes(train.read_bytes().replace(b"\x1c\x0c", b""))
     task = make_task(TaskConfig(name="math", train_file=str(train), eval_fraction=0.0), 0)
-    assert [task.item("train", i).question for i in range(2)] == ["one\u2028two", "three"]
+    assert [task.item("train", i).question for i in range(2)] == ["one\u2028two\u0085", "three"]
     assert [task.item("train", i).where for i in range(2)] == [f"{train}:1", f"{train}:2"]
 
 
@@ -237,6 +237,25 @@ def test_every_mistake_of_a_task_is_told(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere.jsonl cannot be read"):
         make_task(TaskConfig(name="math", train_file=str(tmp_path / "nowhere.jsonl")), 0)
+
+
+def test_a_question_stays_as_it_was_written_and_what_is_compared_is_trimmed(tmp_path: Path) -> None:
+    train = _file(tmp_path / "train.jsonl", {"question": " a3 b9 =\n", "answer": " 12\n"})
+    own = {"name": "function", "reward": "json:dumps", "train_file": train, "eval_fraction": 0.0}
+    for config in (TaskConfig(name="math", train_file=train, eval_fraction=0.0), TaskConfig(**own)):
+        item = make_task(config, 0).item("train", 0)
+        assert (item.question, item.answer) == (" a3 b9 =\n", "12")
+
+
+def test_white_space_at_the_ends_makes_no_other_question(tmp_path: Path) -> None:
+    held = _file(tmp_path / "eval.jsonl", {"question": f"{MATH['problem']}\n", "answer": "1"})
+    train = _file(tmp_path / "train.jsonl", GSM8K, MATH)
+    task = make_task(TaskConfig(name="math", train_file=train, eval_file=held), 0)
+    assert [task.item("train", i).question for i in range(task.num_items("train") or 0)] == ["How many?"]
+    lines = [{"question": f"Q{i}" + end, "answer": "1"} for i in range(200) for end in ("", "\n")]
+    both = make_task(TaskConfig(name="math", train_file=_file(tmp_path / "twice.jsonl", *lines), eval_fraction=0.2), 0)
+    asked = {both.item("eval", i).question.strip() for i in range(both.num_items("eval") or 0)}
+    assert both.num_items("eval") == 2 * len(asked) > 0
 
 
 def test_training_questions_that_the_eval_file_holds_are_left_out(tmp_path: Path) -> None:

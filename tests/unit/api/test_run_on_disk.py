@@ -1,0 +1,40 @@
+"""What a run's folder tells through ``llamarl.Run``."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from made_run import MadeRun
+
+from llamarl.api.run import Metrics, Run
+from llamarl.errors import DataError
+
+
+def test_metrics_are_columns_that_pandas_reads_as_such() -> None:
+    pandas = pytest.importorskip("pandas")
+    metrics = Metrics([{"step": 0, "a": 1.5}, {"step": 1}, {"step": 2, "b": 4.0, "a": 2.5}])
+    assert metrics["a"] == [1.5, None, 2.5] and list(metrics) == ["step", "a", "b"] and len(metrics.rows) == 3
+    table = pandas.DataFrame(metrics)
+    assert list(table.columns) == ["step", "a", "b"] and table["step"].tolist() == [0, 1, 2]
+    assert table["a"].dtype == float and table["a"].sum() == 4.0 and math.isnan(table["a"][1])
+    with pytest.raises(KeyError, match="no metric 'c' in this run; there are step, a, b"):
+        metrics["c"]
+    assert "c" not in metrics and metrics.get("c") is None
+
+
+def test_rollouts_of_a_tick_are_a_list_with_the_advantages_of_their_rewards(tmp_path: Path) -> None:
+    run = Run(MadeRun(ticks=2).write(tmp_path / "run"))  # rewards 0, 1, 0, 1 in each group of tick 0
+    samples = run.rollouts(0)
+    assert len(samples) == 8 and samples[0].tick == 0
+    assert [sample.advantage for sample in samples] == [-0.5, 0.5] * 4
+    assert [sample.tick for sample in run.rollouts()] == [0] * 8 + [1] * 8
+    assert next(iter(run.rollouts())).advantage == -0.5
+    with pytest.raises(DataError, match="holds no rollouts of tick 7"):
+        run.rollouts(7)
+
+
+def test_advantages_that_rewards_do_not_tell_stay_untold(tmp_path: Path) -> None:
+    made = MadeRun(ticks=1, settings={"algorithm.kl_coef": "0.1", "algorithm.kl_place": '"reward"'})
+    assert {sample.advantage for sample in Run(made.write(tmp_path / "run")).rollouts(0)} == {None}
