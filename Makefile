@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 RECIPE ?= recipes/tiny.toml
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
+WORKERS ?= 2
 ENVIRONMENTS_VENV ?= .venv-environments
 
 .PHONY: train test test-wheel test-browser test-vllm test-environments check install clean
@@ -12,7 +13,9 @@ train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
 
 test: install  ## the whole CPU suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/unit -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/browser  # these start processes of their own: one after the other
+	$(BIN)/python -m pytest tests/browser  # apart: a browser's driver leaves an event loop in its process
 
 test-wheel:  ## the built wheel in an environment of its own, in an empty folder
 	$(PYTHON) scripts/try_wheel.py
