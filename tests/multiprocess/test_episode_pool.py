@@ -90,6 +90,17 @@ def test_a_question_whose_worker_died_is_put_again(pool: EpisodePool, log: Path)
     assert pool.num_replaced == 1
 
 
+def test_a_replacement_that_is_killed_while_it_starts_is_replaced_too(pool: EpisodePool) -> None:
+    os.kill(pool.worker_pids[0], signal.SIGKILL)
+    pool.ask(ask("a"))
+    end = time.monotonic() + 20
+    while pool.num_replaced < 1 and time.monotonic() < end:
+        pool.poll()
+    pool._workers[0].guardian.kill()  # the kernel ends the worker with it
+    assert step(pool.wait(ask("a"))).text == "1 a"
+    assert pool.num_replaced == 2
+
+
 def test_a_pool_that_never_heard_of_an_episode_plays_it_from_its_replies() -> None:
     answers = []
     with EpisodePool(config("Ledgers")) as one:

@@ -30,6 +30,9 @@ from llamarl.types import FailureKind
 
 __all__ = ["WorkerPool"]
 
+_MAX_START_DEATHS = 3
+"""Of replacements, one after the other in one place; the first worker of a place must start at once."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +63,8 @@ class WorkerPool(ABC):
         self._selector = selectors.DefaultSelector()
         self._workers: list[WorkerProcess] = []
         self._closed = False
+        self._was_ready = False
+        self._start_deaths: dict[int, int] = {}  # place of a worker -> how often in a row it died while it started
         self.num_replaced = 0
         """Workers killed or lost, and replaced, since the start."""
         if unset := unset_names(os.environ, config.pass_env):
@@ -104,6 +109,7 @@ class WorkerPool(ABC):
                 self._workers.append(self._start(number))
             while not all(worker.ready for worker in self._workers):
                 self.turn()
+            self._was_ready = True
         except BaseException:
             self.close()
             raise
@@ -233,6 +239,7 @@ class WorkerPool(ABC):
                 raise DataError(cause)
             case Ready(pid):
                 worker.ready, worker.pid = True, pid
+                self._start_deaths.pop(worker.number, None)
             case Verdicts() | Answered():
                 if worker.job is None or worker.job.number != reply.job or not self.on_reply(worker, reply):
                     _log.debug(
@@ -249,7 +256,11 @@ class WorkerPool(ABC):
             if self._workers[worker.number] is not worker:
                 return  # it had asked to be replaced
         if not worker.ready:
-            raise self._did_not_start(worker, worker.stop())
+            deaths = self._start_deaths[worker.number] = self._start_deaths.get(worker.number, 0) + 1
+            if not self._was_ready or deaths >= _MAX_START_DEATHS:
+                raise self._did_not_start(worker, worker.stop())
+            self._replace(worker)  # one like it has started before: somebody killed this one
+            return
         self.fail_and_replace(worker, "crash", f"the {self.title} worker {worker.stop()}")
 
     def _did_not_start(self, worker: WorkerProcess, cause: str) -> ExecutorFailed:
