@@ -88,9 +88,12 @@ def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any
 
 
 def _place_data(given: dict[str, Any]) -> None:
-    """What ``data`` names is a file of lines, or a table for the package ``datasets``: by its ending."""
+    """What ``data`` names is a file of lines, or a table for the package ``datasets``: a folder, or by its ending."""
     named = given.get("task.train_file")
-    if isinstance(named, str) and not os.path.isfile(named) and is_hub_id(named) or str(named).endswith(_TABLES):
+    if not isinstance(named, str):
+        return
+    folder = os.path.isdir(os.path.expanduser(named))
+    if folder or not os.path.isfile(named) and is_hub_id(named) or named.endswith(_TABLES):
         given["task.data"] = given.pop("task.train_file")
 
 

@@ -32,7 +32,7 @@ dir = {run_dir}
 num_ticks = 40  # policy versions to make
 
 [model]
-path = "bundled:tiny"  # your own: the folder of a Hugging Face model
+path = "bundled:tiny"  # your own: the folder of a Hugging Face model, or an id of the Hub: org/name
 
 [task]
 name = "function"

@@ -148,7 +148,8 @@ class TaskConfig:
 
     reward: Annotated[str, AfterValidator(_import_path)] = ""
     """Import path of a function reward(prompt, response, answer) -> float that judges instead of the task:
-    package.module:function or path/to/file.py:function. It may also take metadata. Required for function."""
+    package.module:function or path/to/file.py:function. answer is text, also where the data has a number. It may also take
+    metadata. Required for function."""
 
     rewards: ListOf[RewardPart] = ()
     """Several instead of reward, whose weighted sum judges: a table [[task.rewards]] each, with function, weight and name."""

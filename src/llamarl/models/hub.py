@@ -9,12 +9,14 @@ only for a tokenizer that the user trusts.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import os
 import re
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 _TABLES = ("*.parquet", "*.arrow", "*.csv", "*.tsv", "*.json", "*.jsonl", "*.gz", "README.md")
 _TIMEOUT_S = 20.0
+_MAX_NAMED = 12
 
 
 def is_hub_id(text: str) -> bool:
@@ -68,7 +71,7 @@ def fetch_model(
         told = f"{repo} at {revision or 'main'}" + ("" if is_commit(revision) else f", commit {commit_of(folder)}")
         if (missing := _missing(folder, weights)) is not None:
             raise ModelError.at(key, f": {told}, is not whole in {folder}: {missing}")
-        print(f"{key}: {told}, in {folder}", file=sys.stderr)
+        _tell(f"{key}: {told}, in {folder}")
     return folder
 
 
@@ -82,8 +85,27 @@ def fetch_dataset(repo: str, revision: str, *, key: str) -> Path:
     if folder is None:
         folder = _ask(repo, revision, list(_TABLES), key, "dataset")
         commit = "" if is_commit(revision) else f", commit {commit_of(folder)}"
-        print(f"{key}: {repo} at {revision or 'main'}{commit}, in {folder}", file=sys.stderr)
+        _tell(f"{key}: {repo} at {revision or 'main'}{commit}, in {folder}")
     return folder
+
+
+@cache
+def _tell(line: str) -> None:
+    """Say a line on stderr, once a process."""
+    print(line, file=sys.stderr)
+
+
+def _not_here(named: str, what: str) -> str:
+    """That no folder has the name; where its parent is one, what stands in it: a run or file may be meant, not the Hub."""
+    parent, name = Path(named).parent, Path(named).name
+    if not parent.is_dir():
+        return f"there is no folder {named} here"
+    holds = sorted(entry.name for entry in os.scandir(parent) if not entry.name.startswith("."))
+    near = difflib.get_close_matches(name, holds, n=1, cutoff=0.6)
+    hint = f"; did you mean {parent / near[0]}?" if near else ""
+    shown = f"it holds {', '.join(holds[:_MAX_NAMED])}{', ...' if len(holds) > _MAX_NAMED else ''}" if holds else "it is empty"
+    kinds = "run or model" if what == "model" else what
+    return f"there is no {kinds} {name} in the folder {parent} ({shown}{hint})"
 
 
 def _cached(repo: str, commit: str, patterns: list[str], weights: bool) -> Path | None:
@@ -144,7 +166,7 @@ def _ask(repo: str, revision: str, patterns: list[str], key: str, kind: str) -> 
     except RepositoryNotFoundError as error:
         raise ModelError.at(
             key,
-            f": there is no folder {repo} here, and {constants.ENDPOINT} has no {what} of that name that you may read: correct "
+            f": {_not_here(repo, what)}, and {constants.ENDPOINT} has no {what} of that name that you may read: correct "
             f"it; for a private one log in (hf auth login, or a token in HF_TOKEN); {instead}",
         ) from error
     except LocalEntryNotFoundError as error:
@@ -154,7 +176,7 @@ def _ask(repo: str, revision: str, patterns: list[str], key: str, kind: str) -> 
         part = "only a part of it, or another revision, is" if begun else "it is not"
         raise ModelError.at(
             key,
-            f": there is no folder {repo} here; as a {what} of the Hub, {part} in the cache ({constants.HF_HUB_CACHE}) and the Hub cannot "
+            f": {_not_here(repo, what)}; as a {what} of the Hub, {part} in the cache ({constants.HF_HUB_CACHE}) and the Hub cannot "
             f"be asked: {cause}. Fetch it where there is a network ({_command(repo, revision, kind)}), {instead}",
         ) from error
     except HfHubHTTPError as error:

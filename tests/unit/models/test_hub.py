@@ -57,6 +57,26 @@ def test_configuration_tokenizer_and_safetensors_come_and_neither_pickles_nor_co
     assert "pytorch_model.bin" not in hub.fetched()
 
 
+def test_a_name_in_a_folder_that_is_here_is_told_to_be_missing_there_before_the_hub_is_named(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in ("mine", "tiny"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+    words = refused("runs/tyny")
+    assert "there is no run or model tyny in the folder runs (it holds mine, tiny; did you mean runs/tiny?)" in words
+    assert words.index("tyny in the folder") < words.index(hub.url)
+    (tmp_path / "empty").mkdir()
+    go_offline(monkeypatch)
+    assert "there is no run or model none in the folder empty (it is empty); as a model of the Hub" in refused("empty/none")
+
+
+def test_where_a_model_lies_is_told_once(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    commit = hub.commit(NAME, FILES)
+    for _ in range(3):
+        resolve_model_path(NAME)
+    assert capsys.readouterr().err.count(commit) == 2  # the commit and its folder, in one line
+
+
 def test_weights_come_only_where_they_are_wanted_and_code_only_where_it_is_trusted(hub: Hub) -> None:
     hub.commit(NAME, FILES)
     folder = resolve_model_path(NAME, weights=False)

@@ -110,3 +110,11 @@ def test_a_kind_that_was_said_before_a_resume_is_not_said_again() -> None:
     assert "no_signal" in said(rows[:8])
     resumed = Health(group_baseline=True, rows=rows[:8], said={"no_signal"})
     assert not [trouble for row in rows[8:] for trouble in resumed.look(row) if trouble.kind == "no_signal"]
+
+
+def test_equal_rewards_everywhere_bring_to_mind_that_answers_are_text() -> None:
+    row = {"groups/no_signal": 10, "groups/generated": 10, "samples/delivered": 80, "reward/failed": 0, "reward/mean": 0.0}
+    for spread, expected in ((0.0, True), (0.3, False)):
+        rows = [row | {"reward/std": spread}] * WINDOW
+        (text,) = [one.text for one in find_trouble(rows, rows, group_baseline=True) if one.kind == "no_signal"]
+        assert ("an answer reaches it as text" in text) == expected
