@@ -103,7 +103,11 @@ def _not_here(named: str, what: str) -> str:
     holds = sorted(entry.name for entry in os.scandir(parent) if not entry.name.startswith("."))
     near = difflib.get_close_matches(name, holds, n=1, cutoff=0.6)
     hint = f"; did you mean {parent / near[0]}?" if near else ""
-    shown = f"it holds {', '.join(holds[:_MAX_NAMED])}{', ...' if len(holds) > _MAX_NAMED else ''}" if holds else "it is empty"
+    shown = (
+        f"it holds {', '.join(holds[:_MAX_NAMED])}{', ...' if len(holds) > _MAX_NAMED else ''}"
+        if holds
+        else "it is empty"
+    )
     kinds = "run or model" if what == "model" else what
     return f"there is no {kinds} {name} in the folder {parent} ({shown}{hint})"
 

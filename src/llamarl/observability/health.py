@@ -120,7 +120,9 @@ def _no_signal(rows: Rows) -> str:
     if not judged or silent / judged < _NO_SIGNAL or _sum(rows, "reward/failed") == _sum(rows, "samples/delivered"):
         return ""
     equal = all(std is not None and std < 1e-9 for std in (row.get("reward/std") for row in rows))
-    look = "the reward function (task.reward)" + ("; an answer reaches it as text (\"12\" == 12 is never true)" if equal else "")
+    look = "the reward function (task.reward)" + (
+        '; an answer reaches it as text ("12" == 12 is never true)' if equal else ""
+    )
     return (
         f"no signal: in {silent / judged:.0%} of the groups of the last {plural(len(rows), 'tick')} all rewards are equal (mean "
         f"{_mean(rows, 'reward/mean', 0.0):.3f}), and they move nothing. If the task is neither solved nor too hard, look at "

@@ -158,7 +158,7 @@ def _by_responses(indexes: Sequence[TickIndex]) -> list[Finding]:
         text = (
             f"all {plural(scored, 'scored response')} have the reward {value:g}, whatever they say, so no advantage differs from 0 "
             f"and nothing is learned. Look at a response and the expected answer side by side; then at the reward function "
-            f"(task.reward): does it ever give anything else? An answer reaches it as text, so \"12\" == 12 is never true"
+            f'(task.reward): does it ever give anything else? An answer reaches it as text, so "12" == 12 is never true'
         )
         found.append(_finding("constant_reward", "bad", text, indexes))
     counts = Counter(cause for index in indexes for cause in index.failure if cause)

@@ -67,7 +67,9 @@ def test_a_name_in_a_folder_that_is_here_is_told_to_be_missing_there_before_the_
     assert words.index("tyny in the folder") < words.index(hub.url)
     (tmp_path / "empty").mkdir()
     go_offline(monkeypatch)
-    assert "there is no run or model none in the folder empty (it is empty); as a model of the Hub" in refused("empty/none")
+    assert "there is no run or model none in the folder empty (it is empty); as a model of the Hub" in refused(
+        "empty/none"
+    )
 
 
 def test_where_a_model_lies_is_told_once(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:

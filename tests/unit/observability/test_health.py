@@ -113,7 +113,13 @@ def test_a_kind_that_was_said_before_a_resume_is_not_said_again() -> None:
 
 
 def test_equal_rewards_everywhere_bring_to_mind_that_answers_are_text() -> None:
-    row = {"groups/no_signal": 10, "groups/generated": 10, "samples/delivered": 80, "reward/failed": 0, "reward/mean": 0.0}
+    row = {
+        "groups/no_signal": 10,
+        "groups/generated": 10,
+        "samples/delivered": 80,
+        "reward/failed": 0,
+        "reward/mean": 0.0,
+    }
     for spread, expected in ((0.0, True), (0.3, False)):
         rows = [row | {"reward/std": spread}] * WINDOW
         (text,) = [one.text for one in find_trouble(rows, rows, group_baseline=True) if one.kind == "no_signal"]
