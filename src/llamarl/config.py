@@ -51,6 +51,7 @@ __all__ = [
     "RunConfig",
     "RunSection",
     "apply_overrides",
+    "changed_keys",
     "field_help",
     "key_effects",
     "load_config",
@@ -577,6 +578,29 @@ def to_plain(config: Any) -> dict[str, Any]:
         return [prune(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     return prune(dataclasses.asdict(config))
+
+
+def changed_keys(config: RunConfig) -> tuple[dict[str, Any], int]:
+    """Nested plain values of the keys that are not at their defaults, and how many keys are."""
+    plain = to_plain(config)
+    num_default = 0
+    for key, info in known_keys().items():
+        *sections, name = key.split(".")
+        table: Any = plain
+        for section in sections:
+            table = table.get(section, {}) if isinstance(table, dict) else {}
+        if not isinstance(table, dict) or name not in table or info.is_required():
+            continue
+        default = info.get_default(call_default_factory=True)
+        if table[name] == (list(default) if isinstance(default, tuple) else default):
+            del table[name]
+            num_default += 1
+    return _without_empty(plain), num_default
+
+
+def _without_empty(table: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in table.items()}
+    return {key: value for key, value in kept.items() if value != {}}
 
 
 def save_config(config: RunConfig, path: Path) -> None:

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from llamarl.config import RunConfig, apply_overrides, field_help, known_keys, load_config, save_config, validate
+from llamarl.config import (
+    RunConfig,
+    apply_overrides,
+    changed_keys,
+    field_help,
+    known_keys,
+    load_config,
+    save_config,
+    validate,
+)
 from llamarl.errors import ConfigError, Mistake
 from llamarl.strict import Mistakes
 
@@ -330,3 +339,13 @@ def test_vllm_samples_between_two_temperatures(key: str, temperature: str, fits:
 
 def test_vllm_evaluates_greedily() -> None:
     load_config(None, ["--generator.engine.name", "vllm", "--evaluation.temperature", "0"])
+
+
+def test_changed_keys_are_those_that_are_not_at_their_defaults() -> None:
+    recipe = Path(__file__).resolve().parents[2] / "recipes" / "tiny.toml"
+    config = load_config(recipe, ["--schedule.max_staleness", "3", "--optimizer.beta1", "0.9"])
+    changed, num_default = changed_keys(config)
+    assert changed["schedule"]["max_staleness"] == 3 and "beta1" not in changed["optimizer"]
+    assert num_default > 100 and {} not in changed.values()
+    flat = {f"{section}.{key}": value for section, table in changed.items() for key, value in table.items()}
+    assert load_config(None, flat) == config  # nothing that says something else was left out

@@ -183,6 +183,7 @@ def _generate(
     args: argparse.Namespace, config: RunConfig, named: NamedModel, requests: list[_Request], output: OutputFile | None
 ) -> int:
     """How many answers failed."""
+    from llamarl.data.unknown_text import holds_unknown, unknown_text_warning, unknown_token_id
     from llamarl.engine.factory import make_engine, resolve_device, sampling_params
     from llamarl.engine.sequence import Sequence
     from llamarl.executors.self_check import check_generated
@@ -196,6 +197,10 @@ def _generate(
     check_generated(config)
     tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     prompts = [_encode(request, tokenizer, config.data) for request in requests]
+    unknown = unknown_token_id(tokenizer)
+    if unread := [i for i, prompt in enumerate(prompts) if holds_unknown(prompt, unknown)]:
+        first = "--prompt" if args.prompt is not None else f"that of {requests[unread[0]].where}"
+        print(unknown_text_warning(len(unread), len(prompts), "prompts", first), file=sys.stderr)
     context = context_length(model) or 1 << 20
     sampling = _given_sampling(args)
     if named.run is None:

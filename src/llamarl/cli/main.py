@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [word for word in words if _is_override(word)]
     words = [word for word in words if not _is_override(word)]  # argparse must not take them for the verb's own
     named = next((a for a in words if not a.startswith("-")), None)
+    if named is not None and named not in VERBS and (near := difflib.get_close_matches(named, VERBS, n=1, cutoff=0.6)):
+        parser.error(f"there is no verb {named!r}; did you mean {near[0]!r}? There are {', '.join(VERBS)}")
     for verb in VERBS:
         # Only the verb asked for is imported in full: the others cost a second of imports each.
         importlib.import_module(f"llamarl.cli.{verb.replace('-', '_')}").add_parser(verbs, full=verb == named)

@@ -58,6 +58,7 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         help="repeat this run bit for bit from its configuration and event log, into RUN_DIR-replay or --run.dir",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
+    parser.add_argument("--every-key", action="store_true", help="with --dry-run: print keys at their defaults too")
     if full:
         from llamarl.config import field_help
 
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.controller.run import plan_run, start_run
 
     if args.dry_run:
-        print(plan_run(config))
+        print(plan_run(config, every_key=args.every_key))
     else:
         start_run(config)
     return 0
@@ -106,7 +107,7 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.dry_run:
         if not args.fork:
             check_resume(config)
-        print(plan_run(config))
+        print(plan_run(config, every_key=args.every_key))
     elif args.fork:
         fork_run(config, source)
     else:
@@ -131,7 +132,7 @@ def _replay(args: argparse.Namespace, overrides: list[str]) -> int:
     into = ["--run.dir", json.dumps(replay_folder(source), ensure_ascii=False)]
     config = load_config(source / "config.toml", [*into, *overrides], [find_missing])
     if args.dry_run:
-        print(plan_run(config))
+        print(plan_run(config, every_key=args.every_key))
         return 0
     replay_run(config, source)
     return 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.checkpoint.storage import CheckpointStore
-from llamarl.config import GROUP_BASELINES, RunConfig, save_config, to_plain
+from llamarl.config import GROUP_BASELINES, RunConfig, changed_keys, save_config, to_plain
 from llamarl.controller.controller import run_graph
 from llamarl.controller.frozen_models import record_models
 from llamarl.controller.graph import Graph
@@ -82,13 +82,19 @@ class Prepared:
     weight_edges: tuple[WeightEdge, ...]
 
 
-def plan_run(config: RunConfig) -> str:
-    """What a run of ``config`` would be: configuration, graph and placement, as text. Starts nothing."""
+def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
+    """What a run of ``config`` would be: configuration, graph and placement, as text. Starts nothing.
+
+    Args:
+        every_key: Whether keys that are at their defaults are printed too.
+    """
     import tomli_w
 
     prepared = prepare(config)
+    shown, num_default = (to_plain(prepared.config), 0) if every_key else changed_keys(prepared.config)
+    rest = f"# and {num_default} keys at their defaults: --every-key prints them\n" if num_default else ""
     return (
-        f"# configuration\n{tomli_w.dumps(to_plain(prepared.config))}\n"
+        f"# configuration\n{tomli_w.dumps(shown)}{rest}\n"
         f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}\n\n"
         f"# weight hand-over\n"
         + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)

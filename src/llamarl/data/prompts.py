@@ -20,6 +20,7 @@ import numpy.typing as npt
 from llamarl.data.chat import Tokenizer, render_prompt
 from llamarl.data.config import DataConfig
 from llamarl.data.items import ItemSource, Split, TaskItem
+from llamarl.data.unknown_text import holds_unknown, unknown_text_warning, unknown_token_id
 from llamarl.errors import DataError
 from llamarl.seeding import derive_seed
 from llamarl.types import Opening, Prompt
@@ -138,7 +139,7 @@ class PromptStream:
     def check_training_prompts(self) -> None:
         """Make every training prompt of a finite task once, so that none that is too long is met in the middle of a run.
 
-        Where such prompts are skipped, a warning says how many are. What an environment shows is not known before it is played.
+        Where such prompts are skipped, a warning says how many are; so it does of prompts that hold unknown text. What an environment shows is not known before it is played.
 
         Raises:
             DataError: Prompts are too long and ``too_long`` is ``error``, or no prompt is short enough. Names the first.
@@ -146,12 +147,17 @@ class PromptStream:
         num_items = self._task.num_items("train")
         if num_items is None or self._opener is not None:
             return
-        long = []
+        long, unread, unknown = [], [], unknown_token_id(self._tokenizer)
         for place in range(num_items):
             item = self._task.item("train", place)
             _, tokens = render_prompt(item, self._tokenizer, self._config)
             if len(tokens) > self._limit:
                 long.append(f"{item.where or f'item {place}'} ({len(tokens)} tokens)")
+            if holds_unknown(tokens, unknown):
+                unread.append(f"{item.where or f'item {place}'}, {item.question[:80]!r},")
+        if unread:
+            words = unknown_text_warning(len(unread), num_items, "training prompts", unread[0])
+            _log.warning("task %r: %s", self._task.name, words)
         if not long:
             return
         named = ", ".join(long[:_MAX_NAMED]) + (", ..." if len(long) > _MAX_NAMED else "")

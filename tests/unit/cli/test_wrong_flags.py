@@ -235,3 +235,9 @@ def test_bytes_that_are_no_text_are_refused_whatever_the_locale(flags: list[str 
     done = subprocess.run(command, input=b"a\xff b\n", capture_output=True, timeout=120, env=environment)
     told = done.stderr.decode()
     assert done.returncode == 2 and "not UTF-8 text" in told and "Traceback" not in told
+
+
+def test_a_verb_that_is_nearly_one_is_told_which(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["trian", "tiny"])
+    assert ended.value.code == 2 and "no verb 'trian'; did you mean 'train'?" in capsys.readouterr().err

@@ -175,3 +175,22 @@ def test_a_chat_template_is_used_where_there_is_one_and_writes_its_own_special_t
 def test_a_wrong_configuration_names_the_field(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         DataConfig(**fields)
+
+
+def test_prompts_that_hold_unknown_text_are_counted_once_with_an_example(caplog: pytest.LogCaptureFixture) -> None:
+    class Words(Letters):
+        unk_token_id = 1
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [1 if letter == "x" else 2 for letter in text]}
+
+    class Endings(Words):
+        eos_token_id = 1  # as in tokenizers of bytes, which write any text
+
+    for tokenizer, told in ((Words(), 1), (Endings(), 0), (Letters(), 0)):
+        caplog.clear()
+        PromptStream(Items(12), tokenizer, DataConfig(question_template="{question}b"), 0).check_training_prompts()
+        assert len(caplog.records) == told
+        if told:
+            assert "11 of 12 training prompts hold text that the model's vocabulary has no token for" in caplog.text
+            assert "item 1, 'x', is one" in caplog.text
