@@ -32,6 +32,8 @@ class Opening:
     """0: as many as the episode may have."""
     digest: str = ""
     """Of the first observation: an environment that begins the same episode otherwise is found out."""
+    question: str | None = None
+    """The item's own words, which the environment may have shown otherwise; None: those of the prompt."""
     failure: str = ""
     """Why there is no episode; the samples of such a prompt are failed without being sampled."""
 

@@ -95,7 +95,7 @@ def episode_item(prompt: Prompt) -> TaskItem:
     metadata = dict(prompt.metadata)
     messages = metadata.pop("messages", None)
     return TaskItem(
-        question=prompt.question,
+        question=prompt.question if prompt.opening.question is None else prompt.opening.question,
         answer=prompt.answer,
         metadata=metadata,
         messages=None if messages is None else tuple(messages),

@@ -36,6 +36,7 @@ class EpisodeOpener:
             max_turns=self._config.max_turns,
             max_turn_tokens=self._config.max_turn_tokens,
             digest=digest_of(said) if isinstance(said, Observation) else "",
+            question=item.question,
             failure=said.detail if isinstance(said, Failure) else "",
         )
         if isinstance(said, Observation):
