@@ -20,7 +20,7 @@ BUILT_IN = ("steps", "reasoning_gym", "math", "function", "gsm8k", "countdown", 
 _OF_DATA = ("math", "function", "gsm8k", "code")
 """Kinds whose questions are in files or tables."""
 
-ADAPTER_NAMES = ("reasoning_gym", "gymnasium", "textarena", "gem", "skyrl_gym", "openenv")
+ADAPTER_NAMES = ("reasoning_gym", "gymnasium", "textarena", "gem", "skyrl_gym", "openenv", "agent")
 """What stands before the colon of an environment that is another library's, and no module of the user's."""
 
 _LEAST_MEMORY_MB = 256
@@ -191,7 +191,9 @@ class TaskConfig:
 
     @property
     def own_environment(self) -> str:
-        """Import path of an environment of the user's own; empty where it is none."""
+        """Import path of an environment (or agent) of the user's own; empty where it is none."""
+        if self.environment.startswith("agent:"):
+            return self.environment.partition(":")[2]
         kind, _, attribute = self.environment.rpartition(":")
         return self.environment if kind and attribute and kind.partition(":")[0] not in ADAPTER_NAMES else ""
 

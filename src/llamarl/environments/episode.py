@@ -22,7 +22,9 @@ from llamarl.data.items import TaskItem
 __all__ = ["Environment", "EpisodeOver", "Message", "Observation", "Step"]
 
 Message = Mapping[str, Any]
-"""As chat templates take it: ``role`` (``user``, ``tool`` or ``system``; never ``assistant``), ``content``, ``name`` of a tool."""
+"""As chat templates take it: ``role`` (``user``, ``tool`` or ``system``), ``content``, ``name`` of a tool.
+
+``assistant`` may stand in an observation alone, before its last message: examples of how one answers."""
 
 
 class EpisodeOver(Exception):

@@ -45,7 +45,9 @@ class Player:
     def __init__(self, config: TaskConfig) -> None:
         tasks = config.tasks if isinstance(config, TaskSection) and config.mixture else {"": config}
         self._makers = {
-            label: functools.partial(make_environment, task.environment, task.environment_options)
+            label: functools.partial(
+                make_environment, task.environment, task.environment_options, judged=bool(task.judges)
+            )
             for label, task in tasks.items()
             if task.environment
         }
@@ -143,9 +145,11 @@ def _checked_step(value: object) -> Step:
 
 def _checked_words(said: Observation | Step) -> dict[str, Any]:
     messages = tuple(said.messages)
-    for message in messages:
-        if not isinstance(message, Mapping) or message.get("role") not in ("user", "tool", "system"):
-            raise TypeError(f"message {message!s:.200}: its role must be user, tool or system")
+    for place, message in enumerate(messages, 1):
+        example = isinstance(said, Observation) and place < len(messages)  # an opening may show how one answers
+        roles = ("user", "tool", "system", "assistant") if example else ("user", "tool", "system")
+        if not isinstance(message, Mapping) or message.get("role") not in roles:
+            raise TypeError(f"message {message!s:.200}: its role must be {', '.join(roles[:-1])} or {roles[-1]}")
     if messages and said.text:
         raise ValueError("text and messages are both given: give one of them")
     total = len(said.text) + sum(len(str(message)) for message in messages)

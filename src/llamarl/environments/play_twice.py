@@ -103,7 +103,10 @@ def play(env: Environment, item: TaskItem, seed: int, answer: Answer, max_replie
     opened = env.reset(item, seed)
     if not isinstance(opened, Observation):
         raise TypeError(f"reset returned {type(opened).__name__}, expected Observation")
-    _check_messages(opened.messages)
+    _check_messages(
+        [m for m in opened.messages[:-1] if m.get("role") != "assistant"]
+    )  # examples may stand before the last
+    _check_messages(opened.messages[-1:])
     record: Episode = [{"text": opened.text, "messages": list(opened.messages), "tools": list(opened.tools)}]
     said = _said(opened)
     for _ in range(max_replies):

@@ -2,6 +2,7 @@
 
     frozen_lake                     comes with llamarl
     gymnasium:FrozenLake-v1         another library's, through an adapter
+    agent:my_agent.py:run           your own program that talks to an OpenAI-compatible endpoint
     my_game.py:Game                 your own, by import path: this package's shape, TRL's, or a gym over strings
 
 What is asked of a class is told from its methods, see ``adapt``.
@@ -43,24 +44,28 @@ ADAPTERS: Mapping[str, tuple[str, str]] = {
     "gymnasium": ("gymnasium:ID", f"{_ADAPTERS}.gymnasium:GymnasiumEnvironment"),
     "textarena": ("textarena:ID", f"{_ADAPTERS}.strings:textarena"),
     "openenv": ("openenv:ws://HOST:PORT/ws", f"{_ADAPTERS}.openenv:OpenEnv"),
+    "agent": ("agent:my_agent.py:function", f"{_ADAPTERS}.agent:AgentProgram"),
 }
 """Name before the colon -> how it is written, and what is made of it: a callable of the words behind the colon and options."""
 
 _KEY, _OPTIONS = "task.environment", "task.environment_options"
 
 
-def make_environment(name: str, options: Mapping[str, Any]) -> Environment:
+def make_environment(name: str, options: Mapping[str, Any], *, judged: bool = True) -> Environment:
     """The environment of a name.
 
     Args:
         name: Built in, ``ADAPTER:NAME``, or an import path.
         options: Keyword arguments of the class.
+        judged: Whether ``task.reward`` judges its episodes too: an agent may then leave the reward to it.
 
     Raises:
         DataError: There is none of that name, it refuses its options, or a library that it needs is missing. What your own
             class raises is told too.
     """
     factory = _factory(name)
+    if name.partition(":")[0] == "agent":
+        factory = functools.partial(factory, judged=judged)
     _refuse_unknown(name, factory, options)
     try:
         made = factory(**options)
@@ -81,9 +86,14 @@ def check_environment(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         DataError: As ``make_environment``.
     """
-    kind = name.partition(":")[0]
+    kind, _, rest = name.partition(":")
     if name not in BUILT_IN and kind not in ADAPTERS and is_import_path(name):
         check(name, _KEY)
+    elif kind == "agent":
+        _refuse_unknown(name, _factory(name), options)
+        if not is_import_path(rest):
+            raise DataError.at(_KEY, f"{name!r} must name a function: {ADAPTERS[kind][0]}")
+        check(rest, _KEY)
     elif kind == "openenv":
         _refuse_unknown(name, _factory(name), options)  # to make it would ask its server
     else:
