@@ -176,6 +176,16 @@ def test_rollouts_are_filtered_by_tick_outcome_reward_and_text(page: Any, rollou
 
 
 @browser
+def test_a_row_of_the_responses_shows_prompt_and_expected_answer_and_opens_where_it_is_blank(page: Any) -> None:
+    page.open("rollouts/0")
+    row = page.page.locator("#view tbody tr, tbody tr").first
+    assert "question 0.0" in row.inner_text() or "the one" in row.inner_text()
+    assert "42" in row.locator("td").all_inner_texts()
+    row.locator("td").last.click()
+    page.page.wait_for_selector('[data-view="response"][data-ready="1"]')
+
+
+@browser
 def test_a_group_shows_rewards_advantages_and_the_expected_answer(page: Any) -> None:
     page.open("group/0/3/31")
     assert page.page.locator(".sample .value, .sample header .tag").all_inner_texts() == ["failed", "0", "1", "0"]

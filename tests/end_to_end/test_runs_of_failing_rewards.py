@@ -36,7 +36,7 @@ def test_a_run_whose_rewards_all_fail_ends_with_the_cause_and_goes_on_once_they_
     done = llamarl.train(run_dir, settings)
     assert done.returncode == 4, done.stdout + done.stderr
     assert "stopped by the run itself" in done.stdout and "\ndone" not in done.stdout
-    assert "warning, tick 0: every reward of this tick failed" in done.stdout
+    assert "warning, tick 0: every reward of tick 0 failed" in done.stdout
     assert "ValueError: no number in the response" in done.stdout
     assert "more than 90% of the samples of ticks 0 to 1 have no reward" in done.stderr
     assert "32 x exception: ValueError: no number in the response" in done.stderr

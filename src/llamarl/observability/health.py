@@ -101,7 +101,8 @@ def _all_failed(row: Mapping[str, Any], causes: Sequence[str]) -> str:
     if not judged or row.get("reward/failed") != judged:
         return ""
     cause = f": {causes[0]}" if causes else ""
-    return f"every reward of this tick failed, so nothing trains{cause}. {remedy(causes[0] if causes else '')}"
+    tick = "this tick" if row.get("step") is None else f"tick {int(row['step'])}"
+    return f"every reward of {tick} failed, so nothing trains{cause}. {remedy(causes[0] if causes else '')}"
 
 
 def _failing(rows: Rows, causes: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from llamarl.observability.failures import Causes
@@ -68,6 +68,7 @@ _REPLACED_BY = {
     "some_rewards_fail": "all_rewards_failed",
 }
 """What says the same more sharply."""
+_NOTHING_LEARNED = ("all_rewards_failed", "nothing_trained", "constant_reward")
 _WAITS = 0.5
 
 
@@ -99,6 +100,8 @@ def find_wrong(
     indexes: Sequence[TickIndex],
     *,
     group_baseline: bool,
+    max_new_tokens: int | None = None,
+    reward: str = "",
 ) -> list[Finding]:
     """All findings, the worst first.
 
@@ -107,13 +110,20 @@ def find_wrong(
         warnings: Of ``warnings.jsonl``: what the run said itself.
         indexes: Of the rollout files.
         group_baseline: Whether a group whose rewards are all equal gives no gradient.
+        max_new_tokens: The limit on responses, to name it.
+        reward: The reward function, to name it; empty where the task judges itself.
     """
     found = {f.kind: f for f in _by_rows(rows, indexes, group_baseline=group_baseline)}
     for warning in warnings:
         kind, step = str(warning["kind"]), int(warning["step"])
         found.setdefault(kind, Finding(kind=kind, level="bad", text=str(warning["text"]), first_tick=step, now=False))
-    for finding in (*_by_responses(indexes), *_by_waiting(rows)):
+    for finding in _by_responses(indexes, reward=reward):
         found.setdefault(finding.kind, finding)
+    if not any(kind in found and found[kind].now for kind in _NOTHING_LEARNED):  # then time is not what is missing
+        found |= {finding.kind: finding for finding in _by_waiting(rows)}
+    if "mostly_cut" in found and max_new_tokens is not None:
+        cut, key = found["mostly_cut"], "generator.sampling.max_new_tokens"
+        found["mostly_cut"] = replace(cut, text=cut.text.replace(key, f"{key} (now {max_new_tokens})", 1))
     if "rewards_failing" in found or "all_rewards_failed" in found:
         found.pop("some_rewards_fail", None)
     for kind, other in _REPLACED_BY.items():
@@ -146,7 +156,7 @@ def _by_rows(rows: Sequence[Mapping[str, Any]], indexes: Sequence[TickIndex], *,
     ]
 
 
-def _by_responses(indexes: Sequence[TickIndex]) -> list[Finding]:
+def _by_responses(indexes: Sequence[TickIndex], *, reward: str) -> list[Finding]:
     total = sum(len(index.reward) for index in indexes)
     if total < _FEW:
         return []
@@ -155,10 +165,11 @@ def _by_responses(indexes: Sequence[TickIndex]) -> list[Finding]:
     scored = sum(value is not None for index in indexes for value in index.reward)
     if len(rewards) == 1 and scored >= _FEW:
         value = next(iter(rewards))
+        named = f"task.reward, here {reward}" if reward else "task.reward"
         text = (
             f"all {plural(scored, 'scored response')} have the reward {value:g}, whatever they say, so no advantage differs from 0 "
             f"and nothing is learned. Look at a response and the expected answer side by side; then at the reward function "
-            f'(task.reward): does it ever give anything else? An answer reaches it as text, so "12" == 12 is never true'
+            f'({named}): does it ever give anything else? An answer reaches it as text, so "12" == 12 is never true'
         )
         found.append(_finding("constant_reward", "bad", text, indexes))
     counts = Counter(cause for index in indexes for cause in index.failure if cause)

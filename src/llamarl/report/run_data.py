@@ -143,6 +143,8 @@ class RunReader:
             files.warnings,
             indexes,
             group_baseline=files.setting("algorithm.advantage", "group_mean") in GROUP_BASELINES,
+            max_new_tokens=files.setting("generator.sampling.max_new_tokens"),
+            reward=str(files.setting("task.reward") or ""),
         )
         responses = sum(len(index.reward) for index in indexes)
         with_text = 0

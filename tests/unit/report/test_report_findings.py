@@ -38,12 +38,13 @@ def test_a_constant_reward_is_named_from_the_first_tick_on(tmp_path: Path, ticks
 def test_responses_cut_by_length_are_named_with_the_key_to_change(tmp_path: Path, ticks: int) -> None:
     (finding,) = _findings(tmp_path, MadeRun(ticks=ticks, finish=lambda t, g, s: "length"))
     assert finding["kind"] == "mostly_cut" and finding["view"] == "garbage"
-    assert "max_new_tokens" in str(finding["text"]) and "100%" in str(finding["text"])
+    assert "max_new_tokens (now 80)" in str(finding["text"]) and "100%" in str(finding["text"])
 
 
 @pytest.mark.parametrize("ticks", [1, 3, 8])
 def test_a_judge_that_fails_is_named_with_its_cause(tmp_path: Path, ticks: int) -> None:
     findings = _findings(tmp_path, MadeRun(ticks=ticks, outcome=lambda t, g, s: JUDGE_FAILS))
+    assert f"every reward of tick {ticks - 1} failed" in str(findings[0]["text"])
     assert findings[0]["kind"] == "all_rewards_failed" and findings[0]["view"] == "failures"
     assert "KeyError: 'answer' (my_rewards.py:7)" in str(findings[0]["text"])
     assert {f["kind"] for f in findings} <= {"all_rewards_failed", "nothing_trained"}
@@ -62,3 +63,15 @@ def test_what_is_over_is_told_as_over(tmp_path: Path) -> None:
     (finding,) = _findings(tmp_path, run)
     # ticks 0 to 4 are the first five of which half or more are cut; by the last five none is
     assert (finding["kind"], finding["first_tick"], finding["now"]) == ("mostly_cut", 4, False)
+
+
+def test_where_nothing_is_learned_nobody_is_told_that_an_executor_waits(tmp_path: Path) -> None:
+    def kinds(name: str, outcome: float | None) -> set[object]:
+        run = (
+            MadeRun(ticks=8, overhead_s=0.5)
+            if outcome is None
+            else MadeRun(ticks=8, overhead_s=0.5, outcome=lambda t, g, s: outcome)
+        )
+        return {finding["kind"] for finding in _findings(tmp_path / name, run)}
+
+    assert kinds("learns", None) == {"trainer_waits"} and kinds("constant", 0.0) == {"constant_reward"}

@@ -60,11 +60,15 @@ function tiles(...items) {
 }
 
 /** A table. `columns`: [{title, number?, text?, wide?, cell(row)}]. */
-function table(columns, rows, { rowClass } = {}) {
+/** `href(row)`: where a click on a part of the row that is no link of its own leads. */
+function table(columns, rows, { rowClass, href } = {}) {
   const kind = (column) => [column.number && "number", column.text && "text", column.wide && "wide"].filter(Boolean).join(" ") || null;
   return h("div", { class: "scroll" }, h("table", {},
     h("thead", {}, h("tr", {}, columns.map((column) => h("th", { class: kind(column), scope: "col" }, column.title)))),
-    h("tbody", {}, rows.map((row) => h("tr", { class: rowClass && rowClass(row) },
+    h("tbody", {}, rows.map((row) => h("tr", {
+      class: rowClass && rowClass(row),
+      ...(href && { onclick: (event) => { if (!event.target.closest("a, button") && !String(window.getSelection())) location.hash = href(row).replace(/^#/, ""); }, style: { cursor: "pointer" } }),
+    },
       columns.map((column) => h("td", { class: kind(column) }, column.cell(row))))))));
 }
 

@@ -97,18 +97,22 @@ function histogram(label, values, title) {
 async function responseTable(run, index, responses) {
   const texts = new Map();
   for (const tick of new Set(responses.map(index.tickOf))) {
-    for (const group of (await run.detail(tick)).groups) for (const sample of group.samples) texts.set(`${tick}/${group.prompt_index}/${sample.sample_index}`, sample.text);
+    for (const group of (await run.detail(tick)).groups) for (const sample of group.samples) texts.set(`${tick}/${group.prompt_index}/${sample.sample_index}`, { text: sample.text, answer: group.answer });
   }
-  const textOf = (response) => texts.get(`${index.tickOf(response)}/${index.promptOf(response)}/${index.sample[response]}`);
+  const detailOf = (response) => texts.get(`${index.tickOf(response)}/${index.promptOf(response)}/${index.sample[response]}`);
+  const textOf = (response) => detailOf(response)?.text, answerOf = (response) => detailOf(response)?.answer ?? null;
+  const answers = responses.some((response) => answerOf(response) !== null);
   return table([
     { title: "tick", number: true, cell: (response) => h("a", { href: link("tick", run.number, index.tickOf(response)) }, index.tickOf(response)) },
     { title: "group", number: true, wide: true, cell: (response) => h("a", { href: groupLink(run, index, index.groupOf[response]) }, index.promptOf(response)) },
+    { title: "prompt", text: true, wide: true, cell: (response) => oneLine(index.promptText(index.groupOf[response])) || "(empty)" },
     { title: "response", text: true, cell: (response) => h("a", { href: responseLink(run, index, response) }, textOf(response) === undefined ? `number ${index.sample[response]} (text not on this page)` : oneLine(textOf(response)) || "(empty)") },
+    ...(answers ? [{ title: "expected", wide: true, cell: (response) => oneLine(String(answerOf(response) ?? "–")) }] : []),
     { title: "reward", number: true, cell: (response) => (index.failureOf(response) ? h("span", { class: "tag bad" }, "failed") : format.number(index.rewardOf(response))) },
     { title: "tokens", number: true, cell: (response) => index.length[response] },
     { title: "staleness", number: true, wide: true, cell: (response) => (index.oldest[response] < 0 ? "–" : index.oldest[response]) },
     { title: "signs", wide: true, cell: (response) => index.flagsOf(response).map((name) => h("span", { class: "tag bad" }, FLAG_WORDS[name])) },
-  ], responses);
+  ], responses, { href: (response) => responseLink(run, index, response) });
 }
 
 const oneLine = (text) => text.slice(0, 160).replace(/\s+/g, " ").trim();
