@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 WORKERS ?= 2
 ENVIRONMENTS_VENV ?= .venv-environments
+VERIFIERS_VENV ?= .venv-verifiers
 
-.PHONY: train test test-wheel test-browser test-vllm test-environments check install clean
+.PHONY: train test test-wheel test-browser test-vllm test-environments test-verifiers check install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
@@ -27,8 +28,11 @@ test-browser: install  ## every view of llamarl report in Chromium (Debian: apt-
 test-vllm: $(VLLM_VENV)/.installed  ## the vLLM engine on vLLM's CPU build, in an environment of its own (4 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm
 
-test-environments: $(ENVIRONMENTS_VENV)/.installed  ## the adapters on openenv-core and textarena, in an environment of their own
+test-environments: $(ENVIRONMENTS_VENV)/.installed  ## the adapters on openenv-core, textarena and openai, in an environment of their own
 	$(ENVIRONMENTS_VENV)/bin/python -m pytest tests/with_environments
+
+test-verifiers: $(VERIFIERS_VENV)/.installed  ## an agent of verifiers as an agent program, in an environment of its own
+	PATH="$(abspath $(VERIFIERS_VENV))/bin:$$PATH" $(VERIFIERS_VENV)/bin/python -m pytest tests/with_environments/test_verifiers.py
 
 check: install  ## formatter, linter, type checker
 	$(BIN)/ruff format --check src tests benchmarks examples scripts
@@ -49,10 +53,17 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 
 $(ENVIRONMENTS_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ENVIRONMENTS_VENV)
-	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openenv-core==0.3.0 textarena==0.7.4 \
+	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openenv-core==0.3.0 textarena==0.7.4 openai \
 		pytest pytest-timeout hypothesis
 	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
+$(VERIFIERS_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 uv xxhash numpy \
+		pytest pytest-timeout hypothesis
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(VERIFIERS_VENV) runs .pytest_cache .mypy_cache .ruff_cache
