@@ -54,7 +54,10 @@ def _orphans_come_here() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    own = tmp_path_factory.mktemp("boxes")  # other tests beside this one make boxes too
+    own.chmod(0o755)
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
     before = children(), set(os.listdir(tempfile.gettempdir())), open_files()
     yield
     until = time.monotonic() + 2.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -123,6 +124,23 @@ def test_sink_that_follows_a_slot_gets_each_version_and_moves_each_chunk_once(
         large = [n for n in CopyingBuffer.read_bytes if n > 64 << 10]
         assert len(large) == chunks and sum(large) == megabytes << 20, large
         publisher.wait()
+
+
+def test_a_chunk_of_which_some_blocks_are_already_known_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher, puller = ends()
+    steps = Steps(monkeypatch)
+    opened = puller.open([publisher.publish(1, model(1, 20), background=True)], WAIT_S)
+    steps.tickets.release(17)  # two chunks, and the first of the four blocks of the third
+    while steps.tickets._value:
+        time.sleep(0.001)
+    time.sleep(0.05)  # the seventeenth is written
+    live = {name: torch.zeros_like(t) for name, t in model(1, 20).items()}
+    CopyingBuffer.read_bytes.clear()
+    late = threading.Timer(0.2, steps.tickets.release, [3])
+    late.start()
+    opened.load_into(live, deadline_s=WAIT_S)
+    assert [n for n in CopyingBuffer.read_bytes if n > 64 << 10] == [CHUNK_BYTES, CHUNK_BYTES, 4 << 20]
+    publisher.wait()
 
 
 def test_no_chunk_is_read_before_all_of_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
