@@ -126,7 +126,9 @@ def test_sink_that_follows_a_slot_gets_each_version_and_moves_each_chunk_once(
         publisher.wait()
 
 
-def test_a_chunk_of_which_some_blocks_are_already_known_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_of_which_some_blocks_are_already_known_is_waited_for_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     publisher, puller = ends()
     steps = Steps(monkeypatch)
     opened = puller.open([publisher.publish(1, model(1, 20), background=True)], WAIT_S)
