@@ -54,10 +54,14 @@ def _orphans_come_here() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    own = tmp_path_factory.mktemp("boxes")  # other tests beside this one make boxes too
-    own.chmod(0o755)
-    monkeypatch.setattr(tempfile, "tempdir", str(own))
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as own:  # other tests beside this one make boxes too
+        os.chmod(own, 0o755)  # plain boxes of other users lie in it
+        monkeypatch.setattr(tempfile, "tempdir", own)
+        yield from _nothing_is_left()
+
+
+def _nothing_is_left() -> Iterator[None]:
     before = children(), set(os.listdir(tempfile.gettempdir())), open_files()
     yield
     until = time.monotonic() + 2.0
