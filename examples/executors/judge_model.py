@@ -1,6 +1,6 @@
 """A frozen judge model on a device of its own, between reward and trainer.
 
-    generator ── completions ──▶ reward ── scored ──▶ judge ── judged ──▶ trainer
+    generator ── completions ──▶ reward ── scored ──▶ judge2 ── weighed ──▶ trainer
 
 The judge adds to each reward how plain a language model finds the response: option ``weight`` times the mean log-prob of its
 tokens. Run: llamarl train examples/executors/judge_model.toml

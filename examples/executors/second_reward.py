@@ -1,7 +1,7 @@
 """A second reward beside the first, at the same time, and an executor that adds the two.
 
                  ┌── completions ──▶ reward ── scored ──┐
-    generator ───┤                                      ├──▶ sum ── judged ──▶ trainer
+    generator ───┤                                      ├──▶ sum ── summed ──▶ trainer
                  └── to_measure ──▶ brevity ── brief ───┘
 
 Run: llamarl train examples/executors/second_reward.toml

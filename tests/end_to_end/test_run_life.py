@@ -40,6 +40,9 @@ OTHER_VALUES: dict[str, Any] = {
     "trainer.export_dtype": '"bfloat16"',
     "lora.export_merged": "false",
     "critic.max_skipped_steps": 5,
+    "judge.backoff_s": 0.9,
+    "judge.deadline_s": 119.0,
+    "judge.concurrency": 7,
     "evaluation.every": 1,
     "evaluation.num_prompts": 3,
     "evaluation.samples_per_prompt": 2,
@@ -68,6 +71,7 @@ ELSEWHERE = {
     "run.runtime": "test_the_inline_runtime_gives_the_bits_of_the_processes",
     "observability.rollouts": "without them there is nothing to compare",
     "observability.sinks": "test_an_engine_and_a_sink_of_ones_own_change_no_bit",
+    "judge.api_key_env": "a run with a judge behind a URL needs a server; test_judge.py gives it a key",
     "observability.wandb": "needs an account",
     "observability.wandb_project": "needs an account",
 }
