@@ -20,7 +20,7 @@ BUILT_IN = ("steps", "reasoning_gym", "math", "function", "gsm8k", "countdown", 
 _OF_DATA = ("math", "function", "gsm8k", "code")
 """Kinds whose questions are in files or tables."""
 
-ADAPTER_NAMES = ("reasoning_gym", "gymnasium", "textarena", "gem", "skyrl_gym", "openenv", "agent")
+ADAPTER_NAMES = ("reasoning_gym", "gymnasium", "textarena", "openenv", "agent")
 """What stands before the colon of an environment that is another library's, and no module of the user's."""
 
 _LEAST_MEMORY_MB = 256

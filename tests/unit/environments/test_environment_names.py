@@ -9,8 +9,9 @@ import pytest
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.trl import TrlEnvironment
+from llamarl.environments.config import ADAPTER_NAMES
 from llamarl.environments.games.second_try import SecondTry
-from llamarl.environments.registry import BUILT_IN, check_environment, make_environment
+from llamarl.environments.registry import ADAPTERS, BUILT_IN, check_environment, make_environment
 from llamarl.errors import DataError
 
 OWN = '''
@@ -126,3 +127,7 @@ def test_checking_does_not_run_the_users_file(tmp_path: Path) -> None:
     file = tmp_path / "loud.py"
     file.write_text("raise SystemExit('imported')\nclass Game: ...\n")
     check_environment(f"{file}:Game", {})
+
+
+def test_the_configuration_and_the_registry_name_the_same_adapters() -> None:
+    assert set(ADAPTER_NAMES) == ADAPTERS.keys()
