@@ -85,7 +85,7 @@ class RemoteSlot:
             while header.state != SlotState.READY:
                 time.sleep(pause)
                 pause = min(_POLL_S[1], 2 * pause)
-                header = self._header(clock)
+                header = self._header(clock, f"waiting for {self._source} to finish the version")
             self._prove_manifest(header.checksum)
 
     def check_current(self, clock: Clock) -> None:
@@ -108,8 +108,9 @@ class RemoteSlot:
 
     def _follow(self, block: int, clock: Clock) -> None:
         pause, looked = _POLL_S[0], time.monotonic()
+        waiting = f"waiting for {self._source} to write block {block} of {len(self.catalog.blocks)}"
         while True:
-            header = self._header(clock)
+            header = self._header(clock, waiting)
             if header.progress > block:
                 self._take_checksums(header.progress, clock)
                 return
@@ -124,7 +125,6 @@ class RemoteSlot:
                     ) from error
             time.sleep(pause)
             pause = min(_POLL_S[1], 2 * pause)
-            clock(f"waiting for {self._source} to write block {block} of {len(self.catalog.blocks)}")
 
     def _take_checksums(self, up_to: int, clock: Clock) -> None:
         up_to = min(up_to, len(self._checksums))
@@ -142,8 +142,9 @@ class RemoteSlot:
                 "This version is not served: resume the run"
             )
 
-    def _header(self, clock: Clock) -> SlotHeader:
-        header = parse_header(_read(self._remote, 0, HEADER_BYTES, clock(f"reading from {self._source}"), self.who))
+    def _header(self, clock: Clock, doing: str | None = None) -> SlotHeader:
+        left_s = clock(doing or f"reading from {self._source}")
+        header = parse_header(_read(self._remote, 0, HEADER_BYTES, left_s, self.who))
         handle = self.handle
         if header is None:
             raise WeightSyncError(
