@@ -87,7 +87,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--turn-tokens", type=int, default=48, help="every turn is cut there: no token ends one")
     parser.add_argument("--delay-s", type=float, default=0.2)
-    parser.add_argument("--reply-delay", type=int, default=96, help="engine steps, as generator.reply_delay: about the tool's time")
+    parser.add_argument(
+        "--reply-delay", type=int, default=96, help="engine steps, as generator.reply_delay: about the tool's time"
+    )
     parser.add_argument("--slots", type=int, default=16, help="sequences that are written at once")
     parser.add_argument("--workers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=6)

@@ -122,4 +122,6 @@ def receive_exactly(connection: socket.socket, nbytes: int, until: float) -> byt
 
 
 def _proof(key: bytes, side: str, purpose: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    return hmac.digest(key, b"\x00".join([side.encode(), purpose.encode()]) + b"\x00" + server_nonce + client_nonce, "sha256")
+    return hmac.digest(
+        key, b"\x00".join([side.encode(), purpose.encode()]) + b"\x00" + server_nonce + client_nonce, "sha256"
+    )
