@@ -33,6 +33,7 @@ from llamarl.runtime.local import LocalLauncher
 from llamarl.runtime.rank_plans import combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.ranks import Answer, Launcher, Ranks
 from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, RankSetup
+from llamarl.transports.network import Network
 
 __all__ = ["ProcessRuntime"]
 
@@ -60,6 +61,7 @@ class ProcessRuntime:
         channel_factory: Module with ``make_sender`` and ``make_receiver``.
         deterministic: Pin repeatable kernels in the workers.
         launchers: Executor -> who starts its processes; those without an entry go to this machine.
+        networks: Executor -> where each of its ranks is among the hosts; None: the whole job is on one machine.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class ProcessRuntime:
         channel_factory: str = CHANNEL_FACTORY,
         deterministic: bool = True,
         launchers: Mapping[str, Launcher] | None = None,
+        networks: Mapping[str, Sequence[Network]] | None = None,
     ) -> None:
         self._pull_deadline_s = pull_deadline_s
         self._collective_timeout_s = collective_timeout_s
         self._channel_factory = channel_factory
         self._deterministic = deterministic
         self._launchers = launchers or {}
+        self._networks = networks
         self._ranks: Ranks | None = None
         self._out: dict[tuple[str, int], _Out] = {}
         self._failed = False
@@ -107,6 +111,7 @@ class ProcessRuntime:
             channel_factory=self._channel_factory,
             deterministic=self._deterministic,
             on_hosts=self._launchers,
+            networks=self._networks,
         )
         self._failed = (
             True  # until all stand: whatever ends the wait below, Ctrl-C too, leaves a job that cannot close in order

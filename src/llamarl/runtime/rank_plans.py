@@ -15,6 +15,7 @@ from llamarl.import_path import absolute_import_path
 from llamarl.observability.ranks import reduce_over_ranks
 from llamarl.runtime.base import Report, SetupReport
 from llamarl.runtime.worker import RankFailure, RankReport, RankSetup, WorkerPlan
+from llamarl.transports.network import Network
 
 __all__ = ["LOOPBACK", "combine_reports", "combine_setups", "executor_failed", "plan_workers"]
 
@@ -37,11 +38,13 @@ def plan_workers(
     channel_factory: str,
     deterministic: bool,
     on_hosts: Collection[str] = (),
+    networks: Mapping[str, Sequence[Network]] | None = None,
 ) -> dict[str, tuple[WorkerPlan, ...]]:
     """Executor name -> the plan of each of its ranks.
 
     Args:
         on_hosts: Executors whose processes Monarch starts: only these can use its buffers.
+        networks: Executor -> where each of its ranks is; None: the whole job is on one machine.
 
     Raises:
         ConfigError: A name is used twice, a channel has an end that is no executor or cannot use its transport, or a count is
@@ -82,6 +85,7 @@ def plan_workers(
                 collective_timeout_s=collective_timeout_s,
                 channel_factory=channel_factory,
                 deterministic=deterministic,
+                network=networks[spec.name][rank] if networks is not None else None,
             )
             for rank in range(spec.num_ranks)
         )

@@ -32,6 +32,7 @@ from llamarl.import_path import load_module, resolve
 from llamarl.running_time import wait_for
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.determinism import pin
+from llamarl.transports.network import Network, join
 
 __all__ = [
     "CHANNEL_FACTORY",
@@ -74,6 +75,8 @@ class WorkerPlan:
     """Where the ranks of an executor meet: an ``init_method`` of ``torch.distributed``; a lone rank needs none."""
     in_own_process: bool = False
     """Whether this rank may set the environment of its process."""
+    network: Network | None = None
+    """Where its process is among the hosts of the job; None: the whole job is on one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +217,7 @@ class Worker:
         """Make the executor and the channel ends, restore the state if asked, publish the initial tokens."""
         plan, spec = self._plan, self._plan.spec
         self.pin()
+        join(plan.network)
         if plan.in_own_process:
             os.environ |= {"RANK": str(plan.rank), "WORLD_SIZE": str(spec.num_ranks)}
         if spec.process_group:
