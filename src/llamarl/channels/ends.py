@@ -1,10 +1,15 @@
-"""Makes the two ends of a channel from its spec."""
+"""Makes the two ends of a channel from its spec.
+
+In a job on several hosts what is ``shared_memory`` on one goes by ``tcp``, which maps what lies here and reads the rest over a
+socket, pair by pair.
+"""
 
 from __future__ import annotations
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Receiver, Sender
 from llamarl.channels.data import DataReceiver, DataSender
 from llamarl.channels.weights import WeightsReceiver, WeightsSender
+from llamarl.transports.network import mine
 from llamarl.transports.table import sink_transport, source_transport
 
 __all__ = ["make_receiver", "make_sender"]
@@ -18,7 +23,7 @@ def make_sender(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink
             rank=rank,
             num_source_ranks=num_source_ranks,
             num_sink_ranks=num_sink_ranks,
-            transport=source_transport(spec.transport, num_sink_ranks=num_sink_ranks),
+            transport=source_transport(_transport(spec), num_sink_ranks=num_sink_ranks),
         )
     num_parts = _num_parts(spec, num_sink_ranks)
     return DataSender(
@@ -26,7 +31,7 @@ def make_sender(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink
         rank=rank,
         num_source_ranks=num_source_ranks,
         num_sink_ranks=num_parts,
-        transport=source_transport(spec.transport, num_sink_ranks=num_sink_ranks),
+        transport=source_transport(_transport(spec), num_sink_ranks=num_sink_ranks),
     )
 
 
@@ -38,7 +43,7 @@ def make_receiver(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_si
             rank=rank,
             num_source_ranks=num_source_ranks,
             num_sink_ranks=num_sink_ranks,
-            transport=sink_transport(spec.transport, rank=rank),
+            transport=sink_transport(_transport(spec), rank=rank),
         )
     num_parts = _num_parts(spec, num_sink_ranks)
     part = rank // (num_sink_ranks // num_parts)
@@ -47,8 +52,12 @@ def make_receiver(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_si
         rank=part,
         num_source_ranks=num_source_ranks,
         num_sink_ranks=num_parts,
-        transport=sink_transport(spec.transport, rank=rank),
+        transport=sink_transport(_transport(spec), rank=rank),
     )
+
+
+def _transport(spec: ChannelSpec) -> str:
+    return "tcp" if spec.transport == "shared_memory" and mine() is not None else spec.transport
 
 
 def _num_parts(spec: ChannelSpec, num_sink_ranks: int) -> int:

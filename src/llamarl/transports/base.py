@@ -88,6 +88,14 @@ class RemoteBuffer(Protocol):
         """
         ...
 
+    def expect(self, offset: int, nbytes: int, deadline_s: float) -> bool:
+        """The bytes will be the next ``read`` that is not ``fresh``, after those expected before: a transport may have them
+        sent while something else is done. False if it will not now.
+
+        Raises: As ``read``.
+        """
+        ...
+
     def ready_to_read(self, stop: int) -> int:
         """How far the source must have written before the bytes up to ``stop`` are read, for nothing to be moved twice:
         ``stop``, or the end of what moves together with them."""

@@ -140,6 +140,9 @@ class _Remote:
             raise ChannelError(f"bytes {offset} to {offset + size} lie outside the buffer")
         into.copy_(self._data[offset - control : offset - control + size], non_blocking=True)
 
+    def expect(self, offset: int, nbytes: int, deadline_s: float) -> bool:
+        return False
+
     def ready_to_read(self, stop: int) -> int:
         return stop
 

@@ -9,6 +9,9 @@ or ``/proc``, a file in a folder takes its place; files of dead owners are remov
 
 A header carries a random nonce. A reader compares it with the handle's, so a recycled pid, a recycled descriptor and a
 segment that has been replaced are all told apart from the real one.
+
+In a job on several hosts each segment is also registered with this process's server, and its handle says in which space it
+lies and where that server listens: a reader elsewhere asks there (:mod:`llamarl.transports.remote_segment`).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import stat
 import struct
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +32,10 @@ import numpy.typing as npt
 import torch
 
 from llamarl.errors import ChannelError
+from llamarl.transports.network import mine
+from llamarl.transports.segment_server import Endpoint, server_here
 
-__all__ = ["HEADER_BYTES", "MappedSegment", "Segment", "SegmentHandle", "open_segment", "owner_holds", "tensor_over"]
+__all__ = ["HEADER_BYTES", "MappedSegment", "Segment", "SegmentHandle", "is_elsewhere", "open_segment", "owner_holds", "tensor_over"]
 
 HEADER_BYTES = 4096
 """Bytes before the payload: one page, so that the payload starts on a page of its own."""
@@ -52,6 +57,19 @@ class SegmentHandle:
     nonce: bytes
     path: str = ""
     """File that holds it, or empty for a memfd."""
+    space: str = ""
+    """Whose ``/proc`` shows it: see :class:`llamarl.transports.network.Network`. Empty in a job on one machine."""
+    endpoint: Endpoint = ("", 0)
+    """Where readers of another space ask for its bytes."""
+
+    def __reduce__(self) -> tuple[type[SegmentHandle], tuple[object, ...]]:
+        """Pickled without what a job on one machine does not fill."""
+        values: tuple[object, ...] = (self.pid, self.fd, self.size, self.nonce)
+        if self.path or self.space:
+            values += (self.path,)
+        if self.space:
+            values += (self.space, self.endpoint)
+        return SegmentHandle, values
 
 
 class Segment:
@@ -69,6 +87,7 @@ class Segment:
     def __init__(self, size: int, *, folder: Path | None = None, use_memfd: bool | None = None) -> None:
         if size <= 0:
             raise ValueError(f"a segment needs size > 0 bytes, got {size}")
+        self._server = server_here()
         nonce = os.urandom(16)
         total = HEADER_BYTES + size
         self._path = ""
@@ -85,6 +104,9 @@ class Segment:
             ) from error
         _HEADER.pack_into(self._map, 0, _MAGIC, nonce, size)
         self.handle = SegmentHandle(os.getpid(), self._fd, size, nonce, self._path)
+        if self._server is not None and (network := mine()) is not None:
+            self._server.register(nonce, memoryview(self._map)[HEADER_BYTES:])
+            self.handle = replace(self.handle, space=network.space, endpoint=self._server.endpoint)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8, offset=HEADER_BYTES)
         """[size] payload, writable; every reader sees what is written here."""
 
@@ -96,6 +118,8 @@ class Segment:
         """Give up ownership. Readers that have it open keep their pages; nobody new can open it. Idempotent."""
         if self._fd < 0:
             return
+        if self._server is not None:
+            self._server.withdraw(self.handle.nonce)
         os.close(self._fd)
         self._fd = -1
         if self._path:
@@ -122,8 +146,14 @@ class MappedSegment:
         _close_map(self._map)
 
 
+def is_elsewhere(handle: SegmentHandle) -> bool:
+    """Whether the segment lies in another space than this process's, so that its bytes come through a socket only."""
+    network = mine()
+    return network is not None and handle.space != network.space
+
+
 def open_segment(handle: SegmentHandle) -> MappedSegment:
-    """Map the segment that ``handle`` names.
+    """Map the segment that ``handle`` names, which is not elsewhere.
 
     Raises:
         ChannelError: Its owner is gone, has closed it, or the name now means something else.

@@ -70,6 +70,9 @@ class _Remote:
             raise ChannelError(f"bytes {offset} to {offset + size} lie outside a buffer of {self._data.numel()} bytes")
         ctypes.memmove(into.data_ptr(), self._data.data_ptr() + offset, size)
 
+    def expect(self, offset: int, nbytes: int, deadline_s: float) -> bool:
+        return False
+
     def ready_to_read(self, stop: int) -> int:
         return stop
 

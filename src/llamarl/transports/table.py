@@ -18,6 +18,7 @@ __all__ = ["TRANSPORTS", "Place", "choose_transport", "sink_transport", "source_
 TRANSPORTS = {
     "shared_memory": "llamarl.transports.shared_memory:SharedMemory",
     "cuda_ipc": "llamarl.transports.cuda_ipc:CudaIpc",
+    "tcp": "llamarl.transports.tcp:Tcp",
     "rdma": "llamarl.transports.rdma:Rdma",
 }
 """Name -> module and the common part of its two classes' names: ``...Source`` and ``...Sink``."""

@@ -1,0 +1,61 @@
+"""The tiny job with its ranks in spaces that see nothing of one another's memory: the same run, read over sockets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RECIPE, SMALL, rows
+from other_space import place
+
+from llamarl.config import load_config
+from llamarl.controller import run as run_module
+from llamarl.controller.run import start_run
+from llamarl.errors import ExecutorFailed
+from llamarl.observability.keys import is_timing_key
+from llamarl.runtime.processes import ProcessRuntime
+from llamarl.transports.network import Network
+
+SPREAD = {
+    "generator": [place("b")],
+    "reward": [place("c")],
+    "trainer": [place("a"), place("d")],
+    "evaluator": [place("a")],
+}
+
+
+def train(run_dir: Path, networks: dict[str, list[Network]] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SMALL | {
+        "run.num_ticks": 3,
+        "run.dir": json.dumps(str(run_dir)),
+        "trainer.fsdp": 2,
+        "generator.max_segments": 2,
+        "generator.oversubscription": 1.5,
+    }
+    words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "make_runtime", lambda name: ProcessRuntime(networks=networks))
+        start_run(load_config(RECIPE, words))
+
+
+def untimed(run_dir: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in rows(run_dir)]
+
+
+def test_a_job_over_four_spaces_gives_the_bits_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, four = tmp_path / "one", tmp_path / "four"
+    train(one, None, monkeypatch)
+    train(four, SPREAD, monkeypatch)
+    assert untimed(four) == untimed(one) and len(untimed(one)) == 3
+    files = sorted(path.relative_to(one) for folder in ("model", "rollouts") for path in (one / folder).rglob("*"))
+    assert any(path.name == "model.safetensors" for path in files) and len(files) > 5
+    for path in files:
+        if (one / path).is_file():
+            assert (four / path).read_bytes() == (one / path).read_bytes(), path
+
+
+def test_an_executor_with_another_key_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ExecutorFailed, match="channel 'completions': 'reward' rank 0 cannot read.*another run's"):
+        train(tmp_path / "run", {**SPREAD, "reward": [place("c", key=bytes(32))]}, monkeypatch)
