@@ -191,7 +191,9 @@ class _Connection:
         if status == OK and nbytes == into.nbytes:
             return self._fill(into, until, who)
         if status == OK or nbytes > _LONGEST_WORDS:
-            raise ChannelError(f"{who}: answered {nbytes:,} bytes where {into.nbytes:,} were asked for; it is another program")
+            raise ChannelError(
+                f"{who}: answered {nbytes:,} bytes where {into.nbytes:,} were asked for; it is another program"
+            )
         words = bytearray(nbytes)
         self._fill(memoryview(words), until, who)
         raise _Refused(f"{who}: {words.decode(errors='replace')}")
@@ -250,7 +252,9 @@ class _Owner:
                 raise ChannelError(f"{who}: does not answer; its host is down or not reached from here") from error
             except (KeyRefused, ConnectionResetError, ssl.SSLEOFError) as error:
                 if attempt == _DIALS - 1:  # a server that is being flooded hangs up on some
-                    raise ChannelError(f"{who}: cannot be opened ({error}); its owner has ended or is another run's") from error
+                    raise ChannelError(
+                        f"{who}: cannot be opened ({error}); its owner has ended or is another run's"
+                    ) from error
                 time.sleep(_REDIAL_S)
             except OSError as error:
                 raise ChannelError(f"{who}: cannot be opened ({error}); its owner has ended or closed it") from error
@@ -284,7 +288,9 @@ def _owner(endpoint: Endpoint) -> _Owner:
 
 def _check(until: float, doing: str) -> None:
     if running_s() > until:
-        raise DeadlineExceeded(f"{doing}, and its time is over; look at the owner's process and the network, or raise the limit")
+        raise DeadlineExceeded(
+            f"{doing}, and its time is over; look at the owner's process and the network, or raise the limit"
+        )
 
 
 def _gone(who: str, error: object) -> _HungUp:

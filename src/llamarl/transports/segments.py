@@ -35,7 +35,16 @@ from llamarl.errors import ChannelError
 from llamarl.transports.network import mine
 from llamarl.transports.segment_server import Endpoint, server_here
 
-__all__ = ["HEADER_BYTES", "MappedSegment", "Segment", "SegmentHandle", "is_elsewhere", "open_segment", "owner_holds", "tensor_over"]
+__all__ = [
+    "HEADER_BYTES",
+    "MappedSegment",
+    "Segment",
+    "SegmentHandle",
+    "is_elsewhere",
+    "open_segment",
+    "owner_holds",
+    "tensor_over",
+]
 
 HEADER_BYTES = 4096
 """Bytes before the payload: one page, so that the payload starts on a page of its own."""
