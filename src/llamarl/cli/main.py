@@ -19,10 +19,10 @@ from llamarl.errors import ConfigError, LlamaRLError, RunInterrupted
 __all__ = ["VERBS", "main"]
 
 VERBS = (
-    "train", "recipes", "new", "eval", "generate", "export", "plan", "plan-sync", "simulate", "report", "watch", "doctor",
+    "train", "recipes", "new", "eval", "generate", "export", "plan", "plan-sync", "simulate", "report", "watch", "worker", "doctor",
     "completion",
 )  # fmt: skip
-_NEED_TEMPORARY_FILES = ("train", "eval", "generate")
+_NEED_TEMPORARY_FILES = ("train", "eval", "generate", "worker")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

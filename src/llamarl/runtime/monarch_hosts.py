@@ -52,6 +52,8 @@ _numbers = itertools.count()
 class MonarchLink:
     """Implements :class:`llamarl.runtime.ranks.Link` by calls of actors."""
 
+    host = ""  # Monarch says where in its own report of a death
+
     def __init__(self, actor: Any, diagnostics: Any) -> None:
         self.pid = 0
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -62,6 +64,9 @@ class MonarchLink:
         hello: Hello = await self._actor.hello.call_one()
         self.pid = hello[0]
         return hello
+
+    def here_s(self, there_s: float) -> float:
+        return there_s
 
     async def command(self, blob: bytes) -> bytes:
         return bytes(await self._actor.command.call_one(blob))

@@ -110,7 +110,7 @@ class ProcessRuntime:
             collective_timeout_s=self._collective_timeout_s,
             channel_factory=self._channel_factory,
             deterministic=self._deterministic,
-            on_hosts=self._launchers,
+            on_hosts=() if self._networks is not None else self._launchers,
             networks=self._networks,
         )
         self._failed = (

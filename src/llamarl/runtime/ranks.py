@@ -2,7 +2,8 @@
 
 All links live on one thread with an asyncio loop. What happens arrives on one queue as an ``Answer`` or a ``RankFailure``: a
 reply, an exception in an executor, the death of a process, whichever comes first. How a rank is started and spoken to is its
-launcher's business: :mod:`llamarl.runtime.local` on this machine, :mod:`llamarl.runtime.monarch_hosts` on others.
+launcher's business: :mod:`llamarl.runtime.local` on this machine, :mod:`llamarl.runtime.hosts` on others. What a rank says of
+times is on its own machine's clock, and is read on the controller's the moment it arrives.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import cloudpickle
 
 from llamarl.runtime.commands import command_blob
 from llamarl.runtime.output import OutputReader
-from llamarl.runtime.worker import RankFailure, WorkerPlan, capture
+from llamarl.runtime.worker import RankFailure, RankReport, WorkerPlan, capture
 
 __all__ = ["Answer", "Launcher", "Link", "Rank", "Ranks"]
 
@@ -34,8 +35,14 @@ class Link(Protocol):
     """The way to one rank's process. All on the io thread, but ``kill``."""
 
     pid: int
+    host: str
+    """Where the process is, as the user calls it; empty: on this machine."""
     ended: asyncio.Future[str]
     """Done when the process has ended: its cause, in words."""
+
+    def here_s(self, there_s: float) -> float:
+        """A time on the ``time.monotonic`` of the rank's machine on that of this one."""
+        ...
 
     async def command(self, blob: bytes) -> bytes:
         """Have a :func:`command_blob` carried out; the reply. Raises if the process ends before."""
@@ -202,7 +209,7 @@ class Ranks:
         assert rank.link is not None
         try:
             reply = await rank.link.command(blob)
-            result = cloudpickle.loads(reply)
+            result = _on_our_clock(cloudpickle.loads(reply), rank.link)
         except Exception as error:  # the process is gone, or the reply cannot be read here
             result = None if rank.dead else capture(rank.executor, rank.rank, doing, error)
         else:
@@ -216,7 +223,7 @@ class Ranks:
         assert rank.link is not None
         try:
             trouble = await rank.link.tell(blob)
-            failure = cloudpickle.loads(trouble) if trouble else None
+            failure = _on_our_clock(cloudpickle.loads(trouble), rank.link) if trouble else None
         except Exception as error:
             failure = None if rank.dead else capture(rank.executor, rank.rank, rank.doing, error)
         if failure is not None and not self._ending:
@@ -232,6 +239,7 @@ class Ranks:
                 cause=cause,
                 traceback="",
                 pid=rank.pid,
+                host=link.host,
                 at_s=float("-inf"),  # before every exception: peers that miss a dead process fail because of it
             )
             self.events.put(failure)
@@ -301,6 +309,17 @@ class Ranks:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)  # the loop alone would let it be collected
         task.add_done_callback(self._tasks.discard)
+
+
+def _on_our_clock(result: Any, link: Link) -> Any:
+    """What a rank sent, with its times on this machine's clock; a failure also says where it happened."""
+    if isinstance(result, RankFailure):
+        return replace(result, at_s=link.here_s(result.at_s), host=link.host)
+    if isinstance(result, RankReport):
+        spans = tuple((label, link.here_s(start), link.here_s(end)) for label, start, end in result.spans)
+        started_s, finished_s = link.here_s(result.started_s), link.here_s(result.finished_s)
+        return replace(result, started_s=started_s, finished_s=finished_s, spans=spans)
+    return result
 
 
 def _kill(rank: Rank, *, at_once: bool = False) -> None:

@@ -10,6 +10,7 @@ whole and is printed once, by whoever ends the job.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -19,10 +20,12 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle, Receiver, Sender
 from llamarl.checkpoint.storage import saving
@@ -122,10 +125,13 @@ class RankFailure:
     exit_code: int = 1
     explained: bool = False
     """Raised on purpose, with a message that says all: a mistake in a recipe, a full disk, a deadline."""
+    host: str = ""
+    """Where, as the user calls it; empty: on the controller's machine."""
 
     def message(self) -> str:
         """For an ``ExecutorFailed``; with a traceback where the cause alone may not be understood."""
-        text = f"executor {self.executor!r}, rank {self.rank} (pid {self.pid}), {self.doing}: {self.cause}"
+        where = f" on host {self.host}" if self.host else ""
+        text = f"executor {self.executor!r}, rank {self.rank}{where} (pid {self.pid}), {self.doing}: {self.cause}"
         return text if self.explained else f"{text}\n{self.traceback.rstrip()}"
 
 
@@ -425,8 +431,6 @@ def _join_process_group(plan: WorkerPlan) -> Callable[[], None]:
 
     A lone rank meets nobody; where executors share a process, as they do inline, they share its one lone-rank group too.
     """
-    import datetime
-
     import torch
     import torch.distributed as dist
 
@@ -434,13 +438,35 @@ def _join_process_group(plan: WorkerPlan) -> Callable[[], None]:
     device = rank_device(spec, rank)
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device))
-    timeout = datetime.timedelta(seconds=plan.collective_timeout_s)
+    timeout = timedelta(seconds=plan.collective_timeout_s)
     if spec.num_ranks == 1:
         if dist.is_initialized():
             return lambda: None
         dist.init_process_group(spec.process_group, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(
-            spec.process_group, init_method=plan.rendezvous, rank=rank, world_size=spec.num_ranks, timeout=timeout
-        )
+        where: dict[str, Any] = {"init_method": plan.rendezvous}
+        if plan.rendezvous.startswith("tcp://"):
+            where = {"store": _store_at(plan.rendezvous, rank, spec.num_ranks, timeout)}
+        dist.init_process_group(spec.process_group, rank=rank, world_size=spec.num_ranks, timeout=timeout, **where)
     return dist.destroy_process_group
+
+
+def _store_at(rendezvous: str, rank: int, num_ranks: int, timeout: timedelta) -> Any:
+    """The store in which the ranks of several hosts meet, at ``tcp://address:port`` of rank 0: it listens there alone, where torch
+    by itself would listen on every interface."""
+    from torch.distributed import TCPStore
+
+    place = urlsplit(rendezvous)
+    assert place.hostname is not None and place.port is not None, rendezvous
+    listener = -1
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in place.hostname else socket.AF_INET
+        with socket.socket(family) as made:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((place.hostname, place.port))
+            made.listen()
+            listener = made.detach()  # the store closes it
+    where: dict[str, Any] = {"wait_for_workers": False}
+    if rank == 0:
+        where["master_listen_fd"] = listener
+    return TCPStore(place.hostname, place.port, num_ranks, rank == 0, timeout, **where)

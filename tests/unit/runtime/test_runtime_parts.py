@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from llamarl.errors import ConfigError
+from llamarl.runtime.child_process import cause_of_death
 from llamarl.runtime.determinism import environment
-from llamarl.runtime.local import cause_of_death
 from llamarl.runtime.make_runtime import make_runtime
 from llamarl.runtime.output import OutputReader
 

@@ -1,0 +1,194 @@
+"""``llamarl worker``: lends this host to controllers that hold its key.
+
+    connection ─▶ Door (TLS, key) ─▶ Job: one a connection, side by side
+                                       START ─▶ HostedRank (guard + rank) ─▶ ENDED
+                                       end of the connection ─▶ every rank of the job is killed; the daemon stays for the next
+
+The daemon reads orders of its own (a few words, JSON) and hands on the rest: it unpickles nothing, imports neither torch nor
+code of the user's, and runs on one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llamarl.plural import plural
+from llamarl.runtime.child_process import Stores
+from llamarl.runtime.hosts.door import Door, listen
+from llamarl.runtime.hosts.hosted_rank import HostedRank
+from llamarl.runtime.hosts.inventory import take_inventory
+from llamarl.runtime.hosts.wire import Word, message, read_message, unpack, watch_over
+from llamarl.runtime.rank_plans import LOOPBACK
+from llamarl.transports.network import TlsFiles
+
+__all__ = ["Job", "serve_host"]
+
+_KILL_S = 3.0
+"""For guards to end their ranks; then the guards are killed, and their ranks with them."""
+_GREETING_S = 10.0
+
+
+async def serve_host(
+    listener: socket.socket,
+    key: bytes,
+    *,
+    tls: ssl.SSLContext | None = None,
+    tls_files: TlsFiles | None = None,
+    ports: tuple[int, int] = (0, 0),
+    space: str = "",
+    say: Callable[[str], None],
+    until: asyncio.Event,
+) -> None:
+    """Lend this host to controllers until ``until`` is set; then no process of theirs is left here.
+
+    Args:
+        tls_files: Of this host, for its ranks.
+        ports: That ranks may listen on; (0, 0): any.
+        space: See ``take_inventory``.
+        say: Takes a line for who looks at the daemon.
+    """
+    jobs: set[Job] = set()
+
+    async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        job = Job(reader, writer, ports=ports, space=space, tls_files=tls_files, say=say)
+        jobs.add(job)
+        try:
+            await job.serve()
+        finally:
+            jobs.discard(job)
+
+    keeping = asyncio.create_task(Door(key, tls, welcome, say).keep(listener))
+    await until.wait()
+    keeping.cancel()
+    listener.close()
+    await asyncio.gather(*(job.end() for job in list(jobs)))
+
+
+class Job:
+    """The ranks of one controller on this host, for as long as its connection lasts."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        ports: tuple[int, int],
+        space: str,
+        tls_files: TlsFiles | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._reader, self._writer = reader, writer
+        self._ports, self._space, self._tls_files, self._say = ports, space, tls_files, say
+        self._ranks: dict[int, HostedRank] = {}
+        self._stores = Stores()
+        self._peer = str(writer.get_extra_info("peername")[0])
+        self._address = str(writer.get_extra_info("sockname")[0])
+        self._interface = ""
+
+    async def serve(self) -> None:
+        """Obey until the controller is gone."""
+        silence_s = 30.0
+        try:
+            async with asyncio.timeout(_GREETING_S):
+                word, _, data = await read_message(self._reader)
+            if word != Word.HELLO:
+                raise ValueError(f"expected a greeting, got {word.name}")
+            silence_s = float(unpack(data)["silence_s"])
+            watch_over(self._writer.get_extra_info("socket"), silence_s)
+            inventory = await asyncio.to_thread(
+                take_inventory, self._address, ports=self._ports, space=self._space, tls=self._tls_files
+            )  # counting GPUs takes seconds
+            self._interface = inventory.interface
+            self._send(message(Word.HELLO, content=inventory.to_plain()))
+            while True:
+                self._obey(*await read_message(self._reader))
+        except EOFError:
+            why = "its connection has ended"
+        except TimeoutError:
+            why = f"it does not answer for {silence_s:g} s"
+        except OSError as error:
+            why = f"its connection broke: {error.strerror or error}"
+        except (ValueError, KeyError, TypeError) as error:
+            why = f"it does not keep to the protocol: {error}"
+        began = len(self._ranks)
+        await self.end()
+        if began:
+            self._say(f"controller {self._peer}: {why}; {plural(began, 'process')} of it ended")
+
+    async def end(self) -> None:
+        """Kill every rank and all that they started; return when they are gone."""
+        for rank in self._ranks.values():
+            rank.kill(at_once=False)
+        for at_once in (True, False):
+            if over := [rank.over for rank in self._ranks.values() if not rank.over.done()]:
+                await asyncio.wait(over, timeout=_KILL_S)
+            for rank in self._ranks.values():
+                if at_once and not rank.over.done():
+                    rank.kill(at_once=True)
+        self._stores.close()
+        self._writer.close()
+
+    def _send(self, data: bytes) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(data)
+
+    def _obey(self, word: Word, number: int, data: bytes) -> None:
+        rank = self._ranks.get(number)
+        match word:
+            case Word.BYTES if rank is not None:
+                rank.write(data)
+            case Word.TAKEN if rank is not None:
+                given = unpack(data)
+                rank.taken(Word(given["word"]), int(given["bytes"]))
+            case Word.KILL if rank is not None:
+                rank.kill(at_once=bool(unpack(data)["at_once"]))
+            case Word.BYTES | Word.TAKEN | Word.KILL:
+                return  # of a rank that could not be started
+            case Word.PING:
+                self._send(message(Word.PONG, number, {"monotonic_s": time.monotonic()}))
+            case Word.START:
+                self._start(number, unpack(data))
+            case Word.MEET:
+                self._send(message(Word.PLACE, number, self._meeting_place(unpack(data))))
+            case _:
+                raise ValueError(f"{word.name} is not for a daemon")
+
+    def _start(self, number: int, order: Mapping[str, Any]) -> None:
+        try:
+            self._ranks[number] = HostedRank(number, str(order["label"]), self._environment(order), self._send)
+        except OSError as error:
+            self._send(message(Word.STARTED, number, {"why_not": str(error)}))
+            return
+        if len(self._ranks) == 1:
+            self._say(f"controller {self._peer} begins a job here")
+        self._send(message(Word.STARTED, number, {"pid": self._ranks[number].pid}))
+
+    def _environment(self, order: Mapping[str, Any]) -> dict[str, str]:
+        listens = LOOPBACK
+        if order["apart"]:  # what the user of this host has set comes first
+            listens = {name: os.environ.get(name, self._interface) for name in LOOPBACK}
+        folders = [*order["folders"], *(path or os.getcwd() for path in sys.path)]
+        return {
+            **os.environ,
+            **{str(name): str(value) for name, value in order["environment"].items()},
+            **{name: value for name, value in listens.items() if value},
+            "PYTHONPATH": os.pathsep.join(dict.fromkeys(folders)),
+        }
+
+    def _meeting_place(self, asked: Mapping[str, Any]) -> dict[str, str]:
+        if not asked["apart"]:
+            return {"place": self._stores.new(str(asked["name"]))}
+        try:
+            with listen(self._address, self._ports) as tried:
+                port = tried.getsockname()[1]
+        except OSError as error:
+            return {"why_not": f"no port of {self._ports[0]}-{self._ports[1]} is free on {self._address}: {error}"}
+        host = f"[{self._address}]" if ":" in self._address else self._address
+        return {"place": f"tcp://{host}:{port}"}

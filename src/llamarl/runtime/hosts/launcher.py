@@ -1,0 +1,206 @@
+"""Ranks on other hosts as the controller's io thread sees them: links whose bytes go through the daemons of their hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from llamarl.runtime.child_process import cause_of_death
+from llamarl.runtime.determinism import environment
+from llamarl.runtime.framed_link import FramedLink
+from llamarl.runtime.hosts.connection import HostConnection, HostLost, Worker, WorkerKey
+from llamarl.runtime.hosts.wire import CHUNK, Word, unpack
+from llamarl.runtime.output import OutputReader
+from llamarl.runtime.worker import WorkerPlan
+
+__all__ = ["HostLauncher", "HostLink"]
+
+_STREAMS = {Word.OUTPUT: "stdout", Word.ERRORS: "stderr"}
+
+
+class HostLink(FramedLink):
+    """Implements :class:`llamarl.runtime.ranks.Link` for a rank that a daemon holds."""
+
+    def __init__(self, connection: HostConnection, label: str, output: OutputReader) -> None:
+        super().__init__(pid=0)
+        self.host = connection.worker.name
+        self.number = connection.number()
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._reader = asyncio.StreamReader()
+        self._reading = asyncio.create_task(self.read(self._reader))
+        self._printing = {word: _Printer(self, word, output.pipe(label, stream)) for word, stream in _STREAMS.items()}
+
+    async def start(self, order: dict[str, object]) -> None:
+        """Have the process started.
+
+        Raises:
+            OSError: The host gives none, or is gone.
+        """
+        answer = unpack(await self._connection.ask(Word.START, self.number, order, Word.STARTED))
+        if why_not := answer.get("why_not"):
+            raise OSError(f"host {self.host} starts no process: {why_not}")
+        if not self._greeted:
+            self.pid = int(answer["pid"])
+
+    def here_s(self, there_s: float) -> float:
+        return self._connection.offset.here_s(there_s)
+
+    def kill(self, *, at_once: bool = False) -> None:
+        how: dict[str, object] = {"at_once": at_once}
+        try:
+            self._loop.call_soon_threadsafe(self._connection.send, Word.KILL, self.number, how)
+        except RuntimeError:  # the loop has closed, and the connection with it
+            return
+
+    def take(self, word: Word, data: bytes) -> None:
+        """What the daemon says of this rank."""
+        match word:
+            case Word.BYTES:
+                self._reader.feed_data(data)
+            case Word.OUTPUT | Word.ERRORS:
+                self._printing[word].add(data)
+            case Word.ENDED:
+                self.finish(cause_of_death(int(unpack(data)["returncode"])), streams=False)
+            case _:
+                raise ValueError(f"{word.name} is not about a rank")
+
+    def finish(self, cause: str, *, streams: bool) -> None:
+        """The process has ended, and everything that it said before has been taken.
+
+        Args:
+            streams: No more of its output will come either.
+        """
+        self._reader.feed_eof()
+        self._reading.add_done_callback(lambda _: self._end(cause))  # replies that lie in the buffer come first
+        if streams:
+            for printer in self._printing.values():
+                printer.add(b"")
+
+    def taken(self, word: Word, nbytes: int) -> None:
+        """So much of its output has been handed on."""
+        self._connection.send(Word.TAKEN, self.number, {"word": int(word), "bytes": nbytes})
+
+    def _write(self, data: bytes) -> None:
+        for start in range(0, len(data), CHUNK):
+            self._connection.send(Word.BYTES, self.number, data[start : start + CHUNK])
+
+
+class _Printer:
+    """Writes one stream of a rank into the pipe that the output reader reads, as fast as that does."""
+
+    def __init__(self, link: HostLink, word: Word, fd: int) -> None:
+        self._link, self._word, self._fd = link, word, fd
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
+        os.set_blocking(fd, False)
+        self._task = asyncio.create_task(self._print())
+
+    def add(self, data: bytes) -> None:
+        self._waiting.put_nowait(data)
+
+    async def _print(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while data := await self._waiting.get():
+                rest = memoryview(data)
+                while rest:
+                    try:
+                        rest = rest[os.write(self._fd, rest) :]
+                    except BlockingIOError:
+                        room = asyncio.Event()
+                        loop.add_writer(self._fd, room.set)
+                        try:
+                            await room.wait()
+                        finally:
+                            loop.remove_writer(self._fd)
+                self._link.taken(self._word, len(data))
+        except OSError:  # nobody reads any more: the job is ending
+            return
+        finally:
+            os.close(self._fd)
+
+
+class HostLauncher:
+    """Implements :class:`llamarl.runtime.ranks.Launcher` on hosts that run ``llamarl worker``.
+
+    Args:
+        workers: The hosts.
+        where: Executor -> for each of its ranks, which of ``workers`` has it.
+    """
+
+    def __init__(self, workers: Sequence[Worker], where: Mapping[str, Sequence[int]], key: WorkerKey) -> None:
+        self._workers, self._where, self._key = workers, where, key
+        self._opening: dict[int, asyncio.Task[HostConnection]] = {}
+        self._connections: list[HostConnection] = []
+        self._links: dict[int, dict[int, HostLink]] = {}
+        """Host -> number -> link."""
+
+    async def start(
+        self, plans: Sequence[WorkerPlan], labels: Sequence[str], output: OutputReader
+    ) -> tuple[list[HostLink], str]:
+        name = plans[0].spec.name
+        hosts = self._where[name]
+        opened = await asyncio.gather(*(self._connection(host) for host in dict.fromkeys(hosts)))
+        connections = dict(zip(dict.fromkeys(hosts), opened, strict=True))
+        apart = len(connections) > 1
+        rendezvous = ""
+        if len(plans) > 1:
+            rendezvous = await self._meeting_place(connections[hosts[0]], name, apart=apart)
+        links = []
+        for host, label in zip(hosts, labels, strict=True):
+            link = HostLink(connections[host], label, output)
+            self._links[host][link.number] = link
+            links.append(link)
+        order = {"folders": _own_folders(), "environment": dict(environment(plans[0].spec.threads)), "apart": apart}
+        started = (link.start({**order, "label": label}) for link, label in zip(links, labels, strict=True))
+        await asyncio.gather(*started)
+        return links, rendezvous
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(link.ended for links in self._links.values() for link in links.values()))
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def offsets(self) -> dict[str, tuple[float, float]]:
+        """Host -> how far its clock is ahead of the controller's, and by how much that may be wrong; seconds."""
+        return {one.worker.name: (one.offset.ahead_s, one.offset.within_s) for one in self._connections}
+
+    def _connection(self, host: int) -> asyncio.Task[HostConnection]:
+        """One for all executors."""
+        if host not in self._opening:
+            self._opening[host] = asyncio.create_task(self._open(host))
+        return self._opening[host]
+
+    async def _open(self, host: int) -> HostConnection:
+        links = self._links[host] = {}
+
+        def on_message(word: Word, number: int, data: bytes) -> None:
+            links[number].take(word, data)
+
+        def on_end(cause: str) -> None:
+            for link in links.values():
+                link.finish(cause, streams=True)
+
+        connection = HostConnection(self._workers[host], self._key, on_message, on_end)
+        self._connections.append(connection)
+        await connection.open()
+        await connection.keep_time()
+        return connection
+
+    async def _meeting_place(self, connection: HostConnection, name: str, *, apart: bool) -> str:
+        asked = {"name": name, "apart": apart}
+        answer = unpack(await connection.ask(Word.MEET, connection.number(), asked, Word.PLACE))
+        if why_not := answer.get("why_not"):
+            raise HostLost(f"host {connection.worker.name}: the ranks of {name!r} cannot meet there: {why_not}")
+        return str(answer["place"])
+
+
+def _own_folders() -> list[str]:
+    """Folders on ``sys.path`` that are no part of this Python: a host looks in those first, then in its own."""
+    python = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
+    paths = (os.path.realpath(path or os.getcwd()) for path in sys.path)
+    return [path for path in paths if not any(path == one or path.startswith(one + os.sep) for one in python)]

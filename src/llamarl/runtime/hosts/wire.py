@@ -1,0 +1,99 @@
+"""What travels between a controller and the daemon of a host, once both have proved the key.
+
+Every message is a head (word, number of the rank, bytes that follow) and its bytes. Small ones are JSON: the daemon unpickles
+nothing, its ranks do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any
+
+__all__ = ["CHUNK", "PURPOSE", "Word", "message", "read_message", "unpack", "watch_over"]
+
+PURPOSE = "worker"
+"""For which both ends prove the key."""
+CHUNK = 1 << 18
+"""Most bytes of a rank in one message: others are not kept waiting by a large one."""
+_HEAD = struct.Struct("!BIQ")
+_MOST_BYTES = 1 << 24
+
+
+class Word(IntEnum):
+    """Of a message. Those about one rank carry its number, which the controller gives."""
+
+    HELLO = 0
+    """From the daemon, once: its ``Inventory``."""
+    START = 1
+    """To the daemon: label, environment, folders to import from, whether peers on other hosts listen for it."""
+    STARTED = 2
+    """From the daemon: pid, or why there is no process."""
+    BYTES = 3
+    """Either way: what goes through the rank's socket."""
+    OUTPUT = 4
+    """From the daemon: bytes of stdout; none: its end."""
+    ERRORS = 5
+    """The same of stderr."""
+    TAKEN = 6
+    """To the daemon: so many bytes of output have been handed on; more may come."""
+    KILL = 7
+    """To the daemon: end the process; ``at_once`` without asking its guard."""
+    ENDED = 8
+    """From the daemon: how the process ended, as ``subprocess`` tells it."""
+    MEET = 9
+    """To the daemon: name a place where ranks can meet; the number says which question is answered."""
+    PLACE = 10
+    """From the daemon: the place, an ``init_method`` of ``torch.distributed``."""
+    PING = 11
+    """To the daemon."""
+    PONG = 12
+    """From the daemon: its ``time.monotonic``."""
+
+
+def message(word: Word, number: int = 0, content: bytes | Mapping[str, Any] = b"") -> bytes:
+    """One message as it travels."""
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return _HEAD.pack(word, number, len(data)) + data
+
+
+async def read_message(reader: asyncio.StreamReader) -> tuple[Word, int, bytes]:
+    """The next message.
+
+    Raises:
+        EOFError: The other end has closed the connection.
+        OSError: The connection broke.
+        ValueError: It is none of ours.
+    """
+    word, number, size = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+    if size > _MOST_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    return Word(word), number, await reader.readexactly(size)
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    """What a message with named values holds."""
+    values: dict[str, Any] = json.loads(data)
+    return values
+
+
+def watch_over(connection: socket.socket, silence_s: float) -> None:
+    """Let the kernel find out that the other host is gone: after ``silence_s`` without a sign of it the connection breaks.
+
+    Kernels answer each other: a stopped process, a busy one or one that swaps is not taken for gone.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    ask_s = max(1, round(silence_s / 6))
+    for name, value in (
+        ("TCP_KEEPIDLE", max(1, round(silence_s) - 3 * ask_s)),
+        ("TCP_KEEPINTVL", ask_s),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", round(1000 * silence_s)),
+    ):
+        if hasattr(socket, name):  # macOS lacks some
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,103 @@
+"""Small parts of the runtime over hosts: how workers are written, whose clock is ahead, which key a file holds."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+
+import pytest
+
+from llamarl.errors import ConfigError
+from llamarl.runtime.hosts.addresses import own_address, parse_ports, parse_worker, parse_workers
+from llamarl.runtime.hosts.clock import Ping, best_offset
+from llamarl.runtime.hosts.connection import Worker
+from llamarl.runtime.hosts.inventory import Inventory, interface_of, take_inventory
+from llamarl.runtime.hosts.keys import parse_key, take_key
+from llamarl.runtime.hosts.wire import Word, message, read_message, unpack
+from llamarl.transports.network import TlsFiles, this_space
+
+
+@pytest.mark.parametrize(
+    ("text", "address", "port"),
+    [
+        ("a", "a", 22222),
+        ("node-3.cluster:7", "node-3.cluster", 7),
+        ("10.0.0.2", "10.0.0.2", 22222),
+        ("10.0.0.2:80", "10.0.0.2", 80),
+        ("[fd00::2]:80", "fd00::2", 80),
+        ("fd00::2", "fd00::2", 22222),
+    ],
+)
+def test_a_worker_is_a_name_or_an_address_with_or_without_a_port(text: str, address: str, port: int) -> None:
+    assert parse_worker(text) == Worker(text, address, port)
+
+
+@pytest.mark.parametrize("text", ["", "-oProxyCommand=rm", "a b", "a:0", "a:99999", "[fd00::2", "a;b", "a:b"])
+def test_what_is_no_worker_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a host such as"):
+        parse_worker(text)
+
+
+def test_a_host_named_twice_is_refused() -> None:
+    assert [worker.port for worker in parse_workers(["a:1", "a:2"])] == [1, 2]
+    with pytest.raises(ValueError, match="'a:22222' is named twice|'a' is named twice"):
+        parse_workers(["a", "a:22222"])
+
+
+def test_ports_are_one_or_a_range() -> None:
+    assert (parse_ports("7"), parse_ports("7-9")) == ((7, 7), (7, 9))
+    for wrong in ("9-7", "0", "70000", "a", "7-", "-7"):
+        with pytest.raises(ValueError, match="port"):
+            parse_ports(wrong)
+
+
+def test_a_worker_that_ssh_started_listens_where_ssh_came_in() -> None:
+    assert own_address({"SSH_CONNECTION": "10.0.0.9 40000 10.0.0.2 22"})[0] == "10.0.0.2"
+
+
+def test_the_quickest_of_several_pings_is_believed() -> None:
+    slow = Ping(sent_s=10.0, there_s=1012.9, received_s=13.0)
+    quick = Ping(sent_s=20.0, there_s=1020.5, received_s=20.5)
+    offset = best_offset([slow, quick])
+    assert (offset.ahead_s, offset.within_s) == (1000.25, 0.25)
+    assert offset.here_s(1020.5) == 20.25
+
+
+def test_a_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "settings" / "worker.key"
+    key, made = take_key(path)
+    assert made and take_key(path) == (key, False) and len(key) == 32
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        take_key(path)
+
+
+def test_a_wrong_key_is_refused_without_repeating_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_key("secret")
+    assert "secret" not in str(caught.value) and "64 hexadecimal digits" in str(caught.value)
+
+
+def test_an_inventory_survives_the_way_through_json() -> None:
+    files = TlsFiles(certificate=Path("/c"), private_key=Path("/k"), authority=Path("/a"))
+    for tls in (None, files):
+        taken = take_inventory("127.0.0.1", ports=(7, 9), space="b", tls=tls)
+        travelled = unpack(message(Word.HELLO, content=taken.to_plain())[13:])
+        assert Inventory.from_plain(travelled) == taken
+    assert (taken.space, taken.interface) == ("b", interface_of("127.0.0.1"))
+    assert take_inventory("127.0.0.1").space == this_space()
+
+
+def test_a_message_too_long_or_of_no_kind_is_refused() -> None:
+    async def read(data: bytes) -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        await read_message(reader)
+
+    huge = message(Word.PING)[:5] + (1 << 40).to_bytes(8, "big")
+    with pytest.raises(ValueError, match="a message of 1099511627776 bytes"):
+        asyncio.run(read(huge))
+    with pytest.raises(ValueError, match="99 is not a valid Word"):
+        asyncio.run(read(bytes([99]) + message(Word.PING)[1:]))
