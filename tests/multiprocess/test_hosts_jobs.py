@@ -54,9 +54,7 @@ def run(runtime: ProcessRuntime, num_ticks: int = 4, **configs: Config) -> Recor
     executors, channels = job(num_ranks=2, **configs)
     recorder = Recorder()
     try:
-        run_graph(
-            Graph(tuple(executors), tuple(channels)), runtime, num_ticks=num_ticks, seed=0, observers=[recorder]
-        )
+        run_graph(Graph(tuple(executors), tuple(channels)), runtime, num_ticks=num_ticks, seed=0, observers=[recorder])
     finally:
         runtime.close()
     return recorder
