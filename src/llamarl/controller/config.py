@@ -30,9 +30,10 @@ class ScheduleConfig:
     weights and KV cache, the trainer on GPUs everything, to host memory). Needs max_staleness 0, where they never work at the
     same time; the bits are those of the same run without it. With ``threads`` 0 each gets all cores that are left."""
 
-    transport: Annotated[Literal["auto", "shared_memory", "cuda_ipc", "rdma"], NO_BITS] = "auto"
+    transport: Annotated[Literal["auto", "shared_memory", "cuda_ipc", "tcp", "rdma"], NO_BITS] = "auto"
     """What carries weight versions. "auto" chooses by where the ranks are and says so at the start: "cuda_ipc" between GPUs
-    of one host in processes of their own, "rdma" between hosts, else "shared_memory"."""
+    of one host in processes of their own, "tcp" between hosts ("rdma" where all have a card and a runtime that reads through it),
+    else "shared_memory"."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -57,6 +57,17 @@ class RemoteSlot:
         except ChannelError as error:
             raise WeightSyncError(f"{self.who}: {error}; this version is not served: resume the run") from error
 
+    def expect(self, block: int, clock: Clock) -> bool:
+        """Have a block sent that will be read soon, after those asked for before; False if not now, or not written yet."""
+        if block >= self._known:
+            return False
+        left_s = clock(f"reading from {self._source}")
+        place = self.catalog.blocks[block]
+        try:
+            return self._remote.expect(self.handle.data_offset + place.offset, place.nbytes, left_s)
+        except ChannelError as error:
+            raise WeightSyncError(f"{self.who}: {error}; this version is not served: resume the run") from error
+
     def view(self) -> torch.Tensor | None:
         """The data area in place, uint8 and read-only, if the transport maps it here."""
         mapped = self._remote.view()

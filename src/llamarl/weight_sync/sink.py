@@ -105,9 +105,15 @@ class Puller:
     def pull(self, slots: Sequence[RemoteSlot], pulls: Sequence[_Pull], clock: Clock) -> int:
         """Carry out what ``compile`` or ``compile_copies`` worked out; returns the bytes pulled."""
         by_rank = {slot.handle.source_rank: slot for slot in slots}
+        ahead = 0  # the first pull that is not on its way
         with self._transport.pulling(clock):
-            for pull in pulls:
-                self._pull_block(by_rank[pull.source_rank], pull, clock)
+            for number, pull in enumerate(pulls):
+                slot = by_rank[pull.source_rank]
+                promised = slot.checksum(pull.index, clock)
+                ahead = max(ahead, number)
+                while ahead < len(pulls) and by_rank[pulls[ahead].source_rank].expect(pulls[ahead].index, clock):
+                    ahead += 1
+                self._pull_block(slot, pull, promised, clock)
         return sum(pull.block.nbytes for pull in pulls)
 
     def clock(self, doing: str, version: int, deadline_s: float) -> Clock:
@@ -146,9 +152,8 @@ class Puller:
             catalog = self._catalogs[catalog_key] = read_catalog(handle, known[1], who, clock)
         return RemoteSlot(handle, known[1], catalog, who, clock)
 
-    def _pull_block(self, slot: RemoteSlot, pull: _Pull, clock: Clock) -> None:
+    def _pull_block(self, slot: RemoteSlot, pull: _Pull, promised: int, clock: Clock) -> None:
         block = pull.block
-        promised = slot.checksum(pull.index, clock)
         mine = pull.direct if pull.direct is not None else self._scratch[: block.nbytes]
         for attempt in range(MAX_ATTEMPTS):
             slot.read(block.offset, mine, clock, fresh=attempt > 0)

@@ -1,0 +1,182 @@
+"""Weights between hosts: the ``tcp`` transport against a raw socket.
+
+    python benchmarks/weight_sync_tcp.py --json tcp.json                       # SmolLM2's and a 1B model's bytes, in bf16
+    python benchmarks/weight_sync_tcp.py --models 135m --repeats 5
+
+``loopback``: two processes that are told they see nothing of each other's memory. ``namespaces`` (as root): two network
+namespaces joined by a bridge. In each a raw socket (``sendall`` from the published slot, ``recv_into`` memory in use) and the
+transport (open a published version, load it, every block proved) take turns in the same two processes. ``streamed`` is a version
+whose copy into the slot begins with the pull. Every process computes on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from harness import claim, paired_ratio, spread, write_report
+from namespaces import can_make_hosts, enter, made_hosts
+from weight_sync import Processes, free_bytes, llama_parameters, local_tensor
+
+from llamarl.transports.network import Network, join
+from llamarl.transports.tcp import TcpSink, TcpSource
+from llamarl.weight_sync.layout import replicated_layout
+from llamarl.weight_sync.sink import Puller
+from llamarl.weight_sync.source import Publisher
+
+WAIT_S = 300.0
+KEY = os.urandom(32)
+
+
+def source(pipe: Connection, to_sink: Connection, model: str, namespace: str, network: Network) -> None:
+    enter(namespace)
+    join(network)
+    torch.set_num_threads(1)
+    layout = replicated_layout(llama_parameters(model, "bfloat16"), 1)
+    tensors = {p.tensor: local_tensor(p, fill=True).bfloat16() for p in layout.pieces[0]}
+    nbytes = sum(t.nbytes for t in tensors.values())
+    publisher = Publisher(rank=0, num_source_ranks=1, num_slots=1, transport=TcpSource())
+    handle = publisher.publish(0, tensors, layout=layout)
+    slot = publisher._slots[0]
+    assert slot is not None
+    memory = memoryview(slot.buffer.data.numpy())[:nbytes]
+    version = 0
+    pipe.send("ready")
+    while (what := pipe.recv()) is not None:
+        if what == "raw":
+            with socket.create_server((network.address, 0), family=socket.AF_INET) as server:
+                to_sink.send(server.getsockname())
+                connection, _ = server.accept()
+            with connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.recv(1)
+                connection.sendall(memory)
+                connection.recv(1)
+        elif what in ("transport", "streamed"):
+            version += 1
+            handle = publisher.publish(version, tensors, layout=layout, background=what == "streamed")
+            if what == "transport":
+                publisher.wait()
+            to_sink.send(handle)
+            publisher.wait()
+        pipe.send(None)
+    publisher.close()
+
+
+def sink(pipe: Connection, from_source: Connection, model: str, namespace: str, network: Network, streams: int) -> None:
+    enter(namespace)
+    join(network)
+    torch.set_num_threads(1)
+    layout = replicated_layout(llama_parameters(model, "bfloat16"), 1)
+    shapes = {p.tensor: [b - a for a, b in p.box] for p in layout.pieces[0]}
+    nbytes = sum(2 * torch.Size(shape).numel() for shape in shapes.values())
+    pool = torch.zeros(nbytes // 2, dtype=torch.bfloat16)  # the raw stream's bytes go where the weights go
+    live, at = {}, 0
+    for name, shape in shapes.items():
+        count = torch.Size(shape).numel()
+        live[name] = pool[at : at + count].view(shape)
+        at += count
+    puller = Puller(rank=0, num_sink_ranks=1, transport=TcpSink(streams=streams))
+    pipe.send("ready")
+    while (what := pipe.recv()) is not None:
+        if what == "check":
+            pipe.send(all(torch.equal(live[p.tensor], local_tensor(p, fill=True).bfloat16()) for p in layout.pieces[0]))
+            continue
+        assert from_source.poll(WAIT_S)
+        if what == "raw":
+            where = from_source.recv()
+            view = memoryview(pool.view(torch.uint8).numpy())
+            with socket.create_connection(where) as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                started, cpu = time.monotonic(), time.process_time()
+                connection.sendall(b"x")
+                while view:
+                    view = view[connection.recv_into(view) :]
+                spent = time.monotonic() - started, time.process_time() - cpu
+                connection.sendall(b"x")
+        else:
+            handle = from_source.recv()
+            started, cpu = time.monotonic(), time.process_time()
+            puller.open([handle], WAIT_S).load_into(live, layout, WAIT_S)
+            spent = time.monotonic() - started, time.process_time() - cpu
+        pipe.send(spent)
+    puller.close()
+
+
+@contextlib.contextmanager
+def two_places(kind: str) -> Iterator[list[tuple[str, Network]]]:
+    """(namespace, place) of a source and a sink that read each other through sockets alone."""
+    if kind == "loopback":
+        yield [("", Network(space=space, address="127.0.0.1", key=KEY)) for space in "ab"]
+        return
+    with made_hosts(2) as hosts:
+        yield [(name, Network(space=name, address=address, key=KEY)) for name, address in hosts]
+
+
+def rate(model: str, kind: str, repeats: int, streams: int) -> dict[str, Any]:
+    nbytes = sum(s.nbytes for s in llama_parameters(model, "bfloat16").values())
+    times: dict[str, list[float]] = {"raw": [], "transport": [], "streamed": []}
+    cpu: dict[str, list[float]] = {"raw": [], "transport": [], "streamed": []}
+    processes = Processes()
+    a, b = processes.pipe()
+    try:
+        with two_places(kind) as places:
+            processes.start(source, a, model, *places[0])
+            processes.start(sink, b, model, *places[1], streams)
+            processes.answers()
+            for repeat in range(repeats + 1):
+                for what in times:
+                    seconds, busy = processes.ask(what)[1]
+                    if repeat:  # the first touches fresh memory
+                        times[what].append(seconds)
+                        cpu[what].append(busy)
+                    if what != "raw":
+                        assert processes.ask("check")[1], "the sink does not hold the source's values"
+    finally:
+        processes.close()
+    result: dict[str, Any] = {"bytes": nbytes, "streams": streams}
+    result |= {what: spread(values) for what, values in times.items()}
+    result |= {f"{what}_GB_per_s": nbytes / result[what]["median"] / 1e9 for what in times}
+    result |= {f"{what}_sink_cpu_s_per_GB": spread(values)["median"] / nbytes * 1e9 for what, values in cpu.items()}
+    result["rate_over_raw"] = paired_ratio(times["raw"], times["transport"])
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="where to write the results")
+    parser.add_argument("--models", nargs="+", default=["135m", "1b"])
+    parser.add_argument("--places", nargs="+", default=["loopback", "namespaces"], choices=["loopback", "namespaces"])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--streams", type=int, default=2, help="connections on which blocks come")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    claims = []
+    for kind in arguments.places:
+        if kind == "namespaces" and not can_make_hosts():
+            results[kind] = "left out: needs root, ip and tc"
+            continue
+        for model in arguments.models:
+            need = 4 * sum(s.nbytes for s in llama_parameters(model, "bfloat16").values())
+            if free_bytes() < need:
+                results[f"{kind}_{model}"] = f"left out: needs {need / 1e9:.0f} GB of memory"
+                continue
+            result = results[f"{kind}_{model}"] = rate(model, kind, arguments.repeats, arguments.streams)
+            rates = ", ".join(f"{what} {result[f'{what}_GB_per_s']:.2f}" for what in ("raw", "transport", "streamed"))
+            print(f"{kind} {model}, {result['bytes'] / 1e6:.0f} MB: GB/s {rates}")
+            text = f"{model} bf16 over {kind}: tcp, every block proved, over a raw socket"
+            claims.append(claim(text, result["rate_over_raw"]["median"], 0.8))
+    write_report(arguments.json, results, claims)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
