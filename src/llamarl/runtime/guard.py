@@ -36,7 +36,7 @@ def divide(control: int, controller: int) -> None:
 
     Args:
         control: File descriptor of the control socket. The guard does not read it.
-        controller: pid of the process that started this one.
+        controller: pid of the process that started this one, or forked it.
     """
     adopt_orphans()
     end_with_parent(controller, signal.SIGTERM)

@@ -5,7 +5,8 @@
                    diagnostics thread   reads the control socket, answers for the executor while it works or hangs
 
 ``CONTROL`` is the number of an inherited file descriptor, one end of a socket pair: nothing listens anywhere, so nobody but the
-controller can talk to a rank. ``CONTROLLER`` is the pid of the process that must be the parent; ``NAME`` is for who looks at ``ps``.
+controller can talk to a rank. ``CONTROLLER`` is the pid of the process that must be the parent (for a rank that was forked, its fork
+server, which ends with the controller); ``NAME`` is for who looks at ``ps``.
 Nothing above :func:`serve` imports anything large: the guard would hold it too.
 """
 
@@ -18,15 +19,23 @@ import sys
 
 from llamarl.runtime.guard import divide
 
-__all__ = ["main", "serve"]
+__all__ = ["become", "main", "serve"]
 
 
 def main() -> None:
     """Become guard and rank; returns in the rank when its executor is closed."""
-    control, controller = int(sys.argv[1]), int(sys.argv[2])
+    become(int(sys.argv[1]), int(sys.argv[2]))
+
+
+def become(control: int, parent: int) -> None:
+    """What :func:`main` does, also in a process that was forked for it (runtime/fork_server.py).
+
+    Args:
+        parent: pid of the process that started this one.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to many; it is the controller's business
     os.set_inheritable(control, False)
-    divide(control, controller)
+    divide(control, parent)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     serve(socket.socket(fileno=control))
 
