@@ -84,6 +84,10 @@ def run(args: argparse.Namespace) -> int:
         hint = f"; {taken[0].replace('=', ' took ', 1)} for its value" if taken else ""
         raise ConfigError(f"which recipe? llamarl train RECIPE.toml, --resume RUN_DIR or --replay RUN_DIR{hint}")
     config = load_config(args.recipe, overrides, [find_missing])
+    if not args.dry_run:
+        from llamarl.runtime.early_start import start_fork_servers
+
+        start_fork_servers(config)
     # Absolute, because executors in other processes must find the same files.
     from llamarl.controller.run import plan_run, start_run
 

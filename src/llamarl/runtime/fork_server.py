@@ -80,7 +80,8 @@ def serve(requests: socket.socket) -> None:
                 os.close(fd)
             server = os.getppid()
             requests.close()
-            return _become_rank(label.decode(), *descriptors, server)
+            control, stdout, stderr = descriptors
+            return _become_rank(label.decode(), control, stdout, stderr, server)
         for fd in descriptors:
             os.close(fd)
 

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: plain children with an inherited socket each.
+"""Ranks as processes of this machine: plain children, or forks of one, with an inherited socket each.
 
     controller                     socket pair                    guard and rank (runtime/rank_process.py)
     LocalLink.command ─▶ frames ══════════════════════════════▶   executor's thread
@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from llamarl.runtime.child_process import Stores, cause_of_death, gone, start_rank
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.child_process import Stores, start_rank
+from llamarl.runtime.children import Child, ForkServer, PlainChild, fork_server, shared_modules, shares_imports
 from llamarl.runtime.determinism import environment
 from llamarl.runtime.framed_link import FramedLink
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.rank_plans import LOOPBACK
 from llamarl.runtime.worker import WorkerPlan
 
-__all__ = ["LocalLauncher", "LocalLink"]
+__all__ = ["LocalLauncher", "LocalLink", "rank_environment"]
 
 _DRAIN_S = 0.2
 """After a death: how long to read what the rank said before it."""
@@ -37,13 +39,13 @@ class LocalLink(FramedLink):
 
     Args:
         control: The controller's end of the socket pair.
-        process: The guard.
+        child: The guard.
     """
 
-    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        super().__init__(process.pid)
+    def __init__(self, control: socket.socket, child: Child) -> None:
+        super().__init__(child.pid)
         self._control = control
-        self._process = process
+        self._child = child
 
     async def open(self) -> None:
         """Begin to read and to watch."""
@@ -51,61 +53,97 @@ class LocalLink(FramedLink):
         self._watching = asyncio.create_task(self._watch(asyncio.create_task(self.read(reader))))
 
     def kill(self, *, at_once: bool = False) -> None:
-        if at_once:
-            self._process.kill()
-        else:
-            self._process.terminate()  # to the guard, which kills the rank with all that it started
+        self._child.signal(
+            signal.SIGKILL
+            if at_once
+            else signal.SIGTERM  # the guard, if asked, kills the rank with all that it started
+        )
 
     def _write(self, data: bytes) -> None:
         self._writer.write(data)
 
     async def _watch(self, reading: asyncio.Task[None]) -> None:
         """Wait for the process to end, let what it said before be read, tell those who wait for more."""
-        await gone(self._process, reading)
+        cause = await self._child.ended(reading)
         await asyncio.wait({reading}, timeout=_DRAIN_S)
         reading.cancel()
         self._writer.close()
-        self._end(cause_of_death(self._process.returncode))
+        self._end(cause)
 
 
 class LocalLauncher:
-    """Implements :class:`llamarl.runtime.ranks.Launcher` on this machine."""
+    """Implements :class:`llamarl.runtime.ranks.Launcher` on this machine.
 
-    def __init__(self) -> None:
+    Args:
+        specs: All executors that it will start. What several ranks import is imported once, by a fork server for each number
+            of threads.
+    """
+
+    def __init__(self, specs: Sequence[ExecutorSpec] = ()) -> None:
         self._links: list[LocalLink] = []
         self._stores = Stores()
+        self._specs = tuple(specs)
+        self._servers: dict[int, ForkServer | None] = {}
 
     async def start(
         self, plans: Sequence[WorkerPlan], labels: Sequence[str], output: OutputReader
     ) -> tuple[list[LocalLink], str]:
         rendezvous = self._stores.new(plans[0].spec.name) if len(plans) > 1 else ""
-        links = [self._spawn(plan, label, output) for plan, label in zip(plans, labels, strict=True)]
-        self._links += links
+        links = [await self._start_one(plan, label, output) for plan, label in zip(plans, labels, strict=True)]
         for link in links:
             await link.open()
         return links, rendezvous
 
     async def stop(self) -> None:
         await asyncio.gather(*(link.ended for link in self._links))
+        await asyncio.gather(*(server.stop() for server in self._servers.values() if server is not None))
 
     def close(self) -> None:
+        for server in self._servers.values():
+            if server is not None:
+                server.kill()
         self._stores.close()
 
-    def _spawn(self, plan: WorkerPlan, label: str, output: OutputReader) -> LocalLink:
+    async def _start_one(self, plan: WorkerPlan, label: str, output: OutputReader) -> LocalLink:
         """Start one process. On the io thread: the kernel counts the thread that starts a child as the child's parent."""
+        server = self._server(plan.spec.threads) if shares_imports(plan.spec) else None
         pipes = {stream: output.pipe(label, stream) for stream in ("stdout", "stderr")}
         try:
-            ours, process = start_rank(label, _environment(os.environ, plan.spec.threads), **pipes)
+            started = await _fork(server, label, **pipes) if server is not None else None
+            if started is None:
+                control, process = start_rank(label, rank_environment(plan.spec.threads), **pipes)
+                started = control, PlainChild(process)
         finally:
             for pipe in pipes.values():
                 os.close(pipe)
-        return LocalLink(ours, process)
+        link = LocalLink(*started)
+        self._links.append(link)
+        return link
+
+    def _server(self, threads: int) -> ForkServer | None:
+        if threads not in self._servers:
+            modules = shared_modules(self._specs, threads)
+            self._servers[threads] = fork_server(modules, rank_environment(threads))
+        return self._servers[threads]
 
 
-def _environment(inherited: Mapping[str, str], threads: int) -> dict[str, str]:
-    """What torch and the group libraries read when they are imported must be there from the start."""
+async def _fork(server: ForkServer, label: str, stdout: int, stderr: int) -> tuple[socket.socket, Child] | None:
+    """This process's end of the socket to the rank, and its guard; None if the server does not fork."""
+    ours, theirs = socket.socketpair()
+    child = None
+    try:
+        with theirs:
+            child = await server.fork(label, theirs.fileno(), stdout, stderr)
+    finally:
+        if child is None:
+            ours.close()
+    return None if child is None else (ours, child)
+
+
+def rank_environment(threads: int) -> dict[str, str]:
+    """Of a rank on this machine. What torch and the group libraries read when they are imported must be there from the start."""
     return {
-        **inherited,
+        **os.environ,
         **environment(threads),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path)),
         **LOOPBACK,

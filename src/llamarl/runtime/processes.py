@@ -116,7 +116,7 @@ class ProcessRuntime:
         self._failed = (
             True  # until all stand: whatever ends the wait below, Ctrl-C too, leaves a job that cannot close in order
         )
-        here = LocalLauncher()
+        here = LocalLauncher([spec for spec in executors if spec.name not in self._launchers])
         self._ranks = Ranks(plans, {name: self._launchers.get(name, here) for name in plans})
         _running.add(self)
         self._ranks.bring_up()

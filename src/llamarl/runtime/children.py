@@ -1,0 +1,231 @@
+"""The processes of ranks on this machine as their launcher sees them: started by themselves, or forked from a server.
+
+``PlainChild`` is a new Python that imports everything anew. ``ForkedChild`` is a fork of :mod:`llamarl.runtime.fork_server`, which
+has imported it. Both are a guard (runtime/guard.py), the one whose end counts. Everything here runs on the io thread, but ``signal``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
+
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.child_process import cause_of_death, gone
+from llamarl.runtime.fork_server import ANSWER, ENDED, STARTED
+
+__all__ = [
+    "Child",
+    "ForkServer",
+    "ForkedChild",
+    "PlainChild",
+    "cause_of_death",
+    "fork_server",
+    "forks_work",
+    "shared_modules",
+    "shares_imports",
+    "start_early",
+]
+
+_POLL_S = 0.002
+_SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
+"""Which every process that imports torch sets for itself."""
+_TITLE = 64
+"""Room that a fork's own command line needs in that of its server."""
+
+
+class Child(Protocol):
+    """A guard."""
+
+    pid: int
+
+    async def ended(self, reading: asyncio.Task[None]) -> str:
+        """Return when it has ended and is buried: its cause, in words. ``reading`` ends when its control socket does."""
+        ...
+
+    def signal(self, number: int) -> None:
+        """Any thread; of a child that has ended nobody is reached."""
+        ...
+
+
+class PlainChild:
+    """A process that this one has started."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
+        self._process = process
+
+    async def ended(self, reading: asyncio.Task[None]) -> str:
+        await gone(self._process, reading)
+        return cause_of_death(self._process.returncode)
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+
+class ForkedChild:
+    """A process that a fork server has forked, and buries."""
+
+    def __init__(self, pid: int, code: asyncio.Future[int | None]) -> None:
+        self.pid = pid
+        self._code = code
+        self._pidfd = os.pidfd_open(pid)  # its number may be another's once the server has buried it
+
+    async def ended(self, reading: asyncio.Task[None]) -> str:
+        code = await self._code
+        fd, self._pidfd = self._pidfd, -1
+        os.close(fd)
+        return "the process that had forked it has ended, and it with that" if code is None else cause_of_death(code)
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, OSError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+
+class ForkServer:
+    """This process's end of a fork server, which is started at once.
+
+    Args:
+        modules: What it imports before it forks.
+        environment: Its own, and so that of every fork.
+    """
+
+    def __init__(self, modules: Collection[str], environment: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        names = ",".join(modules).ljust(_TITLE)
+        module = ["-P", "-m", "llamarl.runtime.fork_server"]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *module, str(theirs.fileno()), str(os.getpid()), names],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=dict(environment),
+                process_group=0,  # what a terminal sends to the controller is not for its ranks
+            )
+        self._requests = ours
+        self._starting: collections.deque[asyncio.Future[int | None]] = collections.deque()
+        self._codes: dict[int, asyncio.Future[int | None]] = {}
+        self._gone = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def fork(self, label: str, control: int, stdout: int, stderr: int) -> ForkedChild | None:
+        """A rank's process; None if the server cannot fork (a library's thread runs in it) or is gone.
+
+        Args:
+            label: For who looks at ``ps``.
+            control: Descriptor for the rank; with the other two it stays the caller's to close.
+        """
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._requests, self._hear)
+        if self._gone:
+            return None
+        answer: asyncio.Future[int | None] = self._loop.create_future()
+        try:
+            socket.send_fds(self._requests, [label.encode() or b"?"], [control, stdout, stderr])
+        except OSError:
+            return None
+        self._starting.append(answer)
+        pid = await answer
+        return None if pid is None else ForkedChild(pid, self._codes[pid])
+
+    async def stop(self) -> None:
+        """Let the server end; its forks should have."""
+        self._leave()
+        while self._process.poll() is None:
+            await asyncio.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        """End it, and with it all its forks. Any thread."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _hear(self) -> None:
+        try:
+            answer = self._requests.recv(ANSWER.size)
+        except BlockingIOError:
+            return
+        except OSError:
+            answer = b""
+        if not answer:
+            self._leave()
+            return
+        assert self._loop is not None
+        kind, pid, code = ANSWER.unpack(answer)
+        if kind == ENDED:
+            _settle(self._codes[pid], code)
+            return
+        if kind == STARTED:
+            self._codes[pid] = self._loop.create_future()
+        _settle(self._starting.popleft(), pid if kind == STARTED else None)
+
+    def _leave(self) -> None:
+        if not self._gone:
+            self._gone = True
+            if self._loop is not None:
+                self._loop.remove_reader(self._requests)
+            self._requests.close()
+            for waiting in (*self._starting, *self._codes.values()):
+                _settle(waiting, None)
+
+
+def start_early(modules: tuple[str, ...], environment: Mapping[str, str]) -> None:
+    """Start a server for :func:`fork_server` to find: it imports while this process does. One that nobody asks for ends with it."""
+    if modules and forks_work():
+        _early[modules] = dict(environment), ForkServer(modules, environment)
+
+
+def fork_server(modules: tuple[str, ...], environment: Mapping[str, str]) -> ForkServer | None:
+    """A server that has this environment and imports these modules; None where there is nothing to share, or no forking."""
+    if not modules or not forks_work():
+        return None
+    had, server = _early.pop(modules, ({}, None))
+    ours = {name: value for name, value in environment.items() if name in had or name not in _SET_BY_TORCH}
+    if server is not None and had == ours:
+        return server
+    if server is not None:
+        server.kill()
+    return ForkServer(modules, environment)
+
+
+_early: dict[tuple[str, ...], tuple[dict[str, str], ForkServer]] = {}
+
+
+def _settle(future: asyncio.Future[int | None], value: int | None) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def forks_work() -> bool:
+    """Whether this system has what a fork server needs."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
+
+
+def shared_modules(specs: Iterable[ExecutorSpec], threads: int) -> tuple[str, ...]:
+    """What a fork server imports for those of these executors that have ``threads`` threads: our own modules, which run nothing when
+    they are imported. A fork may not use a GPU, for its server may have asked for one.
+
+    Returns:
+        Empty where a server would serve one rank or none.
+    """
+    ranks = [
+        spec.factory.rpartition(":")[0]
+        for spec in specs
+        for _ in range(spec.num_ranks)
+        if spec.threads == threads and shares_imports(spec)
+    ]
+    return tuple(sorted(set(ranks))) if len(ranks) > 1 else ()
+
+
+def shares_imports(spec: ExecutorSpec) -> bool:
+    """Whether ranks of this executor may be forks."""
+    return spec.factory.startswith("llamarl.executors.") and not spec.device.startswith("cuda")

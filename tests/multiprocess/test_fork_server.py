@@ -1,0 +1,227 @@
+"""Ranks that are forks of one process: as good as processes of their own, and nothing left of them however they end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime import children
+from llamarl.runtime.children import (
+    ForkedChild,
+    ForkServer,
+    fork_server,
+    forks_work,
+    shared_modules,
+    start_early,
+)
+from llamarl.runtime.local import rank_environment
+
+pytestmark = pytest.mark.skipif(not forks_work(), reason="this system has no pidfd: every rank is started by itself")
+
+WAIT_S = 30.0
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(*pids: int, within_s: float = 10.0) -> bool:
+    until = time.monotonic() + within_s
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
+
+
+class Rank:
+    """A fork with its control socket and what it prints."""
+
+    def __init__(self, child: ForkedChild, control: socket.socket, printed: int) -> None:
+        self.child, self.control, self.printed = child, control, printed
+
+    def rank_pid(self) -> int:
+        """The rank says hello with its number, which is not its guard's."""
+        self.control.settimeout(WAIT_S)
+        return int(self.control.recv(4096)[9:] or 0)
+
+    async def cause(self) -> str:
+        return await asyncio.wait_for(self.child.ended(asyncio.create_task(asyncio.sleep(0))), WAIT_S)
+
+
+async def fork(server: ForkServer, label: str = "trainer") -> Rank:
+    ours, theirs = socket.socketpair()
+    read, write = os.pipe()
+    child = await asyncio.wait_for(server.fork(label, theirs.fileno(), write, write), WAIT_S)
+    theirs.close()
+    os.close(write)
+    assert child is not None
+    return Rank(child, ours, read)
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[[Callable[[ForkServer], Coroutine[Any, Any, None]]], None]]:
+    def run(test: Callable[[ForkServer], Coroutine[Any, Any, None]], modules: tuple[str, ...] = ("json",)) -> None:
+        async def main() -> None:
+            server = ForkServer(modules, rank_environment(1))
+            try:
+                await test(server)
+            finally:
+                server.kill()
+
+        asyncio.run(asyncio.wait_for(main(), 2 * WAIT_S))
+
+    yield run
+
+
+def test_a_fork_is_shown_like_a_rank_and_its_guard_is_its_parent(run: Any) -> None:
+    async def test(server: ForkServer) -> None:
+        rank = await fork(server, "generator 3")
+        pid = rank.rank_pid()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        assert b"llamarl.runtime.rank_process" in words and b"generator 3" in words
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        assert parent == rank.child.pid != pid
+        rank.control.close()
+        assert "its process" in await rank.cause(), "its guard kills it, or it sees the end first"
+        assert gone(pid, parent)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "signal 9 (SIGKILL"), (signal.SIGSEGV, "signal 11 (SIGSEGV")]
+)
+def test_the_signal_that_ended_a_fork_is_told_within_a_second(run: Any, number: int, words: str) -> None:
+    async def test(server: ForkServer) -> None:
+        rank = await fork(server)
+        pid = rank.rank_pid()
+        os.kill(pid, number)
+        began = time.monotonic()
+        assert words in await rank.cause()
+        assert time.monotonic() - began < 1.0
+        assert gone(pid, rank.child.pid)
+
+    run(test)
+
+
+def test_forks_do_not_hold_each_others_sockets(run: Any) -> None:
+    async def test(server: ForkServer) -> None:
+        first = await fork(server)
+        second = await fork(server)
+        pids = first.rank_pid(), second.rank_pid()
+        os.kill(pids[0], signal.SIGKILL)
+        await first.cause()
+        first.control.settimeout(WAIT_S)
+        assert first.control.recv(1) == b"", (
+            "the end of the socket reaches the controller although the second rank lives"
+        )
+        assert alive(pids[1])
+        second.control.close()
+        await second.cause()
+
+    run(test)
+
+
+def test_a_server_that_is_killed_takes_its_forks_along_and_forks_no_more(run: Any) -> None:
+    async def test(server: ForkServer) -> None:
+        rank = await fork(server)
+        pid = rank.rank_pid()
+        server.kill()
+        assert "the process that had forked it has ended" in await rank.cause()
+        assert gone(pid, rank.child.pid)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            assert await server.fork("late", theirs.fileno(), 1, 2) is None
+
+    run(test)
+
+
+def test_a_server_in_which_a_thread_runs_forks_nothing(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "starts_a_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def test(server: ForkServer) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            assert await asyncio.wait_for(server.fork("rank", theirs.fileno(), 1, 2), WAIT_S) is None
+
+    run(test, ("starts_a_thread",))
+
+
+def test_what_cannot_be_imported_is_left_to_the_rank(run: Any) -> None:
+    async def test(server: ForkServer) -> None:
+        rank = await fork(server)
+        assert rank.rank_pid() > 0
+        rank.control.close()
+        await rank.cause()
+
+    run(test, ("there_is_no_such_module",))
+
+
+def test_importing_all_executors_starts_no_thread_and_no_gpu(run: Any) -> None:
+    modules = tuple(
+        f"llamarl.executors.{name}" for name in ("generator", "reward", "trainer", "evaluator", "critic", "judge")
+    )
+
+    async def test(server: ForkServer) -> None:
+        rank = await fork(server)
+        assert rank.rank_pid() > 0
+        rank.control.close()
+        await rank.cause()
+
+    run(test, modules)
+
+
+def spec(name: str, **more: Any) -> ExecutorSpec:
+    return ExecutorSpec(**{"name": name, "factory": f"llamarl.executors.{name}:Executor", "threads": 1, **more})
+
+
+def test_a_server_is_worth_it_for_two_ranks_of_our_own_with_the_same_threads_and_no_gpu() -> None:
+    trainer, generator, reward = (f"llamarl.executors.{name}" for name in ("trainer", "generator", "reward"))
+    both = [spec("trainer"), spec("generator")]
+    assert shared_modules(both, 1) == (generator, trainer)
+    assert shared_modules([spec("trainer", num_ranks=2)], 1) == (trainer,)
+    assert shared_modules([spec("trainer")], 1) == ()
+    assert shared_modules([spec("trainer"), spec("generator", threads=2)], 1) == ()
+    assert shared_modules([*both, spec("reward", threads=2)], 1) == (generator, trainer)
+    assert shared_modules([*both, spec("reward", device="cuda:0")], 1) == (generator, trainer)
+    assert shared_modules([*both, spec("reward", factory="my_judge.py:Judge")], 1) == (generator, trainer)
+    assert reward not in shared_modules([*both, spec("reward", factory="mine:Reward")], 1)
+
+
+def test_a_server_started_early_is_taken_if_its_environment_is_still_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Server:
+        def __init__(self, modules: tuple[str, ...], environment: dict[str, str]) -> None:
+            self.environment, self.killed = dict(environment), False
+            made.append(self)
+
+        def kill(self) -> None:
+            self.killed = True
+
+    monkeypatch.setattr(children, "ForkServer", Server)
+    monkeypatch.setattr(children, "_early", {})
+    had = {"OMP_NUM_THREADS": "1", "PATH": "/bin"}
+    start_early(("a",), had)
+    assert fork_server(("a",), {**had, "TORCHINDUCTOR_CACHE_DIR": "/tmp/x"}) is made[0]
+    assert fork_server(("a",), had) is made[1], "a second job of this process gets one of its own"
+    start_early(("a",), had)
+    assert fork_server(("a",), {**had, "OMP_NUM_THREADS": "2"}) is made[3]
+    assert made[2].killed and made[3].environment["OMP_NUM_THREADS"] == "2"
+    assert fork_server((), had) is None
