@@ -26,7 +26,6 @@ __all__ = [
     "ForkServer",
     "ForkedChild",
     "PlainChild",
-    "cause_of_death",
     "fork_server",
     "forks_work",
     "shared_modules",
