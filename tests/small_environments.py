@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import Observation, Step
 
-__all__ = ["Awkward", "Ledgers"]
+__all__ = ["Awkward", "Ledgers", "Till"]
 
 
 class Ledgers:
@@ -38,6 +39,41 @@ class Ledgers:
             reward=closed + self.random.randint(0, 3) / 4,
             parts={"closed": closed},
             done=self.heard >= self.turns,
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class Till:
+    """A tool with a memory: ``b+7=`` adds to a register and shows it, anything else is the answer and ends the episode.
+
+    What is shown depends on every call so far. Rewards differ from call to call, so that every tick has something to learn.
+    """
+
+    def __init__(self, calls: int = 5) -> None:
+        self.calls = calls
+
+    def reset(self, item: TaskItem, seed: int) -> Observation:
+        rng = random.Random(seed)
+        self.registers = {name: rng.randint(1, 9) for name in "abc"}
+        self.left = self.calls
+        return Observation(text=" ".join(f"{name}{value}" for name, value in self.registers.items()) + " =\n")
+
+    def step(self, reply: str) -> Step:
+        self.left -= 1
+        call = re.search(r"([a-z])\+(\d)=\s*$", reply)
+        if call is None:
+            right = float(reply.rpartition("#")[2].strip() == str(sum(self.registers.values())))
+            return Step(reward=right + len(reply) % 3 / 8, done=True, parts={"correct": right})
+        name, number = call.groups()
+        self.registers[name] = self.registers.get(name, 0) * 2 + int(number)
+        total = sum(self.registers.values())
+        return Step(
+            text=f"{name}={self.registers[name]} #{total}",
+            reward=total % 4 / 8,
+            done=self.left == 0,
+            parts={"calls": 1.0},
         )
 
     def close(self) -> None:
