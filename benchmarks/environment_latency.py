@@ -67,7 +67,7 @@ class Player:
             player.step()
         seconds = time.perf_counter() - start
         assert all(s.finish_reason == "stop" for s in sequences), {s.error or s.finish_reason for s in sequences}
-        return seconds, sum(end - begin for begin, end in player.take_waits()), [s.tokens for s in sequences]
+        return seconds, player.take_times().waited_s, [s.tokens for s in sequences]
 
     def _sequence(self, prompt: Prompt) -> TokenSequence:
         return TokenSequence(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import signal
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CommandLine, rows, wait_until
+from conftest import SMALL, CommandLine, rows, wait_until
 from killing import kill_environments
-from test_repeatable import assert_same_run, untimed, weights
 
 from llamarl.observability.rollouts import read_rollouts
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from kill_episodes import Kill, differences, killed
 
 ENVIRONMENTS = Path(__file__).parents[1] / "small_environments.py"
 EPISODES = {
@@ -32,14 +35,6 @@ EPISODES = {
 }
 
 
-def assert_same_episodes(one: Path, other: Path) -> None:
-    files = sorted(path.name for path in (one / "rollouts").iterdir())
-    assert files == sorted(path.name for path in (other / "rollouts").iterdir())
-    for name in files:
-        assert (one / "rollouts" / name).read_bytes() == (other / "rollouts" / name).read_bytes(), name
-    assert_same_run(one, other)
-
-
 @pytest.fixture(scope="module")
 def never_killed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("never_killed") / "run"
@@ -53,7 +48,7 @@ def test_late_replies_cost_time_and_change_no_bit(llamarl: CommandLine, tmp_path
     slow = {"task.environment_options": '{ turns = 5, fewest = 1, delay_s = 0.1, delays = "any" }'}
     done = llamarl.train(tmp_path / "run", EPISODES | slow)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert_same_episodes(tmp_path / "run", never_killed)
+    assert not differences(tmp_path / "run", never_killed)
     assert sum(row["time/environment_wait_s"] for row in rows(tmp_path / "run")) > 0.1
 
 
@@ -75,26 +70,16 @@ def test_episodes_span_weights_and_keep_what_each_turn_was_worth(never_killed: P
     assert cut_inside
 
 
-@pytest.mark.parametrize(("rows_written", "environments"), [(2, False), (4, True)])
-def test_a_run_killed_inside_its_episodes_resumes_bit_for_bit(
-    llamarl: CommandLine, tmp_path: Path, never_killed: Path, rows_written: int, environments: bool
-) -> None:
-    """The controller is killed, and before it, while the run goes on, the processes that hold its environments."""
-    run_dir = tmp_path / "run"
-    process = llamarl.start(run_dir, EPISODES)
-    try:
-        started = lambda: (run_dir / "config.toml").exists()  # noqa: E731
-        if environments:
-            wait_until(lambda: started() and len(rows(run_dir)) >= rows_written - 1, limit_s=120, what="a row")
-            assert kill_environments(process.pid)
-        wait_until(lambda: started() and len(rows(run_dir)) >= rows_written, limit_s=120, what=f"{rows_written} rows")
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
-    assert len(rows(run_dir)) < 6  # it was in fact cut short
-    done = llamarl.train(run_dir, EPISODES, "--resume", str(run_dir))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_same_episodes(run_dir, never_killed)
+@pytest.mark.parametrize(
+    "kill",
+    [Kill(target="controller", rows=2, delay_s=0.1), Kill(target="generator", rows=4, delay_s=0.05)],
+    ids=lambda kill: kill.target,
+)
+def test_a_run_killed_inside_its_episodes_resumes_bit_for_bit(tmp_path: Path, never_killed: Path, kill: Kill) -> None:
+    """A slice of ``scripts/kill_episodes.py``, which draws the moments at random."""
+    outcome = killed(tmp_path / "run", kill, never_killed, SMALL | EPISODES)
+    assert outcome.ended and outcome.rows < 6  # it was in fact cut short
+    assert not outcome.differences
 
 
 def test_a_run_whose_environments_are_killed_goes_on_to_the_same_bits(
@@ -111,5 +96,4 @@ def test_a_run_whose_environments_are_killed_goes_on_to_the_same_bits(
         process.kill()
     assert process.returncode == 0, output
     assert killed >= 2
-    assert untimed(tmp_path / "run") == untimed(never_killed)
-    assert weights(tmp_path / "run") == weights(never_killed)
+    assert not differences(tmp_path / "run", never_killed)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ from llamarl.environments.episode_pool import Answer, EpisodePool
 from llamarl.environments.episodes import Ask, Episode, Play, answer_turn, messages_of
 from llamarl.types import Failure, FinishReason, Turn
 
-__all__ = ["EpisodeEngine", "make_player"]
+__all__ = ["EpisodeEngine", "ReplyTimes", "make_player"]
 
 Key = tuple[int, int]
 """Prompt index and sample index."""
@@ -47,6 +47,26 @@ class _Waiting:
     due: int
     """Step before which it joins."""
     ask: Ask
+    asked_s: float
+
+
+@dataclass(slots=True)
+class ReplyTimes:
+    """What late replies cost since somebody asked."""
+
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    """When the engine stood still for one: (start, end) on ``time.monotonic``."""
+    held_s: float = 0.0
+    """Of these seconds, those in which others could have been written: a longer delay would have hidden them."""
+    longest_s: float = 0.0
+    """That a late reply took, since it was asked for."""
+    steps: int = 0
+    stepping_s: float = 0.0
+    """Seconds that the engine's steps took."""
+
+    @property
+    def waited_s(self) -> float:
+        return sum(end - start for start, end in self.waits)
 
 
 class EpisodeEngine:
@@ -76,7 +96,7 @@ class EpisodeEngine:
         self._order: dict[Key, None] = {}  # what is inside, in order of admission
         self._waiting: dict[Key, _Waiting] = {}
         self._ended: list[TokenSequence] = []
-        self._waits: list[tuple[float, float]] = []
+        self._times = ReplyTimes()
 
     @property
     def policy_version(self) -> int:
@@ -109,7 +129,10 @@ class EpisodeEngine:
             self._now = max(self._now, min(waiting.due for waiting in self._waiting.values()))
         self._join()
         if self._engine.has_work:
+            started = time.monotonic()
             ended = self._engine.step()
+            self._times.stepping_s += time.monotonic() - started
+            self._times.steps += 1
             self._now += 1
             for sequence in ended:
                 if sequence.episode is None or sequence.finish_reason not in ("stop", "length"):
@@ -156,10 +179,10 @@ class EpisodeEngine:
     def stats(self) -> Mapping[str, float]:
         return self._engine.stats()
 
-    def take_waits(self) -> list[tuple[float, float]]:
-        """When the engine stood still for a late reply, since the last call: (start, end) on ``time.monotonic``."""
-        waits, self._waits = self._waits, []
-        return waits
+    def take_times(self) -> ReplyTimes:
+        """Since the last call."""
+        times, self._times = self._times, ReplyTimes()
+        return times
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -181,7 +204,7 @@ class EpisodeEngine:
             digests=tuple(episode.digests),
         )
         self._pool.ask(ask)
-        self._waiting[_key(sequence)] = _Waiting(sequence, episode, due, ask)
+        self._waiting[_key(sequence)] = _Waiting(sequence, episode, due, ask, time.monotonic())
 
     def _join(self) -> None:
         """The replies that are due, in order of (step, prompt, sample)."""
@@ -190,17 +213,21 @@ class EpisodeEngine:
         for _, key in due:
             waiting = self._waiting.pop(key)
             waiting.episode.due_in = None
-            if self._apply(waiting.sequence, waiting.episode, self._answer(waiting.ask)):
+            if self._apply(waiting.sequence, waiting.episode, self._answer(waiting, held=bool(going_on) or self._engine.has_work)):
                 going_on.append(waiting.sequence)
         if going_on:
             self._engine.add(going_on)
 
-    def _answer(self, ask: Ask) -> Answer:
+    def _answer(self, waiting: _Waiting, *, held: bool) -> Answer:
+        """Waits where it is late; ``held`` says whether others could be written meanwhile."""
         started = time.monotonic()
-        late = not self._pool.answered(ask)
-        answer = self._pool.wait(ask)
+        late = not self._pool.answered(waiting.ask)
+        answer = self._pool.wait(waiting.ask)
         if late:
-            self._waits.append((started, time.monotonic()))
+            ended = time.monotonic()
+            self._times.waits.append((started, ended))
+            self._times.held_s += held * (ended - started)
+            self._times.longest_s = max(self._times.longest_s, ended - waiting.asked_s)
         return answer
 
     def _apply(self, sequence: TokenSequence, episode: Episode, answer: Answer) -> bool:

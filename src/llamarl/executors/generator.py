@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from llamarl.channels.base import ChannelKind
 from llamarl.config import RunConfig
 from llamarl.engine.base import KeepsKV, Parkable
-from llamarl.engine.episodes import EpisodeEngine, make_player
+from llamarl.engine.episodes import EpisodeEngine, ReplyTimes, make_player
 from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode_pool import EpisodePool
@@ -165,9 +165,9 @@ class GeneratorExecutor(BaseExecutor):
         metrics["time/repack_s"] = sum(end - start for label, start, end in self._sync_spans if label == "repack")
         metrics["rollout/carried"] = float(sum(not s.finished for g in self._active for s in g.sequences))
         if isinstance(self.player, EpisodeEngine):
-            waits = self.player.take_waits()
-            metrics |= episode_metrics(groups) | {"time/environment_wait_s": sum(end - start for start, end in waits)}
-            self._sync_spans += [("environment", start, end) for start, end in waits]
+            times = self.player.take_times()
+            metrics |= episode_metrics(groups) | reply_metrics(times)
+            self._sync_spans += [("environment", start, end) for start, end in times.waits]
         metrics["tokens_per_s/generated"] = generated / max(finished - loaded, 1e-9)
         events: tuple[Mapping[str, Any], ...] = ()
         if self._policy is not None:
@@ -383,6 +383,16 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "episodes/truncated_fraction": sum(r.finish_reason == "length" for r in episodes) / len(episodes),
         "episodes/environment_tokens_mean": float(np.mean([len(r.tokens) - r.num_sampled for r in episodes])),
         "episodes/failed": float(sum(isinstance(r.outcome, Failure) for r in episodes)),
+    }
+
+
+def reply_metrics(times: ReplyTimes) -> dict[str, float]:
+    """What replies that were late cost the generator, and what it takes to say by how many steps they were."""
+    return {
+        "time/environment_wait_s": times.waited_s,
+        "time/environment_held_s": times.held_s,
+        "time/late_reply_s": times.longest_s,
+        "time/engine_step_s": times.stepping_s / max(1, times.steps),
     }
 
 

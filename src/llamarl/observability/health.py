@@ -7,6 +7,8 @@ A warning is said once a run. The limits lie far outside of what healthy runs sh
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from llamarl.observability.failures import remedy
 from llamarl.plural import plural
 
-__all__ = ["WINDOW", "Health", "Trouble", "find_trouble"]
+__all__ = ["WINDOW", "Health", "Trouble", "find_trouble", "hiding_delay"]
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -32,6 +34,8 @@ _CLIPPED = 0.3
 """Share of tokens on which the loss's own bound acted."""
 _COLLAPSED = 0.05
 """Share of its entropy at the start that the policy still has."""
+_STOOD_STILL = 0.1
+"""Share of the generator's time in which it stood still for environments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +95,7 @@ def find_trouble(first: Rows, recent: Rows, *, group_baseline: bool, causes: Seq
             "mismatch": lambda: _mismatch(recent),
             "entropy_collapsed": lambda: _collapsed(first, recent),
             "nothing_trained": lambda: _nothing_trained(recent),
+            "replies_late": lambda: _replies_late(recent),
         }
         found |= {kind: check() for kind, check in checks.items()}
     return [Trouble(kind=kind, text=text) for kind, text in found.items() if text]
@@ -175,6 +180,31 @@ def _nothing_trained(rows: Rows) -> str:
             f"optimizer.lr or algorithm.rho"
         )
     return ""
+
+
+def _replies_late(rows: Rows) -> str:
+    waited, worked = _sum(rows, "time/environment_wait_s"), _sum(rows, "time/generator_s")
+    if not worked or waited / worked <= _STOOD_STILL:
+        return ""
+    seen = f"the generator stood still for {waited / worked:.0%} of the last {plural(len(rows), 'tick')}"
+    late = [row["time/late_reply_s"] for row in rows if row.get("time/late_reply_s")]
+    step_s = _mean(rows, "time/engine_step_s", 0.0)
+    if _sum(rows, "time/environment_held_s") < waited / 2 or not late or not step_s:
+        return (
+            f"{seen}, waiting for environments while no other sample was left to write. Raise task.pool.num_workers if replies "
+            f"wait for a worker; more samples at once (generator.oversubscription, schedule.prompts_per_step) hide the rest"
+        )
+    reply_s = statistics.median(late)
+    return (
+        f"{seen}, for replies of environments that were late: one takes up to {reply_s:.2g} s, an engine step {step_s:.2g} s. "
+        f"generator.reply_delay = {hiding_delay(reply_s, step_s)} would hide them; it changes the bits. If replies wait for a "
+        f"worker, raise task.pool.num_workers first"
+    )
+
+
+def hiding_delay(reply_s: float, step_s: float) -> int:
+    """``generator.reply_delay`` at which a reply that takes ``reply_s`` is not late, at ``step_s`` > 0 an engine step."""
+    return math.ceil(reply_s / step_s)
 
 
 def _sum(rows: Rows, key: str) -> float:

@@ -308,6 +308,15 @@ KEYS: tuple[MetricKey, ...] = (
         "max",
     ),
     _key(
+        "time/environment_held_s",
+        "s",
+        "Of that, the time in which other samples could have been written: a larger `generator.reply_delay` would hide it. In "
+        "the rest nobody else was left to write.",
+        "max",
+    ),
+    _key("time/late_reply_s", "s", "Longest time that a late reply took since it was asked for; 0: none was.", "max"),
+    _key("time/engine_step_s", "s", "With an environment: mean time of an engine step.", "mean"),
+    _key(
         "time/weight_copy_s",
         "s",
         "How long the trainer's copies of the version before this one took on a thread of their own, beside its next tick.",

@@ -237,6 +237,20 @@ def test_a_reply_joins_the_stated_number_of_steps_after_its_turn() -> None:
     assert wrote[:9] == [0, 1, 2, 7, 8, 9, 14, 15, 16]  # a turn ends in step 2: its reply joins before step 2 + 1 + 4
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_a_wait_is_told_apart_by_whether_others_could_be_written_meanwhile(others: bool) -> None:
+    (talker,) = sequences(1, max_turn_tokens=3)
+    clock = sequences(4)[3]
+    clock.episode = None
+    engine = player(LatePool(0, 10**6), BatchEngine(ends=0), reply_delay=2)
+    play(engine, [talker, clock] if others else [talker])
+    times = engine.take_times()
+    assert len(times.waits) == 4 and times.waited_s > 0 and times.steps >= 12
+    assert times.longest_s >= max(end - start for start, end in times.waits)
+    assert times.held_s == (pytest.approx(times.waited_s) if others else 0.0)
+    assert not engine.take_times().waits
+
+
 def test_steps_in_which_nobody_would_write_are_jumped_over() -> None:
     inner = BatchEngine(ends=0)
     (talker,) = sequences(1, max_turn_tokens=3)

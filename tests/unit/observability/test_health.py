@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.observability.health import WINDOW, Health, find_trouble
+from llamarl.observability.health import WINDOW, Health, find_trouble, hiding_delay
 
 RUNS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("runs_to_judge.json").read_text())
 
@@ -61,6 +61,9 @@ SOUND = {
     "entropy": 1.0,
     "tokens/trained": 100,
     "step/skipped": 0,
+    "time/generator_s": 10.0,
+    "time/environment_wait_s": 0.0,
+    "time/environment_held_s": 0.0,
 }
 AT_THE_LIMIT = [
     ({"groups/no_signal": 9}, {"groups/no_signal": 8}, "no_signal"),
@@ -71,6 +74,7 @@ AT_THE_LIMIT = [
     ({"reward/failed": 5}, {"reward/failed": 4}, "rewards_failing"),
     ({"tokens/trained": 0}, {"tokens/trained": 1}, "nothing_trained"),
     ({"step/skipped": 1, "mismatch/kl": None}, {"step/skipped": 0}, "nothing_trained"),
+    ({"time/environment_wait_s": 1.01}, {"time/environment_wait_s": 1.0}, "replies_late"),
 ]
 
 
@@ -124,3 +128,20 @@ def test_equal_rewards_everywhere_bring_to_mind_that_answers_are_text() -> None:
         rows = [row | {"reward/std": spread}] * WINDOW
         (text,) = [one.text for one in find_trouble(rows, rows, group_baseline=True) if one.kind == "no_signal"]
         assert ("an answer reaches it as text" in text) == expected
+
+
+def test_late_replies_bring_the_delay_that_would_hide_them() -> None:
+    """A tool of 0.2 s beside engine steps of 3 ms: 66.7 steps."""
+    late = {"time/environment_wait_s": 4.0, "time/late_reply_s": 0.2, "time/engine_step_s": 0.003}
+    rows = [SOUND | late | {"time/environment_held_s": 4.0}] * WINDOW
+    (trouble,) = find_trouble(rows, rows, group_baseline=True)
+    assert trouble.kind == "replies_late" and "40% of" in trouble.text
+    assert "generator.reply_delay = 67" in trouble.text
+    assert hiding_delay(0.2, 0.05) == 4 and hiding_delay(0.21, 0.05) == 5
+
+
+def test_where_nobody_else_was_left_to_write_no_delay_is_advised() -> None:
+    late = {"time/environment_wait_s": 4.0, "time/late_reply_s": 0.2, "time/engine_step_s": 0.003}
+    rows = [SOUND | late | {"time/environment_held_s": 1.9}] * WINDOW
+    (trouble,) = find_trouble(rows, rows, group_baseline=True)
+    assert "reply_delay" not in trouble.text and "task.pool.num_workers" in trouble.text
