@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(TESTS.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from exact_episode_tokens import ENVIRONMENTS, look_at, make_chatml
 
 from llamarl.environments.registry import BUILT_IN
 
-LEDGERS = f"{TESTS / 'small_environments.py'}:Ledgers"
+LEDGERS = f"{Path(__file__).resolve().parents[2] / 'small_environments.py'}:Ledgers"
 
 
 @pytest.fixture(scope="module")
