@@ -293,7 +293,7 @@ def _encoded_again(sequence: TokenSequence, number: int, tokenizer: Any) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1000, help="of each environment")
-    parser.add_argument("--only", default="", help="one environment")
+    parser.add_argument("--only", nargs="*", default=list(ENVIRONMENTS), help="environments, by name")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", metavar="OUT.json")
     args = parser.parse_args()
@@ -302,7 +302,7 @@ def main() -> None:
     claims = []
     with tempfile.TemporaryDirectory() as folder:
         paths = {TINY: TINY, CHATML: make_chatml(Path(folder))}
-        for environment in [args.only] if args.only else ENVIRONMENTS:
+        for environment in args.only:
             for model, options in ENVIRONMENTS[environment].items():
                 start = time.perf_counter()
                 found = look_at(paths[model], environment, options, episodes=args.episodes)

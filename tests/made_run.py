@@ -18,7 +18,7 @@ from llamarl.observability.job_description import Edge, JobDescription, Lane
 from llamarl.observability.recorder import Recorder
 from llamarl.observability.rollouts import RolloutWriter
 from llamarl.observability.trained_tokens import TrainedResponse, write_trained
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "tiny.toml"
 EXECUTORS = ("generator", "reward", "trainer")
@@ -58,6 +58,8 @@ class MadeRun:
     text: Callable[[int, int, int], str] = lambda tick, group, sample: f"answer {sample} of tick {tick}"
     length: Callable[[int, int, int], int] = lambda tick, group, sample: 3 + sample
     finish: Callable[[int, int, int], str] = lambda tick, group, sample: "stop"
+    turns: Callable[[int, int, int], tuple[Turn, ...]] = lambda tick, group, sample: ()
+    """Of an episode; the tokens between them are the environment's."""
     prompt: Callable[[int, int], str] = lambda tick, group: f"question {tick * 10 + group}"
     answer: str | None = "42"
     settings: dict[str, str] = field(default_factory=dict)
@@ -108,13 +110,20 @@ class MadeRun:
         versions = [version] * length
         if length > 3 and tick > 1:
             versions[0] = version - 1  # a partial rollout: its first token is older
+        mask = np.ones(length, dtype=np.bool_)
+        turns = self.turns(tick, group, sample)
+        for turn, following in zip(turns, turns[1:], strict=False):
+            mask[turn.end : following.start] = False
         return Response(
             prompt_index=index,
             sample_index=sample,
             tokens=np.arange(7, 7 + length, dtype=np.int32),
-            behavior_logprobs=-np.arange(1, length + 1, dtype=np.float32) / np.float32(4),
-            policy_versions=np.array(versions, dtype=np.int32),
-            loss_mask=np.ones(length, dtype=np.bool_),
+            behavior_logprobs=np.where(
+                mask, -np.arange(1, length + 1, dtype=np.float32) / np.float32(4), np.float32("nan")
+            ),
+            policy_versions=np.where(mask, np.array(versions, dtype=np.int32), np.int32(-1)),
+            loss_mask=mask,
+            turns=turns,
             text=self.text(tick, group, sample),
             finish_reason=self.finish(tick, group, sample),
             outcome=told if isinstance(told, Failure) else Score(value=told, parts={}),
@@ -123,9 +132,9 @@ class MadeRun:
     def _metrics(self, tick: int, groups: list[Group]) -> dict[str, dict[str, float]]:
         responses = [r for g in groups for r in g.responses]
         rewards = [r.outcome.value for r in responses if isinstance(r.outcome, Score)]
-        trained = sum(len(r.tokens) for r in responses if isinstance(r.outcome, Score))
-        failed = sum(len(r.tokens) for r in responses if isinstance(r.outcome, Failure))
-        late = [tick - int(v) for r in responses if isinstance(r.outcome, Score) for v in r.policy_versions]
+        trained = sum(r.num_sampled for r in responses if isinstance(r.outcome, Score))
+        failed = sum(r.num_sampled for r in responses if isinstance(r.outcome, Failure))
+        late = [tick - int(v) for r in responses if isinstance(r.outcome, Score) for v in r.policy_versions if v >= 0]
         silent = sum(len({r.outcome.value for r in g.responses if isinstance(r.outcome, Score)}) <= 1 for g in groups)
         return {
             "generator": {
@@ -162,8 +171,8 @@ def _trained(response: Response) -> TrainedResponse:
         prompt_index=response.prompt_index,
         sample_index=response.sample_index,
         advantage=0.75,
-        policy_logprobs=response.behavior_logprobs + np.float32(0.1),
-        clipped=np.arange(len(response.tokens)) == len(response.tokens) - 1,
+        policy_logprobs=response.behavior_logprobs[response.loss_mask] + np.float32(0.1),
+        clipped=np.arange(response.num_sampled) == response.num_sampled - 1,
     )
 
 

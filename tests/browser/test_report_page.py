@@ -17,7 +17,7 @@ from llamarl.cli.main import main
 from llamarl.observability.metrics import read_metrics
 from llamarl.observability.rollouts import Rollout, read_rollouts
 from llamarl.report.server import WatchedRuns, make_server
-from llamarl.types import Failure, Score
+from llamarl.types import Failure, Score, Turn
 
 EVIL = "</script><script>window.hit = 1</script><img src=x onerror='window.hit = 2'>"
 pytest_plugins = ["in_chromium"]
@@ -356,3 +356,33 @@ def test_a_watched_run_is_seen_growing_and_its_end_too(tmp_path: Path, open_page
     page.page.locator("#live", has_text="has ended; this is how it stood").wait_for()
     page.open("ledger/0")  # what was fetched stays
     assert page.tile("generated = where they went") == "closes"
+
+
+def test_an_episode_shows_who_said_what_and_what_each_turn_was_worth(
+    tmp_path: Path, open_page: Callable[..., Any]
+) -> None:
+    """Tokens 0 and 1 are the first turn, 2 and 3 the environment's, 4 the second turn; what came last nobody was shown."""
+    turns = (
+        Turn(
+            start=0, end=2, finish_reason="stop", reply=EVIL, reward=0.25, parts={"moves": 1.0}, observation="and now?"
+        ),
+        Turn(start=4, end=5, finish_reason="length", reply="7", reward=0.5, observation=f"You won. {EVIL}"),
+    )
+    run = MadeRun(ticks=1, length=lambda t, g, s: 5, turns=lambda t, g, s: turns).write(tmp_path / "run")
+    assert main(["report", str(run)]) == 0
+    page = open_page(run / "report.html").open("response/0/0/0/1")
+    titles = page.page.locator(".turn > h3").all_inner_texts()
+    assert titles[:4] == [
+        "Prompt",
+        "Model, turn 1: reward 0.25, stop",
+        "Environment or tool",
+        "Model, turn 2: reward 0.5, length",
+    ]
+    assert titles[4].startswith("Environment, at the end") and "You won." in page.text(".turn:last-of-type")
+    closed = page.page.locator("#turns")
+    assert closed.get_attribute("open") is None and not closed.locator("table").is_visible()
+    assert page.text("#turns summary") == "2 turns, rewards 0.25, 0.5"
+    closed.locator("summary").click()
+    rows = closed.locator("tbody tr").all_inner_texts()
+    assert len(rows) == 2 and EVIL in rows[0] and "and now?" in rows[0] and "moves 1" in rows[0]
+    assert page.errors == [] and page.page.evaluate("window.hit") is None

@@ -213,7 +213,9 @@ class EpisodeEngine:
         for _, key in due:
             waiting = self._waiting.pop(key)
             waiting.episode.due_in = None
-            if self._apply(waiting.sequence, waiting.episode, self._answer(waiting, held=bool(going_on) or self._engine.has_work)):
+            if self._apply(
+                waiting.sequence, waiting.episode, self._answer(waiting, held=bool(going_on) or self._engine.has_work)
+            ):
                 going_on.append(waiting.sequence)
         if going_on:
             self._engine.add(going_on)

@@ -34,6 +34,7 @@ _TITLES = {
     "mismatch": "The policy runs away from its data",
     "entropy_collapsed": "Entropy has collapsed",
     "nothing_trained": "Nothing trains",
+    "replies_late": "The generator waits for environments",
     "some_rewards_fail": "Some rewards fail",
     "repetition": "Responses run in circles",
     "script": "Responses are in another script than their prompts",
@@ -54,6 +55,7 @@ _VIEWS = {
     "mismatch": "curves",
     "entropy_collapsed": "curves",
     "nothing_trained": "ledger",
+    "replies_late": "timeline",
     "trainer_waits": "timeline",
     "generator_waits": "timeline",
 }
@@ -69,6 +71,8 @@ _REPLACED_BY = {
 }
 """What says the same more sharply."""
 _NOTHING_LEARNED = ("all_rewards_failed", "nothing_trained", "constant_reward")
+_COSTS_TIME = ("replies_late",)
+"""Of the run's own warnings, what keeps no run from learning."""
 _WAITS = 0.5
 
 
@@ -151,7 +155,13 @@ def _by_rows(rows: Sequence[Mapping[str, Any]], indexes: Sequence[TickIndex], *,
         for kind in now:
             first.setdefault(kind, tick)
     return [
-        Finding(kind=kind, level="bad", text=text, first_tick=first[kind], now=kind in now)
+        Finding(
+            kind=kind,
+            level="note" if kind in _COSTS_TIME else "bad",
+            text=text,
+            first_tick=first[kind],
+            now=kind in now,
+        )
         for kind, text in seen.items()
     ]
 

@@ -235,6 +235,7 @@ def _sample(record: Mapping[str, Any], pieces: Pieces, trained: TrainedResponse 
         "logprobs": [None if x is None else round(x, 3) + 0.0 for x in record["behavior_logprobs"]],
         "versions": run_lengths(record["policy_versions"]),
         "mask": run_lengths(record["loss_mask"]),
+        "turns": [_turn(turn) for turn in record.get("turns") or () if isinstance(turn, Mapping)],
     }
     texts = pieces(record["tokens"])
     if texts is not None:
@@ -249,6 +250,19 @@ def _sample(record: Mapping[str, Any], pieces: Pieces, trained: TrainedResponse 
         clipped = iter(trained.clipped.tolist())
         found["clipped"] = run_lengths([int(bool(one) and next(clipped)) for one in mask])
     return found
+
+
+def _turn(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What the policy wrote in one go, and what its environment made of it."""
+    return {
+        "start": record.get("start"),
+        "end": record.get("end"),
+        "finish": record.get("finish_reason"),
+        "reply": record.get("reply", ""),
+        "reward": record.get("reward"),
+        "parts": record.get("parts") or {},
+        "observation": record.get("observation", ""),
+    }
 
 
 def run_lengths(values: Sequence[int]) -> list[list[int]]:

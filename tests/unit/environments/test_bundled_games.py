@@ -313,3 +313,14 @@ def test_the_compact_style_uses_only_characters_of_the_bundled_model(name: str) 
             assert step.text and step.text == step.text.strip("\n")
             said_so_far += step.text
         assert set(said_so_far) <= known, set(said_so_far) - known
+
+
+def test_live_episodes_of_one_dataset_share_its_words() -> None:
+    """A thousand of them live in a worker; some datasets hold megabytes."""
+    one, other = (make_environment("reasoning_gym:spell_backward", {"max_word_len": 5}) for _ in range(2))
+    another = make_environment("reasoning_gym:spell_backward", {"max_word_len": 6})
+    assert isinstance(one, SecondTry) and isinstance(other, SecondTry) and isinstance(another, SecondTry)
+    assert one._task is other._task is not another._task
+    assert one.reset(NO_WORDS, 3) == other.reset(NO_WORDS, 3)
+    assert one.reset(NO_WORDS, 5) != other.reset(NO_WORDS, 7)
+    assert other.step("").text and one.step("").text  # the tries are each one's own

@@ -20,7 +20,7 @@ from llamarl.report.rollout_index import (
     run_lengths,
     tick_files,
 )
-from llamarl.types import Failure
+from llamarl.types import Failure, Turn
 
 
 def _index(tick: int, rewards: list[list[float | None]], num_bytes: int = 10) -> TickIndex:
@@ -87,6 +87,28 @@ def test_detail_holds_text_tokens_and_histories_of_the_chosen_groups_alone(tmp_p
     assert last["text"] == "</script> & ' \" \u2028 3"
     assert last["ids"] == [7, 8, 9, 10, 11, 12] and last["logprobs"] == [-0.25, -0.5, -0.75, -1.0, -1.25, -1.5]
     assert last["versions"] == [[0, 1], [1, 5]] and last["mask"] == [[1, 6]]
+
+
+def test_detail_of_an_episode_holds_each_turn_and_what_was_said(tmp_path: Path) -> None:
+    turn = Turn(
+        start=0, end=2, finish_reason="stop", reply="a</b>", reward=0.25, parts={"moves": 1.0}, observation="no"
+    )
+    run = MadeRun(ticks=1, turns=lambda t, g, s: (turn,) if s == 1 else ()).write(tmp_path / "run")
+    (group,) = detail_of_tick(0, dict(tick_files(run))[0], [0], lambda ids: None)["groups"]
+    assert [sample["turns"] for sample in group["samples"][:2]] == [
+        [],
+        [
+            {
+                "start": 0,
+                "end": 2,
+                "finish": "stop",
+                "reply": "a</b>",
+                "reward": 0.25,
+                "parts": {"moves": 1.0},
+                "observation": "no",
+            }
+        ],
+    ]
 
 
 def test_blocks_hold_no_character_that_html_knows_and_turn_infinity_into_nothing() -> None:

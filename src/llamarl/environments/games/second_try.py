@@ -7,8 +7,10 @@ question ─▶ answer ──right──▶ over, 1
 
 from __future__ import annotations
 
+import functools
+import json
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.answers import AnswerFrom
@@ -17,6 +19,9 @@ from llamarl.environments.games.game import at_least, share
 from llamarl.environments.math import judge_answer
 from llamarl.errors import DataError
 from llamarl.types import Score
+
+if TYPE_CHECKING:
+    from llamarl.environments.reasoning_gym import ReasoningGymTask
 
 __all__ = ["SecondTry"]
 
@@ -55,14 +60,10 @@ class SecondTry:
             raise TypeError(
                 f"unknown options {sorted(dataset_options)}: they would be a dataset's, but dataset is empty"
             )
-        self._task = None
+        self._task: ReasoningGymTask | None = None
         if dataset:
-            from llamarl.environments.reasoning_gym import ReasoningGymTask
-
             try:
-                self._task = ReasoningGymTask(
-                    dataset, dataset_options, seed=0, eval_fraction=0.0, answer_from=answer_from
-                )
+                self._task = _questions_of(dataset, json.dumps(dataset_options, sort_keys=True), answer_from)
             except DataError as error:
                 raise ValueError(error.mistakes[0].text.lstrip(": ")) from error
         self._item = TaskItem(question="")
@@ -110,6 +111,18 @@ class SecondTry:
             assert self._item.answer is not None
             return judge_answer(reply, self._item.answer)
         return self._task.judge(reply, self._item.metadata)
+
+
+@functools.lru_cache(maxsize=8)
+def _questions_of(dataset: str, options: str, answer_from: AnswerFrom) -> ReasoningGymTask:
+    """One for all live episodes of a worker, as some hold megabytes of words: it is asked by number and keeps no other state.
+
+    Args:
+        options: Of the dataset, as JSON.
+    """
+    from llamarl.environments.reasoning_gym import ReasoningGymTask
+
+    return ReasoningGymTask(dataset, json.loads(options), seed=0, eval_fraction=0.0, answer_from=answer_from)
 
 
 def _suffixed(messages: tuple[Any, ...], suffix: str) -> tuple[Message, ...]:

@@ -22,6 +22,7 @@ view("response", {
         ["Advantage", sample.advantage === undefined || sample.advantage === null ? index.no_advantages || "none, without a reward" : `${format.number(sample.advantage)}${sample.recorded ? ", as it was trained" : ", worked out from the rewards"}`],
         ["Expected answer", answerText(group.answer)],
         ["Ended", finishWords(sample.finish)],
+        sample.turns.length && ["Turns", sample.turns.length],
         ["Tokens", `${tokens.length}, ${tokens.filter((token) => token.trained).length} of them trained; the prompt has ${group.prompt_tokens}`],
         ["Versions", sample.versions.filter(([version]) => version >= 0).map(([version, count]) => `${version} (${format.count(count, "token")})`).join(", ") || "none"],
         ["KV cache", sample.kept_kv ? "tokens were sampled over keys and values of an older version" : null],
@@ -34,7 +35,10 @@ view("response", {
     page.append(
       h("div", { class: "controls" }, segments("Colour tokens by", tokenChoices(tokens), tokenState.by, (value) => { tokenState.by = value; paint(); })),
       key, h("div", { class: "turn prompt" }, h("h3", {}, "Prompt"), h("pre", { class: "text whole" }, group.prompt)), area, readout);
-    for (const turn of turnsOf(tokens)) area.append(turnElement(turn, tokens, readout));
+    if (sample.turns.length) area.before(episodeTable(sample.turns));
+    for (const turn of turnsOf(tokens, sample.turns)) area.append(turnElement(turn, tokens, readout));
+    const last = sample.turns[sample.turns.length - 1];
+    if (last && last.end === tokens.length && last.observation) area.append(h("div", { class: "turn environment" }, h("h3", {}, "Environment, at the end: never shown to the model"), h("pre", { class: "text" }, last.observation)));
     if (!sample.pieces) page.append(note("No tokenizer was found for this run, so tokens are shown by their numbers. The whole text: "), h("pre", { class: "text whole panel" }, sample.text));
     page.append(h("p", { class: "soft" }, tokens.some((token) => token.policy !== null)
       ? "Gap and ratio hold the trainer's log-probability, before the update that the token was part of, against the generator's when it was sampled."
@@ -59,15 +63,34 @@ function tokenChoices(tokens) {
   return [["logprob", "Log-prob"], ...(compared ? [["gap", "Gap"], ["ratio", "Ratio, clipped"]] : []), ["version", "Version"], ["mask", "Mask"], ["none", "Nothing"]];
 }
 
-/** Stretches that the policy wrote, and stretches that came from its environment (tools, users). */
-function turnsOf(tokens) {
-  const turns = [];
+/** Stretches that the policy wrote, and stretches that came from its environment (tools, users). `written`: the turns on record. */
+function turnsOf(tokens, written) {
+  const turns = [], starts = new Map(written.map((turn, i) => [turn.start, { ...turn, number: i + 1 }]));
   for (const token of tokens) {
-    const who = token.version >= 0 ? "model" : "environment";
-    if (!turns.length || turns[turns.length - 1].who !== who) turns.push({ who, tokens: [] });
+    const who = token.version >= 0 ? "model" : "environment", begins = starts.get(token.number);
+    if (!turns.length || turns[turns.length - 1].who !== who || begins) turns.push({ who, written: begins, tokens: [] });
     turns[turns.length - 1].tokens.push(token);
   }
   return turns;
+}
+
+/** Who said what, turn by turn; closed until somebody opens it. */
+function episodeTable(turns) {
+  const rewards = turns.map((turn) => format.number(turn.reward)).join(", ");
+  return h("details", { class: "panel", id: "turns" }, h("summary", {}, `${format.count(turns.length, "turn")}, rewards ${rewards}`), table([
+    { title: "Turn", number: true, cell: (turn) => turns.indexOf(turn) + 1 },
+    { title: "Model", wide: true, cell: (turn) => h("pre", { class: "text" }, turn.reply) },
+    { title: "Environment", wide: true, cell: (turn) => h("pre", { class: "text" }, turn.observation) },
+    { title: "Reward", number: true, cell: (turn) => format.number(turn.reward) },
+    { title: "Parts", cell: (turn) => Object.entries(turn.parts).map(([name, value]) => `${name} ${format.number(value)}`).join(", ") },
+    { title: "Tokens", number: true, cell: (turn) => turn.end - turn.start },
+    { title: "Ended", cell: (turn) => turn.finish },
+  ], turns));
+}
+
+function turnTitle(turn) {
+  if (turn.who !== "model") return "Environment or tool";
+  return turn.written ? `Model, turn ${turn.written.number}: reward ${format.number(turn.written.reward)}, ${turn.written.finish}` : "Model";
 }
 
 function turnElement(turn, all, readout) {
@@ -91,7 +114,7 @@ function turnElement(turn, all, readout) {
     onmouseover: (event) => { const { token } = event.target.dataset; if (token !== undefined) show(Number(token)); },
     onclick: (event) => { const { token } = event.target.dataset; if (token !== undefined) show(Number(token)); },
   }, turn.tokens.map((token) => h("span", { data: { token: token.number }, class: [token.trained ? "" : "masked", token.clipped ? "clipped" : ""].join(" ").trim() || null }, visible(token.text))));
-  return h("div", { class: `turn ${turn.who}` }, h("h3", {}, turn.who === "model" ? "Model" : "Environment or tool"), area);
+  return h("div", { class: `turn ${turn.who}` }, h("h3", {}, turnTitle(turn)), area);
 }
 
 /** A token of white space alone must be seen too; one without text is part of a character. */
