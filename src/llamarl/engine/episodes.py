@@ -209,7 +209,7 @@ class EpisodeEngine:
     def _join(self) -> None:
         """The replies that are due, in order of (step, prompt, sample)."""
         due = sorted((w.due, key) for key, w in self._waiting.items() if w.due <= self._now)
-        going_on = []
+        going_on: list[TokenSequence] = []
         for _, key in due:
             waiting = self._waiting.pop(key)
             waiting.episode.due_in = None
