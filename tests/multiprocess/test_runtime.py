@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runtime_fakes import DELAY, HERE, Config, job
 
+from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.errors import ConfigError, DeadlineExceeded, ExecutorFailed
@@ -89,8 +90,10 @@ def test_a_saved_job_goes_on_as_if_never_stopped(runtime: Runtime, tmp_path: Pat
         def folder_for(self, tick: int) -> Path | None:
             return tmp_path / str(tick)
 
-        def on_saved(self, tick: int) -> None:
+        def on_saved(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
             assert sorted(path.name for path in (tmp_path / str(tick)).iterdir()) == ["doubler", "sink", "source"]
+            files = {name: [record.path for record in records] for name, records in written.items()}
+            assert files == {f"{name} rank 0": [f"{name}/rank_0/state"] for name in ("doubler", "sink", "source")}
 
     run(runtime, job(), num_ticks=3, checkpoints=EveryTick())
     assert (tmp_path / "2" / "sink" / "rank_0" / "state").read_text() == f"2 {by_hand(3)[2]}"

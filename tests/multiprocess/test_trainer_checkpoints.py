@@ -53,7 +53,7 @@ def test_a_mesh_goes_on_bit_for_bit_from_a_state_written_beside_its_training(fol
 def test_a_kill_during_the_write_leaves_the_checkpoint_before(folder: Path) -> None:
     store = CheckpointStore(folder / "killed" / "checkpoints")
     store.begin(0)
-    good = store.finish(0, {})
+    good = store.finish(0, {}, {})
     assert _launch(1, "die", folder) == [-signal.SIGKILL]
     assert sorted(p.name for p in store.folder.iterdir()) == ["tick_000000", "tick_000001.partial"]
     assert any(os.scandir(store.folder / "tick_000001.partial" / "trainer" / "state"))  # it was in the middle

@@ -26,6 +26,7 @@ import tomli_w
 
 from llamarl.checkpoint.snapshot import canonical_json, checksum_bytes
 from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.checkpoint.written import record_files
 from llamarl.cli import generate, simulate
 from llamarl.cli.main import main
 from llamarl.config import load_config, to_plain
@@ -155,8 +156,12 @@ def trace(folder: Path) -> Path:
 
 def checkpoint(folder: Path) -> Path:
     store = CheckpointStore(folder / "checkpoints")
-    (store.begin(0) / "state.json").write_text("{}")
-    return store.finish(0, {"config": {"run": {"seed": 1}}}).path / "manifest.json"
+    state = store.begin(0) / "state.json"
+    state.write_text("{}")
+    return (
+        store.finish(0, {"me": record_files(state.parent, [state])}, {"config": {"run": {"seed": 1}}}).path
+        / "manifest.json"
+    )
 
 
 def plan_json(folder: Path) -> Path:

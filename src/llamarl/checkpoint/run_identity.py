@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamarl.checkpoint.storage import saving
+from llamarl.checkpoint.written import files_below, sync_folder
 from llamarl.errors import RunFolderLost
 
 __all__ = ["RUN_ID_FILE", "RunIdentity"]
@@ -71,12 +72,15 @@ class RunIdentity:
         if change:
             raise RunFolderLost(f"the run's folder {self.path} {change}: nothing more is written")
 
-    def replace_folder(self, name: str, write: Callable[[Path], object], *, writes: bool) -> None:
+    def replace_folder(self, name: str, write: Callable[[Path], object], *, writes: bool) -> tuple[Path, ...]:
         """A folder of the run, such as its model: the old one, if any, stays until the new one is whole. All ranks call it.
 
         Args:
             write: Fills the folder that it is given.
             writes: Whether this rank is the one that writes; it alone tidies, as another would remove what it has begun.
+
+        Returns:
+            The files of the folder, on the disk; none for a rank that does not write.
 
         Raises:
             RunFolderLost: The run's folder is gone, or another one.
@@ -92,3 +96,5 @@ class RunIdentity:
             if writes:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(partial, folder)
+                sync_folder(self.path)
+        return tuple(files_below(folder)) if writes else ()

@@ -1,7 +1,7 @@
 """Checkpoints on disk: all or nothing, whatever ends the process and whenever.
 
-    begin(9)                       executors write                       finish(9)
-    tick_000009.partial/  ──────▶  tick_000009.partial/trainer/rank_0 …  ──▶  sync every file, write the manifest, sync,
+    begin(9)                       executors write                       finish(9, what each rank says it wrote)
+    tick_000009.partial/  ──────▶  tick_000009.partial/trainer/rank_0 …  ──▶  prove and sync every file, write the manifest,
                                                                               rename to tick_000009, sync the parent, prune
 
 A name without a suffix is a finished checkpoint; the rename is the one moment at which it comes to be, and everything that
@@ -21,13 +21,14 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.checkpoint.platform import platform_facts
 from llamarl.checkpoint.snapshot import MANIFEST, Checkpoint, FileRecord, Manifest, checksum_file
+from llamarl.checkpoint.written import files_below, sync_folder, sync_path, what_is_wrong, why_not_whole
 from llamarl.errors import CheckpointError
 from llamarl.reading import read_bytes
 
@@ -39,10 +40,17 @@ _NAME = re.compile(r"tick_(\d{6,})(\.partial|\.replaced|\.deleted)?")
 class CheckpointStore:
     """The checkpoints of one run. One process writes; any may read."""
 
-    def __init__(self, folder: str | os.PathLike[str], config: CheckpointConfig | None = None) -> None:
-        """``folder`` is ``RUN/checkpoints``; it is made when the first checkpoint begins."""
+    def __init__(
+        self, folder: str | os.PathLike[str], config: CheckpointConfig | None = None, *, patience_s: float = 0.0
+    ) -> None:
+        """
+        Args:
+            folder: ``RUN/checkpoints``; it is made when the first checkpoint begins.
+            patience_s: How long a file that another host has written may take to be seen in ``folder``.
+        """
         self.folder = Path(folder)
         self.config = config if config is not None else CheckpointConfig()
+        self.patience_s = patience_s
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -59,35 +67,38 @@ class CheckpointStore:
             partial.mkdir(parents=True)
         return partial
 
-    def finish(self, tick: int, metadata: Mapping[str, Any] | None = None) -> Checkpoint:
+    def finish(
+        self, tick: int, written: Mapping[str, Sequence[FileRecord]], metadata: Mapping[str, Any] | None = None
+    ) -> Checkpoint:
         """Make the checkpoint that ``begin`` opened real, then remove those beyond ``config.keep``.
 
         Call it when every rank has written. Returns after the disk has it.
 
         Args:
+            written: Who wrote -> its files, relative to the folder that ``begin`` made. These and no others make the
+                checkpoint: each must be there, byte for byte, and none besides.
             metadata: What the run says of itself, plain JSON values (``Manifest.run``).
 
         Raises:
-            CheckpointError: Nothing was begun, or the disk failed; then the unfinished folder is removed and earlier
-                checkpoints are as they were.
+            CheckpointError: Nothing was begun, a file is missing, altered or nobody's, or the disk failed; then the
+                unfinished folder is removed and earlier checkpoints are as they were.
         """
         partial, final, replaced = self._path(tick, ".partial"), self._path(tick), self._path(tick, ".replaced")
         if not partial.is_dir():
             raise CheckpointError(f"cannot finish checkpoint {final}: it was not begun, or {partial.name} was removed")
         try:
             with self._failing(f"cannot finish checkpoint {final.name}", partial):
-                manifest = Manifest(
-                    tick=tick, files=_sync_files(partial), platform=platform_facts(), run=dict(metadata or {})
-                )
+                files = self._prove_written(final.name, partial, written)
+                manifest = Manifest(tick=tick, files=files, platform=platform_facts(), run=dict(metadata or {}))
                 _write_synced(partial / MANIFEST, manifest.to_bytes())
-                _sync_folder(partial)
+                sync_folder(partial)
                 if final.exists():
                     if replaced.exists():
                         shutil.rmtree(replaced)
                     os.rename(final, replaced)
                 os.rename(partial, final)
-                _sync_folder(self.folder)
-                _sync_folder(self.folder.parent)  # the folder itself may be as new as its first checkpoint
+                sync_folder(self.folder)
+                sync_folder(self.folder.parent)  # the folder itself may be as new as its first checkpoint
         except CheckpointError:
             self.abort(tick)
             if replaced.exists() and not final.exists():
@@ -171,6 +182,30 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint {path} is refused: {error}; {advice}") from error
 
     # -- within -----------------------------------------------------------------------------------------------------
+
+    def _prove_written(
+        self, name: str, folder: Path, written: Mapping[str, Sequence[FileRecord]]
+    ) -> tuple[FileRecord, ...]:
+        """Every file that was written, each once; all of them and their folders are on the disk."""
+        wrong = why_not_whole(folder, written, patience_s=self.patience_s)
+        records = {record.path: record for files in written.values() for record in files}
+        for path in files_below(folder):
+            if _relative(folder, path) not in records:
+                wrong.append(
+                    f"{_relative(folder, path)} was written by no rank that says so: an executor's save must return what it writes "
+                    f"beside its own folder"
+                )
+        if wrong:
+            raise CheckpointError(
+                f"cannot finish checkpoint {name}: {folder} does not hold what was written:\n"
+                + "\n".join(f"  - {line}" for line in wrong)
+                + f"\nFinished checkpoints are untouched ({self._names()})."
+            )
+        for path in files_below(folder):
+            sync_path(path)
+        for parent, _, _ in os.walk(folder, topdown=False):
+            sync_folder(Path(parent))
+        return tuple(sorted(records.values(), key=lambda record: record.path))
 
     def _path(self, tick: int, suffix: str = "") -> Path:
         if tick < 0:
@@ -275,46 +310,24 @@ def _prove(path: Path) -> Checkpoint:
     match = _NAME.fullmatch(path.name)
     if match and int(match[1]) != manifest.tick:
         raise ValueError(f"{MANIFEST} is of tick {manifest.tick}: the folder was renamed")
-    present = {_relative(path, file) for file in _walk(path)} - {MANIFEST}
+    present = {_relative(path, file) for file in files_below(path)} - {MANIFEST}
     for record in manifest.files:
-        if record.path not in present:
-            raise ValueError(f"{record.path} is missing")
-        if not (path / record.path).is_file():  # reading a pipe would wait for its other end
+        if record.path in present and not (path / record.path).is_file():  # reading a pipe would wait for its other end
             raise ValueError(f"{record.path} is no file")
-        num_bytes = (path / record.path).stat().st_size
-        if num_bytes != record.num_bytes:
-            raise ValueError(f"{record.path} is torn: {num_bytes} bytes, {record.num_bytes} were written")
+        num_bytes = (path / record.path).stat().st_size if record.path in present else None
+        if wrong := what_is_wrong(record, num_bytes, None):
+            raise ValueError(wrong)
     extra = sorted(present - {record.path for record in manifest.files})
     if extra:
         raise ValueError(f"{extra[0]} was added: the manifest does not know it")
     for record in manifest.files:
-        if checksum_file(path / record.path)[1] != record.xxh3_128:
-            raise ValueError(f"{record.path} was altered: its checksum differs from the one written")
+        if wrong := what_is_wrong(record, *checksum_file(path / record.path)):
+            raise ValueError(wrong)
     return Checkpoint(path=path, manifest=manifest)
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """Every file below, in a fixed order."""
-    for parent, folders, files in os.walk(folder):
-        folders.sort()
-        for name in sorted(files):
-            yield Path(parent) / name
 
 
 def _relative(folder: Path, file: Path) -> str:
     return file.relative_to(folder).as_posix()
-
-
-def _sync_files(folder: Path) -> tuple[FileRecord, ...]:
-    """Flush every file and folder below to the disk; checksums of what the files hold."""
-    records = []
-    for file in _walk(folder):
-        _sync_path(file, os.O_RDONLY)
-        num_bytes, checksum = checksum_file(file)
-        records.append(FileRecord(path=_relative(folder, file), num_bytes=num_bytes, xxh3_128=checksum))
-    for parent, _, _ in os.walk(folder, topdown=False):
-        _sync_folder(Path(parent))
-    return tuple(sorted(records, key=lambda record: record.path))
 
 
 def _write_synced(path: Path, data: bytes) -> None:
@@ -322,15 +335,3 @@ def _write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    _sync_path(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync_path(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -37,6 +37,8 @@ from pathlib import Path
 from typing import Protocol
 
 from llamarl.channels.base import ChannelSpec
+from llamarl.checkpoint.snapshot import FileRecord
+from llamarl.checkpoint.written import writer_name
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Firing, Marking
@@ -71,8 +73,8 @@ class Checkpoints(Protocol):
         """Save the state after ``tick`` too, a tick that no executor has begun."""
         ...
 
-    def on_saved(self, tick: int) -> None:
-        """Every executor's state after ``tick`` is written."""
+    def on_saved(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
+        """Every executor's state after ``tick`` is written: rank's name -> its files of it, for all ranks that told of any."""
         ...
 
 
@@ -142,8 +144,8 @@ def run_graph(
         if checkpoints:
             if checkpoints.due(report.tick):
                 saves.begin(report)
-            for tick in saves.complete(report):
-                checkpoints.on_saved(tick)
+            for tick, written in saves.complete(report).items():
+                checkpoints.on_saved(tick, written)
         if report.stop and not stop:
             stop = report.stop
             last = _next_cut(marking)
@@ -170,21 +172,26 @@ class _Saves:
         self._names = {executor.name for executor in graph.executors}
         self._missing: dict[int, set[str]] = {}
         self._writing: dict[int, set[str]] = {}
+        self._written: dict[int, dict[str, Sequence[FileRecord]]] = {}
 
     def begin(self, report: Report) -> None:
         """An executor has passed a tick that is saved."""
         self._missing.setdefault(report.tick, set(self._names)).discard(report.executor)
         self._writing.setdefault(report.tick, set()).add(report.executor)
 
-    def complete(self, report: Report) -> list[int]:
-        """Ticks of which, with this report, every executor's state is written; each is named once, oldest first."""
+    def complete(self, report: Report) -> dict[int, dict[str, Sequence[FileRecord]]]:
+        """Ticks of which, with this report, every executor's state is written, each once, oldest first -> rank's name -> its
+        files, as far as ranks have told of them."""
+        for tick, ranks in report.saved.items():
+            named = {writer_name(report.executor, rank): files for rank, files in ranks.items()}
+            self._written.setdefault(tick, {}).update(named)
         for tick, names in self._writing.items():
             if tick not in report.saving:
                 names.discard(report.executor)
         done = [tick for tick in sorted(self._missing) if not self._missing[tick] and not self._writing[tick]]
         for tick in done:
             del self._missing[tick], self._writing[tick]
-        return done
+        return {tick: self._written.pop(tick, {}) for tick in done}
 
 
 def _next_cut(marking: Marking) -> int:

@@ -128,13 +128,10 @@ def copy_history(
             for record in checkpoint.manifest.files:
                 (folder / record.path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(checkpoint.path / record.path, folder / record.path)
-        copied = store.finish(checkpoint.tick, described)
+        copied = store.finish(checkpoint.tick, {str(checkpoint.path): checkpoint.manifest.files}, described)
     except CheckpointError:
         store.abort(checkpoint.tick)
         raise
-    if copied.manifest.files != checkpoint.manifest.files:
-        shutil.rmtree(copied.path)
-        raise CheckpointError(f"{checkpoint.path} changed while it was copied: does {source} still run? Try again")
     origin = {
         "run": str(source),
         "checkpoint": str(checkpoint.path),

@@ -251,15 +251,17 @@ def description(prepared: Prepared) -> dict[str, Any]:
 
 
 class _Observe:
-    """Event log and recorder as an observer of the controller; the log first."""
+    """Reported files, event log and recorder as an observer of the controller; the log before the recorder."""
 
-    def __init__(self, recorder: Recorder, events: EventLog, folder: RunFolder) -> None:
+    def __init__(self, recorder: Recorder, events: EventLog, folder: RunFolder, checkpoints: RunCheckpoints) -> None:
         self._recorder = recorder
         self._events = events
         self._folder = folder
+        self._checkpoints = checkpoints
 
     def on_report(self, report: Report) -> None:
         self._folder.check()
+        self._checkpoints.on_report(report)
         self._events.append(report.events)
         self._recorder.on_report(report)
 
@@ -305,7 +307,14 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
     runtime = make_runtime(config.run.runtime)
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint)
     checkpoints = RunCheckpoints(
-        store, config.checkpoint, config.run.num_ticks, description(prepared), recorder, events, folder
+        store,
+        config.checkpoint,
+        config.run.num_ticks,
+        description(prepared),
+        recorder,
+        events,
+        folder,
+        ranks={spec.name: spec.num_ranks for spec in graph.executors},
     )
     stopped = "by an error"
     try:
@@ -319,7 +328,7 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
             load_from=load_from,
             deadlines=config.deadlines,
             checkpoints=checkpoints,
-            observers=[_Observe(recorder, events, folder)],
+            observers=[_Observe(recorder, events, folder, checkpoints)],
             needs=needs,
         )
         checkpoints.close()

@@ -1,20 +1,52 @@
-"""When a run's state is saved, and the proving of what was saved."""
+"""When a run's state is saved, and the proving of what was saved.
+
+report ─┬─ files ────▶ thread: fetch from hosts with a folder of their own, prove ──────────────▶ RUN/rollouts, RUN/model ..
+        └─ all saved ▶ thread: fetch, CheckpointStore.finish: every file that a rank wrote is there ▶ RUN/checkpoints/tick_N
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from llamarl.checkpoint.config import CheckpointConfig
+from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.checkpoint.written import silent_ranks, why_not_whole, writer_name
 from llamarl.controller.run_folder import RunFolder
+from llamarl.errors import CheckpointError
 from llamarl.observability.events import EventLog
 from llamarl.observability.recorder import Recorder
 from llamarl.running_time import running_s
+from llamarl.runtime.base import Report
 
-__all__ = ["RunCheckpoints"]
+__all__ = ["FarFiles", "RunCheckpoints"]
+
+
+class FarFiles(Protocol):
+    """What ranks write on hosts that do not share the run's folder. All calls come from one thread."""
+
+    def fetch(self, written: Mapping[str, Sequence[FileRecord]], below: Path) -> None:
+        """Bring files into the run's folder, on its disk when this returns; those of ranks that share it are left alone.
+
+        Args:
+            written: Rank's name -> its files.
+            below: The folder that the records' paths are relative to, as the controller names it.
+
+        Raises:
+            CheckpointError: A file is not there, is not as it was written, or the disk here is full; names file and host.
+        """
+        ...
+
+    def sweep(self) -> None:
+        """Bring whatever else lies in the run's folder on those hosts, but checkpoints, and is not here yet or has grown.
+
+        Raises:
+            CheckpointError: As ``fetch``.
+        """
+        ...
 
 
 class RunCheckpoints:
@@ -30,9 +62,13 @@ class RunCheckpoints:
         recorder: Recorder,
         events: EventLog,
         folder: RunFolder,
+        ranks: Mapping[str, int],
+        far: FarFiles | None = None,
     ) -> None:
         """
         Args:
+            ranks: Executor -> number of its ranks: each must tell of its state.
+            far: Where some of them have a run folder of their own.
             num_ticks: Of the run; after the last one a checkpoint may be due too.
             description: What each checkpoint says of its run.
         """
@@ -42,6 +78,8 @@ class RunCheckpoints:
         self._config = config
         self._num_ticks = num_ticks
         self._description = description
+        self._ranks = ranks
+        self._far = far
         self._recorder = recorder
         self._folders: dict[int, Path] = {}
         self._required: set[int] = set()
@@ -73,24 +111,56 @@ class RunCheckpoints:
             self._folders[tick] = self._store.begin(tick)
         return self._folders[tick]
 
-    def on_saved(self, tick: int) -> None:
+    def on_report(self, report: Report) -> None:
+        """Prove the files that a tick has written into the run's folder.
+
+        Raises:
+            CheckpointError: One of an earlier report is not there as it was written.
+        """
         self._raise_failures(wait=False)
+        if report.files:
+            written = {writer_name(report.executor, rank): files for rank, files in report.files.items()}
+            self._finishing.append(self._thread.submit(self._prove, report.tick, written))
+
+    def on_saved(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
+        self._raise_failures(wait=False)
+        if silent := silent_ranks(self._ranks, written):
+            raise CheckpointError(
+                f"the checkpoint of tick {tick} is not whole: {', '.join(silent)} told of no state, not even of an empty one"
+            )
         self._unsaved.discard(tick)
         self._since_s = running_s()
         self._recorder.sync()
         self._events.sync()
-        self._finishing.append(self._thread.submit(self._finish, tick))
+        self._finishing.append(self._thread.submit(self._finish, tick, written))
 
-    def _finish(self, tick: int) -> None:
+    def _prove(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
         self._folder.check()
-        self._store.finish(tick, self._description)
+        if self._far is not None:
+            self._far.fetch(written, self._folder.path)
+        wrong = why_not_whole(self._folder.path, written, patience_s=self._store.patience_s)
+        if wrong:
+            self._folder.check()  # a folder that was moved has lost them all
+            raise CheckpointError(
+                f"{self._folder.path} does not hold what was written into it at tick {tick}:\n"
+                + "\n".join(f"  - {line}" for line in wrong)
+            )
+
+    def _finish(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
+        self._folder.check()
+        if self._far is not None:
+            self._far.fetch(written, self._folders[tick])
+            self._far.sweep()
+        self._store.finish(tick, written, self._description)
 
     def close(self) -> None:
-        """Return when the last checkpoint is proved.
+        """Return when the last checkpoint is proved, and everything that hosts have written is here. They are still up.
 
         Raises:
             CheckpointError: One could not be finished.
         """
+        if self._far is not None:
+            self._finishing.append(self._thread.submit(self._far.sweep))
         self.settle()
         self._raise_failures(wait=True)
 

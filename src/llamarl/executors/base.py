@@ -79,6 +79,9 @@ class StepResult:
     events: tuple[Mapping[str, Any], ...] = ()
     """What this firing decided that its inputs alone do not determine, as small plain JSON values, for the run's event log.
     All ranks' are kept."""
+    files: tuple[Path, ...] = ()
+    """Files that this firing wrote into the run's folder and that the run's result depends on, each written once, whole, and
+    under its final name: they are flushed, proved, and brought to the controller's folder if this rank has another one."""
 
 
 class Feed(Protocol):
@@ -128,11 +131,12 @@ class Executor(Protocol):
         """Fire once. Consumes one payload of every in-channel, makes one for every out-channel."""
         ...
 
-    def save(self, folder: Path, tick: int) -> Future[None] | None:
+    def save(self, folder: Path, tick: int) -> Future[Any] | None:
         """Write the state after ``tick`` into an existing, empty folder of this rank's own.
 
         Returns:
-            None when it is written, or a future if it is being written beside the ticks that follow.
+            None when it is written, or a future if it is being written beside the ticks that follow. Its result: None, or
+            the files that this rank has written beside ``folder``, into the folder of all ranks above it.
         """
         ...
 
@@ -172,7 +176,7 @@ class BaseExecutor:
             f"it at start: give it an initial_token method, or the channel no delay"
         )
 
-    def save(self, folder: Path, tick: int) -> Future[None] | None:
+    def save(self, folder: Path, tick: int) -> Future[Any] | None:
         """No state: what this executor makes is a function of what it reads."""
         return None
 

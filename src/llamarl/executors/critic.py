@@ -40,16 +40,18 @@ class CriticExecutor(BaseExecutor):
         started = time.monotonic()
         groups, metrics = self.critic.step(self.items_of(inputs), tick)
         finished = time.monotonic()
+        files: tuple[Path, ...] = ()
         if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None:
-            self._folder.replace_folder("critic", self.critic.export, writes=self.context.rank == 0)
+            files = self._folder.replace_folder("critic", self.critic.export, writes=self.context.rank == 0)
         first_peer = self.critic.layout.tp_rank == 0  # tensor-parallel peers hold the same groups: one of them sends
         return StepResult(
             outputs=self.outputs_of(groups if first_peer else []),
             metrics=own_metrics(metrics) if self.context.rank else metrics,  # they are over all ranks already
             spans=(("critic", started, finished),),
+            files=files,
         )
 
-    def save(self, folder: Path, tick: int) -> Future[None]:
+    def save(self, folder: Path, tick: int) -> Future[tuple[Path, ...]]:
         """All ranks write into one folder beside their own, on a thread unless ``checkpoint.background`` is off."""
         background = self.config.checkpoint.background
         state = self.critic.stage(copy=background)

@@ -63,9 +63,10 @@ class RewardExecutor(BaseExecutor):
         limit_s = JUDGING_SHARE * self.config.deadlines.step_s
         groups = self._judged(self.items_of(inputs), limit_s=limit_s)
         scored = time.monotonic()
+        files: tuple[Path, ...] = ()
         if self._writer is not None and self.config.observability.rollouts_due(tick):
             self._folder.check()
-            self._writer.write(tick, groups)
+            files = (self._writer.write(tick, groups),)
         spans = (("score", started, scored), ("write_rollouts", scored, time.monotonic()))
         metrics = reward_metrics(groups, list(self.config.task.tasks))
         failures = few_causes(count_causes(groups))
@@ -76,7 +77,12 @@ class RewardExecutor(BaseExecutor):
         if self.name not in ROLES:  # it judges once more what the first has judged and counted
             metrics = {f"{self.name}/{key}": value for key, value in metrics.items()}
         return StepResult(
-            outputs=self.outputs_of(groups), metrics=metrics, spans=spans, failures=failures, stop=self._stop
+            outputs=self.outputs_of(groups),
+            metrics=metrics,
+            spans=spans,
+            failures=failures,
+            stop=self._stop,
+            files=files,
         )
 
     def _judged(self, groups: Sequence[Group], *, limit_s: float) -> list[Group]:

@@ -115,18 +115,19 @@ class TrainerExecutor(BaseExecutor):
             self._lease.take()
         started = time.monotonic()
         groups: list[Group] = self.items_of(inputs)
+        files: list[Path] = []
         log = TokenLog(groups) if self._logs_tokens(tick) else None
         self.trainer.on_tokens = log.add if log is not None else None
         metrics = self._train(groups, tick)
         trained = time.monotonic()
         if log is not None and self.context.run_dir is not None:
             self._folder.check()
-            write_trained(self.context.run_dir, tick, self.name, self.context.rank, log.responses())
+            files.append(write_trained(self.context.run_dir, tick, self.name, self.context.rank, log.responses()))
             self._waits.append(("write trained tokens", trained, time.monotonic()))
         version = self.trainer.policy_version
         self._remember(version)
         if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None and not self._stop:
-            self._export_all(self.context.run_dir, groups)
+            files.extend(self._export_all(self.context.run_dir, groups))
         if self._lease is not None:
             self._wait_for_readers()  # a tick without an update has not waited for them
             self._lease.give_back()
@@ -143,7 +144,7 @@ class TrainerExecutor(BaseExecutor):
             spans += self._lease.spans
         if self.context.rank:  # the trainer's are over all ranks already
             metrics = own_metrics(metrics)
-        return StepResult(outputs=outputs, metrics=metrics, spans=spans, stop=self._stop)
+        return StepResult(outputs=outputs, metrics=metrics, spans=spans, stop=self._stop, files=tuple(files))
 
     def _logs_tokens(self, tick: int) -> bool:
         """Whether this rank writes what it makes of the tick's tokens; of tensor-parallel peers, which see the same, one does."""
@@ -221,19 +222,20 @@ class TrainerExecutor(BaseExecutor):
             del self._edge_versions[old]
         self._saves = {tick for tick in self._saves if tick >= version}
 
-    def _export_all(self, run_dir: Path, groups: list[Group]) -> None:
-        """The last version as the recipe wants it: adapters, a whole model, or both."""
+    def _export_all(self, run_dir: Path, groups: list[Group]) -> tuple[Path, ...]:
+        """The last version as the recipe wants it: adapters, a whole model, or both. The files that this rank wrote."""
         trainer, served = self.trainer, self.config.generator.engine.dtype
         writes = self.context.rank == 0
+        written: tuple[Path, ...] = ()
         if self.config.lora.rank:
-            self._folder.replace_folder(
+            written += self._folder.replace_folder(
                 "adapter", lambda folder: trainer.export_adapter(folder, served_dtype=served), writes=writes
             )
         if self.config.lora.rank and not self.config.lora.export_merged:
-            return
+            return written
         texts = texts_of(groups)
         facts: list[ExportFacts | None] = []
-        self._folder.replace_folder(
+        written += self._folder.replace_folder(
             "model",
             lambda folder: facts.append(trainer.export(folder, served_dtype=served, texts=texts)),
             writes=writes,
@@ -244,8 +246,9 @@ class TrainerExecutor(BaseExecutor):
                 f"{narrowing.sentence()}",
                 file=sys.stderr,
             )
+        return written
 
-    def save(self, folder: Path, tick: int) -> Future[None]:
+    def save(self, folder: Path, tick: int) -> Future[tuple[Path, ...]]:
         """All ranks write into one folder beside their own, on a thread unless ``checkpoint.background`` is off."""
         staleness = self.config.schedule.max_staleness
         edge = {_edge(v): self._edge_versions[v] for v in range(max(0, tick + 1 - staleness), tick + 1)}

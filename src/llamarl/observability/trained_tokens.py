@@ -43,8 +43,8 @@ class TrainedResponse:
     """[T] whether the loss's own bound acted (``ratio/clipped_fraction``)."""
 
 
-def write_trained(run_dir: Path, tick: int, executor: str, rank: int, responses: list[TrainedResponse]) -> None:
-    """Write what one rank saw in a tick.
+def write_trained(run_dir: Path, tick: int, executor: str, rank: int, responses: list[TrainedResponse]) -> Path:
+    """Write what one rank saw in a tick; returns the file.
 
     Raises:
         LlamaRLError: The disk is full or not writable.
@@ -65,6 +65,7 @@ def write_trained(run_dir: Path, tick: int, executor: str, rank: int, responses:
         replace_file(path, data.getvalue())
     except OSError as error:
         raise cannot_write(path, error) from error
+    return path
 
 
 def read_trained(run_dir: Path, tick: int) -> list[TrainedResponse]:

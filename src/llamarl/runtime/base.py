@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llamarl.channels.base import ChannelSpec, Handle
+from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.executors.base import ExecutorSpec
 
 __all__ = ["News", "Order", "Report", "Runtime", "SetupReport"]
@@ -68,6 +69,10 @@ class Report:
     """Of all ranks, in rank order; see ``StepResult.events``."""
     saving: tuple[int, ...] = ()
     """Ticks whose saved state is still being written; that of every other tick up to this one is written."""
+    saved: Mapping[int, Mapping[int, tuple[FileRecord, ...]]] = field(default_factory=dict)
+    """Ticks whose saved state is written since the last report -> rank -> its files of it, relative to the checkpoint."""
+    files: Mapping[int, tuple[FileRecord, ...]] = field(default_factory=dict)
+    """Rank -> what it wrote elsewhere in the run's folder; ranks that wrote nothing are left out."""
     controller_bytes: int = 0
     """Bytes of order and report as they passed through the controller (0 where nothing is serialized)."""
 

@@ -110,6 +110,11 @@ def combine_reports(executor: str, ranks: Sequence[RankReport], *, controller_by
         failures=dict(sum((Counter(report.failures) for report in ranks), Counter())),
         events=tuple(event for report in ranks for event in report.events),
         saving=tuple(sorted({tick for report in ranks for tick in report.saving})),
+        saved={
+            tick: {report.rank: report.saved[tick] for report in ranks if tick in report.saved}
+            for tick in sorted({tick for report in ranks for tick in report.saved})
+        },
+        files={report.rank: report.files for report in ranks if report.files},
         controller_bytes=controller_bytes,
     )
 

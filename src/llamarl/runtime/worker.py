@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import nullcontext
@@ -24,11 +24,13 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle, Receiver, Sender
+from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.storage import saving
+from llamarl.checkpoint.written import files_below, record_files
 from llamarl.errors import CheckpointError, ConfigError, DeadlineExceeded, LlamaRLError
 from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec, KeepsTokens
 from llamarl.import_path import load_module, resolve
@@ -49,6 +51,7 @@ __all__ = [
     "rank_device",
 ]
 
+T = TypeVar("T")
 _HERE = os.path.dirname(__file__)
 CHANNEL_FACTORY = "llamarl.channels.ends"
 """Module with ``make_sender`` and ``make_receiver``."""
@@ -65,6 +68,7 @@ class WorkerPlan:
     num_ranks: Mapping[str, int]
     """Executor name -> ranks, for both ends of every channel above."""
     run_dir: Path | None
+    """The run's folder, as this rank sees it."""
     seed: int
     first_tick: int
     load_from: Path | None
@@ -78,6 +82,9 @@ class WorkerPlan:
     """Where the ranks of an executor meet: an ``init_method`` of ``torch.distributed``; a lone rank needs none."""
     in_own_process: bool = False
     """Whether this rank may set the environment of its process."""
+    controller_dir: Path | None = None
+    """The run's folder as the controller sees it, where this rank's ``run_dir`` is another: what an order places below it is
+    meant below ``run_dir``."""
     network: Network | None = None
     """Where its process is among the hosts of the job; None: the whole job is on one machine."""
 
@@ -106,6 +113,10 @@ class RankReport:
     events: tuple[Mapping[str, Any], ...] = ()
     saving: tuple[int, ...] = ()
     """Ticks whose state is still being written."""
+    saved: Mapping[int, tuple[FileRecord, ...]] = field(default_factory=dict)
+    """Ticks whose state is written since the last report -> this rank's files of it, relative to the checkpoint; flushed."""
+    files: tuple[FileRecord, ...] = ()
+    """What it wrote elsewhere in the run's folder (``StepResult.files``), relative to that; flushed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +221,10 @@ class Worker:
         self._feeds: dict[str, TokenFeed] = {}
         self._weight_channels = {channel.name for channel in plan.channels if channel.kind is ChannelKind.WEIGHTS}
         self._delays = {channel.name: channel.delay for channel in plan.channels}
-        self._saves: dict[int, tuple[Path, Future[None]]] = {}
+        self._saves: dict[int, tuple[Path, Future[tuple[FileRecord, ...]]]] = {}
         """Tick -> folder and what is being written there, beside the ticks that follow."""
+        self._saved: dict[int, tuple[FileRecord, ...]] = {}
+        """Tick -> what was written there, not yet reported."""
         self._leave_process_group: Callable[[], None] = lambda: None
         self._closed = False
 
@@ -246,7 +259,7 @@ class Worker:
         self.pin()
         executor.setup()
         if plan.load_from is not None:
-            executor.load(_rank_folder(plan.load_from, spec.name, plan.rank), plan.first_tick - 1)
+            executor.load(_rank_folder(self._here(plan.load_from), spec.name, plan.rank), plan.first_tick - 1)
         if plan.channels:
             self._open_channels(load_module(plan.channel_factory, plan.channel_factory))
         tokens: dict[str, dict[int, Handle]] = {}
@@ -288,13 +301,13 @@ class Worker:
         if order.save_to is not None:
             with _Span("save", spans):
                 self._finish_saves(wait=True)  # two at once would hold two copies of the state
-                if not order.save_to.parent.is_dir():  # made again, it would be the folder of no run
-                    raise CheckpointError(f"{order.save_to.parent} is not there any more")
-                self._save(executor, order.tick, _rank_folder(order.save_to, order.executor, self._plan.rank))
+                self._save(executor, order.tick, self._here(order.save_to))
             if order.tick in self._saves:
                 metrics[f"time/{order.executor}_save_s"] = spans[-1][2] - spans[-1][1]
         with _Span("flush saves", spans) if order.flush_saves and self._saves else nullcontext():
             self._finish_saves(wait=order.flush_saves)
+        files = self._record_products(result.files)
+        saved, self._saved = self._saved, {}
         return RankReport(
             rank=self._plan.rank,
             tick=order.tick,
@@ -306,6 +319,8 @@ class Worker:
             stop=result.stop,
             failures=result.failures,
             saving=tuple(sorted(self._saves)),
+            saved=saved,
+            files=files,
             events=result.events,
         )
 
@@ -313,12 +328,36 @@ class Worker:
         """Of a span. What an executor spends on weights is told from what it spends on data."""
         return f"weight_sync: {verb} {channel}" if channel in self._weight_channels else f"{verb} {channel}"
 
-    def _save(self, executor: Executor, tick: int, folder: Path) -> None:
+    def _here(self, path: Path) -> Path:
+        """What the controller calls ``path``, as this rank sees it."""
+        plan = self._plan
+        if plan.controller_dir is None or plan.run_dir is None or not path.is_relative_to(plan.controller_dir):
+            return path
+        return plan.run_dir / path.relative_to(plan.controller_dir)
+
+    def _save(self, executor: Executor, tick: int, checkpoint: Path) -> None:
+        if not checkpoint.parent.is_dir():  # made again, it would be the folder of no run
+            raise CheckpointError(f"{checkpoint.parent} is not there any more")
+        folder = _rank_folder(checkpoint, self._plan.spec.name, self._plan.rank)
+
+        def record(beside: Iterable[Path] | None) -> tuple[FileRecord, ...]:
+            return record_files(checkpoint, [*files_below(folder), *(beside or ())])
+
         with saving(folder):
             folder.mkdir(parents=True)
             pending = executor.save(folder, tick)
-        if pending is not None:
-            self._saves[tick] = folder, pending
+            if pending is None:
+                self._saved[tick] = record(())
+            else:
+                self._saves[tick] = folder, _then(pending, record)
+
+    def _record_products(self, files: Iterable[Path]) -> tuple[FileRecord, ...]:
+        """Raises CheckpointError: the disk is full or gone."""
+        run_dir = self._plan.run_dir
+        if run_dir is None:
+            return ()
+        with saving(run_dir):
+            return record_files(run_dir, files)
 
     def _finish_saves(self, *, wait: bool) -> None:
         """Forget the states that are written; a failed write is raised here, in the tick that finds it.
@@ -337,7 +376,7 @@ class Worker:
                     f"written to {folder.parent} after {limit:g} s: is the disk slow or gone?"
                 )
             with saving(folder):
-                pending.result()
+                self._saved[tick] = pending.result()
             del self._saves[tick]
 
     def tell(self, news: News) -> None:
@@ -400,8 +439,22 @@ class _Span:
         self._spans.append((self._label, self._start, time.monotonic()))
 
 
-def _done(pending: Future[None], within_s: float) -> bool:
+def _done(pending: Future[Any], within_s: float) -> bool:
     return bool(wait_for_futures([pending], timeout=within_s).done)
+
+
+def _then(pending: Future[Any], work: Callable[[Any], T]) -> Future[T]:
+    """What ``work`` makes of a future's result, on the thread that has come to it; the future's failure is its own."""
+    after: Future[T] = Future()
+
+    def go_on(done: Future[Any]) -> None:
+        try:
+            after.set_result(work(done.result()))
+        except BaseException as error:  # handed on to whoever asks for the result
+            after.set_exception(error)
+
+    pending.add_done_callback(go_on)
+    return after
 
 
 def rank_device(spec: ExecutorSpec, rank: int) -> str:

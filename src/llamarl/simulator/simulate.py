@@ -100,7 +100,7 @@ class _VirtualCheckpoints:
     def require(self, tick: int) -> None:
         raise AssertionError("a simulated executor never asks to stop")
 
-    def on_saved(self, tick: int) -> None:
+    def on_saved(self, tick: int, written: Mapping[str, object]) -> None:
         self.last = tick
 
 

@@ -139,13 +139,13 @@ class ShardedModel(Generic[Module]):
         shards = stage(more, self.sync_layout(), {}, copy=False).shards
         return StagedState({**state.shards, **shards}, values)
 
-    def write(self, state: StagedState, folder: Path) -> None:
-        """Write what all ranks staged into one folder; every rank calls it, on any thread.
+    def write(self, state: StagedState, folder: Path) -> tuple[Path, ...]:
+        """Write what all ranks staged into one folder; every rank calls it, on any thread. Returns this rank's files.
 
         Raises:
             CheckpointError: A rank could not write.
         """
-        write_state(Path(folder), state, rank=self.layout.rank, group=self._save_group)
+        return write_state(Path(folder), state, rank=self.layout.rank, group=self._save_group)
 
     def save(self, folder: Path) -> None:
         """``stage`` and ``write`` at once. All ranks give the same folder; ``load`` continues from it."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -45,6 +46,8 @@ __all__ = ["Shard", "StagedState", "in_background", "read_state", "stage", "writ
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _VALUES = "values.json"
+_INDEX = ".metadata"
+T = TypeVar("T")
 _Box = tuple[tuple[int, int], ...]
 
 
@@ -116,11 +119,21 @@ def stage(
     return StagedState(staged, values)
 
 
-def write_state(folder: Path, state: StagedState, *, rank: int, group: dist.ProcessGroup | None) -> None:
-    """Write the parts of all ranks into one folder, synced to the disk. Every rank calls it.
+class _Writer(dcp.FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        """Names neither the folder nor the moment: equal states are equal files, wherever they are written."""
+        return StorageMeta()
+
+
+def write_state(folder: Path, state: StagedState, *, rank: int, group: dist.ProcessGroup | None) -> tuple[Path, ...]:
+    """Write the parts of all ranks into one folder, synced to the disk. Every rank calls it. The folder may lie on another
+    disk for each rank: together they then hold what one folder would.
 
     Args:
         group: A CPU group of the ranks, of this purpose alone: it is used beside the training. None for one rank.
+
+    Returns:
+        The files that this rank has written.
 
     Raises:
         CheckpointError: A rank could not write; every rank raises, naming the cause.
@@ -132,7 +145,7 @@ def write_state(folder: Path, state: StagedState, *, rank: int, group: dist.Proc
     try:
         dcp.save(
             dict(state.shards),
-            storage_writer=dcp.FileSystemWriter(folder),
+            storage_writer=_Writer(folder),
             planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=group is None,
@@ -140,6 +153,8 @@ def write_state(folder: Path, state: StagedState, *, rank: int, group: dist.Proc
     except CheckpointException as error:  # not an Exception, and its text is long
         causes = "; ".join(f"rank {r}: {failure[0]!r}" for r, failure in sorted(error.failures.items()))
         raise CheckpointError(f"trainer state cannot be written to {folder}: {causes}") from error
+    own = tuple(sorted(folder.glob(f"__{rank}_*")))
+    return (folder / _VALUES, folder / _INDEX, *own) if rank == 0 else own
 
 
 def read_state(
@@ -190,17 +205,17 @@ def read_state(
     return {key: shard.tensor for key, shard in wanted.items()}, values
 
 
-def in_background(work: Callable[[], None]) -> Future[None]:
-    """Run ``work`` on a thread of its own, which ends with the process; the future holds what it raised."""
-    future: Future[None] = Future()
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Run ``work`` on a thread of its own, which ends with the process; the future holds what it returned or raised."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            work()
+            result = work()
         except BaseException as error:  # handed on to whoever asks for the result
             future.set_exception(error)
         else:
-            future.set_result(None)
+            future.set_result(result)
 
     threading.Thread(target=run, name="save", daemon=True).start()
     return future

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from llamarl.checkpoint.config import CheckpointConfig
-from llamarl.checkpoint.snapshot import MANIFEST, Manifest, checksum_file
+from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest, checksum_file
 from llamarl.checkpoint.storage import CheckpointStore, saving
+from llamarl.checkpoint.written import files_below, record_files
 from llamarl.errors import CheckpointError
 
 
@@ -27,7 +28,12 @@ def _write(store: CheckpointStore, tick: int, text: str | None = None) -> None:
         folder = partial / executor / "rank_0"
         folder.mkdir(parents=True)
         (folder / "state.bin").write_bytes((text or f"{executor} after {tick}").encode() * 100)
-    store.finish(tick, {"config_digest": "abc", "threads": {"trainer": 1}})
+    store.finish(tick, _all_below(partial), {"config_digest": "abc", "threads": {"trainer": 1}})
+
+
+def _all_below(partial: Path) -> dict[str, tuple[FileRecord, ...]]:
+    """What ranks would tell of the files that are there."""
+    return {"everyone": record_files(partial, files_below(partial))}
 
 
 def _names(store: CheckpointStore) -> list[str]:
@@ -73,8 +79,8 @@ def test_two_checkpoints_may_be_in_progress_at_once(store: CheckpointStore) -> N
     first, second = store.begin(4), store.begin(5)
     (first / "a").write_text("4")
     (second / "a").write_text("5")
-    store.finish(4)
-    store.finish(5)
+    store.finish(4, _all_below(first))
+    store.finish(5, _all_below(second))
     assert [store.load(t).path.joinpath("a").read_text() for t in (4, 5)] == ["4", "5"]
 
 
@@ -259,7 +265,7 @@ def _full_disk_in_fsync(monkeypatch: pytest.MonkeyPatch, partial: Path) -> None:
 
 def _full_disk_at_the_manifest(monkeypatch: pytest.MonkeyPatch, partial: Path) -> None:
     (partial / MANIFEST).symlink_to("/dev/full")  # every write there fails as on a full disk, and reads never end
-    monkeypatch.setattr("llamarl.checkpoint.storage._walk", lambda folder: iter([folder / "state.bin"]))
+    monkeypatch.setattr("llamarl.checkpoint.storage.files_below", lambda folder: iter([folder / "state.bin"]))
 
 
 @pytest.mark.parametrize("fail", [_full_disk_in_fsync, _full_disk_at_the_manifest])
@@ -267,10 +273,11 @@ def test_a_full_disk_names_the_place_and_leaves_earlier_checkpoints(store: Check
     _write(store, 1)
     partial = store.begin(2)
     (partial / "state.bin").write_text("x")
+    written = _all_below(partial)
     with pytest.MonkeyPatch.context() as patch:
         fail(patch, partial)
         with pytest.raises(CheckpointError) as caught:
-            store.finish(2)
+            store.finish(2, written)
     message = str(caught.value)
     assert "cannot finish checkpoint tick_000002" in message
     assert str(partial) in message
@@ -294,7 +301,7 @@ def test_a_failed_replacement_puts_the_old_checkpoint_back(store: CheckpointStor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "rename", rename)
         with pytest.raises(CheckpointError, match="Input/output error"):
-            store.finish(2)
+            store.finish(2, {})
     assert (store.load().path / "trainer/rank_0/state.bin").read_text() == "old" * 100
     assert [p.name for p in store.folder.iterdir()] == ["tick_000002"]
 
@@ -307,7 +314,7 @@ def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
 
 def test_finish_without_begin_is_refused(store: CheckpointStore) -> None:
     with pytest.raises(CheckpointError, match="it was not begun"):
-        store.finish(3)
+        store.finish(3, {})
 
 
 def test_a_real_write_past_the_limit_while_saving_becomes_a_checkpoint_error(tmp_path: Path) -> None:

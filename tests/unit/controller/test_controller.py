@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
@@ -91,7 +92,7 @@ class FakeCheckpoints:
     def require(self, tick: int) -> None:
         self.required.add(tick)
 
-    def on_saved(self, tick: int) -> None:
+    def on_saved(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
         self.finished.append(tick)
 
 
@@ -133,7 +134,7 @@ def test_a_checkpoint_is_not_finished_while_a_state_is_being_written() -> None:
     runtime.write_for = 2
     checkpoints = FakeCheckpoints(every=3)
     finished_at = {}
-    checkpoints.on_saved = lambda tick: finished_at.update({tick: runtime.log[-1][:2]})  # type: ignore[method-assign]
+    checkpoints.on_saved = lambda tick, written: finished_at.update({tick: runtime.log[-1][:2]})  # type: ignore[method-assign]
     run_graph(job(1), runtime, num_ticks=9, seed=0, checkpoints=checkpoints)
     assert finished_at == {2: ("trainer", 4), 5: ("trainer", 7), 8: ("trainer", 8)}  # the last tick waits for its own
 

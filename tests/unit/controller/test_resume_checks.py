@@ -42,7 +42,7 @@ def checkpointed(run_dir: Path, monkeypatch: pytest.MonkeyPatch, platform: dict[
         patch.setattr(storage, "platform_facts", lambda: platform)
         store = storage.CheckpointStore(run_dir / "checkpoints")
         store.begin(4)
-        store.finish(4, run.description(prepared))
+        store.finish(4, {}, run.description(prepared))
 
 
 def test_a_run_without_a_checkpoint_begins_again_under_its_own_configuration_only(
