@@ -15,7 +15,7 @@ train: install  ## the true asynchronous job on this machine, in minutes
 
 test: install  ## the whole CPU suite
 	$(BIN)/python -m pytest tests/unit -n $(WORKERS) --dist worksteal
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/browser  # these start processes of their own: one after the other
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/browser -n $(WORKERS) --dist loadfile  # whole runs: a file at a time
 	$(BIN)/python -m pytest tests/browser  # apart: a browser's driver leaves an event loop in its process
 
 test-wheel:  ## the built wheel in an environment of its own, in an empty folder

@@ -13,8 +13,10 @@ leave. Those of them that give their memory back while they wait share devices, 
 
 from __future__ import annotations
 
+import glob
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +24,10 @@ from dataclasses import dataclass, replace
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 
-__all__ = ["ColocatedGroup", "Placement", "available_cores", "available_cuda_devices", "place"]
+__all__ = ["ColocatedGroup", "Placement", "available_cores", "available_cuda_devices", "may_have_gpus", "place"]
+
+_GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Of drivers, the last of Windows' subsystem for Linux."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +96,19 @@ def available_cores() -> int:
 
 
 def available_cuda_devices() -> int:
-    """CUDA devices that torch sees; 0 without torch. Starts no CUDA context."""
+    """CUDA devices that torch sees; 0 without torch. Starts no CUDA context, and imports torch only where there may be one."""
+    if not may_have_gpus():
+        return 0
     try:
         import torch
     except ImportError:
         return 0
     return torch.cuda.device_count()
+
+
+def may_have_gpus() -> bool:
+    """False where the system shows no device of NVIDIA's or AMD's: asked of it, since torch takes seconds to say."""
+    return sys.platform != "linux" or any(glob.glob(pattern) for pattern in _GPU_FILES)
 
 
 def place(
