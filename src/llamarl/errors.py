@@ -31,6 +31,7 @@ __all__ = [
     "RunStopped",
     "StaleTokenError",
     "TrainingDiverged",
+    "TransferError",
     "WeightSyncError",
 ]
 
@@ -126,6 +127,10 @@ class WeightSyncError(ChannelError):
 
 class CheckpointError(LlamaRLError):
     """A checkpoint is torn, altered or could not be written. The message names it and the last good one."""
+
+
+class TransferError(LlamaRLError):
+    """A file did not come whole from one host to another: refused, altered, no room, or the connection is gone."""
 
 
 class RunFolderLost(LlamaRLError):

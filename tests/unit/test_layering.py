@@ -18,7 +18,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {"plural", "reading", "roles", "import_path", "shipped", "recipes", "config", "tick_schedule"}
     ),
     frozenset({"algorithms", "data", "transports"}),
-    frozenset({"models", "environments", "observability", "checkpoint"}),
+    frozenset({"models", "environments", "observability", "checkpoint", "files"}),
     frozenset({"engine", "trainer", "weight_sync", "channels", "planner"}),
     frozenset({"executors"}),
     frozenset({"runtime", "controller"}),

@@ -1,0 +1,251 @@
+"""What a host keeps for the jobs of controllers that share no folder with it.
+
+    BASE/runs/HANDLE/run/       the run's folder, as the ranks here see it: empty at first, brought to the controller's as it fills
+    BASE/runs/HANDLE/content/   models, data and code that the plan of the run names, by content: links to objects
+    BASE/objects/               each file's bytes once, read-only, under its checksum and size; the oldest go beyond a limit
+    BASE/incoming/              what is on its way
+
+A run's folder goes when its controller says so, or a day after it was last used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llamarl.checkpoint.shared_folder import FolderAnswer, FolderQuestion, answer
+from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes, checksum_file
+from llamarl.errors import TransferError
+from llamarl.files.below import Below
+from llamarl.files.partial import Partial
+
+__all__ = ["HostFiles", "default_base", "records_from"]
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_HANDLE = re.compile(r"[A-Za-z0-9_-]{1,64}\.[0-9a-f]{16}")
+_SUM = re.compile(r"[0-9a-f]{32}")
+_UNUSED_S = 86_400.0
+_MOST_OBJECT_BYTES = 200 << 30
+
+
+def default_base() -> Path:
+    """Where a host keeps these things unless told otherwise: ``$XDG_CACHE_HOME/llamarl/worker``."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache) / "llamarl" / "worker"
+
+
+class HostFiles:
+    """See the module. Any thread.
+
+    Args:
+        base: A folder of this user alone; made when it is needed.
+        max_object_bytes: Of models, data and code that are kept for the next run.
+    """
+
+    def __init__(self, base: Path, *, max_object_bytes: int = _MOST_OBJECT_BYTES) -> None:
+        self.base = base
+        self._max_object_bytes = max_object_bytes
+        self._locks: dict[str, int] = {}
+
+    # -- a run's folder --
+
+    def share(self, question: FolderQuestion, host: str) -> FolderAnswer:
+        """Whether this host sees the controller's own folder: then none of the rest is needed for the run."""
+        return answer(question, host)
+
+    def open_run(self, run_id: str) -> tuple[str, Path]:
+        """An empty run folder, and a handle by which the controller calls it from now on.
+
+        Raises:
+            TransferError: The id is no plain name.
+            OSError: As the system reports.
+        """
+        if not _RUN_ID.fullmatch(run_id):
+            raise TransferError(f"{run_id!r:.100} is no name of a run")
+        self._forget_unused()
+        handle = f"{run_id}.{secrets.token_hex(8)}"
+        folder = self._runs / handle
+        (folder / "run" / "checkpoints").mkdir(parents=True, mode=0o700)
+        (folder / "run" / ".run_id").write_text(f"{run_id}\n", encoding="utf-8")
+        self._use(handle)
+        return handle, folder / "run"
+
+    def run(self, handle: str) -> Below:
+        """The files of a run's folder.
+
+        Raises:
+            TransferError: There is none of that name.
+        """
+        return Below(self._folder(handle) / "run")
+
+    def forget(self, handle: str) -> None:
+        """Remove all that is kept for a run; objects stay."""
+        folder = self._folder(handle)
+        lock = self._locks.pop(handle, None)
+        shutil.rmtree(folder)
+        if lock is not None:
+            os.close(lock)
+
+    def partial(self, record: FileRecord | None) -> Partial:
+        """Take up a file on its way here."""
+        return Partial(self.base / "incoming", record)
+
+    # -- content --
+
+    def holds(self, path: str, files: Sequence[FileRecord]) -> bool:
+        """Whether ``path`` here is, byte for byte, the folder of ``files``, or the one file with an empty path; more may lie
+        beside them."""
+        root = Path(path)
+        for record in files:
+            file = root / record.path if record.path else root
+            try:
+                if not file.is_file() or file.stat().st_size != record.num_bytes:
+                    return False
+                if checksum_file(file)[1] != record.xxh3_128:
+                    return False
+            except OSError:
+                return False
+        return bool(files)
+
+    def lacks(self, files: Sequence[FileRecord]) -> list[int]:
+        """Which of ``files``, by position, no object here holds; each content is named once."""
+        lacking: dict[str, int] = {}
+        for position, record in enumerate(files):
+            name = _object_name(record)
+            if name not in lacking and not self._proved(record):
+                lacking[name] = position
+        return list(lacking.values())
+
+    def keep(self, partial: Path, record: FileRecord) -> None:
+        """Make a proved file an object; the oldest others give way to it."""
+        self._objects.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.chmod(partial, 0o444)
+        Below(self._objects).put(partial, _object_name(record))
+        self._stamp(record)
+        self._make_room(_object_name(record))
+
+    def place(self, handle: str, files: Sequence[FileRecord]) -> Path:
+        """The folder of ``files`` for a run: links to objects.
+
+        Raises:
+            TransferError: An object is lacking, or there is no such run.
+            OSError: As the system reports.
+        """
+        listing = "\n".join(f"{r.path}\0{r.num_bytes}\0{r.xxh3_128}" for r in files)
+        folder = self._folder(handle) / "content" / checksum_bytes(listing.encode("utf-8", "surrogatepass"))
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for record in files:
+            if not self._proved(record):
+                raise TransferError(f"{record.path} is not here: send it first")
+            Below(folder).put(self._objects / _object_name(record), record.path, link=True)
+            self._stamp(record)
+        return folder
+
+    # -- within --
+
+    @property
+    def _runs(self) -> Path:
+        return self.base / "runs"
+
+    @property
+    def _objects(self) -> Path:
+        return self.base / "objects"
+
+    def _folder(self, handle: str) -> Path:
+        folder = self._runs / handle
+        if not _HANDLE.fullmatch(handle) or not folder.is_dir():
+            raise TransferError(f"{handle!r:.100} is no run that is kept here")
+        self._use(handle)
+        return folder
+
+    def _use(self, handle: str) -> None:
+        """Hold the run's lock, so that nobody forgets it, and note the time."""
+        if handle not in self._locks:
+            lock = os.open(self._runs / handle / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # a file system without locks: the time stamp protects it
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._locks[handle] = lock
+        os.utime(self._runs / handle / ".lock")
+
+    def _forget_unused(self) -> None:
+        """Runs whose controllers never said that they are over."""
+        for folder in self._runs.iterdir() if self._runs.is_dir() else ():
+            lock = folder / ".lock"
+            with contextlib.suppress(OSError):
+                if not _HANDLE.fullmatch(folder.name) or time.time() - lock.stat().st_mtime < _UNUSED_S:
+                    continue
+                with open(lock, "r+b") as held:
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+
+    def _proved(self, record: FileRecord) -> bool:
+        """Whether an object holds it. Its bytes are read once, and again whenever its time stamp has changed."""
+        if not _SUM.fullmatch(record.xxh3_128):
+            raise TransferError(f"{record.xxh3_128!r:.50} is no checksum")
+        path = self._objects / _object_name(record)
+        try:
+            if self._stamp_path(record).read_text(encoding="ascii") == _stamp_of(path):
+                return True
+        except OSError:
+            pass  # not stamped yet, or not there
+        try:
+            if checksum_file(path) == (record.num_bytes, record.xxh3_128):
+                self._stamp(record)
+                return True
+            path.unlink()
+        except FileNotFoundError:
+            pass
+        return False
+
+    def _stamp_path(self, record: FileRecord) -> Path:
+        return self._objects / f".{_object_name(record)}.proved"
+
+    def _stamp(self, record: FileRecord) -> None:
+        """Note that an object was proved and used now."""
+        self._stamp_path(record).write_text(_stamp_of(self._objects / _object_name(record)), encoding="ascii")
+
+    def _make_room(self, newest: str) -> None:
+        """Remove the objects that were not used for the longest time, beyond the limit; what runs link to lives on there."""
+        found = []
+        for path in self._objects.iterdir():
+            if not path.name.startswith("."):
+                with contextlib.suppress(OSError):
+                    stamp = self._objects / f".{path.name}.proved"
+                    used_s = stamp.stat().st_mtime if stamp.exists() else 0.0
+                    found.append((path.name == newest, used_s, path, path.stat().st_size))
+        excess = sum(size for *_, size in found) - self._max_object_bytes
+        for _, _, path, size in sorted(found):
+            if excess <= 0 or path.name == newest:
+                return
+            path.unlink(missing_ok=True)
+            (self._objects / f".{path.name}.proved").unlink(missing_ok=True)
+            excess -= size
+
+
+def _object_name(record: FileRecord) -> str:
+    return f"{record.xxh3_128}-{record.num_bytes}"
+
+
+def _stamp_of(path: Path) -> str:
+    found = path.stat()
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def records_from(plain: Any) -> tuple[FileRecord, ...]:
+    """What came as [[path, bytes, checksum], ..].
+
+    Raises:
+        TransferError: It is something else.
+    """
+    try:
+        return tuple(FileRecord(path=str(p), num_bytes=int(n), xxh3_128=str(x)) for p, n, x in plain)
+    except (TypeError, ValueError) as error:
+        raise TransferError(f"no list of files: {error}") from error
