@@ -11,6 +11,7 @@ import pytest
 from conftest import SMALL, CommandLine, rows, wait_until
 from killing import kill_environments
 
+from llamarl.observability.events import read_events
 from llamarl.observability.rollouts import read_rollouts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -97,3 +98,20 @@ def test_a_run_whose_environments_are_killed_goes_on_to_the_same_bits(
     assert process.returncode == 0, output
     assert killed >= 2
     assert not differences(tmp_path / "run", never_killed)
+
+
+def test_replies_that_joined_on_arrival_are_repeated_from_the_log(llamarl: CommandLine, tmp_path: Path) -> None:
+    """Under ``latest``, with a tool that takes another time for each call, in the replay too."""
+    run, again = tmp_path / "run", tmp_path / "again"
+    slow = {"task.environment_options": '{ turns = 5, fewest = 1, delay_s = 0.02, delays = "any" }'}
+    latest = {"schedule.weights": '"latest"', "run.num_ticks": 4, "run.runtime": '"inline"', "evaluation.every": 0}
+    done = llamarl.train(run, EPISODES | slow | latest)
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = read_events(run / "events.jsonl", num_ticks=4)
+    joins = [join for event in events.values() for join in event.joins]
+    turns = sum(len(rollout.response.turns) for rollout in read_rollouts(run))
+    assert len(joins) >= turns > 50  # what was carried at the end joined too
+    done = llamarl.run(["train", "--replay", str(run), "--run.dir", str(again)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not differences(again, run)
+    assert (again / "events.jsonl").read_bytes() == (run / "events.jsonl").read_bytes()

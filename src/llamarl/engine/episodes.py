@@ -9,6 +9,9 @@ step: ``reply_delay`` steps after its turn ended. A reply that is there earlier 
 step up, and the seconds are counted. While others write, nobody is held up by a tool that takes less than the delay. Where
 nobody is left to write, the count of steps jumps to the earliest reply that is due.
 
+Under ``schedule.weights = "latest"``, where timing decides anyway, it joins when it has arrived, and ``take_joins`` tells the event
+log before which step that was (``joining.py``).
+
 A reply enters as the tokens that the chat template puts there (``data/turn_template.py``): ``loss_mask`` False, version -1, no
 log-probability. The sequence then enters the engine again, which computes its cache anew.
 """
@@ -26,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from llamarl.config import RunConfig
 from llamarl.data.turn_template import TurnTemplate
 from llamarl.engine.base import Engine
+from llamarl.engine.joining import AsLogged, Awaited, Join, JoinRule, Key, OnArrival, StatedStep
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode import Step
 from llamarl.environments.episode_pool import Answer, EpisodePool
@@ -33,9 +37,6 @@ from llamarl.environments.episodes import Ask, Episode, Play, answer_turn, messa
 from llamarl.types import Failure, FinishReason, Turn
 
 __all__ = ["EpisodeEngine", "ReplyTimes", "make_player"]
-
-Key = tuple[int, int]
-"""Prompt index and sample index."""
 
 
 @dataclass(slots=True)
@@ -45,9 +46,12 @@ class _Waiting:
     sequence: TokenSequence
     episode: Episode
     due: int
-    """Step before which it joins."""
+    """Step of the run before which it joins, where steps are stated."""
     ask: Ask
     asked_s: float
+
+    def awaited(self, pool: EpisodePool) -> Awaited:
+        return Awaited(due=self.due, turn=len(self.episode.turns) - 1, arrived=lambda: pool.answered(self.ask))
 
 
 @dataclass(slots=True)
@@ -76,6 +80,7 @@ class EpisodeEngine:
 
     Args:
         reply_delay: Engine steps from a turn's end until its reply joins, >= 0.
+        on_arrival: It joins when it has arrived instead; then ``begin_tick`` is called before a tick's first ``step``.
     """
 
     def __init__(
@@ -86,13 +91,17 @@ class EpisodeEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         reply_delay: int,
+        on_arrival: bool = False,
     ) -> None:
         self._engine = engine
         self._pool = pool
         self._template = template
         self._tokenizer = tokenizer
         self._reply_delay = reply_delay
-        self._now = 0  # engine steps so far, and those that were jumped over
+        self._clock = StatedStep()
+        self._rule: JoinRule = OnArrival() if on_arrival else self._clock
+        self._step = 0  # of this tick
+        self._joins: list[Join] = []  # of this tick
         self._order: dict[Key, None] = {}  # what is inside, in order of admission
         self._waiting: dict[Key, _Waiting] = {}
         self._ended: list[TokenSequence] = []
@@ -117,7 +126,7 @@ class EpisodeEngine:
             elif episode.failure:
                 self._end(sequence, "error", episode.failure)
             elif episode.due_in is not None:
-                self._wait_for_reply(sequence, episode, self._now + episode.due_in)
+                self._wait_for_reply(sequence, episode, self._clock.now + episode.due_in)
             else:
                 _limit_turn(sequence, episode)
                 inside.append(sequence)
@@ -125,15 +134,14 @@ class EpisodeEngine:
 
     def step(self) -> list[TokenSequence]:
         self._pool.poll()
-        if not self._engine.has_work and self._waiting:
-            self._now = max(self._now, min(waiting.due for waiting in self._waiting.values()))
         self._join()
+        self._step += 1
         if self._engine.has_work:
             started = time.monotonic()
             ended = self._engine.step()
             self._times.stepping_s += time.monotonic() - started
             self._times.steps += 1
-            self._now += 1
+            self._clock.stepped()
             for sequence in ended:
                 if sequence.episode is None or sequence.finish_reason not in ("stop", "length"):
                     self._release(sequence)
@@ -151,7 +159,7 @@ class EpisodeEngine:
         """As ``Engine.suspend``. Those that wait note the steps that are left; what they asked is still being answered."""
         held = {_key(sequence): sequence for sequence in self._engine.suspend()}
         for key, waiting in self._waiting.items():
-            waiting.episode.due_in = max(0, waiting.due - self._now)
+            waiting.episode.due_in = max(0, waiting.due - self._clock.now)
             held[key] = waiting.sequence
         taken = [held[key] for key in self._order if key in held]
         self._waiting.clear()
@@ -179,6 +187,16 @@ class EpisodeEngine:
     def stats(self) -> Mapping[str, float]:
         return self._engine.stats()
 
+    def begin_tick(self, logged: Sequence[Join] | None) -> None:
+        """Where replies join on arrival: count steps anew, and follow what another run did in this tick; None: decide."""
+        self._step, self._joins = 0, []
+        self._rule = OnArrival() if logged is None else AsLogged(logged)
+
+    @property
+    def joins(self) -> tuple[Join, ...]:
+        """What joined on arrival in this tick, in order."""
+        return tuple(self._joins)
+
     def take_times(self) -> ReplyTimes:
         """Since the last call."""
         times, self._times = self._times, ReplyTimes()
@@ -194,7 +212,7 @@ class EpisodeEngine:
         episode.turns.append(Turn(start=start, end=end, finish_reason=sequence.finish_reason, reply=reply))
         sequence.finish_reason = None
         episode.due_in = self._reply_delay
-        self._wait_for_reply(sequence, episode, self._now + self._reply_delay)
+        self._wait_for_reply(sequence, episode, self._clock.now + self._reply_delay)
 
     def _wait_for_reply(self, sequence: TokenSequence, episode: Episode, due: int) -> None:
         ask = Ask(
@@ -207,18 +225,30 @@ class EpisodeEngine:
         self._waiting[_key(sequence)] = _Waiting(sequence, episode, due, ask, time.monotonic())
 
     def _join(self) -> None:
-        """The replies that are due, in order of (step, prompt, sample)."""
-        due = sorted((w.due, key) for key, w in self._waiting.items() if w.due <= self._now)
+        """The replies whose step this is, in the rule's order."""
+        idle = not self._engine.has_work and not self._ended
+        if idle and self._waiting and isinstance(self._rule, OnArrival):
+            self._wait_for_any()
+        awaited = {key: waiting.awaited(self._pool) for key, waiting in self._waiting.items()}
         going_on: list[TokenSequence] = []
-        for _, key in due:
+        for key in self._rule.choose(self._step, awaited, idle=idle):
             waiting = self._waiting.pop(key)
             waiting.episode.due_in = None
-            if self._apply(
-                waiting.sequence, waiting.episode, self._answer(waiting, held=bool(going_on) or self._engine.has_work)
-            ):
+            if self._rule is not self._clock:
+                self._joins.append(Join(self._step, *key, awaited[key].turn))
+            answer = self._answer(waiting, held=bool(going_on) or self._engine.has_work)
+            if self._apply(waiting.sequence, waiting.episode, answer):
                 going_on.append(waiting.sequence)
         if going_on:
             self._engine.add(going_on)
+
+    def _wait_for_any(self) -> None:
+        """Return when a reply has arrived: without one there is nothing to compute."""
+        asks = [waiting.ask for waiting in self._waiting.values()]
+        if not any(map(self._pool.answered, asks)):
+            started = time.monotonic()
+            self._pool.wait_any(asks)
+            self._times.waits.append((started, time.monotonic()))
 
     def _answer(self, waiting: _Waiting, *, held: bool) -> Answer:
         """Waits where it is late; ``held`` says whether others could be written meanwhile."""
@@ -264,9 +294,17 @@ class EpisodeEngine:
 
 
 def make_player(
-    config: RunConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase, environments: EpisodePool | None
+    config: RunConfig,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    environments: EpisodePool | None,
+    *,
+    on_arrival: bool = False,
 ) -> Engine:
     """``engine`` itself, or around it one that plays with ``environments``.
+
+    Args:
+        on_arrival: As of ``EpisodeEngine``.
 
     Raises:
         DataError: What the chat template puts between two turns cannot be known.
@@ -274,7 +312,14 @@ def make_player(
     if environments is None:
         return engine
     template = TurnTemplate(tokenizer, config.data)
-    return EpisodeEngine(engine, environments, template, tokenizer, reply_delay=config.generator.reply_delay)
+    return EpisodeEngine(
+        engine,
+        environments,
+        template,
+        tokenizer,
+        reply_delay=config.generator.reply_delay,
+        on_arrival=on_arrival,
+    )
 
 
 def _key(sequence: TokenSequence) -> Key:

@@ -134,7 +134,7 @@ class GeneratorConfig:
     reply_delay: NonNegativeInt = 8
     """With an environment: engine steps from the end of a turn until the environment's reply joins. Other responses are sampled
     meanwhile; a reply that is later than that is waited for (time/environment_wait_s). Bits depend on this number, and not
-    on when a reply arrives."""
+    on when a reply arrives. Under schedule.weights = "latest" a reply joins when it has arrived, and the event log says when."""
 
     kv_on_update: Annotated[Literal["recompute", "keep"], IN_STATE] = "recompute"
     """KV cache of unfinished responses when new weights arrive. "recompute": computed again under them, so every token is

@@ -122,7 +122,8 @@ class GeneratorExecutor(BaseExecutor):
         if self._colocated:
             assert isinstance(self.engine, Parkable)  # the configuration has been checked
             self._lease = DeviceLease(self.name, self.engine, parked=True)
-        self.player = make_player(self.config, self.engine, self.tokenizer, self.environments)
+        latest = self._weights is not None and self._weights.latest
+        self.player = make_player(self.config, self.engine, self.tokenizer, self.environments, on_arrival=latest)
         self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
         if self._keep_kv and not isinstance(self.engine, KeepsKV):
             raise ConfigError(
@@ -135,7 +136,7 @@ class GeneratorExecutor(BaseExecutor):
             model_path=self.config.model.path,
             keep_kv=self._keep_kv,
         )
-        if self._weights is not None and self._weights.latest:
+        if latest:
             self._policy = swap_policy(self.context.run_dir, self.context.rank, num_ticks=self.config.run.num_ticks)
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
@@ -149,6 +150,8 @@ class GeneratorExecutor(BaseExecutor):
         skipped = self.prompts.num_skipped
         self._admit(tick)
         before = _num_sampled(self._active)
+        if self._policy is not None and isinstance(self.player, EpisodeEngine):
+            self.player.begin_tick(self._policy.joins(tick))
         delivered = self._decode(tick, weights)
         self._served.check()
         finished = time.monotonic()
@@ -171,7 +174,8 @@ class GeneratorExecutor(BaseExecutor):
         metrics["tokens_per_s/generated"] = generated / max(finished - loaded, 1e-9)
         events: tuple[Mapping[str, Any], ...] = ()
         if self._policy is not None:
-            event = tick_event(tick, self.context.rank, self._swaps, self._steps, groups)
+            joins = self.player.joins if isinstance(self.player, EpisodeEngine) else ()
+            event = tick_event(tick, self.context.rank, self._swaps, self._steps, groups, joins)
             self._policy.check(event)
             events = (event.to_plain(),)
             metrics["rollout/swaps"] = float(len(self._swaps) - 1)

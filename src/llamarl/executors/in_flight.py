@@ -3,7 +3,8 @@
     before each engine step:  Moment (tick, step, version served, newest there is) ─▶ SwapPolicy ─▶ version to serve
 
 A policy sees plain numbers and returns one. ``Newest`` decides live and is all of ``schedule.weights = "latest"``;
-``Logged`` decides as an event log says, which makes a run that repeats. What a tick decided is a ``TickEvent``.
+``Logged`` decides as an event log says, which makes a run that repeats. It also says when replies of environments joined
+(``engine/joining.py``). What a tick decided is a ``TickEvent``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
+from llamarl.engine.joining import Join
 from llamarl.errors import EventLogError
 from llamarl.observability.events import REPLAY_FILE, TickEvent, ranges, read_events
 from llamarl.types import Group
@@ -41,6 +43,10 @@ class SwapPolicy(Protocol):
         """The version to serve from this step on: ``moment.serving``, or a later one that has arrived."""
         ...
 
+    def joins(self, tick: int) -> Sequence[Join] | None:
+        """Before which steps of a tick replies of environments join; None: as soon as they have arrived."""
+        ...
+
     def check(self, event: TickEvent) -> None:
         """Hear what a finished tick came to.
 
@@ -55,6 +61,9 @@ class Newest:
 
     def choose(self, moment: Moment) -> int:
         return moment.newest
+
+    def joins(self, tick: int) -> Sequence[Join] | None:
+        return None
 
     def check(self, event: TickEvent) -> None:
         pass
@@ -76,9 +85,12 @@ class Logged:
         assert version <= moment.newest, f"{moment}: the log wants version {version}"
         return version
 
+    def joins(self, tick: int) -> Sequence[Join] | None:
+        return [Join(*join) for join in self._of(tick).joins]
+
     def check(self, event: TickEvent) -> None:
         logged = self._of(event.tick)
-        for name in ("steps", "swaps", "delivered", "digest"):
+        for name in ("steps", "swaps", "joins", "delivered", "digest"):
             if getattr(logged, name) != getattr(event, name):
                 raise EventLogError(
                     f"the replay parts from {self._source} at tick {event.tick}, generator rank {event.rank}: {name} "
@@ -103,7 +115,12 @@ def swap_policy(run_dir: Path | None, rank: int, *, num_ticks: int) -> SwapPolic
 
 
 def tick_event(
-    tick: int, rank: int, swaps: Sequence[tuple[int, int]], steps: int, groups: Sequence[Group]
+    tick: int,
+    rank: int,
+    swaps: Sequence[tuple[int, int]],
+    steps: int,
+    groups: Sequence[Group],
+    joins: Sequence[Join] = (),
 ) -> TickEvent:
     """What a finished tick decided and came to."""
     return TickEvent(
@@ -113,6 +130,7 @@ def tick_event(
         steps=steps,
         delivered=ranges([group.prompt.index for group in groups]),
         digest=digest_of(groups),
+        joins=tuple((join.step, join.prompt_index, join.sample_index, join.turn) for join in joins),
     )
 
 

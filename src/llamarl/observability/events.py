@@ -5,7 +5,8 @@
     ...                                                                               one line a generator rank and tick
 
 Only ``schedule.weights = "latest"`` makes such decisions. ``swaps`` are the decisions: engine step of the tick, and the policy
-version served from it on. The rest follows from them and lets a replay notice that it is no longer the same run: engine
+version served from it on; with an environment also ``joins``: engine step, prompt, sample and turn of each reply that joined
+before it. The rest follows from them and lets a replay notice that it is no longer the same run: engine
 steps of the tick, prompt indices of the groups that left, and a digest of their tokens, log-probabilities and versions.
 
 Each line ends in a checksum of itself, so a line that was torn or changed is known. The controller writes a tick's lines
@@ -53,6 +54,8 @@ class TickEvent:
     """Prompt indices of the groups that left, as ranges: ``0-3,5``."""
     digest: str
     """Of what left: tokens, log-probabilities and versions."""
+    joins: tuple[tuple[int, int, int, int], ...] = ()
+    """(engine step of the tick, prompt index, sample index, turn) of each reply of an environment, in order."""
 
     def to_plain(self) -> dict[str, Any]:
         return {
@@ -62,6 +65,7 @@ class TickEvent:
             "steps": self.steps,
             "delivered": self.delivered,
             "digest": self.digest,
+            **({"joins": [list(join) for join in self.joins]} if self.joins else {}),
         }
 
     @classmethod
@@ -73,6 +77,7 @@ class TickEvent:
             steps=int(record["steps"]),
             delivered=str(record["delivered"]),
             digest=str(record["digest"]),
+            joins=tuple((int(s), int(p), int(n), int(t)) for s, p, n, t in record.get("joins", ())),
         )
 
 

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from llamarl.data.config import DataConfig
 from llamarl.data.turn_template import TurnTemplate
 from llamarl.engine.episodes import EpisodeEngine
+from llamarl.engine.joining import Join
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode import Step
 from llamarl.environments.episode_pool import Answer
 from llamarl.environments.episodes import Ask, Episode, begin_episode, load_episode, save_episode
+from llamarl.errors import EventLogError
 from llamarl.types import Failure, Opening, Prompt
 
 END = 0
@@ -112,6 +114,10 @@ class LatePool:
         told = hashlib.sha256(repr((ask.play.seed, ask.replies)).encode()).hexdigest()
         return Step(text=told[: 1 + len(ask.replies)], reward=int(told[0], 16) / 4, done=len(ask.replies) >= self.turns)
 
+    def wait_any(self, asks: Sequence[Ask]) -> None:
+        while not any(map(self.answered, asks)):
+            self.poll()
+
     def release(self, key: Any) -> None:
         self.released.append(key)
 
@@ -137,12 +143,14 @@ def sequences(count: int = 4, *, max_tokens: int = 60, **changes: Any) -> list[T
     return made
 
 
-def player(pool: LatePool, engine: BatchEngine | None = None, *, reply_delay: int = 3) -> EpisodeEngine:
+def player(
+    pool: LatePool, engine: BatchEngine | None = None, *, reply_delay: int = 3, on_arrival: bool = False
+) -> EpisodeEngine:
     tokenizer: Any = Letters()
     template = TurnTemplate(tokenizer, DataConfig(turn_template="<{text}>"))
     inner: Any = engine or BatchEngine()
     environments: Any = pool
-    return EpisodeEngine(inner, environments, template, tokenizer, reply_delay=reply_delay)
+    return EpisodeEngine(inner, environments, template, tokenizer, reply_delay=reply_delay, on_arrival=on_arrival)
 
 
 def play(engine: EpisodeEngine, given: list[TokenSequence]) -> list[TokenSequence]:
@@ -324,3 +332,70 @@ def test_sequences_without_an_episode_pass_through() -> None:
     while inner.has_work:
         inner.step()
     assert told(plain) == told(alone)
+
+
+# -- replies that join when they have arrived -------------------------------------------------------------------
+
+
+def play_ticks(engine: EpisodeEngine, given: list[TokenSequence], logged: list[Sequence[Join]] | None) -> list[Any]:
+    """Ticks of nine steps, with a suspension after each, as a generator's; what joined in each."""
+    joined = []
+    while unfinished := [s for s in given if not s.finished]:
+        engine.begin_tick(None if logged is None else logged[len(joined)])
+        engine.add(unfinished)
+        for _ in range(9):
+            if engine.has_work:
+                engine.step()
+        engine.suspend()
+        joined.append(engine.joins)
+    return joined
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 40))
+def test_replies_that_join_on_arrival_join_at_the_same_steps_in_a_replay(seed: int, most: int) -> None:
+    """Whatever the replay's own latencies are, across ticks too."""
+    first, again = sequences(6), sequences(6)
+    logged = play_ticks(player(LatePool(seed, most), on_arrival=True), first, None)
+    assert play_ticks(player(LatePool(seed + 1, 50), on_arrival=True), again, logged) == logged
+    assert told(again) == told(first)
+    turns = [s.episode.turns for s in first if s.episode is not None]
+    assert sorted((j.prompt_index, j.sample_index, j.turn) for tick in logged for j in tick) == [
+        (s.prompt_index, s.sample_index, n) for s, of in zip(first, turns, strict=True) for n in range(len(of))
+    ]
+
+
+def test_a_reply_that_has_arrived_joins_at_once_and_nobody_waits_for_one_that_has_not() -> None:
+    inner, pool = BatchEngine(ends=0), LatePool(0, 10**6)
+    talker = sequences(1, max_turn_tokens=3)[0]
+    clock = sequences(4, max_tokens=400)[3]
+    clock.episode = None
+    engine = player(pool, inner, on_arrival=True)
+    engine.begin_tick(None)
+    engine.add([talker, clock])
+    for _ in range(50):
+        engine.step()
+    assert sum(talker.loss_mask) == 3 and len(clock.tokens) == 50 and not engine.take_times().waits
+    pool.left = dict.fromkeys(pool.left, 0)
+    engine.step()
+    assert sum(talker.loss_mask) == 4 and engine.joins == (Join(50, 0, 0, 0),)
+
+
+@pytest.mark.parametrize(
+    ("logged", "why"),
+    [
+        ([Join(2, 0, 0, 0)], "for which nobody waits"),
+        ([Join(3, 0, 0, 1)], "for which nobody waits"),
+        ([], "nobody is left"),
+    ],
+    ids=["too early", "another turn", "never"],
+)
+def test_a_log_that_does_not_fit_ends_the_replay(logged: list[Join], why: str) -> None:
+    """A turn of three tokens ends in step 2."""
+    (talker,) = sequences(1, max_turn_tokens=3)
+    engine = player(LatePool(), BatchEngine(ends=0), on_arrival=True)
+    engine.begin_tick(logged)
+    engine.add([talker])
+    with pytest.raises(EventLogError, match=why):
+        for _ in range(5):
+            engine.step()

@@ -12,7 +12,10 @@ from llamarl.observability.events import EVENTS_FILE, EventLog, TickEvent, event
 
 
 def event(tick: int, rank: int = 0) -> TickEvent:
-    return TickEvent(tick=tick, rank=rank, swaps=((0, tick), (7, tick + 1)), steps=40, delivered="0-3", digest="ab")
+    joins = ((3, 1, 0, tick), (9, 1, 1, 0)) if rank else ()
+    return TickEvent(
+        tick=tick, rank=rank, swaps=((0, tick), (7, tick + 1)), steps=40, delivered="0-3", digest="ab", joins=joins
+    )
 
 
 def written(folder: Path, ticks: int = 3, ranks: int = 2) -> Path:
