@@ -19,19 +19,24 @@ __all__ = ["Awkward", "Ledgers", "Till"]
 class Ledgers:
     """A sum a turn; what is asked next depends on the seed, on the number of the turn, and on every reply so far."""
 
-    def __init__(self, turns: int = 3, fewest: int = 0, delay_s: float = 0.0, delays: str = "") -> None:
+    def __init__(
+        self, turns: int = 3, fewest: int = 0, delay_s: float = 0.0, delays: str = "", fails_at: int = -1
+    ) -> None:
+        self.fails_at = fails_at
         self.fewest, self.most = fewest or turns, turns
         self.delay_s = delay_s
         self.delays = random.Random(delays) if delays else None
 
     def reset(self, item: TaskItem, seed: int) -> Observation:
-        self.random, self.heard = random.Random(seed), 0
+        self.random, self.heard, self.index = random.Random(seed), 0, item.metadata.get("index")
         self.turns = self.random.randint(self.fewest, self.most)
         return Observation(text=f"a{self.random.randint(1, 9)} b{self.random.randint(1, 9)} =\n")
 
     def step(self, reply: str) -> Step:
         time.sleep(self.delay_s if self.delays is None else self.delays.uniform(0, self.delay_s))
         self.heard += 1
+        if self.heard == 2 and self.index == self.fails_at:
+            raise KeyError("as it was told")
         self.random = random.Random(f"{self.random.random()} {reply}")
         closed = float("#" in reply)
         return Step(
@@ -48,7 +53,8 @@ class Ledgers:
 class Till:
     """A tool with a memory: ``b+7=`` adds to a register and shows it, anything else is the answer and ends the episode.
 
-    What is shown depends on every call so far. Rewards differ from call to call, so that every tick has something to learn.
+    What is shown depends on every call so far. Rewards differ from call to call, so that every tick has something to learn; how
+    many calls an episode has depends on its seed, so that some are cut at the end of a tick.
     """
 
     def __init__(self, calls: int = 5) -> None:
@@ -57,7 +63,7 @@ class Till:
     def reset(self, item: TaskItem, seed: int) -> Observation:
         rng = random.Random(seed)
         self.registers = {name: rng.randint(1, 9) for name in "abc"}
-        self.left = self.calls
+        self.left = rng.randint(1, self.calls)
         return Observation(text=" ".join(f"{name}{value}" for name, value in self.registers.items()) + " =\n")
 
     def step(self, reply: str) -> Step:

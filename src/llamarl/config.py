@@ -303,13 +303,6 @@ def _vllm_checks(config: RunConfig) -> Iterator[Mistake]:
 
 def _environment_checks(config: RunConfig) -> Iterator[Mistake]:
     """What must hold for episodes of several turns."""
-    if config.generator.tp > 1:
-        yield Mistake(
-            "generator.tp",
-            f"is {config.generator.tp}, but a generator that plays with an environment holds its whole model on one rank: set it "
-            f"to 1, or task.environment to ''",
-            ("task.environment",),
-        )
     if config.generator.kv_on_update == "keep":
         yield Mistake(
             "generator.kv_on_update",

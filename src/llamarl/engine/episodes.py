@@ -32,7 +32,7 @@ from llamarl.engine.base import Engine
 from llamarl.engine.joining import AsLogged, Awaited, Join, JoinRule, Key, OnArrival, StatedStep
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode import Step
-from llamarl.environments.episode_pool import Answer, EpisodePool
+from llamarl.environments.episode_pool import Answer, Environments
 from llamarl.environments.episodes import Ask, Episode, Play, answer_turn, messages_of
 from llamarl.types import Failure, FinishReason, Turn
 
@@ -50,7 +50,7 @@ class _Waiting:
     ask: Ask
     asked_s: float
 
-    def awaited(self, pool: EpisodePool) -> Awaited:
+    def awaited(self, pool: Environments) -> Awaited:
         return Awaited(due=self.due, turn=len(self.episode.turns) - 1, arrived=lambda: pool.answered(self.ask))
 
 
@@ -86,7 +86,7 @@ class EpisodeEngine:
     def __init__(
         self,
         engine: Engine,
-        pool: EpisodePool,
+        pool: Environments,
         template: TurnTemplate,
         tokenizer: PreTrainedTokenizerBase,
         *,
@@ -297,7 +297,7 @@ def make_player(
     config: RunConfig,
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
-    environments: EpisodePool | None,
+    environments: Environments | None,
     *,
     on_arrival: bool = False,
 ) -> Engine:

@@ -7,6 +7,7 @@ each layer. Three things cross between them, in this order, the same on every ra
     sums behind o_proj, down_proj                                   two a layer
     logits                       each rank's slice of the vocabulary ─▶ rank 0
     the draws                    rank 0 samples ─▶ all              the only values that decide what comes next
+    replies of environments      rank 0 asks ─▶ all                 between steps; see ``episode_ranks.py``
 
 So ranks cannot drift apart, even if their sums differed in the last bit.
 """
@@ -75,6 +76,19 @@ class EngineRanks:
         dist.broadcast(values, group=self._group, group_src=0)
         tokens, logprobs, raw, ok = values.tolist()
         return Draws([int(token) for token in tokens], logprobs, raw, [bool(value) for value in ok])
+
+    def share_bytes(self, make: Callable[[], bytes]) -> bytes:
+        """What ``make`` gives on rank 0, on every rank; the others wait for it as long as a collective may take."""
+        if self._group is None:
+            return make()
+        made = make() if self.leads else b""
+        length = torch.tensor([len(made)], dtype=torch.int64)
+        dist.broadcast(length, group=self._group, group_src=0)
+        values = torch.empty(int(length), dtype=torch.uint8)
+        if self.leads:
+            values = torch.frombuffer(bytearray(made), dtype=torch.uint8)
+        dist.broadcast(values, group=self._group, group_src=0)
+        return values.numpy().tobytes()
 
     def share_flags(self, flags: Sequence[bool]) -> list[bool]:
         """Rank 0's answers to questions that every rank asks in the same order."""

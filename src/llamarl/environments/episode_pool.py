@@ -12,7 +12,7 @@ Nothing happens here between calls: ``poll`` reads what has come and hands out w
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.episode import Observation, Step
@@ -22,12 +22,24 @@ from llamarl.environments.worker_pool import WorkerPool
 from llamarl.environments.worker_process import Job, WorkerProcess
 from llamarl.types import Failure, FailureKind
 
-__all__ = ["Answer", "EpisodePool"]
+__all__ = ["Answer", "Environments", "EpisodePool"]
 
 Answer = Observation | Step | Failure
 
 _MAX_DEATHS = 3
 """Workers that may die while they answer one question; then it is its fault."""
+
+
+class Environments(Protocol):
+    """Whoever answers asks: ``EpisodePool``, whose methods these are, or one that hears another rank's."""
+
+    def ask(self, ask: Ask) -> None: ...
+    def poll(self) -> None: ...
+    def answered(self, ask: Ask) -> bool: ...
+    def wait(self, ask: Ask) -> Answer: ...
+    def wait_any(self, asks: Sequence[Ask]) -> None: ...
+    def release(self, key: tuple[Any, ...]) -> None: ...
+    def close(self) -> None: ...
 
 
 class EpisodePool(WorkerPool):

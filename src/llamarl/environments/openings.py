@@ -6,7 +6,7 @@ from llamarl.data.items import Split, TaskItem
 from llamarl.data.prompts import Opened
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.episode import Observation
-from llamarl.environments.episode_pool import EpisodePool
+from llamarl.environments.episode_pool import Environments
 from llamarl.environments.episodes import Ask, Play, digest_of
 from llamarl.types import Failure, Opening, Prompt, Score
 
@@ -20,7 +20,7 @@ class EpisodeOpener:
         label: Of the task, where there are several.
     """
 
-    def __init__(self, pool: EpisodePool, config: TaskConfig, label: str = "") -> None:
+    def __init__(self, pool: Environments, config: TaskConfig, label: str = "") -> None:
         self._pool = pool
         self._config = config
         self._label = label

@@ -31,10 +31,11 @@ from safetensors.torch import load_file, save_file
 from llamarl.channels.base import ChannelKind
 from llamarl.config import RunConfig
 from llamarl.engine.base import KeepsKV, Parkable
+from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import EpisodeEngine, ReplyTimes, make_player
 from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.environments.episode_pool import EpisodePool
+from llamarl.environments.episode_pool import Environments
 from llamarl.environments.episodes import begin_episode, load_episode, save_episode
 from llamarl.errors import ConfigError
 from llamarl.executors.base import BaseExecutor, ExecutorContext, Feed, StepResult
@@ -107,15 +108,15 @@ class GeneratorExecutor(BaseExecutor):
         self._sync_spans: list[tuple[str, float, float]] = []
         self._colocated = config.schedule.colocated and self.name in ROLES
         self._lease: DeviceLease | None = None
-        self.environments: EpisodePool | None = None
+        self.environments: Environments | None = None
 
     def setup(self) -> None:
         model = self.config.model
         self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        if self.config.task.has_environment:
-            self.environments = EpisodePool(self.config.task)
-        self.prompts = make_prompt_stream(self.config, self.tokenizer, self.environments)
         layout = generator_layout(self.config, self.context.device)
+        if self.config.task.has_environment:
+            self.environments = make_environments(self.config.task, layout)
+        self.prompts = make_prompt_stream(self.config, self.tokenizer, self.environments)
         self.engine = make_engine(
             self.config, self.tokenizer, device=self.context.device, layout=layout, parked=self._colocated
         )

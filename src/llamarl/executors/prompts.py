@@ -7,7 +7,7 @@ from llamarl.data.chat import Tokenizer
 from llamarl.data.mixture import MixedStream
 from llamarl.data.prompts import PromptStream
 from llamarl.environments.config import TaskConfig
-from llamarl.environments.episode_pool import EpisodePool
+from llamarl.environments.episode_pool import Environments
 from llamarl.environments.factory import make_task
 from llamarl.environments.openings import EpisodeOpener
 from llamarl.errors import ConfigError
@@ -17,7 +17,7 @@ __all__ = ["make_prompt_stream"]
 
 
 def make_prompt_stream(
-    config: RunConfig, tokenizer: Tokenizer, environments: EpisodePool | None = None
+    config: RunConfig, tokenizer: Tokenizer, environments: Environments | None = None
 ) -> PromptStream | MixedStream:
     """The same stream wherever it is made: every executor that reads prompts makes its own.
 

@@ -1,0 +1,96 @@
+"""Environments of a generator whose model lies on several tensor-parallel ranks: one rank asks, all hear.
+
+    rank 0      ask ─▶ pool ─▶ answer ──broadcast──▶ every rank        the others hold no environments
+    all ranks   wait for the same questions, in the same order
+
+The ranks hold the same sequences and count the same steps, so they wait for the same answers at the same moments; only what an
+answer says must travel. Whether it has arrived is known to rank 0 alone and decides nothing, as replies join at stated steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llamarl.engine.ranks import EngineRanks
+from llamarl.environments.config import TaskConfig
+from llamarl.environments.episode import Observation, Step
+from llamarl.environments.episode_pool import Answer, Environments, EpisodePool
+from llamarl.environments.episode_worker import plain_observation, plain_step
+from llamarl.environments.episodes import Ask
+from llamarl.environments.messages import LENGTH_BYTES, Answered, pack_reply, parse_reply
+from llamarl.models.parallel import ParallelLayout
+
+__all__ = ["SharedEpisodes", "make_environments"]
+
+
+class SharedEpisodes:
+    """Implements :class:`llamarl.environments.episode_pool.Environments` on one of several ranks.
+
+    Args:
+        pool: On rank 0; None on the others.
+        share: Returns on every rank what the function given to it makes on rank 0.
+    """
+
+    def __init__(self, pool: EpisodePool | None, share: Callable[[Callable[[], bytes]], bytes]) -> None:
+        self._pool = pool
+        self._share = share
+
+    def ask(self, ask: Ask) -> None:
+        if self._pool is not None:
+            self._pool.ask(ask)
+
+    def poll(self) -> None:
+        if self._pool is not None:
+            self._pool.poll()
+
+    def answered(self, ask: Ask) -> bool:
+        """Elsewhere than on rank 0 always, so that one rank counts how long was waited."""
+        return self._pool is None or self._pool.answered(ask)
+
+    def wait(self, ask: Ask) -> Answer:
+        """As the pool's. All ranks call it in the same order."""
+
+        def heard() -> bytes:
+            assert self._pool is not None, "rank 0 holds the pool"
+            return _pack(self._pool.wait(ask))
+
+        reply = parse_reply(self._share(heard))
+        assert isinstance(reply, Answered), reply
+        return reply.answer
+
+    def wait_any(self, asks: Sequence[Ask]) -> None:
+        if self._pool is not None:
+            self._pool.wait_any(asks)
+
+    def release(self, key: tuple[Any, ...]) -> None:
+        if self._pool is not None:
+            self._pool.release(key)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+def make_environments(task: TaskConfig, layout: ParallelLayout | None) -> Environments:
+    """The pool of a generator rank; of tensor-parallel ranks the first has one, and all hear it.
+
+    Raises:
+        DataError, ExecutorFailed, DeadlineExceeded: As ``EpisodePool``.
+    """
+    ranks = EngineRanks(layout)
+    if ranks.size == 1:
+        return EpisodePool(task)
+    return SharedEpisodes(EpisodePool(task) if ranks.leads else None, ranks.share_bytes)
+
+
+def _pack(answer: Answer) -> bytes:
+    said: dict[str, Any]
+    match answer:
+        case Observation():
+            said = {"observation": plain_observation(answer)}
+        case Step():
+            said = {"step": plain_step(answer)}
+        case _:
+            said = {"failed": "exception", "detail": answer.detail}
+    return pack_reply({"kind": "answer", "job": 0, "retire": False, "answer": said})[LENGTH_BYTES:]

@@ -1,0 +1,82 @@
+"""One tensor-parallel rank of an engine that plays with environments; leaves what it played in a folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llamarl.data.config import DataConfig
+from llamarl.data.prompts import PromptStream
+from llamarl.data.turn_template import TurnTemplate
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.episode_ranks import make_environments
+from llamarl.engine.episodes import EpisodeEngine
+from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.environments.config import TaskConfig
+from llamarl.environments.episodes import begin_episode
+from llamarl.environments.openings import EpisodeItems, EpisodeOpener
+from llamarl.models.loading import load_tokenizer
+from llamarl.models.parallel import make_layout
+
+ENVIRONMENTS = Path(__file__).resolve().parents[1] / "small_environments.py"
+FAILS_AT = 5
+"""Prompt whose environment raises in its second turn."""
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    layout = None
+    if world > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=60),
+        )
+        layout = make_layout(fsdp=1, tp=world, device="cpu", keys=("generator.dp", "generator.tp"))
+    task = TaskConfig(
+        name="episodes",
+        environment=f"{ENVIRONMENTS}:Ledgers",
+        environment_options={"turns": 4, "fewest": 2, "delay_s": 0.01, "fails_at": FAILS_AT},
+        max_turn_tokens=12,
+    )
+    tokenizer = load_tokenizer("bundled:tiny")
+    environments = make_environments(task, layout)
+    stream = PromptStream(EpisodeItems(), tokenizer, DataConfig(), 0, opener=EpisodeOpener(environments, task))
+    engine = NativeEngine("bundled:tiny", EngineConfig(), tokenizer=tokenizer, layout=layout)
+    player = EpisodeEngine(engine, environments, TurnTemplate(tokenizer, DataConfig()), tokenizer, reply_delay=3)
+    prompts = [stream.get(index) for index in range(8)]
+    sequences = [
+        Sequence(
+            prompt_index=prompt.index,
+            sample_index=0,
+            prompt_tokens=prompt.tokens.tolist(),
+            params=SamplingParams(max_new_tokens=100),
+            seed=prompt.index,
+            episode=begin_episode(prompt, 100),
+        )
+        for prompt in prompts
+    ]
+    player.add(sequences)
+    while player.has_work:
+        player.step()
+    told = [
+        {
+            "tokens": s.tokens,
+            "reason": s.finish_reason,
+            "error": (s.error or "").splitlines()[:1],
+            "turns": [asdict(turn) for turn in s.episode.turns] if s.episode is not None else [],
+        }
+        for s in sequences
+    ]
+    (folder / f"{world}-{rank}.json").write_text(json.dumps(told))
+    environments.close()
+    if world > 1:
+        dist.destroy_process_group()

@@ -1,0 +1,34 @@
+"""Episodes on two tensor-parallel ranks: one has the environments, both play the same."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import episode_rank_program
+
+_SERVER = multiprocessing.get_context("forkserver")
+
+
+def test_two_ranks_hear_the_same_replies_and_play_what_one_plays_alone(tmp_path: Path) -> None:
+    _SERVER.set_forkserver_preload(["episode_rank_program"])
+    ranks = [
+        _SERVER.Process(target=episode_rank_program.main, args=(rank, world, tmp_path))
+        for world, rank in ((1, 0), (2, 0), (2, 1))
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(timeout=120)
+        assert [rank.exitcode for rank in ranks] == [0, 0, 0]  # a rank's traceback is in the captured stderr
+    finally:
+        for rank in ranks:
+            rank.kill()
+    alone, first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("1-0", "2-0", "2-1"))
+    assert first == second == alone
+    assert sum(len(sequence["turns"]) for sequence in alone) > 2 * len(alone)
+    assert [sequence["reason"] for sequence in alone].count("error") == 1  # a failure is heard by all too
