@@ -67,6 +67,24 @@ def test_co_located_run_has_the_bits_of_the_synchronous_one(synchronous: Path, t
     assert not any("parked" in key for row in rows(synchronous) for key in row)
 
 
+def test_co_located_episodes_have_the_bits_of_synchronous_ones(tmp_path: Path) -> None:
+    """Environments live on while the generator's memory is the trainer's."""
+    environment = REPOSITORY / "tests" / "small_environments.py"
+    episodes = {
+        "run__num_ticks": 3,
+        "task__name": '"episodes"',
+        "task__environment": json.dumps(f"{environment}:Ledgers"),
+        "task__environment_options": "{ turns = 5, fewest = 1 }",
+        "task__max_turn_tokens": 24,
+        "generator__sampling__max_new_tokens": 96,
+    }
+    together = train(tmp_path / "together", **episodes)
+    apart = train(tmp_path / "apart", schedule__colocated="false", **episodes)
+    assert untimed(together) == untimed(apart) and weights(together) == weights(apart)
+    assert max(row["rollout/carried"] for row in rows(together)) > 0
+    assert max(row["episodes/turns_max"] for row in rows(together)) > 2
+
+
 def test_memory_is_free_while_the_other_works_and_a_trainer_that_moves_out_changes_no_bit(
     synchronous: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

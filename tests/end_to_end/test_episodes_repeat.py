@@ -115,3 +115,42 @@ def test_replies_that_joined_on_arrival_are_repeated_from_the_log(llamarl: Comma
     assert done.returncode == 0, done.stdout + done.stderr
     assert not differences(again, run)
     assert (again / "events.jsonl").read_bytes() == (run / "events.jsonl").read_bytes()
+
+
+def test_tasks_with_and_without_environments_are_trained_on_together(llamarl: CommandLine, tmp_path: Path) -> None:
+    recipe = tmp_path / "mixed.toml"
+    recipe.write_text(
+        f"""
+        [run]
+        runtime = "inline"
+        num_ticks = 3
+        [model]
+        path = "bundled:tiny"
+        [[task]]
+        name = "episodes"
+        label = "ledgers"
+        environment = {json.dumps(f"{ENVIRONMENTS}:Ledgers")}
+        environment_options = {{ turns = 4 }}
+        max_turns = 2
+        [[task]]
+        name = "episodes"
+        label = "lake"
+        environment = "frozen_lake"
+        environment_options = {{ style = "compact", size = 3, holes = 1 }}
+        max_turn_tokens = 3
+        [[task]]
+        name = "steps"
+        [generator]
+        max_segments = 2
+        sampling = {{ max_new_tokens = 80 }}
+        """
+    )
+    done = llamarl.train(tmp_path / "run", {"run.num_ticks": 3, "observability.rollouts": "true"}, recipe=recipe)
+    assert done.returncode == 0, done.stdout + done.stderr
+    turns: dict[str, set[int]] = {}
+    for rollout in read_rollouts(tmp_path / "run"):
+        turns.setdefault(rollout.task, set()).add(len(rollout.response.turns))
+    assert turns.keys() == {"ledgers", "lake", "steps"}
+    assert turns["ledgers"] <= {1, 2} and max(turns["lake"]) > 2 and turns["steps"] == {0}
+    first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert {f"eval/tasks/{label}/reward_mean" for label in turns} <= first.keys()
