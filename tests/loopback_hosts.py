@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from llamarl.runtime.hosts.connection import Worker, WorkerKey
+from llamarl.runtime.config import Worker
+from llamarl.runtime.hosts.connection import WorkerKey
 from llamarl.runtime.hosts.worker_program import READY
 
 KEY = bytes(range(32))

@@ -41,6 +41,7 @@ from llamarl.mistakes import Reader, list_mistakes
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.reading import MAX_DEPTH, parse_toml, read_toml, user_path
 from llamarl.roles import MODEL_SECTIONS, present_roles, wiring_mistakes
+from llamarl.runtime.config import HostsConfig
 from llamarl.shipped import find_recipe, shipped_recipes
 from llamarl.strict import NO_BITS, STRICT, Effect, bounds, refuse
 from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
@@ -135,6 +136,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
+    hosts: HostsConfig = Field(default_factory=HostsConfig)
 
     def __post_init__(self) -> None:
         refuse(_cross_checks(self))
@@ -276,6 +278,12 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
         yield from _environment_checks(config)
     if config.schedule.colocated:
         yield from _colocation_checks(config)
+    if config.hosts.wanted and config.run.runtime == "inline":
+        yield Mistake(
+            "run.runtime",
+            "is 'inline', which runs everything in one process, but hosts are named: set it to 'local', or leave the hosts out",
+            ("hosts.workers", "hosts.start"),
+        )
 
 
 def _settings_checks(config: RunConfig) -> Iterator[Mistake]:

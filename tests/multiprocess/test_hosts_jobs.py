@@ -179,7 +179,7 @@ from loopback_hosts import worker_key
 from runtime_fakes import HERE, Config, job
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
-from llamarl.runtime.hosts.connection import Worker
+from llamarl.runtime.config import Worker
 from llamarl.runtime.hosts.launcher import HostLauncher
 from llamarl.runtime.processes import ProcessRuntime
 hosts = {[(one.worker.name, one.worker.port) for one in hosts]!r}

@@ -57,6 +57,20 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         metavar="RUN_DIR",
         help="repeat this run bit for bit from its configuration and event log, into RUN_DIR-replay or --run.dir",
     )
+    parser.add_argument(
+        "--hosts",
+        metavar="a,b,c",
+        default="",
+        help="run on these hosts, on which `llamarl worker` runs; ssh:a,b,c starts it there and ends it; slurm does, on every node of "
+        "the allocation (docs/hosts.md)",
+    )
+    parser.add_argument(
+        "--on",
+        metavar="EXECUTOR=a,b",
+        action="append",
+        default=[],
+        help="with --hosts: which of them an executor gets (also by place: 0-2; here: this machine); may be repeated",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--every-key", action="store_true", help="with --dry-run: print keys at their defaults too")
     if full:
@@ -73,17 +87,18 @@ def run(args: argparse.Namespace) -> int:
 
     outlive_the_console()
     overrides = list(args.overrides)
+    hosts = _hosts(args)
     if args.fork and not args.resume:
         raise ConfigError("--fork needs --resume RUN_DIR: the run whose checkpoint the new one begins with")
     if args.replay:
-        return _replay(args, overrides)
+        return _replay(args, overrides, hosts)
     if args.resume:
-        return _resume(args, overrides)
+        return _resume(args, overrides, hosts)
     if args.recipe is None:
         taken = [word for word in overrides if word.endswith(".toml")]
         hint = f"; {taken[0].replace('=', ' took ', 1)} for its value" if taken else ""
         raise ConfigError(f"which recipe? llamarl train RECIPE.toml, --resume RUN_DIR or --replay RUN_DIR{hint}")
-    config = load_config(args.recipe, overrides, [find_missing])
+    config = load_config(args.recipe, [*overrides, *hosts], [find_missing])
     if not args.dry_run:
         from llamarl.runtime.early_start import start_fork_servers
 
@@ -98,14 +113,33 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
+def _hosts(args: argparse.Namespace) -> list[str]:
+    """What --hosts and --on set, as overrides."""
+    from llamarl.errors import ConfigError
+    from llamarl.runtime.config import host_settings
+
+    try:
+        given = host_settings(args.hosts, args.on)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if "workers" in given:  # other hosts: what the recipe puts on its own is forgotten
+        tables = ", ".join(f"{json.dumps(name)} = {json.dumps(names)}" for name, names in given["on"].items())
+        return [
+            f"--hosts.workers={json.dumps(given['workers'])}",
+            f"--hosts.start={given['start']}",
+            f"--hosts.on={{{tables}}}",
+        ]
+    return [f"--hosts.on.{name}={json.dumps(names)}" for name, names in given.get("on", {}).items()]
+
+
+def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) -> int:
     from llamarl.config import read_settings
     from llamarl.controller.fork import fork_run
     from llamarl.controller.resume import begun_config, check_resume, resume_run
     from llamarl.controller.run import plan_run
 
     source = user_path(args.resume, "--resume")
-    config = begun_config(source, read_settings(args.recipe, overrides))
+    config = begun_config(source, read_settings(args.recipe, [*overrides, *hosts]))
     if args.fork:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(args.fork)))
     if args.dry_run:
@@ -119,11 +153,12 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _replay(args: argparse.Namespace, overrides: list[str]) -> int:
+def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) -> int:
 
     from llamarl.config import load_config
     from llamarl.controller.preflight import find_missing
     from llamarl.controller.replay import replay_folder, replay_run
+    from llamarl.controller.resume import refuse_command
     from llamarl.controller.run import plan_run
     from llamarl.errors import ConfigError
 
@@ -134,7 +169,8 @@ def _replay(args: argparse.Namespace, overrides: list[str]) -> int:
     if not (source / "config.toml").is_file():
         raise ConfigError(f"--replay: {source} holds no run (no config.toml)")
     into = ["--run.dir", json.dumps(replay_folder(source), ensure_ascii=False)]
-    config = load_config(source / "config.toml", [*into, *overrides], [find_missing])
+    config = load_config(source / "config.toml", [*into, *overrides, *hosts], [find_missing])
+    refuse_command(config, source, given=any(word.startswith("--hosts.command") for word in overrides))
     if args.dry_run:
         print(plan_run(config, every_key=args.every_key))
         return 0

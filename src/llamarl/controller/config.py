@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.strict import NO_BITS, STRICT
@@ -45,3 +45,7 @@ class DeadlineConfig:
 
     step_s: Annotated[PositiveFloat, NO_BITS] = 1800.0
     """Seconds one executor may spend on one tick."""
+
+    host_silence_s: Annotated[float, NO_BITS, Field(ge=2.0)] = 30.0
+    """Seconds after which a host that gives no sign of itself counts as gone, and the job ends. Kernels answer for it: a process
+    that is stopped, busy or swapping is not silent."""

@@ -24,8 +24,9 @@ from llamarl.controller.settings import RESHARDABLE, differences, explain, setti
 from llamarl.errors import ConfigError
 from llamarl.import_path import source_file
 from llamarl.plural import plural
+from llamarl.runtime.config import HostsConfig
 
-__all__ = ["begun_config", "check_resume", "resume_run"]
+__all__ = ["begun_config", "check_resume", "refuse_command", "resume_run"]
 
 
 def begun_config(run_dir: Path, given: Mapping[str, Any]) -> RunConfig:
@@ -43,7 +44,11 @@ def begun_config(run_dir: Path, given: Mapping[str, Any]) -> RunConfig:
     if isinstance(given.get("algorithm"), Mapping):
         given = {**given, "algorithm": spelled_out(given["algorithm"])}
     merged = settings_on_top(read_settings(run_dir / CONFIG_FILE), given)
+    hosts = given.get("hosts")
+    if isinstance(hosts, Mapping) and "workers" in hosts:  # other hosts: what was put on the former ones is forgotten
+        merged["hosts"] = {**merged.get("hosts", {}), "on": hosts.get("on", {})}
     config = validate(merged, [find_missing])
+    refuse_command(config, run_dir, given=_is_set(given, "hosts.command"))
     for key, path in config.own_code:
         if not _is_set(given, key):
             _refuse_code_of_a_run(key, path, run_dir)
@@ -71,6 +76,19 @@ def _is_set(given: Mapping[str, Any], key: str) -> bool:
     return True
 
 
+def refuse_command(config: RunConfig, run_dir: Path, *, given: bool) -> None:
+    """Raises ConfigError if a run's folder, which may come from somebody else, names a program to start on hosts.
+
+    Args:
+        given: The user has named it now.
+    """
+    if config.hosts.start != "running" and config.hosts.command != HostsConfig().command and not given:
+        raise ConfigError(
+            f"hosts.command is {config.hosts.command!r} in {run_dir / CONFIG_FILE}: a run's folder may come from somebody else, so "
+            f"name it yourself: --hosts.command {config.hosts.command!r}"
+        )
+
+
 def _refuse_code_of_a_run(key: str, path: str, run_dir: Path) -> None:
     """A run's folder may come from somebody else: what lies in it is data, and none of it is run unless the user names it."""
     source = source_file(path, key)
@@ -93,6 +111,8 @@ def check_resume(config: RunConfig) -> None:
     run_dir = absolute_dir(config)
     begun = load_config(run_dir / CONFIG_FILE)
     prepared = prepare(settle_rate(config, begun))
+    if prepared.hosts is not None:
+        prepared.hosts.close()
     store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
     if not store.list():
         _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)

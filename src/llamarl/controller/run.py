@@ -21,6 +21,7 @@ from llamarl.config import GROUP_BASELINES, RunConfig, changed_keys, save_config
 from llamarl.controller.controller import run_graph
 from llamarl.controller.frozen_models import record_models
 from llamarl.controller.graph import Graph
+from llamarl.controller.job_hosts import JobHosts, open_hosts, pair_lines
 from llamarl.controller.model_sources import fetch_weights, local, pinned
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, what_is_saved
 from llamarl.controller.preflight import (
@@ -48,10 +49,11 @@ from llamarl.observability.summary import RunSummary
 from llamarl.plural import plural
 from llamarl.reading import user_path
 from llamarl.roles import ROLES, present_roles, with_settings
-from llamarl.runtime.base import Report
+from llamarl.runtime.base import Report, Runtime
 from llamarl.runtime.make_runtime import make_runtime
 from llamarl.runtime.placement import Placement, place
 from llamarl.trainer.config import OptimizerConfig
+from llamarl.transports.network import join
 
 __all__ = [
     "Prepared",
@@ -80,6 +82,8 @@ class Prepared:
     """Its executors have configurations of the latter kind."""
     placement: Placement
     weight_edges: tuple[WeightEdge, ...]
+    hosts: JobHosts | None = None
+    """None: all on this machine."""
 
 
 def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
@@ -91,6 +95,11 @@ def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
     import tomli_w
 
     prepared = prepare(config)
+    pairs = ""
+    if prepared.hosts is not None:
+        prepared.hosts.close()
+        lines = pair_lines(prepared.graph.channels, prepared.placement.hosts, prepared.hosts.spaces())
+        pairs = "\n\n# between hosts\n" + "\n".join(lines)
     shown, num_default = (to_plain(prepared.config), 0) if every_key else changed_keys(prepared.config)
     rest = f"# and {num_default} keys at their defaults: --every-key prints them\n" if num_default else ""
     return (
@@ -98,6 +107,7 @@ def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
         f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}\n\n"
         f"# weight hand-over\n"
         + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)
+        + pairs
     )
 
 
@@ -184,7 +194,22 @@ def prepare(config: RunConfig) -> Prepared:
     check_prompts(config, folder)
     _check_vocabularies(config, folder)
     graph = llamarl_graph(config)
-    placement = place(graph.executors, cores=config.run.cores or None, colocated=colocated_group(config, graph))
+    hosts = open_hosts(config)
+    try:
+        return _settle(recorded, config, folder, graph, hosts)
+    except BaseException:
+        if hosts is not None:
+            hosts.close()
+        raise
+
+
+def _settle(recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, hosts: JobHosts | None) -> Prepared:
+    """Threads, devices and transports, on this machine or on hosts."""
+    colocated = colocated_group(config, graph)
+    if hosts is None:
+        placement = place(graph.executors, cores=config.run.cores or None, colocated=colocated)
+    else:
+        placement = hosts.place(graph.executors, colocated)
     settled = {spec.name: spec for spec in placement.executors}
     used = {
         role.name: {"threads": settled[role.name].threads, "device": _device_kind(settled[role.name].device)}
@@ -193,14 +218,15 @@ def prepare(config: RunConfig) -> Prepared:
     }
     config, recorded = with_settings(config, used), with_settings(recorded, used)
     _raise_all(
-        lambda: check_parallel_sizes(config, folder, cores=placement.cores),
+        lambda: check_parallel_sizes(config, folder, cores=sum(placement.cores_of.values()) or placement.cores),
         lambda: check_lora(config),
         lambda: check_engine(config),
     )
     executors = tuple(dataclasses.replace(spec, config=config.for_executor(spec.name)) for spec in placement.executors)
-    graph, weight_edges = settle_weight_edges(config, Graph(executors, graph.channels))
+    graph = Graph(executors, graph.channels)
+    graph, weight_edges = settle_weight_edges(config, graph, hosts=placement.hosts or None)
     _tell_of_a_long_warmup(config)
-    return Prepared(recorded, config, graph, placement, weight_edges)
+    return Prepared(recorded, config, graph, placement, weight_edges, hosts)
 
 
 def _raise_all(*checks: Callable[[], None]) -> None:
@@ -283,6 +309,7 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
         "staleness": _staleness(config),
         **{edge.channel: edge.summary() for edge in prepared.weight_edges},
         "checkpoints": checkpoint_plan(config, checkpoint_bytes(prepared.local)),
+        **({"hosts": prepared.hosts.summary()} if prepared.hosts is not None else {}),
         "run": str(run_dir),
     }
     needs = needs_of(run_dir, config.run.num_ticks)
@@ -304,7 +331,8 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
         run_config=to_plain(config),
         group_baseline=config.algorithm.advantage in GROUP_BASELINES,
     )
-    runtime = make_runtime(config.run.runtime)
+    runtime: Runtime = make_runtime(config.run.runtime) if prepared.hosts is None else prepared.hosts.runtime()
+    join(prepared.hosts.network(-1) if prepared.hosts is not None else None)
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint)
     checkpoints = RunCheckpoints(
         store,
@@ -348,6 +376,8 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
         raise
     finally:
         runtime.close()
+        if prepared.hosts is not None:
+            prepared.hosts.close()
         checkpoints.settle()
         recorder.close(stopped)
         if stopped and not folder.identity.change():

@@ -14,7 +14,7 @@ __all__ = ["start_fork_servers"]
 
 def start_fork_servers(config: RunConfig) -> None:
     """Start the fork servers that a run of ``config`` on this machine will ask for. Says nothing of mistakes: the checks that follow do."""
-    if config.run.runtime != "local" or may_have_gpus():
+    if config.run.runtime != "local" or config.hosts.wanted or may_have_gpus():
         return
     try:
         graph = llamarl_graph(config)

@@ -18,8 +18,8 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
@@ -47,22 +47,28 @@ class Placement:
     cores: int
     cuda_devices: int
     colocated: ColocatedGroup | None = None
+    hosts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Executor -> the machine of each of its ranks; empty: all are on this one."""
+    cores_of: Mapping[str, int] = field(default_factory=dict)
+    """Machine -> its cores, of those in ``hosts``."""
 
     def table(self) -> str:
         """One row a rank, and what a reader should know about sharing."""
-        rows = [("executor", "rank", "device", "threads")]
+        rows = [("executor", "rank", *(["host"] if self.hosts else []), "device", "threads")]
         for spec in self.executors:
             devices = spec.device.split(",")
-            rows += [
-                (spec.name, f"{rank} of {spec.num_ranks}", devices[rank % len(devices)], str(spec.threads))
-                for rank in range(spec.num_ranks)
-            ]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+            for rank in range(spec.num_ranks):
+                host = [self.hosts[spec.name][rank]] if self.hosts else []
+                device = devices[rank % len(devices)]
+                rows.append((spec.name, f"{rank} of {spec.num_ranks}", *host, device, str(spec.threads)))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([*lines, "", *self.notes()])
 
     def notes(self) -> list[str]:
         """What is shared, in words."""
+        if self.hosts:
+            return [f"{name}: {note}" for name in self.cores_of for note in self.on_machine(name).notes()]
         members = self.colocated.members if self.colocated is not None else ()
         sharing = self.colocated.sharing if self.colocated is not None else ()
         threads = sum(spec.threads * spec.num_ranks for spec in self.executors if spec.name not in members)
@@ -88,6 +94,27 @@ class Placement:
                     must = "they take turns, and its memory must hold them all"
                 notes.append(f"{device} is shared by {', '.join(names)}: {must}")
         return notes
+
+    def on_machine(self, name: str) -> Placement:
+        """What of it lies on one machine."""
+        executors = []
+        for spec in self.executors:
+            own = [rank for rank, host in enumerate(self.hosts[spec.name]) if host == name]
+            devices = spec.device.split(",")
+            if own:
+                here = devices[0] if len(devices) == 1 else ",".join(devices[rank] for rank in own)
+                executors.append(replace(spec, num_ranks=len(own), device=here))
+        return Placement(tuple(executors), self.cores_of[name], self.cuda_devices, self._part_of_group(executors))
+
+    def _part_of_group(self, executors: Sequence[ExecutorSpec]) -> ColocatedGroup | None:
+        names = {spec.name for spec in executors}
+        if self.colocated is None or not names & set(self.colocated.members):
+            return None
+        members, sharing = self.colocated.members, self.colocated.sharing
+        return ColocatedGroup(
+            members=tuple(name for name in members if name in names),
+            sharing=tuple(name for name in sharing if name in names),
+        )
 
 
 def available_cores() -> int:

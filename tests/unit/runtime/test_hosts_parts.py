@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from llamarl.errors import ConfigError
-from llamarl.runtime.hosts.addresses import own_address, parse_ports, parse_worker, parse_workers
+from llamarl.runtime.config import Worker, parse_ports, parse_worker, parse_workers
+from llamarl.runtime.hosts.addresses import own_address
 from llamarl.runtime.hosts.clock import Ping, best_offset
-from llamarl.runtime.hosts.connection import Worker
 from llamarl.runtime.hosts.inventory import Inventory, interface_of, take_inventory
 from llamarl.runtime.hosts.keys import parse_key, take_key
 from llamarl.runtime.hosts.wire import Word, message, read_message, unpack

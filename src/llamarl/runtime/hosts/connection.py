@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llamarl.errors import ConfigError
+from llamarl.runtime.config import Worker
 from llamarl.runtime.hosts.clock import EVERY_S, PINGS, Offset, Ping, best_offset
 from llamarl.runtime.hosts.door import prove
 from llamarl.runtime.hosts.inventory import Inventory
 from llamarl.runtime.hosts.wire import Word, message, read_message, unpack, watch_over
 from llamarl.transports.run_key import KeyRefused
 
-__all__ = ["HostConnection", "HostLost", "Worker", "WorkerKey", "ask"]
+__all__ = ["HostConnection", "HostLost", "WorkerKey", "ask"]
 
 _DIAL_S = 15.0
 _INVENTORY_S = 150.0
@@ -31,16 +32,6 @@ _INVENTORY_S = 150.0
 
 class HostLost(ConnectionError):
     """The host is gone, or does not answer."""
-
-
-@dataclass(frozen=True)
-class Worker:
-    """Where the daemon of a host listens."""
-
-    name: str
-    """As the user calls the host."""
-    address: str
-    port: int
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from llamarl.runtime.child_process import cause_of_death
+from llamarl.runtime.config import Worker
 from llamarl.runtime.determinism import environment
 from llamarl.runtime.framed_link import FramedLink
-from llamarl.runtime.hosts.connection import HostConnection, HostLost, Worker, WorkerKey
+from llamarl.runtime.hosts.connection import HostConnection, HostLost, WorkerKey
 from llamarl.runtime.hosts.wire import CHUNK, Word, unpack
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.worker import WorkerPlan

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamarl.errors import ConfigError
-from llamarl.runtime.hosts.addresses import DEFAULT_PORT, own_address, parse_ports
+from llamarl.runtime.config import DEFAULT_PORT, parse_ports
+from llamarl.runtime.hosts.addresses import own_address
 from llamarl.runtime.hosts.daemon import serve_host
 from llamarl.runtime.hosts.door import listen
 from llamarl.runtime.hosts.keys import key_file, parse_key, take_key
@@ -135,7 +136,7 @@ async def _serve(listener: socket.socket, settings: WorkerSettings, tls: ssl.SSL
     address, port = listener.getsockname()[:2]
     if settings.from_stdin:
         threading.Thread(target=_wait_for_stdin, args=(loop, until), daemon=True).start()
-        where = {"address": address, "port": port, "hostname": socket.gethostname()}
+        where = {"address": address, "port": port, "node": os.environ.get("SLURM_NODEID", "0")}
         print(READY + json.dumps(where), flush=True)
     else:
         safely = "TLS" if settings.tls else "the key is asked for, what travels is not encrypted"

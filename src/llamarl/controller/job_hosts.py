@@ -1,0 +1,202 @@
+"""The hosts of one job: asked what they are, given ranks, and told to the ranks as the network that they are on.
+
+[hosts] ─▶ workers (run already, or started) ─▶ inventories ─▶ which host each rank gets ─▶ launchers, networks
+"""
+
+from __future__ import annotations
+
+import atexit
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llamarl.channels.base import ChannelSpec
+from llamarl.checkpoint.platform import platform_facts
+from llamarl.config import RunConfig
+from llamarl.errors import ConfigError
+from llamarl.executors.base import ExecutorSpec
+from llamarl.roles import present_roles
+from llamarl.runtime.config import HERE, hosts_named, parse_ports
+from llamarl.runtime.host_placement import Machine, place_on_hosts, spread, unlike
+from llamarl.runtime.hosts.connection import WorkerKey, ask
+from llamarl.runtime.hosts.inventory import Inventory
+from llamarl.runtime.hosts.launcher import HostLauncher
+from llamarl.runtime.hosts.sources import Workers, open_workers
+from llamarl.runtime.placement import ColocatedGroup, Placement, available_cores, available_cuda_devices
+from llamarl.runtime.processes import ProcessRuntime
+from llamarl.transports.network import Network, TlsFiles, this_space
+from llamarl.transports.run_key import new_key
+from llamarl.transports.segment_wire import client_tls
+
+__all__ = ["JobHosts", "open_hosts", "pair_lines", "unreachable"]
+
+
+@dataclass
+class JobHosts:
+    """Hosts that have said what they are, and the key of the one run that they are for."""
+
+    workers: Workers
+    inventories: Sequence[Inventory]
+    here: str
+    """Address of the controller's machine towards them."""
+    key: WorkerKey
+    config: RunConfig
+    run_key: bytes = field(default_factory=new_key, repr=False)
+    """Of this run alone: its ranks have it from the controller, by connections that have proved the workers' key."""
+    where: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Executor -> the host of each rank, once :meth:`place` has been called."""
+
+    def place(self, executors: Sequence[ExecutorSpec], colocated: ColocatedGroup | None) -> Placement:
+        """Give every rank a host, and there cores and a device.
+
+        Raises:
+            ConfigError: It cannot be done; every mistake is named.
+        """
+        config, names = self.config, [worker.name for worker in self.workers.workers]
+        here = Machine(HERE, config.run.cores or available_cores(), available_cuda_devices(), platform_facts())
+        hosts = [
+            Machine(name, one.cores, one.cuda_devices, one.facts)
+            for name, one in zip(names, self.inventories, strict=True)
+        ]
+        on = {}
+        for executor, named in config.hosts.on.items():
+            try:
+                on[executor] = hosts_named(named, names)
+            except ValueError as error:
+                raise ConfigError(f"hosts.on.{executor}: {error}") from error
+        self.where = spread(
+            executors,
+            len(hosts),
+            on,
+            tensor_parallel={
+                role.name: getattr(role.settings(config), "tp", 1) for role in present_roles(config) if role.section
+            },
+            together=colocated.sharing if colocated is not None else (),
+        )
+        used = sorted({host for ranks in self.where.values() for host in ranks})
+        machines = {-1: here, **dict(enumerate(hosts))}
+        found = unlike([here, *hosts], allow=True)
+        if not config.hosts.allow_unlike:
+            more = unlike([machines[host] for host in used], allow=False)
+            found += [line for line in more if line not in found]
+        if found:
+            listed = "\n".join(f"  - {line}" for line in found)
+            raise ConfigError(
+                "the machines of this job differ in what decides the bits of a run, or whether they understand each other:\n"
+                f"{listed}\nLeave some of them out, or make them alike; other processors and libraries (not another llamarl, nor "
+                "Python 3.11 beside 3.12) are accepted with hosts.allow_unlike = true: to rounding, no longer bit for bit."
+            )
+        if trouble := unreachable({machines[host].name: self._address(host) for host in used}):
+            raise ConfigError(trouble)
+        return place_on_hosts(executors, here, hosts, self.where, colocated=colocated)
+
+    def spaces(self) -> dict[str, str]:
+        """Machine -> whose memory is within reach there."""
+        return {HERE: this_space()} | {
+            worker.name: one.space for worker, one in zip(self.workers.workers, self.inventories, strict=True)
+        }
+
+    def network(self, host: int) -> Network:
+        """A process on one of the hosts, or on the controller's machine (-1)."""
+        if host >= 0:
+            one = self.inventories[host]
+            return Network(space=one.space, address=one.address, key=self.run_key, ports=one.ports, tls=one.tls)
+        ports = parse_ports(self.config.hosts.port_range) if self.config.hosts.port_range else (0, 0)
+        return Network(
+            space=this_space(), address=self.here, key=self.run_key, ports=ports, tls=_tls_files(self.config)
+        )
+
+    def runtime(self) -> ProcessRuntime:
+        """Processes on the hosts that :meth:`place` chose."""
+        on_hosts = {name: ranks for name, ranks in self.where.items() if ranks[0] >= 0}
+        launcher = HostLauncher(self.workers.workers, on_hosts, self.key)
+        return ProcessRuntime(
+            launchers=dict.fromkeys(on_hosts, launcher),
+            networks={name: [self.network(host) for host in ranks] for name, ranks in self.where.items()},
+        )
+
+    def summary(self) -> str:
+        """Where the executors are, for people."""
+        names = {-1: HERE, **{number: worker.name for number, worker in enumerate(self.workers.workers)}}
+        return "; ".join(
+            f"{executor} on {', '.join(dict.fromkeys(names[host] for host in ranks))}"
+            for executor, ranks in self.where.items()
+        )
+
+    def close(self) -> None:
+        """End the workers that this job has started. Idempotent."""
+        self.workers.close()
+        atexit.unregister(self.close)
+
+    def _address(self, host: int) -> str:
+        return self.here if host < 0 else self.inventories[host].address
+
+
+def open_hosts(config: RunConfig) -> JobHosts | None:
+    """The hosts that a configuration names, asked what they are; None where it names none.
+
+    Raises:
+        ConfigError: Some cannot take part; each is named with its reason.
+    """
+    if not config.hosts.wanted:
+        return None
+    files = _tls_files(config)
+    tls = client_tls(files) if files is not None else None
+    workers = open_workers(config.hosts)
+    try:
+        key = WorkerKey(workers.key, tls, config.deadlines.host_silence_s)
+        inventories, here = ask(workers.workers, key)
+    except BaseException:
+        workers.close()
+        raise
+    hosts = JobHosts(workers, inventories, here, key, config)
+    atexit.register(hosts.close)
+    return hosts
+
+
+def unreachable(addresses: Mapping[str, str]) -> str:
+    """Why machines of a job could not reach each other, if that can be known: one has said an address that only it can use.
+
+    Args:
+        addresses: Machine -> its address towards the controller.
+    """
+    alone = [name for name, address in addresses.items() if ipaddress.ip_address(address.partition("%")[0]).is_loopback]
+    if not alone or len(alone) == len(addresses):
+        return ""
+    return (
+        f"{', '.join(alone)}: reached by the loopback, where {', '.join(name for name in addresses if name not in alone)} cannot "
+        "reach it: let its worker listen on its address in the network (--bind ADDRESS) and name that"
+    )
+
+
+def pair_lines(
+    channels: Sequence[ChannelSpec], hosts: Mapping[str, Sequence[str]], spaces: Mapping[str, str]
+) -> list[str]:
+    """How payloads of each channel travel between each pair of machines, a line a channel.
+
+    Args:
+        hosts: Executor -> the machine of each of its ranks.
+        spaces: Machine -> whose memory is within reach there.
+    """
+    lines = []
+    for channel in channels:
+        pairs = {
+            (source, sink): "shared memory" if spaces[source] == spaces[sink] else "tcp"
+            for source in hosts[channel.source]
+            for sink in hosts[channel.sink]
+        }
+        ways = (f"{source} to {sink} {way}" for (source, sink), way in pairs.items())
+        lines.append(f"{channel.name} ({channel.source} to {channel.sink}): {', '.join(ways)}")
+    return lines
+
+
+def _tls_files(config: RunConfig) -> TlsFiles | None:
+    hosts = config.hosts
+    if not hosts.tls_cert:
+        return None
+    return TlsFiles(
+        certificate=Path(hosts.tls_cert).expanduser().resolve(),
+        private_key=Path(hosts.tls_key).expanduser().resolve(),
+        authority=Path(hosts.tls_ca).expanduser().resolve(),
+    )

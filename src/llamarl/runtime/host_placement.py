@@ -1,0 +1,199 @@
+"""Which rank goes to which host, and what it gets there. Pure: hosts are what their inventories say.
+
+    executors, hosts ─▶ spread: a host for each rank ─▶ place, host by host ─▶ one Placement
+
+An executor that is given hosts fills them one after the other: tensor-parallel peers stay together where they can, ranks with
+neighbouring numbers too, since these talk most. One that is given none goes whole to the host that has fewest ranks so far. All
+ranks of an executor get the same number of threads, the least that any of its hosts can give, because bits depend on it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from llamarl.errors import ConfigError
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.placement import ColocatedGroup, Placement, place
+
+__all__ = ["Machine", "place_on_hosts", "spread", "unlike"]
+
+_ALWAYS_ALIKE = ("llamarl", "python")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A host, or the controller's machine (``here``)."""
+
+    name: str
+    cores: int
+    cuda_devices: int
+    facts: Mapping[str, str]
+    """``checkpoint.platform.platform_facts``."""
+
+
+def spread(
+    executors: Sequence[ExecutorSpec],
+    num_hosts: int,
+    on: Mapping[str, Sequence[int]],
+    *,
+    tensor_parallel: Mapping[str, int],
+    together: Sequence[str] = (),
+) -> dict[str, tuple[int, ...]]:
+    """Executor -> the host of each of its ranks, -1 for the controller's machine.
+
+    Args:
+        on: Executor -> its hosts, in the order in which they fill.
+        tensor_parallel: Executor -> how many ranks with neighbouring numbers hold one model; absent: 1.
+        together: Executors that share devices: they go where the first of them that is given hosts goes.
+
+    Raises:
+        ConfigError: ``on`` names an executor that there is not, or parts those that share devices. Names every mistake.
+    """
+    names = [spec.name for spec in executors]
+    mistakes = [
+        f"hosts.on.{name}: there is no such executor, there are {', '.join(names)}" for name in on if name not in names
+    ]
+    shared = {tuple(on[name]) for name in together if name in on}
+    if len(shared) > 1:
+        mistakes.append(f"{' and '.join(together)} share their devices, so hosts.on must give them the same hosts")
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    given = {**on, **{name: next(iter(shared)) for name in together if shared}}
+    where: dict[str, tuple[int, ...]] = {}
+    used: Counter[int] = Counter()
+    for spec in sorted(executors, key=lambda spec: spec.name not in given):  # stable: those that are given hosts first
+        hosts = given.get(spec.name)
+        if hosts is None:
+            hosts = next((where[name][:1] for name in together if spec.name in together and name in where), None)
+        if hosts is None:
+            hosts = (min(range(num_hosts), key=lambda host: used[host]),)
+        where[spec.name] = _fill(spec.num_ranks, hosts, tensor_parallel.get(spec.name, 1))
+        used.update(where[spec.name])
+    return {name: where[name] for name in names}
+
+
+def _fill(num_ranks: int, hosts: Sequence[int], unit: int) -> tuple[int, ...]:
+    """Blocks of neighbouring ranks, in whole ``unit``s where there are enough of them for every host."""
+    unit = unit if num_ranks % unit == 0 and num_ranks // unit >= len(hosts) else 1
+    units = num_ranks // unit
+    each, more = divmod(units, len(hosts))
+    found: list[int] = []
+    for place_in_list, host in enumerate(hosts):
+        found += [host] * unit * (each + (place_in_list < more))
+    return tuple(found)
+
+
+def unlike(machines: Sequence[Machine], *, allow: bool) -> list[str]:
+    """What differs among machines that hold ranks or the controller, in words: such differences change bits, or prevent the job.
+
+    Args:
+        machines: The first is what the others are compared with.
+        allow: Whether processors and library versions may differ.
+    """
+    found = []
+    first = machines[0]
+    for other in machines[1:]:
+        for name in sorted(first.facts.keys() | other.facts.keys()):
+            ours, theirs = first.facts.get(name, "absent"), other.facts.get(name, "absent")
+            if name == "python" and ours.split(".")[:2] == theirs.split(".")[:2] and allow:
+                continue
+            if ours != theirs and (name in _ALWAYS_ALIKE or not allow):
+                found.append(f"{name}: {first.name} has {ours!r}, {other.name} {theirs!r}")
+    return found
+
+
+def place_on_hosts(
+    executors: Sequence[ExecutorSpec],
+    here: Machine,
+    hosts: Sequence[Machine],
+    where: Mapping[str, Sequence[int]],
+    *,
+    colocated: ColocatedGroup | None = None,
+) -> Placement:
+    """Settle threads and devices on every machine.
+
+    Args:
+        where: As :func:`spread` gives it.
+
+    Raises:
+        ConfigError: Something cannot be met. Every mistake is named, with its machine.
+    """
+    machines = {-1: here, **dict(enumerate(hosts))}
+    used = sorted({host for ranks in where.values() for host in ranks})
+    settled: dict[int, dict[str, ExecutorSpec]] = {}
+    mistakes: list[str] = []
+    for host in used:
+        machine = machines[host]
+        local = [part for spec in executors if (part := _part(spec, where[spec.name], host)) is not None]
+        try:
+            placed = place(
+                local,
+                cores=machine.cores,
+                cuda_devices=machine.cuda_devices,
+                colocated=_present(colocated, local),
+            )
+        except ConfigError as error:
+            mistakes += [f"{machine.name}: {line.removeprefix('  - ')}" for line in str(error).splitlines()[1:]]
+        else:
+            settled[host] = {spec.name: spec for spec in placed.executors}
+    if not mistakes:
+        mistakes += [mistake for spec in executors if (mistake := _mixed(spec, where[spec.name], settled))]
+    if mistakes:
+        raise ConfigError("this job cannot be placed on these hosts:\n" + "\n".join(f"  - {one}" for one in mistakes))
+    whole = tuple(_whole(spec, where[spec.name], settled) for spec in executors)
+    names = {spec.name: tuple(machines[host].name for host in where[spec.name]) for spec in executors}
+    return Placement(
+        whole,
+        here.cores,
+        here.cuda_devices,
+        colocated,
+        hosts=names,
+        cores_of={machines[host].name: machines[host].cores for host in used},
+    )
+
+
+def _part(spec: ExecutorSpec, ranks: Sequence[int], host: int) -> ExecutorSpec | None:
+    """The ranks of ``spec`` that lie on ``host``, as an executor of their own."""
+    devices = [device.strip() for device in spec.device.split(",")]
+    own = [rank for rank, at in enumerate(ranks) if at == host]
+    if not own:
+        return None
+    if len(devices) == spec.num_ranks:  # one a rank
+        devices = [devices[rank] for rank in own]
+    return replace(spec, num_ranks=len(own), device=",".join(devices))
+
+
+def _present(colocated: ColocatedGroup | None, local: Sequence[ExecutorSpec]) -> ColocatedGroup | None:
+    """Those of the group that are on this machine."""
+    if colocated is None:
+        return None
+    names = {spec.name for spec in local}
+    return ColocatedGroup(
+        members=tuple(name for name in colocated.members if name in names),
+        sharing=tuple(name for name in colocated.sharing if name in names),
+    )
+
+
+def _mixed(spec: ExecutorSpec, ranks: Sequence[int], settled: Mapping[int, Mapping[str, ExecutorSpec]]) -> str:
+    kinds = {settled[host][spec.name].device.startswith("cuda") for host in ranks}
+    if len(kinds) < 2:
+        return ""
+    return (
+        f"executor {spec.name!r}: device {spec.device!r} would be CUDA on some of its hosts and the CPU on others; set it to 'cpu' "
+        "or 'cuda', or give it other hosts"
+    )
+
+
+def _whole(spec: ExecutorSpec, ranks: Sequence[int], settled: Mapping[int, Mapping[str, ExecutorSpec]]) -> ExecutorSpec:
+    """The executor with what its machines give."""
+    left = {host: _each(settled[host][spec.name]) for host in set(ranks)}
+    devices = [left[host].pop(0) for host in ranks]
+    threads = min(settled[host][spec.name].threads for host in ranks)
+    return replace(spec, threads=threads, device=devices[0] if set(devices) == {"cpu"} else ",".join(devices))
+
+
+def _each(part: ExecutorSpec) -> list[str]:
+    devices = part.device.split(",")
+    return devices if len(devices) == part.num_ranks else devices * part.num_ranks

@@ -1,0 +1,176 @@
+"""Where workers come from: they run already, or this job starts them by ssh or by Slurm's srun and ends them.
+
+What starts a worker hands it a fresh key on its standard input and keeps that open: with its end, however this process ended, the
+worker ends. No key stands on a command line or in an environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llamarl.errors import ConfigError
+from llamarl.runtime.config import HostsConfig, Worker, parse_worker, parse_workers
+from llamarl.runtime.hosts.keys import key_file
+from llamarl.runtime.hosts.worker_program import READY
+from llamarl.transports.run_key import new_key, read_key
+
+__all__ = ["Workers", "open_workers"]
+
+_READY_S = 90.0
+_END_S = 10.0
+_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
+_SRUN = ("srun", "--overlap", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1")
+
+
+@dataclass
+class Workers:
+    """Daemons that a job may use."""
+
+    workers: list[Worker]
+    key: bytes = field(repr=False)
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def close(self) -> None:
+        """End those that this job has started. Idempotent."""
+        for process in self.started:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        until = time.monotonic() + _END_S
+        for process in self.started:
+            try:
+                process.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.started = []
+
+
+def open_workers(config: HostsConfig, environment: Mapping[str, str] = os.environ) -> Workers:
+    """The workers that a configuration names; started where it says so.
+
+    Raises:
+        ConfigError: There is no key for those that run, or some could not be started; each is named.
+    """
+    if config.start == "running":
+        path = key_file(config.key)
+        if not path.exists():
+            raise ConfigError(
+                f"hosts.key: there is no {path}; copy it from a host on which `llamarl worker` runs, which has made one: "
+                f"scp -p HOST:{path} {path}"
+            )
+        return Workers(parse_workers(config.workers), read_key(path))
+    key = new_key()
+    command = [*shlex.split(config.command), "--key", "-", *_flags(config)]
+    if config.start == "ssh":
+        lines = {name: [*_SSH, parse_worker(name).address, shlex.join(command)] for name in config.workers}
+        return _by_ssh(lines, key)
+    return _by_srun(command, key, environment)
+
+
+def _flags(config: HostsConfig) -> list[str]:
+    flags = {
+        "--port-range": config.port_range,
+        "--tls-cert": config.tls_cert,
+        "--tls-key": config.tls_key,
+        "--tls-ca": config.tls_ca,
+    }
+    return [word for flag, value in flags.items() if value for word in (flag, value)]
+
+
+def _by_ssh(lines: Mapping[str, Sequence[str]], key: bytes) -> Workers:
+    made = Workers([], key)
+    try:
+        for line in lines.values():
+            made.started.append(_start(line, key))
+        until = time.monotonic() + _READY_S
+        mistakes = []
+        for name, process in zip(lines, made.started, strict=True):
+            try:
+                (where,) = _ready(process, 1, until)
+            except ConfigError as error:
+                mistakes.append(f"host {name}: {error}")
+            else:
+                made.workers.append(Worker(name, str(where["address"]), int(where["port"])))
+        if mistakes:
+            raise ConfigError("these hosts cannot take part:\n" + "\n".join(f"  - {one}" for one in mistakes))
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _by_srun(command: Sequence[str], key: bytes, environment: Mapping[str, str]) -> Workers:
+    nodes = environment.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise ConfigError(
+            "--hosts slurm: this is no Slurm allocation (SLURM_JOB_NODELIST is not set); run it inside sbatch or salloc, or name the "
+            "hosts"
+        )
+    listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+    names = listed.stdout.split()
+    if listed.returncode or not names:
+        raise ConfigError(f"--hosts slurm: `scontrol show hostnames {nodes}` failed: {listed.stderr.strip()}")
+    made = Workers([], key)
+    try:
+        made.started.append(_start([*_SRUN, f"--nodes={len(names)}", f"--ntasks={len(names)}", *command], key))
+        ready = _ready(made.started[0], len(names), time.monotonic() + _READY_S)
+        for where in sorted(ready, key=lambda one: int(one["node"])):
+            made.workers.append(Worker(names[int(where["node"])], str(where["address"]), int(where["port"])))
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _start(line: Sequence[str], key: bytes) -> subprocess.Popen[bytes]:
+    try:
+        process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+    except OSError as error:
+        raise ConfigError(f"cannot run {line[0]}: {error.strerror}") from error
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code is told
+        process.stdin.write(key.hex().encode() + b"\n")
+        process.stdin.flush()
+    return process
+
+
+def _ready(process: subprocess.Popen[bytes], count: int, until: float) -> list[dict[str, Any]]:
+    """What ``count`` workers below ``process`` say of themselves; what else is printed, a message of the day, is passed over."""
+    assert process.stdout is not None
+    found: list[dict[str, Any]] = []
+    buffer = b""
+    fd = process.stdout.fileno()
+    while len(found) < count:
+        if not select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
+            raise ConfigError(
+                f"{count - len(found)} of {count} workers did not say within {_READY_S:g} s that they listen"
+            )
+        data = os.read(fd, 1 << 16)
+        if not data:
+            code = process.wait()
+            raise ConfigError(f"`{shlex.join(process.args)}` ended with code {code} before its worker listened")  # type: ignore[arg-type]
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            _, begins, rest = line.decode(errors="replace").partition(READY)
+            if begins:
+                found.append(json.loads(rest))
+    threading.Thread(target=_drain, args=(fd,), name="llamarl-workers", daemon=True).start()
+    return found
+
+
+def _drain(fd: int) -> None:
+    """Nobody reads what a worker prints later; it must not wait for that."""
+    with contextlib.suppress(OSError):
+        while os.read(fd, 1 << 16):
+            continue
