@@ -111,6 +111,7 @@ def test_what_a_run_saves_of_itself_is_its_whole_configuration() -> None:
         "generator.engine.options",
         "judge.engine.options",
         "executors",
+        "hosts.on",
     }  # empty by default
     flat = key_effects().keys() - tables
 

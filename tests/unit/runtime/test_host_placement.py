@@ -1,0 +1,160 @@
+"""Where ranks go when a job has hosts, by hand; and what a user may write of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.config import load_config
+from llamarl.controller.job_hosts import pair_lines, unreachable
+from llamarl.errors import ConfigError
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.config import host_settings, hosts_named
+from llamarl.runtime.host_placement import Machine, place_on_hosts, spread, unlike
+from llamarl.runtime.placement import ColocatedGroup
+
+FACTS = {"llamarl": "1", "python": "3.11.7", "torch": "2.13", "processor": "x86 avx2"}
+
+
+def spec(name: str, num_ranks: int = 1, device: str = "cpu", threads: int = 1) -> ExecutorSpec:
+    return ExecutorSpec(name=name, factory="m:f", num_ranks=num_ranks, device=device, threads=threads)
+
+
+def machine(name: str, cores: int = 8, cuda_devices: int = 0, **facts: str) -> Machine:
+    return Machine(name, cores, cuda_devices, {**FACTS, **facts})
+
+
+def test_ranks_fill_a_host_before_the_next_and_tensor_parallel_peers_stay_together() -> None:
+    where = spread([spec("g", 6)], 3, {"g": (0, 2)}, tensor_parallel={"g": 2})
+    assert where == {"g": (0, 0, 0, 0, 2, 2)}
+    assert spread([spec("t", 3)], 2, {"t": (1, 0)}, tensor_parallel={}) == {"t": (1, 1, 0)}
+    assert spread([spec("t", 2)], 2, {"t": (0, 1)}, tensor_parallel={"t": 2}) == {"t": (0, 1)}
+
+
+def test_an_executor_without_hosts_goes_where_fewest_ranks_are() -> None:
+    where = spread([spec("a"), spec("b", 2), spec("c"), spec("d")], 3, {"b": (1,)}, tensor_parallel={})
+    assert where == {"a": (0,), "b": (1, 1), "c": (2,), "d": (0,)}
+
+
+def test_executors_that_share_devices_are_put_together_or_refused() -> None:
+    executors = [spec("generator"), spec("reward"), spec("trainer")]
+    together = ("generator", "trainer")
+    where = spread(executors, 2, {"trainer": (1,)}, tensor_parallel={}, together=together)
+    assert where == {"generator": (1,), "reward": (0,), "trainer": (1,)}
+    assert spread(executors, 2, {}, tensor_parallel={}, together=together)["trainer"] == (0,)
+    with pytest.raises(ConfigError, match="must give them the same hosts"):
+        spread(executors, 2, {"trainer": (1,), "generator": (0,)}, tensor_parallel={}, together=together)
+
+
+def test_an_executor_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"hosts.on.trainr: there is no such executor, there are a, b"):
+        spread([spec("a"), spec("b")], 1, {"trainr": (0,)}, tensor_parallel={})
+
+
+def test_each_host_gives_its_own_cores_and_devices() -> None:
+    executors = [spec("g", 4, "cuda", 0), spec("t", 2, "cuda", 0), spec("r", threads=1)]
+    hosts = [machine("a", 4, 2), machine("b", 16, 4)]
+    placement = place_on_hosts(executors, machine("here"), hosts, {"g": (0, 0, 1, 1), "t": (1, 1), "r": (-1,)})
+    g, t, r = placement.executors
+    assert (g.device, g.threads) == ("cuda:0,cuda:1,cuda:0,cuda:1", 2), "a has least for each: 4 cores for 2 ranks"
+    assert (t.device, t.threads) == ("cuda:2,cuda:3", 4)
+    assert (r.device, r.threads) == ("cpu", 1)
+    assert placement.hosts == {"g": ("a", "a", "b", "b"), "t": ("b", "b"), "r": ("here",)}
+    table = placement.table().splitlines()
+    assert table[0].split() == ["executor", "rank", "host", "device", "threads"]
+    assert table[3].split() == ["g", "2", "of", "4", "b", "cuda:0", "2"]
+    assert "a: 4 threads on 4 cores" in table and "b: 12 threads on 16 cores" in table
+
+
+def test_all_mistakes_are_told_at_once_with_their_machines() -> None:
+    executors = [spec("g", 3, "cuda"), spec("t", 1, "cuda:7")]
+    hosts = [machine("a", cuda_devices=1), machine("b", cuda_devices=2)]
+    with pytest.raises(ConfigError) as caught:
+        place_on_hosts(executors, machine("here"), hosts, {"g": (0, 0, 1), "t": (1,)})
+    message = str(caught.value)
+    assert "a: executor 'g': 2 ranks need as many CUDA devices, this machine has 1" in message
+    assert "b: executor 't': there is no cuda:7" in message
+
+
+def test_one_kind_of_device_an_executor() -> None:
+    hosts = [machine("a"), machine("b", cuda_devices=1)]
+    with pytest.raises(ConfigError, match="CUDA on some of its hosts and the CPU on others"):
+        place_on_hosts([spec("g", 2, "auto")], machine("here"), hosts, {"g": (0, 1)})
+
+
+def test_a_colocated_pair_shares_the_devices_of_its_host() -> None:
+    group = ColocatedGroup(members=("g", "r", "t"), sharing=("g", "t"))
+    executors = [spec("g", 1, "cuda", 0), spec("r", threads=1), spec("t", 1, "cuda", 0)]
+    placement = place_on_hosts(
+        executors, machine("here"), [machine("a", 4, 2), machine("b")], {"g": (0,), "r": (1,), "t": (0,)}, colocated=group
+    )
+    assert [(one.device, one.threads) for one in placement.executors] == [("cuda:0", 4), ("cpu", 1), ("cuda:0", 4)]
+    assert any("a: g and t are co-located" in line for line in placement.notes())
+
+
+def test_unlike_machines_are_refused_unless_allowed_but_never_another_llamarl() -> None:
+    alike = [machine("a"), machine("b")]
+    assert unlike(alike, allow=False) == []
+    odd = [machine("a"), machine("b", processor="arm", torch="2.12")]
+    assert unlike(odd, allow=False) == [
+        "processor: a has 'x86 avx2', b 'arm'",
+        "torch: a has '2.13', b '2.12'",
+    ]
+    assert unlike(odd, allow=True) == []
+    assert unlike([machine("a"), machine("b", llamarl="2")], allow=True) == ["llamarl: a has '1', b '2'"]
+    assert unlike([machine("a"), machine("b", python="3.11.2")], allow=True) == []
+    assert unlike([machine("a"), machine("b", python="3.12.2")], allow=True) != []
+
+
+def test_a_host_reached_by_the_loopback_beside_others_is_refused() -> None:
+    assert unreachable({"a": "127.0.0.1", "b": "127.0.0.1"}) == ""
+    assert unreachable({"a": "10.0.0.1", "b": "fd00::2"}) == ""
+    assert unreachable({"a": "127.0.0.1", "b": "10.0.0.2"}).startswith("a: reached by the loopback, where b cannot")
+
+
+def test_what_shares_memory_is_mapped_and_the_rest_travels() -> None:
+    channel = ChannelSpec(name="scored", kind=ChannelKind.SCATTER, source="reward", sink="trainer")
+    lines = pair_lines([channel], {"reward": ("a",), "trainer": ("a", "b", "b")}, {"a": "one", "b": "two"})
+    assert lines == ["scored (reward to trainer): a to a shared memory, a to b tcp"]
+
+
+def test_hosts_go_by_name_by_address_or_by_place() -> None:
+    workers = ["a", "b:7", "10.0.0.3:7", "10.0.0.3:8"]
+    assert hosts_named(["b", "a"], workers) == (1, 0)
+    assert hosts_named(["10.0.0.3:8"], workers) == (3,)
+    assert hosts_named(["0", "2-3"], workers) == (0, 2, 3)
+    assert hosts_named(["here"], workers) == (-1,)
+    for wrong in (["c"], ["10.0.0.3"], ["7"], ["a", "0"], ["a", "here"], []):
+        with pytest.raises(ValueError, match="host|here"):
+            hosts_named(wrong, workers)
+
+
+def test_the_flags_say_what_the_section_says() -> None:
+    assert host_settings("a,b", ["generator=a"]) == {"workers": ["a", "b"], "start": "running", "on": {"generator": ["a"]}}
+    assert host_settings("ssh:a,b") == {"workers": ["a", "b"], "start": "ssh", "on": {}}
+    assert host_settings("slurm", ["trainer=0-2"]) == {"workers": [], "start": "slurm", "on": {"trainer": ["0-2"]}}
+    assert host_settings("ssh:22222") == {"workers": ["ssh:22222"], "start": "running", "on": {}}, "a host of that name"
+    assert host_settings("here") == {"workers": [], "start": "running", "on": {}}
+    assert host_settings("", ["trainer=b"]) == {"on": {"trainer": ["b"]}}
+    assert host_settings("") == {}
+    with pytest.raises(ValueError, match="EXECUTOR=HOST,HOST"):
+        host_settings("a", ["trainer"])
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"hosts.workers": ["-oProxyCommand=x"]}, "hosts.workers"),
+        ({"hosts.workers": ["a"], "hosts.on": {"trainer": ["b"]}}, "hosts.on.trainer"),
+        ({"hosts.on": {"trainer": ["b"]}}, "hosts.on"),
+        ({"hosts.start": "ssh"}, "hosts.workers"),
+        ({"hosts.start": "slurm", "hosts.workers": ["a"]}, "hosts.workers"),
+        ({"hosts.workers": ["a"], "hosts.port_range": "9-7"}, "hosts.port_range"),
+        ({"hosts.workers": ["a"], "hosts.tls_cert": "c"}, "hosts.tls_key"),
+        ({"hosts.workers": ["a"], "run.runtime": "inline"}, "run.runtime"),
+    ],
+)
+def test_a_mistake_in_the_hosts_names_its_key(given: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, given)
+    assert key in [mistake.key for mistake in caught.value.mistakes]
