@@ -86,7 +86,11 @@ def test_a_colocated_pair_shares_the_devices_of_its_host() -> None:
     group = ColocatedGroup(members=("g", "r", "t"), sharing=("g", "t"))
     executors = [spec("g", 1, "cuda", 0), spec("r", threads=1), spec("t", 1, "cuda", 0)]
     placement = place_on_hosts(
-        executors, machine("here"), [machine("a", 4, 2), machine("b")], {"g": (0,), "r": (1,), "t": (0,)}, colocated=group
+        executors,
+        machine("here"),
+        [machine("a", 4, 2), machine("b")],
+        {"g": (0,), "r": (1,), "t": (0,)},
+        colocated=group,
     )
     assert [(one.device, one.threads) for one in placement.executors] == [("cuda:0", 4), ("cpu", 1), ("cuda:0", 4)]
     assert any("a: g and t are co-located" in line for line in placement.notes())
@@ -130,7 +134,11 @@ def test_hosts_go_by_name_by_address_or_by_place() -> None:
 
 
 def test_the_flags_say_what_the_section_says() -> None:
-    assert host_settings("a,b", ["generator=a"]) == {"workers": ["a", "b"], "start": "running", "on": {"generator": ["a"]}}
+    assert host_settings("a,b", ["generator=a"]) == {
+        "workers": ["a", "b"],
+        "start": "running",
+        "on": {"generator": ["a"]},
+    }
     assert host_settings("ssh:a,b") == {"workers": ["a", "b"], "start": "ssh", "on": {}}
     assert host_settings("slurm", ["trainer=0-2"]) == {"workers": [], "start": "slurm", "on": {"trainer": ["0-2"]}}
     assert host_settings("ssh:22222") == {"workers": ["ssh:22222"], "start": "running", "on": {}}, "a host of that name"
