@@ -143,7 +143,7 @@ def _evaluate(config: Any, named: NamedModel, responses: OutputFile | None) -> d
         "reward_mean": scores["reward_mean"],
         "length_mean": scores["length_mean"],
         "failed": int(scores["failed"]),
-        **{key: value for key, value in scores.items() if key.startswith("tasks/")},
+        **{key: value for key, value in scores.items() if key.startswith(("tasks/", "parts/"))},
     }
 
 

@@ -22,7 +22,7 @@ from llamarl.environments.episodes import begin_episode
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import BaseExecutor, StepResult
 from llamarl.executors.prompts import make_prompt_stream
-from llamarl.executors.reward import JUDGING_SHARE
+from llamarl.executors.reward import JUDGING_SHARE, part_means
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.running_time import running_s
@@ -130,8 +130,8 @@ def evaluate(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[str, fl
 
     A response is right when its reward is at least 1. ``accuracy``: share of right ones among scored samples;
     ``pass_at_k``: share of prompts with a right one among their k samples; ``reward_mean``: mean reward of scored
-    samples; ``failed``: samples without a verdict, which count in none of these. Of each of ``tasks``, the
-    labels of a mixture, the first three as ``tasks/LABEL/*``.
+    samples; ``failed``: samples without a verdict, which count in none of these; ``parts/NAME``: mean of a named part
+    over the samples that have it. Of each of ``tasks``, the labels of a mixture, the first three as ``tasks/LABEL/*``.
     """
     of_tasks: dict[str, float] = {}
     for task in tasks:
@@ -146,5 +146,6 @@ def evaluate(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[str, fl
         "pass_at_k": float(np.mean(solved)) if solved else float("nan"),
         "length_mean": float(np.mean([len(r.tokens) for r in responses])) if responses else float("nan"),
         "failed": float(sum(isinstance(r.outcome, Failure) for r in responses)),
+        **part_means([r.outcome for r in responses]),
         **of_tasks,
     }

@@ -28,7 +28,7 @@ from llamarl.observability.rollouts import RolloutWriter
 from llamarl.roles import ROLES
 from llamarl.types import Failure, Group, Score
 
-__all__ = ["JUDGING_SHARE", "RewardExecutor", "reward_metrics"]
+__all__ = ["JUDGING_SHARE", "RewardExecutor", "part_means", "reward_metrics"]
 
 JUDGING_SHARE = 0.9
 """Of ``deadlines.step_s``, what judging may take; the samples that are left then are failed, and the run goes on."""
@@ -136,10 +136,6 @@ def reward_metrics(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[s
     """
     outcomes = [r.outcome for g in groups for r in g.responses]
     values = [o.value for o in outcomes if isinstance(o, Score)]
-    parts: dict[str, list[float]] = {}
-    for outcome in outcomes:
-        for name, value in outcome.parts.items() if isinstance(outcome, Score) else ():
-            parts.setdefault(name, []).append(value)
     no_signal = 0
     for group in groups:
         rewards = {r.outcome.value for r in group.responses if isinstance(r.outcome, Score)}
@@ -151,9 +147,18 @@ def reward_metrics(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[s
         "tokens/failed": float(failed_tokens(groups)),
         "groups/generated": float(len(groups)),
         "groups/no_signal": float(no_signal),
-        **{f"reward/parts/{name}": float(np.mean(values)) for name, values in sorted(parts.items())},
+        **{f"reward/{key}": value for key, value in part_means(outcomes).items()},
         **{f"reward/tasks/{task}/{key}": value for task in tasks for key, value in _of_task(groups, task).items()},
     }
+
+
+def part_means(outcomes: Sequence[Score | Failure | None]) -> dict[str, float]:
+    """``parts/NAME``: the mean of each named part over the outcomes that have it, by name."""
+    parts: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for name, value in outcome.parts.items() if isinstance(outcome, Score) else ():
+            parts.setdefault(name, []).append(value)
+    return {f"parts/{name}": float(np.mean(values)) for name, values in sorted(parts.items())}
 
 
 def _of_task(groups: Sequence[Group], task: str) -> dict[str, float]:

@@ -527,6 +527,12 @@ KEYS: tuple[MetricKey, ...] = (
         "same",
     ),
     _key("eval/reward_mean", "reward", "Mean reward of scored responses to held-out prompts.", "same"),
+    _key(
+        "eval/parts/NAME",
+        "reward",
+        "Mean of a part that the score of a held-out response names, over the responses that have it.",
+        "same",
+    ),
     _key("eval/failed", "responses", "Responses to held-out prompts without a verdict.", "same", integer=True),
     _key("eval/policy_version", "updates", "Policy version that was evaluated.", "same", integer=True),
     _key("eval/length_mean", "tokens", "Mean response length in the evaluation.", "same"),

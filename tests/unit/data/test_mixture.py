@@ -17,7 +17,7 @@ from llamarl.executors.evaluator import evaluate
 from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.reward import reward_metrics
 from llamarl.models.loading import load_tokenizer
-from llamarl.types import Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Prompt, Response, Score
 
 
 class Count:
@@ -88,6 +88,18 @@ def test_metrics_and_evaluations_tell_each_task() -> None:
     scores = evaluate(groups, ["math", "code"])
     assert (scores["tasks/math/accuracy"], scores["tasks/math/pass_at_k"]) == (0.75, 1.0)
     assert (scores["tasks/code/accuracy"], scores["tasks/code/reward_mean"]) == (0.0, 0.25)
+
+
+def test_evaluations_tell_the_mean_of_each_part_over_the_samples_that_have_it() -> None:
+    outcomes = [Score(value=1.0, parts={"first_try": 1.0, "correct": 1.0}), Score(value=0.5, parts={"correct": 1.0})]
+    prompt = Prompt(index=0, tokens=np.array([1]), text="", answer=None, metadata={})
+    failed = response(Failure(kind="timeout", detail="too late"))
+    scores = evaluate([Group(prompt=prompt, responses=(*map(response, outcomes), failed))])
+    assert {key: value for key, value in scores.items() if key.startswith("parts/")} == {
+        "parts/correct": 1.0,
+        "parts/first_try": 1.0,
+    }
+    assert scores["accuracy"] == 0.5
 
 
 RECIPE = """
