@@ -8,7 +8,7 @@ WORKERS ?= 2
 ENVIRONMENTS_VENV ?= .venv-environments
 VERIFIERS_VENV ?= .venv-verifiers
 
-.PHONY: train test test-wheel test-browser test-vllm test-environments test-verifiers check install clean
+.PHONY: train test test-wheel test-browser test-vllm test-environments test-verifiers test-hosts check install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
@@ -24,6 +24,9 @@ test-wheel:  ## the built wheel in an environment of its own, in an empty folder
 test-browser: install  ## every view of llamarl report in Chromium (Debian: apt-get install chromium)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	$(BIN)/python -m pytest tests/browser -m "browser or not browser"
+
+test-hosts: install  ## a job over hosts that share nothing (namespaces on a bridge): as root, Linux
+	$(BIN)/python -m pytest tests/real_hosts -m "hosts or not hosts"
 
 test-vllm: $(VLLM_VENV)/.installed  ## the vLLM engine on vLLM's CPU build, in an environment of its own (4 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm
