@@ -171,7 +171,8 @@ class _Connection:
 
     def __init__(self, made: socket.socket) -> None:
         self._socket = made
-        limit_waits(made, _TICK_S)
+        self._whole = 0 if isinstance(made, ssl.SSLSocket) else socket.MSG_WAITALL
+        limit_waits(made, receive_s=_TICK_S, send_s=_TICK_S)
 
     def ask(self, nonce: bytes, offset: int, nbytes: int, until: float, who: str) -> None:
         view = memoryview(REQUEST.pack(nonce, offset, nbytes))
@@ -206,7 +207,7 @@ class _Connection:
         whole = into.nbytes
         while into:
             try:
-                count = self._socket.recv_into(into)
+                count = self._socket.recv_into(into, 0, self._whole)
             except (BlockingIOError, TimeoutError):
                 _check(until, f"{who}: {whole - into.nbytes:,} of {whole:,} bytes came")
                 continue

@@ -42,6 +42,8 @@ Endpoint = tuple[str, int]
 """Numeric address and port."""
 
 _PAUSE_S = 0.05
+_TLS_CHUNK = 1 << 20
+"""Bytes for which ``stall_s`` counts anew inside TLS; without it the kernel counts from progress to progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,7 @@ class SegmentServer:
         try:
             connection = self._prove(number, connection)
             full = self._take_in(number, connection)
+            self._let_it_wait(connection)
             while (request := self._next_request(connection)) is not None:
                 if full:
                     _fail(connection, f"it has {self._limits.proved} readers already")
@@ -184,15 +187,18 @@ class SegmentServer:
             self._proved.pop(number, None)
 
     def _next_request(self, connection: socket.socket) -> bytes | None:
-        limit_waits(connection, None)  # a reader keeps its connection from tick to tick
         first = connection.recv(REQUEST.size)
         if not first:
             return None
         if len(first) < REQUEST.size:
             rest = REQUEST.size - len(first)
             first += receive_exactly(connection, rest, time.monotonic() + self._limits.stall_s)
-        limit_waits(connection, self._limits.stall_s)
+            self._let_it_wait(connection)
         return first
+
+    def _let_it_wait(self, connection: socket.socket) -> None:
+        """A reader keeps its connection from tick to tick, but takes what it asked for."""
+        limit_waits(connection, receive_s=None, send_s=self._limits.stall_s)
 
     def _answer(self, connection: socket.socket, nonce: bytes, offset: int, nbytes: int) -> None:
         with self._lock:
@@ -203,10 +209,14 @@ class SegmentServer:
             return _fail(connection, f"bytes {offset} to {offset + nbytes} lie outside its {memory.nbytes}")
         head = ANSWER.pack(OK, nbytes)
         if isinstance(connection, ssl.SSLSocket):
+            connection.settimeout(self._limits.stall_s)
             connection.sendall(head)
+            for start in range(offset, offset + nbytes, _TLS_CHUNK):
+                connection.sendall(memory[start : min(start + _TLS_CHUNK, offset + nbytes)])
+            connection.settimeout(None)
         else:
             connection.sendall(head, socket.MSG_MORE if nbytes else 0)
-        connection.sendall(memory[offset : offset + nbytes])
+            connection.sendall(memory[offset : offset + nbytes])
 
 
 def _fail(connection: socket.socket, words: str) -> None:

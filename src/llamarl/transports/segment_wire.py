@@ -56,20 +56,19 @@ def prepare(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def limit_waits(connection: socket.socket, seconds: float | None) -> None:
+def limit_waits(connection: socket.socket, *, receive_s: float | None, send_s: float) -> None:
     """Give each later wait of this blocking socket a limit; over it, ``BlockingIOError`` or ``TimeoutError`` is raised.
 
     Args:
-        seconds: None: a wait may last.
+        receive_s: None: it may last. Inside TLS, whose socket has one limit for both, it is then ``send_s`` that has none.
     """
     if isinstance(connection, ssl.SSLSocket):
-        connection.settimeout(seconds)
+        connection.settimeout(None if receive_s is None else max(receive_s, send_s))
         return
     connection.settimeout(None)
-    whole = int(seconds or 0)
-    value = struct.pack("@ll", whole, max(1, int(((seconds or 0) - whole) * 1e6)) if seconds else 0)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connection.setsockopt(socket.SOL_SOCKET, option, value)
+    for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
+        micros = 0 if seconds is None else max(1, int(seconds * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(micros, 1_000_000)))
 
 
 def shut(connection: socket.socket) -> None:
