@@ -46,6 +46,9 @@ class ChannelSpec:
     and hears of new ones while it works: it gets a :class:`llamarl.executors.base.Feed` instead of a payload."""
     transport: str = "shared_memory"
     """What carries it: a name of ``llamarl.transports.table``. ``cuda_ipc`` is for WEIGHTS alone."""
+    fan_out: bool = True
+    """WEIGHTS over ``tcp`` with several sink ranks: each host reads a version once and passes it on to the next. Off, every sink
+    rank reads its own slices from the source, which is less where tensor-parallel ranks of one replica lie on several hosts."""
     sink_replicas: int = 1
     """Consecutive sink ranks that receive the same part of a SCATTER: the tensor-parallel peers of one data-parallel rank."""
 

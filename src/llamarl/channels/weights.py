@@ -125,6 +125,7 @@ class WeightsReceiver:
             transport=transport if transport is not None else SharedMemorySink(),
             name=f"channel {spec.name!r} ({spec.source} to {spec.sink})",
             allow_unused=allow_unused,
+            fan_out=spec.fan_out and num_sink_ranks > 1,
         )
 
     def receive(self, handles: tuple[Handle, ...], deadline_s: float) -> WeightVersion | None:

@@ -11,6 +11,7 @@ another request's.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import ssl
@@ -31,9 +32,11 @@ from llamarl.transports.segment_wire import (
     ANSWER,
     CONNECT_S,
     LONGEST_REQUEST,
+    LONGEST_WORDS,
     OK,
     PURPOSE,
     REQUEST,
+    SEAT,
     client_tls,
     limit_waits,
     prepare,
@@ -47,7 +50,6 @@ STREAMS = 2
 
 _TICK_S = 1.0
 """Longest single wait in the kernel: between two, the deadline's own clock is asked, which stands still while we are stopped."""
-_LONGEST_WORDS = 1 << 16
 _DIALS = 3
 _REDIAL_S = 0.05
 
@@ -120,6 +122,25 @@ class RemoteSegment:
         """Raise ChannelError if its owner is gone or has closed it."""
         self._ask(0, memoryview(b""), running_s() + deadline_s)
 
+    def take_seat(self, mirror: SegmentHandle, deadline_s: float) -> tuple[bool, SegmentHandle | None]:
+        """Offer to pass this segment on from a copy in ``mirror``; see :mod:`llamarl.transports.fan_out`.
+
+        Returns:
+            Whether this process is to do so, and whose copy it reads: that of a host before it (None: the segment itself), or,
+            where another process of this space passes it on, that process's.
+
+        Raises: As ``read``.
+        """
+        until = running_s() + deadline_s
+        connection = self._owner.dial(until, self._who)
+        words = json.dumps([mirror.space, _in_words(mirror)]).encode()
+        try:
+            connection.ask(self.handle.nonce, len(words), SEAT, until, self._who, words)
+            relays, found = json.loads(connection.take_words(until, self._who))
+        finally:
+            connection.close()
+        return bool(relays), _from_words(found) if found else None
+
     def forget(self) -> None:
         """Drop what was expected and never read."""
         if self._expected:
@@ -174,8 +195,8 @@ class _Connection:
         self._whole = 0 if isinstance(made, ssl.SSLSocket) else socket.MSG_WAITALL
         limit_waits(made, receive_s=_TICK_S, send_s=_TICK_S)
 
-    def ask(self, nonce: bytes, offset: int, nbytes: int, until: float, who: str) -> None:
-        view = memoryview(REQUEST.pack(nonce, offset, nbytes))
+    def ask(self, nonce: bytes, offset: int, nbytes: int, until: float, who: str, words: bytes = b"") -> None:
+        view = memoryview(REQUEST.pack(nonce, offset, nbytes) + words)
         while view:
             try:
                 view = view[self._socket.send(view) :]
@@ -186,18 +207,35 @@ class _Connection:
 
     def take(self, into: memoryview, until: float, who: str) -> None:
         """The next answer."""
-        head = bytearray(ANSWER.size)
-        self._fill(memoryview(head), until, who)
-        status, nbytes = ANSWER.unpack(head)
+        status, nbytes = self._head(until, who)
         if status == OK and nbytes == into.nbytes:
             return self._fill(into, until, who)
-        if status == OK or nbytes > _LONGEST_WORDS:
+        if status == OK or nbytes > LONGEST_WORDS:
             raise ChannelError(
                 f"{who}: answered {nbytes:,} bytes where {into.nbytes:,} were asked for; it is another program"
             )
+        raise _Refused(f"{who}: {self._words(nbytes, until, who).decode(errors='replace')}")
+
+    def take_words(self, until: float, who: str) -> bytes:
+        """The next answer, which is in words."""
+        status, nbytes = self._head(until, who)
+        if nbytes > 2 * LONGEST_WORDS:
+            raise ChannelError(f"{who}: answered {nbytes:,} bytes where a few words were asked for; it is another program")
+        words = self._words(nbytes, until, who)
+        if status != OK:
+            raise _Refused(f"{who}: {words.decode(errors='replace')}")
+        return words
+
+    def _head(self, until: float, who: str) -> tuple[int, int]:
+        head = bytearray(ANSWER.size)
+        self._fill(memoryview(head), until, who)
+        status, nbytes = ANSWER.unpack(head)
+        return status, nbytes
+
+    def _words(self, nbytes: int, until: float, who: str) -> bytes:
         words = bytearray(nbytes)
         self._fill(memoryview(words), until, who)
-        raise _Refused(f"{who}: {words.decode(errors='replace')}")
+        return bytes(words)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -285,6 +323,16 @@ def _owner(endpoint: Endpoint) -> _Owner:
     assert network is not None, "nothing lies elsewhere in a job on one machine"
     with _owners_lock:
         return _owners.setdefault((endpoint, network), _Owner(endpoint, network))
+
+
+def _in_words(handle: SegmentHandle) -> str:
+    values = [handle.pid, handle.fd, handle.size, handle.nonce.hex(), handle.path, handle.space, *handle.endpoint]
+    return json.dumps(values)
+
+
+def _from_words(text: str) -> SegmentHandle:
+    pid, fd, size, nonce, path, space, address, port = json.loads(text)
+    return SegmentHandle(pid, fd, size, bytes.fromhex(nonce), path, space, (address, port))
 
 
 def _check(until: float, doing: str) -> None:

@@ -3,14 +3,15 @@
     first Segment of a process that is on a network ─▶ listen on its own address alone
     accept ─▶ a thread a connection: TLS, proof of the key before a deadline ─▶ (nonce, offset, bytes) ─▶ the mapped memory
 
-Only what is registered can be read, by its 16 random bytes; nothing can be written, and nothing that a peer sends is more than
-three numbers. Each connection has a thread of its own, so a slow one holds up none but itself. Those that have not proved the
+Only what is registered can be read, by its 16 random bytes, and nothing can be written: a peer sends three numbers, or asks who
+else reads a segment and leaves two words on where its own copy lies (:mod:`llamarl.transports.fan_out`). Each connection has a thread of its own, so a slow one holds up none but itself. Those that have not proved the
 key are few: the oldest goes when there are too many, so half-open connections cannot shut out who comes after them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import ssl
@@ -20,6 +21,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from llamarl.errors import ChannelError, ConfigError
+from llamarl.transports.fan_out import Seat, take_seat
 from llamarl.transports.network import Network, mine
 from llamarl.transports.run_key import KeyRefused, prove_as_server, receive_exactly
 from llamarl.transports.segment_wire import (
@@ -27,9 +29,11 @@ from llamarl.transports.segment_wire import (
     CONNECT_S,
     FAILED,
     LONGEST_REQUEST,
+    LONGEST_WORDS,
     OK,
     PURPOSE,
     REQUEST,
+    SEAT,
     limit_waits,
     prepare,
     server_tls,
@@ -72,6 +76,9 @@ class SegmentServer:
         self._tls = server_tls(network.tls) if network.tls is not None else None
         self._lock = threading.Lock()
         self._segments: dict[bytes, memoryview] = {}
+        self._seats: dict[bytes, list[Seat]] = {}
+        self.sent_bytes = 0
+        """Of segments, to readers, in all."""
         self._unproved: OrderedDict[int, socket.socket] = OrderedDict()
         self._proved: dict[int, socket.socket] = {}
         self._number = 0
@@ -92,6 +99,7 @@ class SegmentServer:
         """From now on nobody can read it. Idempotent."""
         with self._lock:
             self._segments.pop(nonce, None)
+            self._seats.pop(nonce, None)
 
     def close(self) -> None:
         """End all connections and listen no more. Idempotent."""
@@ -205,8 +213,12 @@ class SegmentServer:
             memory = self._segments.get(nonce)
         if memory is None:
             return _fail(connection, "its owner has closed it or restarted")
+        if nbytes == SEAT:
+            return self._seat(connection, nonce, offset)
         if nbytes > LONGEST_REQUEST or offset + nbytes > memory.nbytes:
             return _fail(connection, f"bytes {offset} to {offset + nbytes} lie outside its {memory.nbytes}")
+        with self._lock:
+            self.sent_bytes += nbytes
         head = ANSWER.pack(OK, nbytes)
         if isinstance(connection, ssl.SSLSocket):
             connection.settimeout(self._limits.stall_s)
@@ -217,6 +229,22 @@ class SegmentServer:
         else:
             connection.sendall(head, socket.MSG_MORE if nbytes else 0)
             connection.sendall(memory[offset : offset + nbytes])
+
+
+    def _seat(self, connection: socket.socket, nonce: bytes, nbytes: int) -> None:
+        if nbytes > LONGEST_WORDS:
+            raise ConnectionAbortedError  # what follows cannot be told from requests
+        words = receive_exactly(connection, nbytes, time.monotonic() + self._limits.stall_s)
+        self._let_it_wait(connection)
+        try:
+            space, mirror = json.loads(words)
+            newcomer = Seat(str(space), str(mirror))
+        except ValueError as error:
+            return _fail(connection, f"no seat for {words[:80]!r}: {error}")
+        with self._lock:
+            self._seats[nonce], answer = take_seat(self._seats.get(nonce, []), newcomer)
+        text = json.dumps([answer.relays, answer.mirror]).encode()
+        connection.sendall(ANSWER.pack(OK, len(text)) + text)
 
 
 def _fail(connection: socket.socket, words: str) -> None:

@@ -4,6 +4,7 @@
 
     request  nonce of the segment (16), offset (8), bytes (8)      bytes = 0 asks only whether it is still held
     answer   status (8), bytes (8), and so many bytes: the memory asked for, or an error in words
+    a seat   nonce, bytes of the words that follow, SEAT, words      answered in words: see llamarl.transports.fan_out
 
 Requests may be sent ahead of the answers, which come in their order. Every wait has a limit in the kernel (``SO_RCVTIMEO``):
 a socket that Python itself gives a timeout makes two calls where a blocking one makes one, a tenth of the rate at 2 GB/s.
@@ -26,9 +27,11 @@ __all__ = [
     "CONNECT_S",
     "FAILED",
     "LONGEST_REQUEST",
+    "LONGEST_WORDS",
     "OK",
     "PURPOSE",
     "REQUEST",
+    "SEAT",
     "client_tls",
     "limit_waits",
     "prepare",
@@ -42,6 +45,9 @@ REQUEST = struct.Struct("<16sQQ")
 ANSWER = struct.Struct("<QQ")
 OK, FAILED = 0, 1
 LONGEST_REQUEST = 1 << 30
+SEAT = (1 << 64) - 1
+"""In the place of the bytes asked for."""
+LONGEST_WORDS = 1 << 12
 CONNECT_S = 10.0
 """For TLS and the proof together, at either end."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}

@@ -19,7 +19,7 @@ from llamarl.transports.remote_segment import STREAMS, RemoteSegment
 from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 
-__all__ = ["TcpSink", "TcpSource"]
+__all__ = ["TcpRemote", "TcpSink", "TcpSource"]
 
 _AHEAD = 4
 """Blocks that are on their way while one is proved, a stream."""
@@ -38,7 +38,9 @@ class TcpSource(SharedMemorySource):
         return cls()
 
 
-class _Remote:
+class TcpRemote:
+    """A buffer of another space; implements :class:`llamarl.transports.base.RemoteBuffer`."""
+
     def __init__(self, handle: SegmentHandle, deadline_s: float, streams: int) -> None:
         self._segment = RemoteSegment(handle, deadline_s, streams=streams)
         self._ahead = _AHEAD * streams
@@ -54,6 +56,10 @@ class _Remote:
             return False
         self._segment.expect(offset, nbytes, deadline_s)
         return True
+
+    def take_seat(self, mirror: SegmentHandle, deadline_s: float) -> tuple[bool, SegmentHandle | None]:
+        """As :meth:`llamarl.transports.remote_segment.RemoteSegment.take_seat`."""
+        return self._segment.take_seat(mirror, deadline_s)
 
     def ready_to_read(self, stop: int) -> int:
         return stop
@@ -91,7 +97,7 @@ class TcpSink:
 
     def open(self, address: SegmentHandle, deadline_s: float) -> RemoteBuffer:
         if is_elsewhere(address):
-            return _Remote(address, deadline_s, self._streams)
+            return TcpRemote(address, deadline_s, self._streams)
         return self._mapped.open(address, deadline_s)
 
     def close(self) -> None:

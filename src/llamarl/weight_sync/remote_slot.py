@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import time
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
@@ -17,9 +18,13 @@ from llamarl.transports.deadline import Clock
 from llamarl.transports.slots import HEADER_BYTES, PAGE, SlotHeader, SlotState, parse_header
 from llamarl.weight_sync.manifest import Catalog, SlotHandle, manifest_checksum
 
-__all__ = ["RemoteSlot", "read_catalog"]
+__all__ = ["MAX_ATTEMPTS", "RemoteSlot", "read_catalog"]
+
+MAX_ATTEMPTS = 3
+"""How often a block whose checksum does not agree is pulled before the version is refused."""
 
 _POLL_S = (20e-6, 2e-4)  # first and longest pause between two looks at a slot that is being written
+_POLL_MIRROR_S = 1e-3
 _CHECK_SOURCE_S = 0.05
 
 
@@ -28,16 +33,32 @@ class RemoteSlot:
 
     Args:
         who: Opening of every error message: which sink, which version, which source.
+        is_mirror: ``remote`` is another host's copy of the slot (:mod:`llamarl.weight_sync.relay`), which may be behind it.
 
     Raises:
         WeightSyncError: The slot is stale, half written by a failed source, or its manifest is not the one promised.
     """
 
-    def __init__(self, handle: SlotHandle, remote: RemoteBuffer, catalog: Catalog, who: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        handle: SlotHandle,
+        remote: RemoteBuffer,
+        catalog: Catalog,
+        who: str,
+        clock: Clock,
+        *,
+        is_mirror: bool = False,
+    ) -> None:
+        self._promised = handle.manifest_checksum
+        self._is_mirror = is_mirror
+        self._longest_pause_s = _POLL_MIRROR_S if is_mirror else _POLL_S[1]
+        if is_mirror:  # it is being written, whatever the source's slot was when it was announced
+            handle = replace(handle, manifest_checksum=None)
         self.handle = handle
         self.catalog = catalog
         self.who = who
         self._remote = remote
+        self._behind = False  # the mirror still holds an earlier version
         self._known = 0  # blocks whose checksums have been read
         self._checksums = np.zeros(len(catalog.blocks), np.uint64)
         self._ends = [block.offset + block.nbytes for block in catalog.blocks]
@@ -95,9 +116,18 @@ class RemoteSlot:
             pause = _POLL_S[0]
             while header.state != SlotState.READY:
                 time.sleep(pause)
-                pause = min(_POLL_S[1], 2 * pause)
+                pause = min(self._longest_pause_s, 2 * pause)
                 header = self._header(clock, f"waiting for {self._source} to finish the version")
-            self._prove_manifest(header.checksum)
+            self._prove_manifest(header.checksum if self._promised is None else self._promised)
+
+    def begins(self, within_s: float, clock: Clock) -> bool:
+        """Whether a mirror takes up this version within ``within_s``."""
+        until = time.monotonic() + within_s
+        while self._header(clock) and self._behind:
+            if time.monotonic() > until:
+                return False
+            time.sleep(self._longest_pause_s)
+        return True
 
     def check_current(self, clock: Clock) -> None:
         """Raise WeightSyncError if the source has begun to write another version into the slot."""
@@ -112,6 +142,11 @@ class RemoteSlot:
             f"{self.who}: {shown}: the bytes pulled {attempts} times do not match the manifest's checksum "
             f"(block {index}); the source's memory was altered. This version is not served: resume the run"
         )
+
+    @property
+    def manifest(self) -> int:
+        """Over the checksums read so far; of the whole version after ``finish``."""
+        return manifest_checksum(self.handle.version, self.handle.catalog_checksum, self._checksums)
 
     @property
     def _source(self) -> str:
@@ -135,7 +170,7 @@ class RemoteSlot:
                         "this version is not served: resume the run"
                     ) from error
             time.sleep(pause)
-            pause = min(_POLL_S[1], 2 * pause)
+            pause = min(self._longest_pause_s, 2 * pause)
 
     def _take_checksums(self, up_to: int, clock: Clock) -> None:
         up_to = min(up_to, len(self._checksums))
@@ -147,7 +182,7 @@ class RemoteSlot:
             self._known = up_to
 
     def _prove_manifest(self, promised: int) -> None:
-        if manifest_checksum(self.handle.version, self.handle.catalog_checksum, self._checksums) != promised:
+        if self.manifest != promised:
             raise WeightSyncError(
                 f"{self.who}: its manifest does not match its checksum; the source's memory was altered. "
                 "This version is not served: resume the run"
@@ -157,6 +192,9 @@ class RemoteSlot:
         left_s = clock(doing or f"reading from {self._source}")
         header = parse_header(_read(self._remote, 0, HEADER_BYTES, left_s, self.who))
         handle = self.handle
+        self._behind = self._is_mirror and header is not None and header.generation < handle.generation
+        if self._behind:
+            return SlotHeader(SlotState.WRITING, handle.generation, handle.version, progress=0, checksum=0)
         if header is None:
             raise WeightSyncError(
                 f"{self.who}: the buffer is no weight slot; the source was restarted or its memory altered"

@@ -20,18 +20,16 @@ from llamarl.errors import ChannelError, PlanError, WeightSyncError
 from llamarl.transports.base import RemoteBuffer, SinkTransport
 from llamarl.transports.checksum import ChecksumKind, block_digest
 from llamarl.transports.deadline import Clock, deadline_clock, wait_for_device
+from llamarl.transports.tcp import TcpRemote
 from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
 from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, intersect, replicated_layout, shift
 from llamarl.weight_sync.manifest import Block, Catalog, SlotHandle
 from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping, worth_mapping
 from llamarl.weight_sync.plan import SliceCopy, TransferPlan, plan_transfer
-from llamarl.weight_sync.remote_slot import RemoteSlot, read_catalog
+from llamarl.weight_sync.relay import Relays
+from llamarl.weight_sync.remote_slot import MAX_ATTEMPTS, RemoteSlot, read_catalog
 
 __all__ = ["MAX_ATTEMPTS", "Puller", "WeightVersion"]
-
-MAX_ATTEMPTS = 3
-"""How often a block whose checksum does not agree is pulled before the version is refused."""
-
 
 @dataclass(frozen=True)
 class _Placement:
@@ -57,7 +55,11 @@ class _Pull:
 
 
 class Puller:
-    """Pulls versions for one sink rank; keeps open buffers and the compiled plan from version to version."""
+    """Pulls versions for one sink rank; keeps open buffers and the compiled plan from version to version.
+
+    Args:
+        fan_out: Where a source lies on another host, read it once a host and pass it on (:mod:`llamarl.weight_sync.relay`).
+    """
 
     def __init__(
         self,
@@ -67,12 +69,14 @@ class Puller:
         transport: SinkTransport,
         name: str = "weights",
         allow_unused: bool = False,
+        fan_out: bool = False,
     ) -> None:
         self.rank = rank
         self._num_sink_ranks = num_sink_ranks
         self._transport = transport
         self._name = name
         self._allow_unused = allow_unused
+        self._relays = Relays(transport) if fan_out else None
         self._open: dict[tuple[int, int], tuple[object, RemoteBuffer]] = {}
         self._catalogs: dict[tuple[int, int], Catalog] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -92,11 +96,13 @@ class Puller:
         if len(versions) != 1:
             raise WeightSyncError(f"{self._name}: source ranks offer different versions {sorted(versions)}")
         clock = self.clock("opening", min(versions), deadline_s)
-        return WeightVersion(self, [self._open_slot(handle, clock) for handle in handles], deadline_s)
+        return WeightVersion(self, [self._open_slot(handle, clock, deadline_s) for handle in handles], deadline_s)
 
     def close(self) -> None:
         """Unmap what was open. Idempotent."""
         self._compiled = None
+        if self._relays is not None:
+            self._relays.close()
         for _, remote in self._open.values():
             remote.close()
         self._open.clear()
@@ -130,7 +136,7 @@ class Puller:
             self._map_plan = (key, plan_mapping(catalogs, copies, sink.pieces[self.rank]))
         return self._map_plan[1]
 
-    def _open_slot(self, handle: SlotHandle, clock: Clock) -> RemoteSlot:
+    def _open_slot(self, handle: SlotHandle, clock: Clock, deadline_s: float) -> RemoteSlot:
         who = (
             f"{self._name}: sink rank {self.rank} cannot take version {handle.version} from source rank "
             f"{handle.source_rank} (process {handle.pid}, {handle.transport})"
@@ -150,7 +156,15 @@ class Puller:
         catalog = self._catalogs.get(catalog_key)
         if catalog is None:
             catalog = self._catalogs[catalog_key] = read_catalog(handle, known[1], who, clock)
-        return RemoteSlot(handle, known[1], catalog, who, clock)
+        remote = known[1]
+        if self._relays is not None and isinstance(remote, TcpRemote):
+            try:
+                return self._relays.follow(handle, remote, catalog, who, clock, deadline_s)
+            except WeightSyncError:
+                raise
+            except ChannelError as error:
+                raise WeightSyncError(f"{who}: {error}; restart the source and resume the run") from error
+        return RemoteSlot(handle, remote, catalog, who, clock)
 
     def _pull_block(self, slot: RemoteSlot, pull: _Pull, promised: int, clock: Clock) -> None:
         block = pull.block

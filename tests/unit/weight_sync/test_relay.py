@@ -1,0 +1,185 @@
+"""Hosts that pass weights on: equal bytes, one copy from the source, and what happens when a host in between fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from other_space import alone_again, being_at, place
+
+from llamarl.errors import WeightSyncError
+from llamarl.transports.checksum import BLOCK_BYTES
+from llamarl.transports.slots import SlotState, Word
+from llamarl.transports.tcp import TcpSink, TcpSource
+from llamarl.weight_sync import relay
+from llamarl.weight_sync.manifest import SlotHandle
+from llamarl.weight_sync.sink import Puller
+from llamarl.weight_sync.source import Publisher
+
+A = place("a")
+NUM_BLOCKS = 6
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(relay, "_PATIENCE_S", 0.3)
+    with alone_again():
+        yield
+
+
+class Source:
+    """Publishes at space a, with two slots."""
+
+    def __init__(self) -> None:
+        self.publisher = Publisher(rank=0, num_source_ranks=1, num_slots=2, transport=TcpSource())
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def publish(self, version: int, *, background: bool = False) -> SlotHandle:
+        generator = torch.Generator().manual_seed(version)
+        self.tensors = {"w": torch.randn(NUM_BLOCKS * BLOCK_BYTES // 4096, 1024, generator=generator)}
+        with being_at(A):
+            return self.publisher.publish(version, self.tensors, background=background)
+
+    def sent(self, slot: int = 0) -> int:
+        """Bytes that have left, of this slot's process."""
+        made = self.publisher._slots[slot]
+        assert made is not None
+        return made.buffer._segment._server.sent_bytes  # type: ignore[attr-defined,no-any-return]
+
+
+class Sink:
+    """A replica at a space of its own."""
+
+    def __init__(self, space: str, rank: int = 0) -> None:
+        self.where = place(space)
+        self.puller = Puller(rank=rank, num_sink_ranks=4, transport=TcpSink(), fan_out=True)
+        self.live: dict[str, torch.Tensor] = {}
+
+    def load(self, handle: SlotHandle, deadline_s: float = 10.0) -> dict[str, torch.Tensor]:
+        with being_at(self.where):
+            opened = self.puller.open([handle], deadline_s)
+        self.live = {"w": torch.zeros(NUM_BLOCKS * BLOCK_BYTES // 4096, 1024)}
+        opened.load_into(self.live)
+        return self.live
+
+    @property
+    def mirror(self) -> relay.Mirror:
+        assert self.puller._relays is not None
+        (mirror,) = self.puller._relays.mirrors
+        return mirror
+
+
+def test_each_host_reads_from_the_one_before_it_and_the_source_sends_one_copy() -> None:
+    source = Source()
+    sinks = [Sink("b"), Sink("c"), Sink("d")]
+    for version in (1, 2, 3, 4):  # each slot twice
+        handle = source.publish(version)
+        for sink in sinks:
+            assert torch.equal(sink.load(handle)["w"], source.tensors["w"])
+    whole = 4 * NUM_BLOCKS * BLOCK_BYTES
+    assert whole <= source.sent(0) + source.sent(1) < 1.1 * whole
+    for sink in sinks:
+        sink.puller.close()
+
+
+def test_a_second_rank_of_a_host_maps_its_hosts_copy() -> None:
+    source = Source()
+    first, second = Sink("b"), Sink("b", rank=1)
+    handle = source.publish(1)
+    for sink in (first, second):
+        with being_at(sink.where):
+            opened = sink.puller.open([handle], 10.0)
+        assert opened.can_map
+        assert torch.equal(opened.map_tensors()["w"], source.tensors["w"])
+        opened.check_current()
+    assert source.sent() < 1.1 * NUM_BLOCKS * BLOCK_BYTES
+    assert second.puller._relays is not None and not second.puller._relays.mirrors
+
+
+def test_blocks_are_passed_on_while_the_source_still_writes() -> None:
+    source = Source()
+    handle = source.publish(1, background=True)
+    assert handle.manifest_checksum is None
+    sinks = [Sink(space) for space in "bcd"]
+    for sink in reversed(sinks):
+        assert torch.equal(sink.load(handle)["w"], source.tensors["w"])
+    source.publisher.wait()
+
+
+def test_a_host_that_takes_another_version_is_passed_over_after_a_while() -> None:
+    source = Source()
+    ahead, behind = Sink("b"), Sink("c")
+    for version in (1, 2):  # one in each slot
+        handle = source.publish(version)
+        for sink in (ahead, behind):
+            sink.load(handle)
+    handle = source.publish(3)  # the first slot again, which ``ahead`` does not ask for
+    assert torch.equal(behind.load(handle)["w"], source.tensors["w"])
+    assert sum(mirror.num_passed_over for mirror in behind.puller._relays.mirrors) == 1  # type: ignore[union-attr]
+
+
+def test_a_host_that_ends_is_passed_over() -> None:
+    source = Source()
+    ahead, behind = Sink("b"), Sink("c")
+    handle = source.publish(1)
+    ahead.load(handle)
+    ahead.puller.close()
+    assert torch.equal(behind.load(handle)["w"], source.tensors["w"])
+
+
+def test_a_copy_altered_on_the_way_is_not_served_from_there() -> None:
+    source = Source()
+    ahead, behind = Sink("b"), Sink("c")
+    handle = source.publish(1)
+    ahead.load(handle)
+    ahead.mirror._buffer.data[3 * BLOCK_BYTES + 5] ^= 1
+    assert torch.equal(behind.load(handle)["w"], source.tensors["w"])
+    assert behind.mirror.num_passed_over == 1
+
+
+def test_a_copy_altered_with_its_checksum_is_found_by_the_sources_manifest() -> None:
+    source = Source()
+    ahead, behind = Sink("b"), Sink("c")
+    handle = source.publish(1)
+    ahead.load(handle)
+    data = ahead.mirror._buffer.data
+    data[:8] = 1
+    ahead.mirror._checksums.view("<u8")[0] = relay.block_digest(data[:BLOCK_BYTES], "xxh3")
+    with pytest.raises(WeightSyncError, match="are not the source's|manifest does not match"):
+        behind.load(handle)
+
+
+def test_what_goes_wrong_in_filling_is_told_as_it_was() -> None:
+    source = Source()
+    sink = Sink("b")
+    handle = source.publish(1)
+    slot = source.publisher._slots[0]
+    assert slot is not None
+    slot.blocks[2][17] ^= 1
+    with pytest.raises(WeightSyncError, match="w: the bytes pulled 3 times do not match"):
+        sink.load(handle)
+    assert sink.mirror._words[Word.STATE] == SlotState.FAILED
+
+
+def test_hosts_may_load_at_the_same_time() -> None:
+    source = Source()
+    sinks = [Sink(space) for space in "bcde"]
+    for version in (1, 2, 3):
+        handle = source.publish(version, background=True)
+        opened = []
+        for sink in sinks:
+            with being_at(sink.where):
+                opened.append(sink.puller.open([handle], 10.0))
+            sink.live = {"w": torch.zeros_like(source.tensors["w"])}
+        threads = [
+            threading.Thread(target=one.load_into, args=(sink.live,)) for one, sink in zip(opened, sinks, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        for sink in sinks:
+            assert torch.equal(sink.live["w"], source.tensors["w"])
+        source.publisher.wait()
