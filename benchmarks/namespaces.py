@@ -60,7 +60,8 @@ def made_hosts(count: int, *, rate: str = "") -> Iterator[list[tuple[str, str]]]
                 _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "e0", *limit)
         yield hosts
     finally:
-        for name, _ in hosts:
+        for index, (name, _) in enumerate(hosts):  # the link first: a process that is still inside keeps the namespace
+            subprocess.run(["ip", "link", "del", f"{mark}v{index}"], capture_output=True)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 

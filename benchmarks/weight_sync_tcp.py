@@ -1,18 +1,23 @@
-"""Weights between hosts: the ``tcp`` transport against a raw socket.
+"""Weights between hosts: the ``tcp`` transport against a raw socket, and one version to many hosts behind limited links.
 
     python benchmarks/weight_sync_tcp.py --json tcp.json                       # SmolLM2's and a 1B model's bytes, in bf16
-    python benchmarks/weight_sync_tcp.py --models 135m --repeats 5
+    python benchmarks/weight_sync_tcp.py --sections rate --models 135m --repeats 5
+    python benchmarks/weight_sync_tcp.py --sections fan_out --hosts 1 2 4 8 --link 200mbit      # as root
 
 ``loopback``: two processes that are told they see nothing of each other's memory. ``namespaces`` (as root): two network
 namespaces joined by a bridge. In each a raw socket (``sendall`` from the published slot, ``recv_into`` memory in use) and the
 transport (open a published version, load it, every block proved) take turns in the same two processes. ``streamed`` is a version
 whose copy into the slot begins with the pull. Every process computes on one thread.
+
+``fan_out``: a source and R sinks, each in a network namespace behind a link of ``--link`` each way (``tc``'s token bucket); the time
+until the last sink holds the version, all of them reading from the source (``direct``) or each passing it on (``passed_on``).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -27,6 +32,7 @@ from namespaces import can_make_hosts, enter, made_hosts
 from weight_sync import Processes, free_bytes, llama_parameters, local_tensor
 
 from llamarl.transports.network import Network, join
+from llamarl.transports.segment_server import server_here
 from llamarl.transports.tcp import TcpSink, TcpSource
 from llamarl.weight_sync.layout import replicated_layout
 from llamarl.weight_sync.sink import Puller
@@ -111,6 +117,87 @@ def sink(pipe: Connection, from_source: Connection, model: str, namespace: str, 
     puller.close()
 
 
+def fan_out_source(pipe: Connection, to_sinks: list[Connection], nbytes: int, namespace: str, network: Network) -> None:
+    enter(namespace)
+    join(network)
+    torch.set_num_threads(1)
+    weights = torch.arange(nbytes // 4, dtype=torch.float32).view(-1, 1024)
+    publishers = {
+        what: Publisher(rank=0, num_source_ranks=1, num_slots=1, transport=TcpSource())
+        for what in ("direct", "passed_on")
+    }
+    version = 0
+    pipe.send("ready")
+    while (what := pipe.recv()) is not None:
+        version += 1
+        handle = publishers[what].publish(version, {"w": weights})
+        server = server_here()
+        assert server is not None
+        before, started = server.sent_bytes, time.monotonic()
+        for sink in to_sinks:
+            sink.send(handle)
+        for sink in to_sinks:
+            assert sink.poll(WAIT_S) and sink.recv() == version
+        pipe.send({"started": started, "sent": server.sent_bytes - before})
+    for publisher in publishers.values():
+        publisher.close()
+
+
+def fan_out_sink(
+    pipe: Connection, source: Connection, nbytes: int, rank: int, count: int, namespace: str, network: Network
+) -> None:
+    enter(namespace)
+    join(network)
+    torch.set_num_threads(1)
+    live = {"w": torch.zeros(nbytes // 4).view(-1, 1024)}
+    expected = torch.arange(nbytes // 4, dtype=torch.float32).view(-1, 1024)
+    pullers = {
+        what: Puller(rank=rank, num_sink_ranks=count, transport=TcpSink(), fan_out=what == "passed_on")
+        for what in ("direct", "passed_on")
+    }
+    pipe.send("ready")
+    while (what := pipe.recv()) is not None:
+        live["w"].zero_()
+        assert source.poll(WAIT_S)
+        handle = source.recv()
+        pullers[what].open([handle], WAIT_S).load_into(live)
+        finished = time.monotonic()
+        assert torch.equal(live["w"], expected)
+        source.send(handle.version)
+        passed_over = sum(mirror.num_passed_over for mirror in relays.mirrors) if (relays := pullers[what].relays) else 0
+        pipe.send({"finished": finished, "passed_over": passed_over})
+    for puller in pullers.values():
+        puller.close()
+
+
+def fan_out(count: int, nbytes: int, link: str, repeats: int) -> dict[str, Any]:
+    """One version to ``count`` hosts."""
+    times: dict[str, list[float]] = {"direct": [], "passed_on": []}
+    sent: dict[str, float] = {}
+    passed_over = 0
+    processes = Processes()
+    try:
+        with made_hosts(count + 1, rate=link) as hosts:
+            places = [(name, Network(space=name, address=address, key=KEY)) for name, address in hosts]
+            pipes = [processes.pipe() for _ in range(count)]
+            processes.start(fan_out_source, [a for a, _ in pipes], nbytes, *places[0])
+            for rank, (_, b) in enumerate(pipes):
+                processes.start(fan_out_sink, b, nbytes, rank, count, *places[rank + 1])
+            processes.answers()
+            for repeat in range(repeats + 1):
+                for what in times:
+                    source_report, *sinks = processes.ask(what)
+                    passed_over += sum(report["passed_over"] for report in sinks)
+                    if repeat:  # the first opens connections and takes seats
+                        times[what].append(max(report["finished"] for report in sinks) - source_report["started"])
+                        sent[what] = source_report["sent"] / nbytes
+    finally:
+        processes.close()
+    result: dict[str, Any] = {"hosts": count, "bytes": nbytes, "link": link, "passed_over": passed_over}
+    result |= {what: spread(values) for what, values in times.items()}
+    return result | {f"{what}_copies_sent_by_the_source": value for what, value in sent.items()}
+
+
 @contextlib.contextmanager
 def two_places(kind: str) -> Iterator[list[tuple[str, Network]]]:
     """(namespace, place) of a source and a sink that read each other through sockets alone."""
@@ -153,6 +240,10 @@ def rate(model: str, kind: str, repeats: int, streams: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="where to write the results")
+    parser.add_argument("--sections", nargs="+", default=["rate", "fan_out"], choices=["rate", "fan_out"])
+    parser.add_argument("--hosts", nargs="+", type=int, default=[1, 2, 4, 8], help="for fan_out")
+    parser.add_argument("--link", default="200mbit", help="for fan_out, each way")
+    parser.add_argument("--fan-out-bytes", type=int, default=48 << 20)
     parser.add_argument("--models", nargs="+", default=["135m", "1b"])
     parser.add_argument("--places", nargs="+", default=["loopback", "namespaces"], choices=["loopback", "namespaces"])
     parser.add_argument("--repeats", type=int, default=7)
@@ -160,7 +251,7 @@ def main() -> int:
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     claims = []
-    for kind in arguments.places:
+    for kind in arguments.places if "rate" in arguments.sections else []:
         if kind == "namespaces" and not can_make_hosts():
             results[kind] = "left out: needs root, ip and tc"
             continue
@@ -174,6 +265,24 @@ def main() -> int:
             print(f"{kind} {model}, {result['bytes'] / 1e6:.0f} MB: GB/s {rates}")
             text = f"{model} bf16 over {kind}: tcp, every block proved, over a raw socket"
             claims.append(claim(text, result["rate_over_raw"]["median"], 0.8))
+    if "fan_out" in arguments.sections and not can_make_hosts():
+        results["fan_out"] = "left out: needs root, ip and tc"
+    elif "fan_out" in arguments.sections:
+        rows = [
+            fan_out(count, arguments.fan_out_bytes, arguments.link, min(3, arguments.repeats))
+            for count in arguments.hosts
+        ]
+        results["fan_out"] = rows
+        for row in rows:
+            print(
+                f"fan_out to {row['hosts']} hosts over {row['link']}: direct {row['direct']['median']:.2f} s, passed on "
+                f"{row['passed_on']['median']:.2f} s; the source sent {row['direct_copies_sent_by_the_source']:.2f} and "
+                f"{row['passed_on_copies_sent_by_the_source']:.2f} copies; passed over {row['passed_over']}"
+            )
+        for row in rows[1:]:
+            growth = row["passed_on"]["median"] / rows[0]["passed_on"]["median"]
+            text = f"time for {row['hosts']} hosts over that for {rows[0]['hosts']}"
+            claims.append(claim(text, growth, 1 + math.log2(row["hosts"] / rows[0]["hosts"]), at_least=False))
     write_report(arguments.json, results, claims)
     return 0
 

@@ -19,20 +19,24 @@ from llamarl.runtime.processes import ProcessRuntime
 from llamarl.transports.network import Network
 
 SPREAD = {
-    "generator": [place("b")],
+    "generator": [place("b"), place("e")],  # one reads the weights and passes them on to the other
     "reward": [place("c")],
     "trainer": [place("a"), place("d")],
     "evaluator": [place("a")],
 }
 
 
-def train(run_dir: Path, networks: dict[str, list[Network]] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def train(
+    run_dir: Path, networks: dict[str, list[Network]] | None, monkeypatch: pytest.MonkeyPatch, **more: object
+) -> None:
     settings = SMALL | {
         "run.num_ticks": 3,
         "run.dir": json.dumps(str(run_dir)),
         "trainer.fsdp": 2,
+        "generator.dp": 2,
         "generator.max_segments": 2,
         "generator.oversubscription": 1.5,
+        **more,
     }
     words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     with monkeypatch.context() as patch:

@@ -76,7 +76,8 @@ class Puller:
         self._transport = transport
         self._name = name
         self._allow_unused = allow_unused
-        self._relays = Relays(transport) if fan_out else None
+        self.relays = Relays(transport) if fan_out else None
+        """The copies that this rank passes on."""
         self._open: dict[tuple[int, int], tuple[object, RemoteBuffer]] = {}
         self._catalogs: dict[tuple[int, int], Catalog] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -101,8 +102,8 @@ class Puller:
     def close(self) -> None:
         """Unmap what was open. Idempotent."""
         self._compiled = None
-        if self._relays is not None:
-            self._relays.close()
+        if self.relays is not None:
+            self.relays.close()
         for _, remote in self._open.values():
             remote.close()
         self._open.clear()
@@ -157,9 +158,9 @@ class Puller:
         if catalog is None:
             catalog = self._catalogs[catalog_key] = read_catalog(handle, known[1], who, clock)
         remote = known[1]
-        if self._relays is not None and isinstance(remote, TcpRemote):
+        if self.relays is not None and isinstance(remote, TcpRemote):
             try:
-                return self._relays.follow(handle, remote, catalog, who, clock, deadline_s)
+                return self.relays.follow(handle, remote, catalog, who, clock, deadline_s)
             except WeightSyncError:
                 raise
             except ChannelError as error:

@@ -66,8 +66,8 @@ class Sink:
 
     @property
     def mirror(self) -> relay.Mirror:
-        assert self.puller._relays is not None
-        (mirror,) = self.puller._relays.mirrors
+        assert self.puller.relays is not None
+        (mirror,) = self.puller.relays.mirrors
         return mirror
 
 
@@ -95,7 +95,7 @@ def test_a_second_rank_of_a_host_maps_its_hosts_copy() -> None:
         assert torch.equal(opened.map_tensors()["w"], source.tensors["w"])
         opened.check_current()
     assert source.sent() < 1.1 * NUM_BLOCKS * BLOCK_BYTES
-    assert second.puller._relays is not None and not second.puller._relays.mirrors
+    assert second.puller.relays is not None and not second.puller.relays.mirrors
 
 
 def test_blocks_are_passed_on_while_the_source_still_writes() -> None:
@@ -117,7 +117,7 @@ def test_a_host_that_takes_another_version_is_passed_over_after_a_while() -> Non
             sink.load(handle)
     handle = source.publish(3)  # the first slot again, which ``ahead`` does not ask for
     assert torch.equal(behind.load(handle)["w"], source.tensors["w"])
-    assert sum(mirror.num_passed_over for mirror in behind.puller._relays.mirrors) == 1  # type: ignore[union-attr]
+    assert sum(mirror.num_passed_over for mirror in behind.puller.relays.mirrors) == 1  # type: ignore[union-attr]
 
 
 def test_a_host_that_ends_is_passed_over() -> None:
