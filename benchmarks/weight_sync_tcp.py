@@ -164,7 +164,9 @@ def fan_out_sink(
         finished = time.monotonic()
         assert torch.equal(live["w"], expected)
         source.send(handle.version)
-        passed_over = sum(mirror.num_passed_over for mirror in relays.mirrors) if (relays := pullers[what].relays) else 0
+        passed_over = (
+            sum(mirror.num_passed_over for mirror in relays.mirrors) if (relays := pullers[what].relays) else 0
+        )
         pipe.send({"finished": finished, "passed_over": passed_over})
     for puller in pullers.values():
         puller.close()

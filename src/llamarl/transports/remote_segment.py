@@ -220,7 +220,9 @@ class _Connection:
         """The next answer, which is in words."""
         status, nbytes = self._head(until, who)
         if nbytes > 2 * LONGEST_WORDS:
-            raise ChannelError(f"{who}: answered {nbytes:,} bytes where a few words were asked for; it is another program")
+            raise ChannelError(
+                f"{who}: answered {nbytes:,} bytes where a few words were asked for; it is another program"
+            )
         words = self._words(nbytes, until, who)
         if status != OK:
             raise _Refused(f"{who}: {words.decode(errors='replace')}")

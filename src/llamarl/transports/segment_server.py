@@ -230,7 +230,6 @@ class SegmentServer:
             connection.sendall(head, socket.MSG_MORE if nbytes else 0)
             connection.sendall(memory[offset : offset + nbytes])
 
-
     def _seat(self, connection: socket.socket, nonce: bytes, nbytes: int) -> None:
         if nbytes > LONGEST_WORDS:
             raise ConnectionAbortedError  # what follows cannot be told from requests

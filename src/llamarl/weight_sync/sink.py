@@ -31,6 +31,7 @@ from llamarl.weight_sync.remote_slot import MAX_ATTEMPTS, RemoteSlot, read_catal
 
 __all__ = ["MAX_ATTEMPTS", "Puller", "WeightVersion"]
 
+
 @dataclass(frozen=True)
 class _Placement:
     """Part of a block that goes into one tensor."""

@@ -48,7 +48,9 @@ def test_time_for_many_hosts_grows_with_less_than_their_logarithm(count: int) ->
     assert finish_time(1, blocks) == 350
     assert finish_time(count, blocks) <= blocks * (1 + math.log2(count))
     if count <= 8:
-        assert finish_time(count, blocks) == blocks + count - 1  # worked by hand: one block's time for each host between
+        assert (
+            finish_time(count, blocks) == blocks + count - 1
+        )  # worked by hand: one block's time for each host between
 
 
 def test_a_space_has_one_seat_and_its_other_processes_read_the_copy_there() -> None:
