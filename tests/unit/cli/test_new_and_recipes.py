@@ -41,7 +41,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, capsys: pyt
 
 def test_every_shipped_recipe_says_what_it_is_for_and_is_found_by_name() -> None:
     recipes = shipped_recipes()
-    assert {"tiny", "smollm2", "ppo_critic", "colocated", "mastermind"} <= set(recipes)
+    assert {"tiny", "smollm2", "ppo_critic", "colocated", "mastermind", "smollm2_second_try"} <= set(recipes)
     for name, purpose in recipes.items():
         assert len(purpose) > 20 and find_recipe(name).is_file()
 
