@@ -4,7 +4,8 @@
     python benchmarks/weight_sync.py --sections one_to_one --models 135m --repeats 5
 
 Sections: ``one_to_one`` (one trainer process, one generator process), ``reshard`` (fsdp 2 x tp 2 to tp 2, and to two
-replicas), ``scaling`` (from the plan, to 16,384 ranks), ``two_hosts`` (Monarch process job, TCP). With ``--run RUN_DIR``
+replicas), ``scaling`` (from the plan, to 16,384 ranks), ``two_hosts`` (a Monarch process job, whose
+processes talk over unix sockets; between network addresses see ``weight_sync_tcp.py``). With ``--run RUN_DIR``
 also ``end_to_end``: what the hand-over cost in a run that was made before, by its trace. Every process computes on one
 thread. Alternatives run in turn in the same processes (A B A B); medians and quartiles are reported.
 """

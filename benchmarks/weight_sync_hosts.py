@@ -1,4 +1,6 @@
-"""The two-host section of ``benchmarks/weight_sync.py``: actors on two hosts of a Monarch process job, and a raw stream."""
+"""The two-host section of ``benchmarks/weight_sync.py``: actors on two hosts of a Monarch process job, and a raw stream.
+
+The job's two hosts are processes of this machine and talk over unix sockets, so its figure says nothing about a network."""
 
 from __future__ import annotations
 
