@@ -6,11 +6,14 @@ import contextlib
 import hmac
 import os
 import resource
+import shutil
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from certificates import signed
 from loopback_hosts import KEY, LoopbackHost, loopback_hosts, worker_key, workers
 
 from llamarl.errors import ConfigError
@@ -24,6 +27,7 @@ from llamarl.transports.run_key import (
     prove_as_client,
     receive_exactly,
 )
+from llamarl.transports.segment_wire import client_tls
 
 
 @pytest.fixture
@@ -142,3 +146,20 @@ def test_ten_thousand_connections_that_say_nothing_keep_nobody_out(host: Loopbac
 def test_it_listens_on_the_one_address_alone(host: LoopbackHost) -> None:
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", host.worker.port), timeout=2.0)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_with_tls_a_peer_needs_a_certificate_of_the_authority_and_the_key(tmp_path: Path) -> None:
+    ours, theirs = signed(tmp_path / "ours"), signed(tmp_path / "theirs")
+    files = [str(ours.certificate), str(ours.private_key), str(ours.authority)]
+    flags = [word for pair in zip(("--tls-cert", "--tls-key", "--tls-ca"), files, strict=True) for word in pair]
+    with loopback_hosts("a", *flags) as (host,):
+        inventory = ask(workers([host]), WorkerKey(KEY, client_tls(ours)))[0][0]
+        assert inventory.tls == ours, "its ranks take the same files"
+        with pytest.raises(ConfigError, match="host a: .*(TLS|no worker|does not take)"):
+            ask(workers([host]), WorkerKey(KEY, client_tls(theirs)))
+        with pytest.raises(ConfigError, match="does not take this key"):
+            ask(workers([host]), WorkerKey(new_key(), client_tls(ours)))
+        with pytest.raises(ConfigError, match="host a: "):
+            ask(workers([host]), WorkerKey(KEY))
+        ask(workers([host]), WorkerKey(KEY, client_tls(ours)))

@@ -200,15 +200,18 @@ class Recorder:
                 places[label] = str(self.run_dir / name)
         return self._summary.build(stopped=stopped, failures=self._causes.lines(), places=places)
 
-    def close(self, stopped: str = "") -> None:
+    def close(self, stopped: str = "", *, clocks: Mapping[str, tuple[float, float]] | None = None) -> None:
         """Close every file and print the summary. Idempotent.
 
         Args:
             stopped: By what the run was stopped early ("by the user"); empty where it reached its last tick.
+            clocks: Host -> how far its clock was ahead and by how much that may be wrong, in seconds, for the trace.
         """
         if self._closed:
             return
         self._closed = True
+        if self._trace is not None and clocks:
+            self._trace.clocks(clocks)
         for sink in self._sinks:
             sink.close()
         if self._trace is not None:

@@ -116,6 +116,16 @@ class TraceWriter:
         place = {"ts": self._ts(at_s) / 1e3, "pid": 1, "tid": 0}
         self._append([{"name": name, "cat": f"tick {tick}", "ph": "C"} | place | {"args": {name: value}}])
 
+    def clocks(self, ahead: Mapping[str, tuple[float, float]]) -> None:
+        """By how much the clocks of hosts were ahead of this file's, and how wrong that may be, in seconds: they are rebased already.
+
+        Raises:
+            LlamaRLError: The file cannot be written.
+        """
+        if ahead:
+            args = {host: {"ahead_s": seconds, "within_s": within} for host, (seconds, within) in ahead.items()}
+            self._append([_metadata("clocks_of_hosts", 0, args)])
+
     def close(self) -> None:
         """Idempotent. The file is whole already."""
         if self._file >= 0:

@@ -23,7 +23,7 @@ from llamarl.runtime.commands import command_blob
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.worker import RankFailure, RankReport, WorkerPlan, capture
 
-__all__ = ["Answer", "Launcher", "Link", "Rank", "Ranks"]
+__all__ = ["Answer", "Launcher", "Link", "Rank", "Ranks", "on_our_clock"]
 
 _WHERE_S = 3.0
 _STOP_S = 2.0
@@ -209,7 +209,7 @@ class Ranks:
         assert rank.link is not None
         try:
             reply = await rank.link.command(blob)
-            result = _on_our_clock(cloudpickle.loads(reply), rank.link)
+            result = on_our_clock(cloudpickle.loads(reply), rank.link)
         except Exception as error:  # the process is gone, or the reply cannot be read here
             result = None if rank.dead else capture(rank.executor, rank.rank, doing, error)
         else:
@@ -223,7 +223,7 @@ class Ranks:
         assert rank.link is not None
         try:
             trouble = await rank.link.tell(blob)
-            failure = _on_our_clock(cloudpickle.loads(trouble), rank.link) if trouble else None
+            failure = on_our_clock(cloudpickle.loads(trouble), rank.link) if trouble else None
         except Exception as error:
             failure = None if rank.dead else capture(rank.executor, rank.rank, rank.doing, error)
         if failure is not None and not self._ending:
@@ -311,7 +311,7 @@ class Ranks:
         task.add_done_callback(self._tasks.discard)
 
 
-def _on_our_clock(result: Any, link: Link) -> Any:
+def on_our_clock(result: Any, link: Link) -> Any:
     """What a rank sent, with its times on this machine's clock; a failure also says where it happened."""
     if isinstance(result, RankFailure):
         return replace(result, at_s=link.here_s(result.at_s), host=link.host)

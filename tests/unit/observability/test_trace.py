@@ -128,3 +128,13 @@ def test_a_full_disk_says_where(tmp_path: Path) -> None:
         trace.step("a", 0, 0.0, 1.0)
     trace.close()
     trace.close()
+
+
+def test_the_trace_says_how_far_the_clocks_of_hosts_were_ahead(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = TraceWriter(path, ["a"])
+    trace.clocks({})
+    trace.clocks({"b": (1e5, 0.25)})
+    trace.close()
+    (told,) = [e for e in json.loads(path.read_text()) if e["name"] == "clocks_of_hosts"]
+    assert told["args"] == {"b": {"ahead_s": 1e5, "within_s": 0.25}} and told["ph"] == "M"

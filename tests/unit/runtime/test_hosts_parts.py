@@ -15,6 +15,8 @@ from llamarl.runtime.hosts.clock import Ping, best_offset
 from llamarl.runtime.hosts.inventory import Inventory, interface_of, take_inventory
 from llamarl.runtime.hosts.keys import parse_key, take_key
 from llamarl.runtime.hosts.wire import Word, message, read_message, unpack
+from llamarl.runtime.ranks import on_our_clock
+from llamarl.runtime.worker import RankFailure, RankReport
 from llamarl.transports.network import TlsFiles, this_space
 
 
@@ -101,3 +103,27 @@ def test_a_message_too_long_or_of_no_kind_is_refused() -> None:
         asyncio.run(read(huge))
     with pytest.raises(ValueError, match="99 is not a valid Word"):
         asyncio.run(read(bytes([99]) + message(Word.PING)[1:]))
+
+
+def test_times_of_a_host_are_read_on_the_controllers_clock() -> None:
+    class Ahead:
+        host = "b"
+
+        def here_s(self, there_s: float) -> float:
+            return there_s - 1000.0
+
+    report = RankReport(
+        rank=0,
+        tick=3,
+        outputs={},
+        metrics={"x": 1001.0},
+        spans=(("s", 1001.0, 1002.0),),
+        started_s=1001.0,
+        finished_s=1003.0,
+    )
+    found = on_our_clock(report, Ahead())  # type: ignore[arg-type]
+    assert (found.started_s, found.finished_s, found.spans) == (1.0, 3.0, (("s", 1.0, 2.0),))
+    assert found.metrics == {"x": 1001.0}, "what an executor measures itself is a duration"
+    failure = RankFailure(executor="e", rank=0, doing="tick 3", cause="c", traceback="t", pid=7, at_s=1004.0)
+    told = on_our_clock(failure, Ahead())  # type: ignore[arg-type]
+    assert told.at_s == 4.0 and told.message().startswith("executor 'e', rank 0 on host b (pid 7), tick 3: c")

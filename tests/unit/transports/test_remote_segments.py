@@ -6,7 +6,6 @@ import dataclasses
 import pickle
 import socket
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from certificates import signed
 from other_space import KEY, alone_again, being_at, place
 
 from llamarl.errors import ChannelError, ConfigError, DeadlineExceeded
@@ -278,20 +278,7 @@ def test_server_listens_on_its_own_address_and_in_the_port_range() -> None:
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[TlsFiles, TlsFiles]:
     """(Signed by the job's authority, by another one.)"""
     folder = tmp_path_factory.mktemp("tls")
-    return _signed(folder / "ours"), _signed(folder / "theirs")
-
-
-def _signed(folder: Path) -> TlsFiles:
-    folder.mkdir()
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], check=True, capture_output=True, cwd=folder)
-
-    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
-    openssl("req", *curve[:-2], "-keyout", "own.key", "-out", "own.csr", "-subj", "/CN=host")
-    openssl("x509", "-req", "-in", "own.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-out", "own.pem", "-days", "2")  # fmt: skip
-    return TlsFiles(certificate=folder / "own.pem", private_key=folder / "own.key", authority=folder / "ca.pem")
+    return signed(folder / "ours"), signed(folder / "theirs")
 
 
 def test_tls_both_ways_carries_bytes_and_refuses_other_certificates_and_none(
