@@ -130,7 +130,15 @@ class CheckpointError(LlamaRLError):
 
 
 class TransferError(LlamaRLError):
-    """A file did not come whole from one host to another: refused, altered, no room, or the connection is gone."""
+    """A file did not come whole from one host to another: refused, altered, no room, or the connection is gone.
+
+    Args:
+        missing: There is no such file.
+    """
+
+    def __init__(self, message: str, *, missing: bool = False) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class RunFolderLost(LlamaRLError):

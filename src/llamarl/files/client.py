@@ -170,7 +170,8 @@ class FileClient:
                     self._frames = SocketFrames(self._dial(), self._stall_s)
                 return work(self._frames)
             except TransferError as error:
-                raise TransferError(f"host {self.host}{': ' + path if path else ''}: {error}") from error
+                text = f"host {self.host}{': ' + path if path else ''}: {error}"
+                raise TransferError(text, missing=error.missing) from error
             except (ConnectionError, TimeoutError, EOFError) as error:
                 self._drop()
                 if not left:
@@ -199,7 +200,7 @@ class FileClient:
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     if "error" in answer:
-        raise TransferError(str(answer["error"]))
+        raise TransferError(str(answer["error"]), missing=bool(answer.get("missing")))
     return answer
 
 

@@ -44,8 +44,8 @@ async def serve_files(
     while (question := await frames.question()) is not None:
         try:
             answer = await _answer(frames, files, question)
-        except _Told as error:
-            answer = {"error": str(error.__cause__)}
+        except _Told as told:
+            answer = _told(told)
         except TransferError as error:
             answer = {"error": str(error)}
         except (KeyError, TypeError, ValueError) as error:
@@ -58,12 +58,17 @@ class _Told(Exception):
     """What went wrong here and not on the connection: the controller is told."""
 
 
+def _told(told: _Told) -> dict[str, Any]:
+    error = told.__cause__
+    return {"error": str(error), "missing": isinstance(error, TransferError) and error.missing}
+
+
 async def _here(work: Callable[[], Any]) -> Any:
     """Do something on the disk, on a thread."""
     try:
         return await asyncio.to_thread(work)
     except FileNotFoundError as error:
-        raise _Told from TransferError(f"{error.filename} is not there")
+        raise _Told from TransferError(f"{error.filename} is not there", missing=True)
     except LlamaRLError as error:
         raise _Told from error
     except OSError as error:

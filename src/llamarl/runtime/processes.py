@@ -20,7 +20,7 @@ import atexit
 import contextlib
 import queue
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from llamarl.runtime.base import News, Order, Report, SetupReport
 from llamarl.runtime.local import LocalLauncher
 from llamarl.runtime.rank_plans import combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.ranks import Answer, Launcher, Ranks
-from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, RankSetup
+from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
 
 __all__ = ["ProcessRuntime"]
@@ -62,6 +62,7 @@ class ProcessRuntime:
         deterministic: Pin repeatable kernels in the workers.
         launchers: Executor -> who starts its processes; those without an entry go to this machine.
         networks: Executor -> where each of its ranks is among the hosts; None: the whole job is on one machine.
+        adapt: A rank's plan as its host needs it, where folders and files have other paths there.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ProcessRuntime:
         deterministic: bool = True,
         launchers: Mapping[str, Launcher] | None = None,
         networks: Mapping[str, Sequence[Network]] | None = None,
+        adapt: Callable[[WorkerPlan], WorkerPlan] | None = None,
     ) -> None:
         self._pull_deadline_s = pull_deadline_s
         self._collective_timeout_s = collective_timeout_s
@@ -80,6 +82,7 @@ class ProcessRuntime:
         self._deterministic = deterministic
         self._launchers = launchers or {}
         self._networks = networks
+        self._adapt = adapt
         self._ranks: Ranks | None = None
         self._out: dict[tuple[str, int], _Out] = {}
         self._failed = False
@@ -113,6 +116,8 @@ class ProcessRuntime:
             on_hosts=() if self._networks is not None else self._launchers,
             networks=self._networks,
         )
+        if self._adapt is not None:
+            plans = {name: tuple(map(self._adapt, ranks)) for name, ranks in plans.items()}
         self._failed = (
             True  # until all stand: whatever ends the wait below, Ctrl-C too, leaves a job that cannot close in order
         )

@@ -15,28 +15,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_futures
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle, Receiver, Sender
 from llamarl.checkpoint.snapshot import FileRecord
-from llamarl.checkpoint.storage import saving
-from llamarl.checkpoint.written import files_below, record_files
-from llamarl.errors import CheckpointError, ConfigError, DeadlineExceeded, LlamaRLError
+from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec, KeepsTokens
 from llamarl.import_path import load_module, resolve
-from llamarl.running_time import wait_for
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.determinism import pin
+from llamarl.runtime.rank_saves import RankSaves, rank_folder, record_products
 from llamarl.transports.network import Network, join
 
 __all__ = [
@@ -51,7 +46,6 @@ __all__ = [
     "rank_device",
 ]
 
-T = TypeVar("T")
 _HERE = os.path.dirname(__file__)
 CHANNEL_FACTORY = "llamarl.channels.ends"
 """Module with ``make_sender`` and ``make_receiver``."""
@@ -221,10 +215,7 @@ class Worker:
         self._feeds: dict[str, TokenFeed] = {}
         self._weight_channels = {channel.name for channel in plan.channels if channel.kind is ChannelKind.WEIGHTS}
         self._delays = {channel.name: channel.delay for channel in plan.channels}
-        self._saves: dict[int, tuple[Path, Future[tuple[FileRecord, ...]]]] = {}
-        """Tick -> folder and what is being written there, beside the ticks that follow."""
-        self._saved: dict[int, tuple[FileRecord, ...]] = {}
-        """Tick -> what was written there, not yet reported."""
+        self._saves = RankSaves(plan.spec.name, plan.rank, limit_s=plan.collective_timeout_s)
         self._leave_process_group: Callable[[], None] = lambda: None
         self._closed = False
 
@@ -259,7 +250,7 @@ class Worker:
         self.pin()
         executor.setup()
         if plan.load_from is not None:
-            executor.load(_rank_folder(self._here(plan.load_from), spec.name, plan.rank), plan.first_tick - 1)
+            executor.load(rank_folder(self._here(plan.load_from), spec.name, plan.rank), plan.first_tick - 1)
         if plan.channels:
             self._open_channels(load_module(plan.channel_factory, plan.channel_factory))
         tokens: dict[str, dict[int, Handle]] = {}
@@ -300,14 +291,13 @@ class Worker:
         metrics = {key: float(value) for key, value in result.metrics.items()}
         if order.save_to is not None:
             with _Span("save", spans):
-                self._finish_saves(wait=True)  # two at once would hold two copies of the state
-                self._save(executor, order.tick, self._here(order.save_to))
-            if order.tick in self._saves:
+                self._saves.finish(wait=True)  # two at once would hold two copies of the state
+                self._saves.begin(executor, order.tick, self._here(order.save_to))
+            if order.tick in self._saves.writing:
                 metrics[f"time/{order.executor}_save_s"] = spans[-1][2] - spans[-1][1]
-        with _Span("flush saves", spans) if order.flush_saves and self._saves else nullcontext():
-            self._finish_saves(wait=order.flush_saves)
-        files = self._record_products(result.files)
-        saved, self._saved = self._saved, {}
+        with _Span("flush saves", spans) if order.flush_saves and self._saves.writing else nullcontext():
+            self._saves.finish(wait=order.flush_saves)
+        files = record_products(self._plan.run_dir, result.files)
         return RankReport(
             rank=self._plan.rank,
             tick=order.tick,
@@ -318,8 +308,8 @@ class Worker:
             finished_s=time.monotonic(),
             stop=result.stop,
             failures=result.failures,
-            saving=tuple(sorted(self._saves)),
-            saved=saved,
+            saving=self._saves.writing,
+            saved=self._saves.take(),
             files=files,
             events=result.events,
         )
@@ -334,50 +324,6 @@ class Worker:
         if plan.controller_dir is None or plan.run_dir is None or not path.is_relative_to(plan.controller_dir):
             return path
         return plan.run_dir / path.relative_to(plan.controller_dir)
-
-    def _save(self, executor: Executor, tick: int, checkpoint: Path) -> None:
-        if not checkpoint.parent.is_dir():  # made again, it would be the folder of no run
-            raise CheckpointError(f"{checkpoint.parent} is not there any more")
-        folder = _rank_folder(checkpoint, self._plan.spec.name, self._plan.rank)
-
-        def record(beside: Iterable[Path] | None) -> tuple[FileRecord, ...]:
-            return record_files(checkpoint, [*files_below(folder), *(beside or ())])
-
-        with saving(folder):
-            folder.mkdir(parents=True)
-            pending = executor.save(folder, tick)
-            if pending is None:
-                self._saved[tick] = record(())
-            else:
-                self._saves[tick] = folder, _then(pending, record)
-
-    def _record_products(self, files: Iterable[Path]) -> tuple[FileRecord, ...]:
-        """Raises CheckpointError: the disk is full or gone."""
-        run_dir = self._plan.run_dir
-        if run_dir is None:
-            return ()
-        with saving(run_dir):
-            return record_files(run_dir, files)
-
-    def _finish_saves(self, *, wait: bool) -> None:
-        """Forget the states that are written; a failed write is raised here, in the tick that finds it.
-
-        Raises:
-            CheckpointError: The disk is full or not writable.
-            DeadlineExceeded: ``wait``, and it takes too long.
-        """
-        for tick, (folder, pending) in list(self._saves.items()):
-            if not wait and not pending.done():
-                continue
-            limit = self._plan.collective_timeout_s
-            if not wait_for(partial(_done, pending), limit):
-                raise DeadlineExceeded(
-                    f"executor {self._plan.spec.name!r}, rank {self._plan.rank}: the state after tick {tick} is not yet "
-                    f"written to {folder.parent} after {limit:g} s: is the disk slow or gone?"
-                )
-            with saving(folder):
-                self._saved[tick] = pending.result()
-            del self._saves[tick]
 
     def tell(self, news: News) -> None:
         """A token has come onto a ``latest`` channel. Any thread; a worker that is not set up yet needs no news."""
@@ -439,24 +385,6 @@ class _Span:
         self._spans.append((self._label, self._start, time.monotonic()))
 
 
-def _done(pending: Future[Any], within_s: float) -> bool:
-    return bool(wait_for_futures([pending], timeout=within_s).done)
-
-
-def _then(pending: Future[Any], work: Callable[[Any], T]) -> Future[T]:
-    """What ``work`` makes of a future's result, on the thread that has come to it; the future's failure is its own."""
-    after: Future[T] = Future()
-
-    def go_on(done: Future[Any]) -> None:
-        try:
-            after.set_result(work(done.result()))
-        except BaseException as error:  # handed on to whoever asks for the result
-            after.set_exception(error)
-
-    pending.add_done_callback(go_on)
-    return after
-
-
 def rank_device(spec: ExecutorSpec, rank: int) -> str:
     """The one of ``spec.device``'s comma-separated devices that is ``rank``'s; a single one is everybody's."""
     devices = [device.strip() for device in spec.device.split(",")]
@@ -473,10 +401,6 @@ def _take_device(device: str) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device))
-
-
-def _rank_folder(root: Path, executor: str, rank: int) -> Path:
-    return root / executor / f"rank_{rank}"
 
 
 def _join_process_group(plan: WorkerPlan) -> Callable[[], None]:

@@ -3,6 +3,7 @@
     connection ─▶ Door (TLS, key) ─▶ Job: one a connection, side by side
                                        START ─▶ HostedRank (guard + rank) ─▶ ENDED
                                        end of the connection ─▶ every rank of the job is killed; the daemon stays for the next
+                                ─▶ serve_files: for files of jobs that share no folder with their controller
 
 The daemon reads orders of its own (a few words, JSON) and hands on the rest: it unpickles nothing, imports neither torch nor
 code of the user's, and runs on one thread.
@@ -19,12 +20,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llamarl.files.host_files import HostFiles, default_base
+from llamarl.files.service import serve_files
 from llamarl.plural import plural
 from llamarl.runtime.child_process import Stores
 from llamarl.runtime.hosts.door import Door, listen
 from llamarl.runtime.hosts.hosted_rank import HostedRank
 from llamarl.runtime.hosts.inventory import take_inventory
-from llamarl.runtime.hosts.wire import Word, message, read_message, unpack, watch_over
+from llamarl.runtime.hosts.wire import FILES, PURPOSE, Word, message, read_message, unpack, watch_over
 from llamarl.runtime.rank_plans import LOOPBACK
 from llamarl.transports.network import TlsFiles
 
@@ -33,6 +36,7 @@ __all__ = ["Job", "serve_host"]
 _KILL_S = 3.0
 """For guards to end their ranks; then the guards are killed, and their ranks with them."""
 _GREETING_S = 10.0
+_FILES_SILENCE_S = 60.0
 
 
 async def serve_host(
@@ -45,6 +49,7 @@ async def serve_host(
     space: str = "",
     say: Callable[[str], None],
     until: asyncio.Event,
+    files: HostFiles | None = None,
 ) -> None:
     """Lend this host to controllers until ``until`` is set; then no process of theirs is left here.
 
@@ -53,8 +58,10 @@ async def serve_host(
         ports: That ranks may listen on; (0, 0): any.
         space: See ``take_inventory``.
         say: Takes a line for who looks at the daemon.
+        files: What is kept here for jobs that share no folder with their controller; None: in the user's cache folder.
     """
     jobs: set[Job] = set()
+    kept = files or HostFiles(default_base())
 
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         job = Job(reader, writer, ports=ports, space=space, tls_files=tls_files, say=say)
@@ -64,7 +71,14 @@ async def serve_host(
         finally:
             jobs.discard(job)
 
-    keeping = asyncio.create_task(Door(key, tls, welcome, say).keep(listener))
+    async def welcome_files(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        watch_over(writer.get_extra_info("socket"), _FILES_SILENCE_S)
+        try:
+            await serve_files(reader, writer, kept)
+        except (OSError, EOFError) as error:  # the controller dials again if it is still there
+            say(f"a connection for files broke: {error or type(error).__name__}")
+
+    keeping = asyncio.create_task(Door(key, tls, {PURPOSE: welcome, FILES: welcome_files}, say).keep(listener))
     await until.wait()
     keeping.cancel()
     listener.close()

@@ -1,6 +1,6 @@
 """The door of a daemon: who proves the key comes in, everybody else is sent away with nothing read of what they say.
 
-    accept ─▶ TLS, if asked ─▶ proof of the key, by a deadline ─▶ welcome(reader, writer)
+    accept ─▶ TLS, if asked ─▶ proof of the key for a purpose, by a deadline ─▶ that purpose's welcome(reader, writer)
 
 A connection costs a socket until it has proved itself. At most ``_MOST_WAITING`` may be in the middle of that: the next one
 pushes the oldest out. So thousands of connections that say nothing neither fill memory nor keep out who has the key, whose
@@ -15,7 +15,7 @@ import hmac
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from llamarl.runtime.hosts.wire import PURPOSE
 from llamarl.transports.run_key import (
@@ -44,12 +44,14 @@ class Door:
     Args:
         key: That a peer must prove.
         tls: Server's context, or None.
-        welcome: Called with each connection that has proved itself.
+        welcomes: Purpose -> called with each connection that has proved itself for it.
         say: Takes a line for the daemon's user.
     """
 
-    def __init__(self, key: bytes, tls: ssl.SSLContext | None, welcome: Welcome, say: Callable[[str], None]) -> None:
-        self._key, self._tls, self._welcome, self._say = key, tls, welcome, say
+    def __init__(
+        self, key: bytes, tls: ssl.SSLContext | None, welcomes: Mapping[str, Welcome], say: Callable[[str], None]
+    ) -> None:
+        self._key, self._tls, self._welcomes, self._say = key, tls, welcomes, say
         self._waiting: dict[asyncio.Task[None], socket.socket] = {}
         """Those that have not proved themselves, oldest first."""
         self._inside: set[asyncio.Task[None]] = set()
@@ -81,7 +83,7 @@ class Door:
             async with asyncio.timeout(_PROOF_S):
                 reader, writer = await _streams(connection, self._tls)
                 try:
-                    await _prove_as_server(reader, writer, self._key)
+                    purpose = await _prove_as_server(reader, writer, self._key, self._welcomes)
                 except BaseException:
                     writer.transport.abort()
                     raise
@@ -89,13 +91,15 @@ class Door:
             connection.close()
             self._tell(f"refused a connection: {_why(error)}")
             return
-        inside = asyncio.get_running_loop().create_task(self._host(reader, writer, peer))
+        inside = asyncio.get_running_loop().create_task(self._host(self._welcomes[purpose], reader, writer, peer))
         self._inside.add(inside)
         inside.add_done_callback(self._inside.discard)
 
-    async def _host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
+    async def _host(
+        self, welcome: Welcome, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
+    ) -> None:
         try:
-            await self._welcome(reader, writer)
+            await welcome(reader, writer)
         except Exception as error:
             self._say(f"the job of {peer} ended by an error of this daemon: {type(error).__name__}: {error}")
         finally:
@@ -160,10 +164,18 @@ async def prove(
     return reader, writer
 
 
-async def _prove_as_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
+async def _prove_as_server(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, purposes: Iterable[str]
+) -> str:
+    """For which of ``purposes`` the peer has proved the key."""
     asked = challenge()
     writer.write(asked)
-    writer.write(check_answer(key, PURPOSE, asked, await reader.readexactly(ANSWER_BYTES)))
+    answer = await reader.readexactly(ANSWER_BYTES)
+    for purpose in purposes:
+        with contextlib.suppress(KeyRefused):  # it may be for the next
+            writer.write(check_answer(key, purpose, asked, answer))
+            return purpose
+    raise KeyRefused("the peer does not hold this run's key")
 
 
 async def _streams(

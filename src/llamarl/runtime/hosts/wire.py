@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
-__all__ = ["CHUNK", "PURPOSE", "Word", "message", "read_message", "unpack", "watch_over"]
+__all__ = ["CHUNK", "FILES", "PURPOSE", "Word", "message", "read_message", "unpack", "watch_over"]
 
 PURPOSE = "worker"
-"""For which both ends prove the key."""
+"""For which both ends prove the key where ranks are started."""
+FILES = "files"
+"""The same where files are sent and fetched (:mod:`llamarl.files`)."""
 CHUNK = 1 << 18
 """Most bytes of a rank in one message: others are not kept waiting by a large one."""
 _HEAD = struct.Struct("!BIQ")

@@ -1,0 +1,223 @@
+"""The run folders of hosts that do not share the controller's: kept equal to it where it matters, and only there.
+
+    start    the saved state of each rank, and what else ranks read ─▶ the host that it is on now
+    tick     reported files ◀─ their host, each with the size and checksum that its rank has told
+    saved    every rank's files of the checkpoint ◀─ their hosts; then removed there
+    end      whatever else lies there (logs, verdicts, notes) ◀─ every host
+
+The controller's folder is the run. A host's is scratch: nothing in it is needed once the run has ended.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llamarl.checkpoint.snapshot import FileRecord, checksum_file
+from llamarl.checkpoint.written import writer_name
+from llamarl.errors import CheckpointError, TransferError
+from llamarl.files.below import Below
+from llamarl.files.client import FarFile, FileClient
+
+__all__ = ["FarFolder", "HostFolders", "files_for_ranks", "is_transient", "records_of", "where_to_put"]
+
+CHECKPOINTS = "checkpoints"
+_OURS = (CHECKPOINTS, ".run_id", ".incoming", ".lock")
+"""In a run folder, not brought by a sweep."""
+OF_HOSTS = "hosts"
+"""Below it, in ``RUN/hosts/NAME``, lies what a host wrote under a name that is taken in the controller's folder."""
+
+
+@dataclass
+class FarFolder:
+    """One host's."""
+
+    client: FileClient
+    handle: str
+    """By which the host knows it."""
+    path: Path
+    """There."""
+    brought: dict[str, FarFile | None] = field(default_factory=dict)
+    """Path there -> what it was when it was last brought; None: as its rank had told, and so for good."""
+    places: dict[str, str] = field(default_factory=dict)
+    """Path there -> path here, of what a sweep has brought."""
+
+
+class HostFolders:
+    """Implements :class:`llamarl.controller.run_checkpoints.FarFiles`.
+
+    Args:
+        run_dir: The controller's.
+        folders: Host's number -> its folder, for hosts that do not share ``run_dir``.
+        where: Executor -> the host's number of each of its ranks.
+    """
+
+    def __init__(self, run_dir: Path, folders: Mapping[int, FarFolder], where: Mapping[str, Sequence[int]]) -> None:
+        self._run_dir, self._folders, self._where = run_dir, folders, where
+        self._here = Below(run_dir)
+        self._host_of = {
+            writer_name(name, rank): host for name, hosts in where.items() for rank, host in enumerate(hosts)
+        }
+        shutil.rmtree(run_dir / ".incoming", ignore_errors=True)  # of a run that was killed
+
+    def folder_of(self, executor: str, rank: int) -> Path | None:
+        """The run's folder as a rank sees it; None: the controller's."""
+        folder = self._folders.get(self._where[executor][rank])
+        return None if folder is None else folder.path
+
+    def send(
+        self, files: Sequence[FileRecord], root: Path, ranks_of: Callable[[int], Sequence[FileRecord]] | None = None
+    ) -> None:
+        """Put files of the run's folder into those of the hosts, before any rank reads them.
+
+        Args:
+            files: Below ``root``.
+            root: In the run's folder, or it.
+            ranks_of: Host's number -> which of ``files`` it needs; None: all.
+
+        Raises:
+            CheckpointError: A file is not what its record says, or a host cannot take it; names file and host.
+        """
+        below = root.relative_to(self._run_dir)
+
+        def to_host(number: int, folder: FarFolder) -> None:
+            for record in ranks_of(number) if ranks_of is not None else files:
+                path = (below / record.path).as_posix()
+                there = FileRecord(path=path, num_bytes=record.num_bytes, xxh3_128=record.xxh3_128)
+                folder.client.send(root / record.path, there, run=folder.handle)
+            for found in folder.client.list_files(folder.handle, skip=_OURS):
+                folder.brought[found.path], folder.places[found.path] = found, found.path
+
+        self._on_all(to_host)
+
+    def send_state(self, checkpoint: Path, files: Sequence[FileRecord]) -> None:
+        """Send each rank's saved state to whichever host it is on now.
+
+        Args:
+            files: Of the checkpoint's manifest.
+
+        Raises:
+            CheckpointError: As ``send``.
+        """
+        self.send(files, checkpoint, lambda number: files_for_ranks(files, self._ranks_on(number)))
+
+    def fetch(self, written: Mapping[str, Sequence[FileRecord]], below: Path) -> None:
+        at = below.relative_to(self._run_dir)
+        of_host: dict[int, list[FileRecord]] = {}
+        for writer, records in written.items():
+            of_host.setdefault(self._host_of[writer], []).extend(records)
+
+        def from_host(number: int, folder: FarFolder) -> None:
+            for record in of_host.get(number, ()):
+                path = (at / record.path).as_posix()
+                folder.client.fetch(folder.handle, path, self._here, _at(record, path))
+                folder.brought[path] = None
+            if at.parts[:1] == (CHECKPOINTS,):
+                folder.client.remove(folder.handle, at.as_posix())
+
+        self._on_all(from_host)
+
+    def sweep(self) -> None:
+        def from_host(number: int, folder: FarFolder) -> None:
+            for found in folder.client.list_files(folder.handle, skip=_OURS):
+                known = found.path in folder.brought and folder.brought[found.path] in (None, found)
+                if known or is_transient(found.path):
+                    continue
+                place = folder.places.setdefault(
+                    found.path,
+                    where_to_put(found.path, folder.client.host, taken=(self._run_dir / found.path).exists()),
+                )
+                try:
+                    folder.client.fetch(folder.handle, found.path, self._here, None, name=place)
+                except TransferError as error:
+                    if not error.missing:  # removed or renamed since it was listed
+                        raise
+                    continue
+                folder.brought[found.path] = found
+
+        self._on_all(from_host)
+
+    def close(self, *, forget: bool) -> None:
+        """Hang up.
+
+        Args:
+            forget: The hosts may remove what they keep for the run.
+
+        Raises:
+            CheckpointError: A host could not.
+        """
+
+        def end(number: int, folder: FarFolder) -> None:
+            try:
+                if forget:
+                    folder.client.forget(folder.handle)
+            finally:
+                folder.client.close()
+
+        self._on_all(end)
+        shutil.rmtree(self._run_dir / ".incoming", ignore_errors=True)
+
+    def left_at(self) -> str:
+        """Where things still lie, in words."""
+        return "; ".join(f"{folder.client.host}: {folder.path}" for folder in self._folders.values())
+
+    def _ranks_on(self, number: int) -> list[tuple[str, int]]:
+        return [
+            (name, rank) for name, hosts in self._where.items() for rank, host in enumerate(hosts) if host == number
+        ]
+
+    def _on_all(self, work: Callable[[int, FarFolder], None]) -> None:
+        """All hosts at once, one thread each; every failure is named."""
+        if not self._folders:
+            return
+        with ThreadPoolExecutor(max_workers=min(32, len(self._folders)), thread_name_prefix="host-files") as pool:
+            doing = [pool.submit(work, number, folder) for number, folder in self._folders.items()]
+        failed = [error for one in doing if (error := one.exception()) is not None]
+        for error in failed:
+            if not isinstance(error, TransferError):
+                raise error
+        if failed:
+            lines = "\n".join(f"  - {error}" for error in failed)
+            raise CheckpointError(f"files of the run in {self._run_dir} could not be moved:\n{lines}") from failed[0]
+
+
+def files_for_ranks(files: Sequence[FileRecord], ranks: Sequence[tuple[str, int]]) -> list[FileRecord]:
+    """Those files of a checkpoint that some ranks read: each rank's own, and what lies beside them for all of the executor.
+
+    Args:
+        ranks: (executor, rank).
+    """
+    executors = {executor for executor, _ in ranks}
+    own = {f"{executor}/rank_{rank}" for executor, rank in ranks}
+    return [
+        record
+        for record in files
+        if record.path.split("/")[0] in executors
+        and (not record.path.split("/")[1].startswith("rank_") or "/".join(record.path.split("/")[:2]) in own)
+    ]
+
+
+def where_to_put(path: str, host: str, *, taken: bool) -> str:
+    """Where a host's file goes in the controller's folder: under its own name, unless another machine's file has it."""
+    return f"{OF_HOSTS}/{host}/{path}" if taken else path
+
+
+def is_transient(path: str) -> bool:
+    """Whether a path is of something that is being written and gets another name when it is whole."""
+    return any(part.endswith(".partial") for part in path.split("/"))
+
+
+def records_of(root: Path, paths: Sequence[str]) -> list[FileRecord]:
+    """Size and checksum of files as they are now."""
+    found = []
+    for path in paths:
+        num_bytes, checksum = checksum_file(root / path)
+        found.append(FileRecord(path=path, num_bytes=num_bytes, xxh3_128=checksum))
+    return found
+
+
+def _at(record: FileRecord, path: str) -> FileRecord:
+    return FileRecord(path=path, num_bytes=record.num_bytes, xxh3_128=record.xxh3_128)

@@ -1,0 +1,127 @@
+"""What one rank writes: its states, beside the ticks that follow where the executor does so, and what it reports of them.
+
+executor.save ─▶ written now, or a future ─▶ flushed, size and checksum taken where it was written ─▶ the next report
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llamarl.checkpoint.snapshot import FileRecord
+from llamarl.checkpoint.storage import saving
+from llamarl.checkpoint.written import files_below, record_files
+from llamarl.errors import CheckpointError, DeadlineExceeded
+from llamarl.executors.base import Executor
+from llamarl.running_time import wait_for
+
+__all__ = ["RankSaves", "rank_folder", "record_products"]
+
+T = TypeVar("T")
+
+
+class RankSaves:
+    """The states of one rank on their way to the disk.
+
+    Args:
+        limit_s: Longest wait for one of them.
+    """
+
+    def __init__(self, executor: str, rank: int, *, limit_s: float) -> None:
+        self._executor, self._rank, self._limit_s = executor, rank, limit_s
+        self._writing: dict[int, tuple[Path, Future[tuple[FileRecord, ...]]]] = {}
+        """Tick -> folder and what is being written there, beside the ticks that follow."""
+        self._written: dict[int, tuple[FileRecord, ...]] = {}
+        """Tick -> what was written there, not yet reported."""
+
+    @property
+    def writing(self) -> tuple[int, ...]:
+        """Ticks whose state is still being written."""
+        return tuple(sorted(self._writing))
+
+    def take(self) -> Mapping[int, tuple[FileRecord, ...]]:
+        """Ticks whose state is written since this was last asked -> the files, relative to the checkpoint."""
+        taken, self._written = self._written, {}
+        return taken
+
+    def begin(self, executor: Executor, tick: int, checkpoint: Path) -> None:
+        """Have the executor save its state into ``checkpoint``.
+
+        Raises:
+            CheckpointError: The disk is full or not writable, or the run's folder is gone.
+        """
+        if not checkpoint.parent.is_dir():  # made again, it would be the folder of no run
+            raise CheckpointError(f"{checkpoint.parent} is not there any more")
+        folder = rank_folder(checkpoint, self._executor, self._rank)
+
+        def record(beside: Iterable[Path] | None) -> tuple[FileRecord, ...]:
+            return record_files(checkpoint, [*files_below(folder), *(beside or ())])
+
+        with saving(folder):
+            folder.mkdir(parents=True)
+            pending = executor.save(folder, tick)
+            if pending is None:
+                self._written[tick] = record(())
+            else:
+                self._writing[tick] = folder, _then(pending, record)
+
+    def finish(self, *, wait: bool) -> None:
+        """Note the states that are written; a failed write is raised here, in the tick that finds it.
+
+        Raises:
+            CheckpointError: The disk is full or not writable.
+            DeadlineExceeded: ``wait``, and it takes too long.
+        """
+        for tick, (folder, pending) in list(self._writing.items()):
+            if not wait and not pending.done():
+                continue
+            if not wait_for(partial(_done, pending), self._limit_s):
+                raise DeadlineExceeded(
+                    f"executor {self._executor!r}, rank {self._rank}: the state after tick {tick} is not yet "
+                    f"written to {folder.parent} after {self._limit_s:g} s: is the disk slow or gone?"
+                )
+            with saving(folder):
+                self._written[tick] = pending.result()
+            del self._writing[tick]
+
+
+def rank_folder(checkpoint: Path, executor: str, rank: int) -> Path:
+    """A rank's own part of a checkpoint."""
+    return checkpoint / executor / f"rank_{rank}"
+
+
+def record_products(run_dir: Path | None, files: Iterable[Path]) -> tuple[FileRecord, ...]:
+    """What a tick has written into the run's folder, flushed.
+
+    Raises:
+        CheckpointError: The disk is full or gone, or a file is not in that folder.
+    """
+    if run_dir is None:
+        return ()
+    for path in files:
+        if not path.is_relative_to(run_dir):
+            raise CheckpointError(f"StepResult.files names {path}, which is not in the run's folder {run_dir}")
+    with saving(run_dir):
+        return record_files(run_dir, files)
+
+
+def _done(pending: Future[Any], within_s: float) -> bool:
+    return bool(wait_for_futures([pending], timeout=within_s).done)
+
+
+def _then(pending: Future[Any], work: Callable[[Any], T]) -> Future[T]:
+    """What ``work`` makes of a future's result, on the thread that has come to it; the future's failure is its own."""
+    after: Future[T] = Future()
+
+    def go_on(done: Future[Any]) -> None:
+        try:
+            after.set_result(work(done.result()))
+        except BaseException as error:  # handed on to whoever asks for the result
+            after.set_exception(error)
+
+    pending.add_done_callback(go_on)
+    return after

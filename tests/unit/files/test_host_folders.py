@@ -1,0 +1,222 @@
+"""Run folders of hosts that share nothing: what ranks wrote is brought, what they need is sent, and nothing is lost or mixed up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from file_server import FarHost, far_host
+
+from llamarl.checkpoint.snapshot import FileRecord
+from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.checkpoint.written import record_files
+from llamarl.errors import CheckpointError
+from llamarl.files.host_folders import FarFolder, HostFolders, files_for_ranks, is_transient, where_to_put
+
+WHERE = {"generator": (0, 1), "trainer": (0, 1), "reward": (-1,)}
+
+
+class Two:
+    """A controller's run folder, and those of hosts a and b."""
+
+    def __init__(self, run_dir: Path, hosts: list[FarHost]) -> None:
+        self.run_dir, self.hosts = run_dir, hosts
+        folders = {}
+        for number, host in enumerate(hosts):
+            client = host.client("ab"[number])
+            folders[number] = FarFolder(client, *client.open_run("id"))
+        self.far = HostFolders(run_dir, folders, WHERE)
+        self.store = CheckpointStore(run_dir / "checkpoints")
+
+    def of(self, number: int) -> Path:
+        found = self.far.folder_of("generator", number)
+        assert found is not None
+        return found
+
+    def write(self, number: int, path: str, data: bytes) -> FileRecord:
+        """As a rank on the host does."""
+        return put(self.of(number), path, data)
+
+
+def put(root: Path, path: str, data: bytes) -> FileRecord:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_bytes(data)
+    (record,) = record_files(root, [root / path])
+    return record
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Two]:
+    (tmp_path / "run").mkdir()
+    with contextlib.ExitStack() as stack:
+        yield Two(tmp_path / "run", [stack.enter_context(far_host(tmp_path / name)) for name in "ab"])
+
+
+def _save(two: Two, tick: int) -> dict[str, tuple[FileRecord, ...]]:
+    """What ranks on a, on b and on the controller's machine write and tell."""
+    partial = two.store.begin(tick)
+    name = f"checkpoints/{partial.name}/"
+    written: dict[str, tuple[FileRecord, ...]] = {}
+    for rank in (0, 1):
+        for executor, path in (
+            ("generator", f"generator/rank_{rank}/g"),
+            ("trainer", f"trainer/state/__{rank}_0.distcp"),
+        ):
+            told = two.write(rank, name + path, f"{path} after {tick}".encode() * 50_000)
+            written[f"{executor} rank {rank}"] = (replace(told, path=path),)
+    written["reward rank 0"] = (replace(put(two.run_dir, f"{name}reward/rank_0/r", b"r"), path="reward/rank_0/r"),)
+    return written
+
+
+def test_a_checkpoint_of_three_machines_is_finished_whole_and_leaves_nothing_on_the_hosts(two: Two) -> None:
+    written = _save(two, 3)
+    two.far.fetch(written, two.run_dir / "checkpoints" / "tick_000003.partial")
+    checkpoint = two.store.finish(3, written, {})
+    assert [record.path for record in two.store.verify(checkpoint.path).manifest.files] == [
+        "generator/rank_0/g",
+        "generator/rank_1/g",
+        "reward/rank_0/r",
+        "trainer/state/__0_0.distcp",
+        "trainer/state/__1_0.distcp",
+    ]
+    for number in (0, 1):
+        assert not list((two.of(number) / "checkpoints").iterdir())
+
+
+def test_a_resume_sends_each_rank_its_state_wherever_it_is_now(two: Two, tmp_path: Path) -> None:
+    written = _save(two, 3)
+    two.far.fetch(written, two.run_dir / "checkpoints" / "tick_000003.partial")
+    checkpoint = two.store.finish(3, written, {})
+    with far_host(tmp_path / "c") as other:
+        client = other.client("c")
+        folder = FarFolder(client, *client.open_run("id"))
+        far = HostFolders(two.run_dir, {0: folder}, {"generator": (-1, 0), "trainer": (-1, 0), "reward": (0,)})
+        far.send_state(checkpoint.path, checkpoint.manifest.files)
+        found = {str(p.relative_to(folder.path)) for p in folder.path.rglob("*") if p.is_file()}
+        at = "checkpoints/tick_000003"
+        assert found == {
+            ".run_id",
+            f"{at}/generator/rank_1/g",
+            f"{at}/trainer/state/__0_0.distcp",
+            f"{at}/trainer/state/__1_0.distcp",
+            f"{at}/reward/rank_0/r",
+        }
+        assert (folder.path / at / "generator/rank_1/g").read_bytes() == b"generator/rank_1/g after 3" * 50_000
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("damage", ["removed", "altered"])
+def test_a_file_that_is_not_there_as_its_rank_told_is_refused_by_file_and_host(
+    two: Two, number: int, damage: str
+) -> None:
+    written = _save(two, 3)
+    path = two.of(number) / f"checkpoints/tick_000003.partial/trainer/state/__{number}_0.distcp"
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "altered":
+        path.write_bytes(b"X" + data[1:])
+    with pytest.raises(CheckpointError) as caught:
+        two.far.fetch(written, two.run_dir / "checkpoints" / "tick_000003.partial")
+    told = "it was altered" if damage == "altered" else "is not there"
+    assert f"host {'ab'[number]}: checkpoints/tick_000003.partial/trainer/state/__{number}_0.distcp" in str(
+        caught.value
+    )
+    assert told in str(caught.value) and str(caught.value).count("\n") == 1
+    with pytest.raises(CheckpointError, match="is missing"):
+        two.store.finish(3, written)
+
+
+def test_a_state_that_was_altered_since_is_not_taken_by_the_host(two: Two) -> None:
+    written = _save(two, 3)
+    two.far.fetch(written, two.run_dir / "checkpoints" / "tick_000003.partial")
+    checkpoint = two.store.finish(3, written, {})
+    path = checkpoint.path / "trainer/state/__1_0.distcp"
+    path.write_bytes(b"X" + path.read_bytes()[1:])
+    with pytest.raises(CheckpointError, match="__1_0.distcp: it was altered"):
+        two.far.send_state(checkpoint.path, checkpoint.manifest.files)
+
+
+def test_reported_files_come_under_their_names(two: Two) -> None:
+    model = two.write(1, "model/model.safetensors", b"w" * 3_000_000)
+    rows = two.write(0, "rollouts/tick_000000.jsonl", b"{}\n")
+    two.far.fetch({"trainer rank 1": [model], "generator rank 0": [rows], "reward rank 0": []}, two.run_dir)
+    assert (two.run_dir / "model/model.safetensors").read_bytes() == b"w" * 3_000_000
+    assert (two.run_dir / "rollouts/tick_000000.jsonl").read_bytes() == b"{}\n"
+
+
+def test_a_sweep_brings_what_nobody_told_of_once_and_again_when_it_has_grown(two: Two) -> None:
+    told = two.write(0, "rollouts/tick_000000.jsonl", b"{}\n")
+    two.far.fetch({"generator rank 0": [told]}, two.run_dir)
+    two.write(1, "verdicts/judge-0.jsonl", b"one\n")
+    two.write(1, "model.partial/half", b"x")
+    two.write(1, ".x.partial", b"x")
+    two.write(0, "checkpoints/tick_000003.partial/generator/rank_0/g", b"x")
+    two.far.sweep()
+    assert (two.run_dir / "verdicts/judge-0.jsonl").read_bytes() == b"one\n"
+    assert sorted(p.name for p in two.run_dir.iterdir()) == [".incoming", "rollouts", "verdicts"]
+    (two.run_dir / "verdicts/judge-0.jsonl").unlink()  # to see whether it is brought again
+    (two.run_dir / "rollouts/tick_000000.jsonl").unlink()
+    two.far.sweep()
+    assert not (two.run_dir / "verdicts/judge-0.jsonl").exists()
+    two.write(1, "verdicts/judge-0.jsonl", b"one\ntwo\n")
+    two.far.sweep()
+    assert (two.run_dir / "verdicts/judge-0.jsonl").read_bytes() == b"one\ntwo\n"
+    assert not (two.run_dir / "rollouts/tick_000000.jsonl").exists()
+
+
+def test_two_hosts_that_use_one_name_do_not_overwrite_each_other_nor_the_controller(two: Two) -> None:
+    (two.run_dir / "metrics.jsonl").write_bytes(b"the controller's")
+    for number in (0, 1):
+        two.write(number, "metrics.jsonl", f"host {number}".encode())
+    two.far.sweep()
+    assert (two.run_dir / "metrics.jsonl").read_bytes() == b"the controller's"
+    assert (two.run_dir / "hosts/a/metrics.jsonl").read_bytes() == b"host 0"
+    assert (two.run_dir / "hosts/b/metrics.jsonl").read_bytes() == b"host 1"
+
+
+def test_what_was_sent_for_ranks_to_read_comes_back_under_its_own_name_once_it_has_grown(two: Two) -> None:
+    record = put(two.run_dir, "verdicts/judge-0.jsonl", b"one\n")
+    two.far.send([record], two.run_dir)
+    two.far.sweep()
+    assert not (two.run_dir / "hosts").exists()
+    two.write(1, "verdicts/judge-0.jsonl", b"one\ntwo\n")
+    two.far.sweep()
+    assert (two.run_dir / "verdicts/judge-0.jsonl").read_bytes() == b"one\ntwo\n"
+
+
+def test_the_end_forgets_the_hosts_folders(two: Two) -> None:
+    folders = [two.of(0), two.of(1)]
+    two.write(0, "left", b"x")
+    assert str(folders[0]) in two.far.left_at() and str(folders[1]) in two.far.left_at()
+    two.far.sweep()
+    two.far.close(forget=True)
+    assert not any(folder.exists() for folder in folders) and not (two.run_dir / ".incoming").exists()
+
+
+def test_a_rank_on_the_controllers_machine_has_the_controllers_folder(two: Two) -> None:
+    assert two.far.folder_of("reward", 0) is None
+
+
+def _records(*paths: str) -> list[FileRecord]:
+    return [FileRecord(path=path, num_bytes=0, xxh3_128="") for path in paths]
+
+
+def test_ranks_need_their_own_files_and_those_beside_them() -> None:
+    files = _records(
+        "generator/rank_0/g", "generator/rank_1/g", "generator/rank_10/g", "trainer/state/a", "trainer/rank_0/b"
+    )
+    needed = files_for_ranks(files, [("generator", 1), ("trainer", 3)])
+    assert [record.path for record in needed] == ["generator/rank_1/g", "trainer/state/a"]
+
+
+@pytest.mark.parametrize(("path", "transient"), [("a.partial", True), ("model.partial/x", True), ("a/partial", False)])
+def test_what_gets_another_name_when_it_is_whole_is_not_brought_before(path: str, transient: bool) -> None:
+    assert is_transient(path) == transient
+
+
+def test_a_name_that_is_taken_gets_a_place_of_its_host() -> None:
+    assert where_to_put("a/b", "c", taken=False) == "a/b"
+    assert where_to_put("a/b", "c", taken=True) == "hosts/c/a/b"
