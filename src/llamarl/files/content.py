@@ -1,0 +1,146 @@
+"""Models, data and code that the plan of a run names, brought by content to a host that lacks them.
+
+    paths_in(plan) ─▶ contents_of: every file with its checksum ─▶ provide: the host has the same under the same path?
+                                                                   else send what it lacks, once for ever, and say where it lies
+    with_paths(plan, where it lies there) ─▶ the plan of that host
+
+Two hosts that have the same bytes under one path need nothing. What is installed (packages, named as ``package.module:name``) is
+not sent: a host has its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llamarl.checkpoint.snapshot import FileRecord, checksum_file
+from llamarl.checkpoint.written import files_below
+from llamarl.errors import FileError
+from llamarl.files.client import FileClient
+from llamarl.reading import user_path
+
+__all__ = ["Content", "content_of", "paths_in", "provide", "with_paths"]
+
+_KEYS = frozenset({"path", "data", "eval_data"})
+"""Keys of a recipe that name a model's folder or a data file, in whatever section; code is told by its form."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """A file or folder of this machine, as bytes."""
+
+    path: Path
+    """Absolute."""
+    files: tuple[FileRecord, ...]
+    """Below ``path``, or, for a file, the one with an empty path."""
+
+    @property
+    def is_file(self) -> bool:
+        return len(self.files) == 1 and not self.files[0].path
+
+
+def content_of(path: Path) -> Content:
+    """Every file below ``path``, or the one that it is; links to files are their files.
+
+    Raises:
+        OSError: One cannot be read.
+    """
+    path = Path(os.path.abspath(path))
+    if path.is_file():
+        return Content(path, (_record("", path),))
+    return Content(
+        path,
+        tuple(
+            _record(file.relative_to(path).as_posix(), file)
+            for file in files_below(path)
+            if file.is_file() and "__pycache__" not in file.parts
+        ),
+    )
+
+
+def _record(name: str, path: Path) -> FileRecord:
+    num_bytes, checksum = checksum_file(path)
+    return FileRecord(path=name, num_bytes=num_bytes, xxh3_128=checksum)
+
+
+def paths_in(plain: Any, *, exists: Callable[[str], bool] = os.path.exists) -> list[str]:
+    """The files and folders that nested plain values name: models, data, and code as ``path/to/file.py:name``; each once.
+
+    Args:
+        exists: Whether a path is there.
+    """
+    found: dict[str, None] = {}
+
+    def visit(value: str, key: str) -> str:
+        where = _where(value, key)
+        if where and exists(_expanded(where)):
+            found[where] = None
+        return value
+
+    _map_strings(plain, visit, "")
+    return list(found)
+
+
+def with_paths(plain: Any, there: Mapping[str, str]) -> Any:
+    """The same values with other paths.
+
+    Args:
+        there: As ``paths_in`` names it -> path on the host.
+    """
+
+    def visit(value: str, key: str) -> str:
+        where = _where(value, key)
+        return there[where] + value[len(where) :] if where in there else value
+
+    return _map_strings(plain, visit, "")
+
+
+def provide(client: FileClient, content: Content, open_run: Callable[[], str]) -> Path:
+    """Have a content on a host; where it lies there.
+
+    Args:
+        open_run: Gives the handle of the run there; called if anything must be sent or placed.
+
+    Raises:
+        TransferError: A file changed here meanwhile, the host's disk is full, or it cannot be reached.
+    """
+    if client.holds(content.path, content.files):
+        return content.path
+    run = open_run()
+    named = content.files
+    if content.is_file:
+        only = content.files[0]
+        named = (FileRecord(path=content.path.name, num_bytes=only.num_bytes, xxh3_128=only.xxh3_128),)
+    root = content.path.parent if content.is_file else content.path
+    for record in client.lacks(named):
+        client.send(root / record.path, record, run=None)
+    folder = client.place(run, named)
+    return folder / content.path.name if content.is_file else folder
+
+
+def _where(value: str, key: str) -> str:
+    """The path in one value; empty where it names none."""
+    file, colon, name = value.rpartition(":")
+    if colon and name and file.endswith(".py"):
+        return file
+    return value if key in _KEYS else ""
+
+
+def _expanded(path: str) -> str:
+    try:
+        return os.fspath(user_path(path, "path"))
+    except FileError:
+        return ""
+
+
+def _map_strings(value: Any, change: Callable[[str, str], str], key: str) -> Any:
+    if isinstance(value, str):
+        return change(value, key)
+    if isinstance(value, Mapping):
+        return {name: _map_strings(item, change, str(name)) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [_map_strings(item, change, key) for item in value]
+    return value
