@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,17 +32,32 @@ class LoopbackHost:
 
 
 @contextmanager
-def loopback_hosts(names: str, *flags: str, key: bytes = KEY) -> Iterator[list[LoopbackHost]]:
-    """A worker for each letter of ``names``; none is left afterwards."""
+def loopback_hosts(
+    names: str,
+    *flags: str,
+    key: bytes = KEY,
+    before: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[list[LoopbackHost]]:
+    """A worker for each letter of ``names``; none is left afterwards.
+
+    Args:
+        before: Words of a command that runs the worker.
+        environment: On top of this process's; ``{name}`` in a value is the worker's letter.
+    """
     hosts: list[LoopbackHost] = []
     try:
         for name in names:
             process = subprocess.Popen(
-                [sys.executable, "-m", "llamarl.cli.main", "worker", "--key", "-", "--bind", "127.0.0.1"]
+                [*before, sys.executable, "-m", "llamarl.cli.main", "worker", "--key", "-", "--bind", "127.0.0.1"]
                 + ["--space", name, *flags],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                env={
+                    **os.environ,
+                    **{variable: value.format(name=name) for variable, value in (environment or {}).items()},
+                },
             )
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(key.hex() + "\n")

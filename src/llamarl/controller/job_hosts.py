@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import atexit
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamarl.channels.base import ChannelSpec
 from llamarl.checkpoint.platform import platform_facts
 from llamarl.config import RunConfig
+from llamarl.controller.job_files import JobFiles, open_job_files
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.roles import present_roles
@@ -25,6 +26,7 @@ from llamarl.runtime.hosts.launcher import HostLauncher
 from llamarl.runtime.hosts.sources import Workers, open_workers
 from llamarl.runtime.placement import ColocatedGroup, Placement, available_cores, available_cuda_devices
 from llamarl.runtime.processes import ProcessRuntime
+from llamarl.runtime.worker import WorkerPlan
 from llamarl.transports.network import Network, TlsFiles, this_space
 from llamarl.transports.run_key import new_key
 from llamarl.transports.segment_wire import client_tls
@@ -107,13 +109,44 @@ class JobHosts:
             space=this_space(), address=self.here, key=self.run_key, ports=ports, tls=_tls_files(self.config)
         )
 
-    def runtime(self) -> ProcessRuntime:
-        """Processes on the hosts that :meth:`place` chose."""
+    def open_files(
+        self, run_dir: Path, run_id: str, executors: Sequence[ExecutorSpec], load_from: Path | None
+    ) -> JobFiles:
+        """Settle how files go between the run's folder and the hosts that :meth:`place` chose, and send what their ranks read.
+
+        Raises:
+            CheckpointError, TransferError: A file is not as it was written, or a host cannot take it.
+        """
+        used = {host for ranks in self.where.values() for host in ranks if host >= 0}
+        files = open_job_files(
+            run_dir,
+            run_id,
+            {host: self.workers.workers[host] for host in sorted(used)},
+            self.key,
+            self.where,
+            own_folders=self.config.hosts.run_folder == "own",
+        )
+        try:
+            files.send_content(executors)
+            files.send_saved(load_from)
+        except BaseException:
+            files.hurry()
+            files.end()
+            raise
+        return files
+
+    def runtime(self, adapt: Callable[[WorkerPlan], WorkerPlan] | None = None) -> ProcessRuntime:
+        """Processes on the hosts that :meth:`place` chose.
+
+        Args:
+            adapt: See ``ProcessRuntime``.
+        """
         on_hosts = {name: ranks for name, ranks in self.where.items() if ranks[0] >= 0}
         launcher = HostLauncher(self.workers.workers, on_hosts, self.key)
         return ProcessRuntime(
             launchers=dict.fromkeys(on_hosts, launcher),
             networks={name: [self.network(host) for host in ranks] for name, ranks in self.where.items()},
+            adapt=adapt,
         )
 
     def summary(self) -> str:

@@ -70,6 +70,10 @@ __all__ = [
 ]
 
 
+_SHARED_FOLDER_S = 30.0
+"""How long a file that another host has written into a shared folder may take to be seen here."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """A run that has passed its checks: thread counts and devices are settled."""
@@ -302,6 +306,9 @@ def _staleness(config: RunConfig) -> str:
 def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | None, load_from: Path | None) -> None:
     config, graph, run_dir = prepared.config, prepared.graph, folder.path
     model = config.model
+    files = None
+    if prepared.hosts is not None:
+        files = prepared.hosts.open_files(run_dir, folder.identity.run_id, graph.executors, load_from)
     facts = {
         "model": f"{model.path} at {model.revision}" if model.revision else model.path,
         "task": config.task.titles,
@@ -310,6 +317,7 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
         **{edge.channel: edge.summary() for edge in prepared.weight_edges},
         "checkpoints": checkpoint_plan(config, checkpoint_bytes(prepared.local)),
         **({"hosts": prepared.hosts.summary()} if prepared.hosts is not None else {}),
+        **({"run folder": files.summary()} if files is not None else {}),
         "run": str(run_dir),
     }
     needs = needs_of(run_dir, config.run.num_ticks)
@@ -331,9 +339,12 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
         run_config=to_plain(config),
         group_baseline=config.algorithm.advantage in GROUP_BASELINES,
     )
-    runtime: Runtime = make_runtime(config.run.runtime) if prepared.hosts is None else prepared.hosts.runtime()
+    runtime: Runtime = make_runtime(config.run.runtime)
+    if prepared.hosts is not None and files is not None:
+        runtime = prepared.hosts.runtime(files.adapt)
     join(prepared.hosts.network(-1) if prepared.hosts is not None else None)
-    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint)
+    patience_s = _SHARED_FOLDER_S if files is not None else 0.0
+    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint, patience_s=patience_s)
     checkpoints = RunCheckpoints(
         store,
         config.checkpoint,
@@ -343,6 +354,7 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
         events,
         folder,
         ranks={spec.name: spec.num_ranks for spec in graph.executors},
+        far=None if files is None else files.far,
     )
     stopped = "by an error"
     try:
@@ -376,9 +388,13 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
         raise
     finally:
         runtime.close()
+        if files is not None and stopped:
+            files.hurry()
+        checkpoints.settle()
+        if files is not None:
+            files.end()
         if prepared.hosts is not None:
             prepared.hosts.close()
-        checkpoints.settle()
         recorder.close(stopped)
         if stopped and not folder.identity.change():
             last = next(reversed(store.list()), None)

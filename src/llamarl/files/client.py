@@ -27,6 +27,7 @@ __all__ = ["FarFile", "FileClient"]
 
 _TRIES = 4
 _PAUSE_S = 0.2
+_HURRY_S = 5.0
 T = TypeVar("T")
 
 
@@ -50,6 +51,7 @@ class FileClient:
     def __init__(self, host: str, dial: Callable[[], socket.socket], *, stall_s: float = STALL_S) -> None:
         self.host = host
         self._dial, self._stall_s = dial, stall_s
+        self._tries = _TRIES
         self._frames: SocketFrames | None = None
 
     def share(self, question: FolderQuestion) -> FolderAnswer:
@@ -139,9 +141,10 @@ class FileClient:
 
         self._again(once, record.path)
 
-    def holds(self, path: Path, files: Sequence[FileRecord]) -> bool:
-        """Whether the host has the same bytes under the same path."""
-        return bool(self._ask({"do": "holds", "path": str(path), "files": _plain(files)})["holds"])
+    def holds(self, path: Path, files: Sequence[FileRecord]) -> Path | None:
+        """Where the host has the same bytes already: under the same path, or in its own Hugging Face cache; None: nowhere."""
+        found = str(self._ask({"do": "holds", "path": str(path), "files": _plain(files)})["holds"])
+        return Path(found) if found else None
 
     def lacks(self, files: Sequence[FileRecord]) -> list[FileRecord]:
         """Those whose content the host does not have, each content once."""
@@ -150,6 +153,14 @@ class FileClient:
     def place(self, run: str, files: Sequence[FileRecord]) -> Path:
         """A folder there of contents that it has, under the records' paths."""
         return Path(self._ask({"do": "place", "run": run, "files": _plain(files)})["folder"])
+
+    def same(self, path: Path, files: Sequence[tuple[str, int, int]]) -> bool:
+        """Whether the host has files of the same sizes and times of writing, (path, bytes, ns), below the same path."""
+        return bool(self._ask({"do": "same", "path": str(path), "files": [list(one) for one in files]})["same"])
+
+    def hurry(self) -> None:
+        """From now on, try once, and wait a few seconds for an answer."""
+        self._tries, self._stall_s = 1, min(self._stall_s, _HURRY_S)
 
     def close(self) -> None:
         """Hang up."""
@@ -165,6 +176,7 @@ class FileClient:
     def _again(self, work: Callable[[SocketFrames], T], path: str) -> T:
         """Do it, over a new connection where the old one breaks; a few times."""
         for left in reversed(range(_TRIES)):
+            left = min(left, self._tries - 1)
             try:
                 if self._frames is None:
                     self._frames = SocketFrames(self._dial(), self._stall_s)

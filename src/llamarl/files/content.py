@@ -22,7 +22,7 @@ from llamarl.errors import FileError
 from llamarl.files.client import FileClient
 from llamarl.reading import user_path
 
-__all__ = ["Content", "content_of", "paths_in", "provide", "with_paths"]
+__all__ = ["Content", "content_of", "paths_in", "provide", "same_there", "with_paths"]
 
 _KEYS = frozenset({"path", "data", "eval_data"})
 """Keys of a recipe that name a model's folder or a data file, in whatever section; code is told by its form."""
@@ -51,14 +51,18 @@ def content_of(path: Path) -> Content:
     path = Path(os.path.abspath(path))
     if path.is_file():
         return Content(path, (_record("", path),))
-    return Content(
-        path,
-        tuple(
-            _record(file.relative_to(path).as_posix(), file)
-            for file in files_below(path)
-            if file.is_file() and "__pycache__" not in file.parts
-        ),
-    )
+    return Content(path, tuple(_record(file.relative_to(path).as_posix(), file) for file in _files_of(path)))
+
+
+def same_there(client: FileClient, path: Path) -> bool:
+    """Whether the host sees the same files under the same path, by sizes and times of writing: nothing need be read then."""
+    files = [("", path)] if path.is_file() else [(f.relative_to(path).as_posix(), f) for f in _files_of(path)]
+    seen = [(name, file.stat()) for name, file in files]
+    return client.same(path, [(name, found.st_size, found.st_mtime_ns) for name, found in seen])
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return [file for file in files_below(folder) if file.is_file() and "__pycache__" not in file.parts]
 
 
 def _record(name: str, path: Path) -> FileRecord:
@@ -107,8 +111,8 @@ def provide(client: FileClient, content: Content, open_run: Callable[[], str]) -
     Raises:
         TransferError: A file changed here meanwhile, the host's disk is full, or it cannot be reached.
     """
-    if client.holds(content.path, content.files):
-        return content.path
+    if (there := client.holds(content.path, content.files)) is not None:
+        return there
     run = open_run()
     named = content.files
     if content.is_file:

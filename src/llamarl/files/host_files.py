@@ -100,10 +100,13 @@ class HostFiles:
 
     # -- content --
 
-    def holds(self, path: str, files: Sequence[FileRecord]) -> bool:
-        """Whether ``path`` here is, byte for byte, the folder of ``files``, or the one file with an empty path; more may lie
-        beside them."""
-        root = Path(path)
+    def holds(self, path: str, files: Sequence[FileRecord]) -> str:
+        """Where the folder of ``files``, or the one file with an empty path, lies here byte for byte: under ``path``, or as the
+        same snapshot in the Hugging Face cache of this host; empty where in neither. More may lie beside them."""
+        places = [Path(path), *_in_own_hub_cache(path)]
+        return next((str(place) for place in places if self._lie_at(place, files)), "")
+
+    def _lie_at(self, root: Path, files: Sequence[FileRecord]) -> bool:
         for record in files:
             file = root / record.path if record.path else root
             try:
@@ -114,6 +117,18 @@ class HostFiles:
             except OSError:
                 return False
         return bool(files)
+
+    def same(self, path: str, seen: Sequence[tuple[str, int, int]]) -> bool:
+        """Whether files of the same sizes and times of writing, to the nanosecond, lie here: then they are the same, or copies.
+
+        Args:
+            seen: (path below, bytes, ns); for a file its path is empty.
+        """
+        try:
+            found = [os.stat(Path(path) / name if name else path) for name, _, _ in seen]
+        except OSError:
+            return False
+        return bool(seen) and [(f.st_size, f.st_mtime_ns) for f in found] == [(n, t) for _, n, t in seen]
 
     def lacks(self, files: Sequence[FileRecord]) -> list[int]:
         """Which of ``files``, by position, no object here holds; each content is named once."""
@@ -228,6 +243,19 @@ class HostFiles:
             path.unlink(missing_ok=True)
             (self._objects / f".{path.name}.proved").unlink(missing_ok=True)
             excess -= size
+
+
+def _in_own_hub_cache(path: str) -> list[Path]:
+    """The place of a snapshot of another host's Hugging Face cache in this one's: ``models--x/snapshots/COMMIT`` and what
+    follows are the same everywhere."""
+    parts = Path(path).parts
+    at = next((i for i, part in enumerate(parts[:-1]) if parts[i + 1] == "snapshots" and "--" in part), None)
+    if at is None:
+        return []
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "huggingface"
+    )
+    return [Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub"), *parts[at:])]
 
 
 def _object_name(record: FileRecord) -> str:

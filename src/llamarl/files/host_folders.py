@@ -56,7 +56,7 @@ class HostFolders:
     """
 
     def __init__(self, run_dir: Path, folders: Mapping[int, FarFolder], where: Mapping[str, Sequence[int]]) -> None:
-        self._run_dir, self._folders, self._where = run_dir, folders, where
+        self._run_dir, self.folders, self._where = run_dir, folders, where
         self._here = Below(run_dir)
         self._host_of = {
             writer_name(name, rank): host for name, hosts in where.items() for rank, host in enumerate(hosts)
@@ -65,7 +65,7 @@ class HostFolders:
 
     def folder_of(self, executor: str, rank: int) -> Path | None:
         """The run's folder as a rank sees it; None: the controller's."""
-        folder = self._folders.get(self._where[executor][rank])
+        folder = self.folders.get(self._where[executor][rank])
         return None if folder is None else folder.path
 
     def send(
@@ -140,29 +140,13 @@ class HostFolders:
 
         self._on_all(from_host)
 
-    def close(self, *, forget: bool) -> None:
-        """Hang up.
-
-        Args:
-            forget: The hosts may remove what they keep for the run.
-
-        Raises:
-            CheckpointError: A host could not.
-        """
-
-        def end(number: int, folder: FarFolder) -> None:
-            try:
-                if forget:
-                    folder.client.forget(folder.handle)
-            finally:
-                folder.client.close()
-
-        self._on_all(end)
+    def close(self) -> None:
+        """Remove what was on its way here and did not come."""
         shutil.rmtree(self._run_dir / ".incoming", ignore_errors=True)
 
     def left_at(self) -> str:
         """Where things still lie, in words."""
-        return "; ".join(f"{folder.client.host}: {folder.path}" for folder in self._folders.values())
+        return "; ".join(f"{folder.client.host}: {folder.path}" for folder in self.folders.values())
 
     def _ranks_on(self, number: int) -> list[tuple[str, int]]:
         return [
@@ -171,10 +155,10 @@ class HostFolders:
 
     def _on_all(self, work: Callable[[int, FarFolder], None]) -> None:
         """All hosts at once, one thread each; every failure is named."""
-        if not self._folders:
+        if not self.folders:
             return
-        with ThreadPoolExecutor(max_workers=min(32, len(self._folders)), thread_name_prefix="host-files") as pool:
-            doing = [pool.submit(work, number, folder) for number, folder in self._folders.items()]
+        with ThreadPoolExecutor(max_workers=min(32, len(self.folders)), thread_name_prefix="host-files") as pool:
+            doing = [pool.submit(work, number, folder) for number, folder in self.folders.items()]
         failed = [error for one in doing if (error := one.exception()) is not None]
         for error in failed:
             if not isinstance(error, TransferError):

@@ -2,7 +2,7 @@
 
     share    does this host see the controller's run folder?       open, forget   a run folder of the host's own
     list     what lies in it                                       get, put       a file out of it, into it
-    remove   a file or folder of it                                holds, lacks   which content is here already
+    remove   a file or folder of it                                same, holds, lacks   which content is here already
     keep     a file by its content                                 place          a folder of contents under their names
 
 ``get`` answers with the size and then sends the rest of the file from the offset asked for; ``put`` and ``keep`` answer with the
@@ -101,6 +101,9 @@ async def _answer(frames: StreamFrames, files: HostFiles, asked: dict[str, Any])
         case "holds":
             records = records_from(asked["files"])
             return {"holds": await _here(lambda: files.holds(str(asked["path"]), records))}
+        case "same":
+            seen = [(str(name), int(num_bytes), int(mtime_ns)) for name, num_bytes, mtime_ns in asked["files"]]
+            return {"same": await _here(lambda: files.same(str(asked["path"]), seen))}
         case "lacks":
             records = records_from(asked["files"])
             return {"lacks": await _here(lambda: files.lacks(records))}

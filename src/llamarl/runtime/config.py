@@ -72,6 +72,10 @@ class HostsConfig:
     tls_ca: Annotated[str, NO_BITS] = ""
     """The authority that has signed the certificates of all hosts."""
 
+    run_folder: Annotated[Literal["auto", "own"], NO_BITS] = "auto"
+    """"auto": a host that is seen to read and write the controller's run folder uses it. Every other host gets one of its own, and
+    files travel. "own": all get one of their own, such as where the shared one is slow."""
+
     allow_unlike: Annotated[bool, NO_BITS] = False
     """Let ranks run on hosts whose processors or library versions differ: to rounding, no longer the bits of one machine."""
 

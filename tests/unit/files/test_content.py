@@ -12,7 +12,7 @@ from file_server import FarHost, far_host
 
 from llamarl.errors import TransferError
 from llamarl.files.client import FileClient
-from llamarl.files.content import Content, content_of, paths_in, provide, with_paths
+from llamarl.files.content import Content, content_of, paths_in, provide, same_there, with_paths
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ class Provider:
         send = self.client.send
         self.client.send = lambda source, record, run: (self.sent.append(record.path), send(source, record, run=run))[1]  # type: ignore[method-assign,func-returns-value,misc]
         if not has:
-            self.client.holds = lambda path, files: False  # type: ignore[method-assign]
+            self.client.holds = lambda path, files: None  # type: ignore[method-assign]
 
     def provide(self, content: Content) -> Path:
         return provide(self.client, content, self._open)
@@ -69,8 +69,34 @@ def test_other_bytes_under_the_same_path_are_not_taken_for_it(host: FarHost, mod
     if damage != "removed":
         file.write_text("[]" if damage == "altered" else "")
     client: FileClient = host.client()
-    assert not client.holds(model, content.files)
-    assert not client.holds(model / "nothing", content.files)
+    assert client.holds(model, content.files) is None
+    assert client.holds(model / "nothing", content.files) is None
+
+
+def test_a_host_that_has_the_snapshot_in_its_own_cache_is_sent_nothing(
+    host: FarHost, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below = Path("models--org--name", "snapshots", "0123abcd")
+    own = tmp_path / "its" / "hub" / below
+    own.parent.mkdir(parents=True)
+    model.rename(own)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "its" / "hub"))
+    content = content_of(own)
+    client = host.client()
+    assert client.holds(tmp_path / "the controllers" / below, content.files) == own
+    assert (
+        client.holds(tmp_path / "the controllers" / "models--org--name" / "snapshots" / "ffff", content.files) is None
+    )
+
+
+def test_files_of_one_size_and_time_need_not_be_read(host: FarHost, model: Path) -> None:
+    client = host.client()
+    assert same_there(client, model) and same_there(client, model / "config.json")
+    seen = [("config.json", 2, (model / "config.json").stat().st_mtime_ns)]
+    assert client.same(model, seen)
+    assert not client.same(model, [("config.json", 3, seen[0][2])])
+    assert not client.same(model, [("config.json", 2, seen[0][2] + 1)])
+    assert not client.same(model / "nothing", seen) and not client.same(model, [])
 
 
 def test_a_folder_is_sent_each_content_once_and_lies_there_whole(host: FarHost, model: Path) -> None:

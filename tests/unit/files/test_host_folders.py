@@ -187,13 +187,8 @@ def test_what_was_sent_for_ranks_to_read_comes_back_under_its_own_name_once_it_h
     assert (two.run_dir / "verdicts/judge-0.jsonl").read_bytes() == b"one\ntwo\n"
 
 
-def test_the_end_forgets_the_hosts_folders(two: Two) -> None:
-    folders = [two.of(0), two.of(1)]
-    two.write(0, "left", b"x")
-    assert str(folders[0]) in two.far.left_at() and str(folders[1]) in two.far.left_at()
-    two.far.sweep()
-    two.far.close(forget=True)
-    assert not any(folder.exists() for folder in folders) and not (two.run_dir / ".incoming").exists()
+def test_where_things_still_lie_is_told(two: Two) -> None:
+    assert two.far.left_at() == f"a: {two.of(0)}; b: {two.of(1)}"
 
 
 def test_a_rank_on_the_controllers_machine_has_the_controllers_folder(two: Two) -> None:

@@ -150,7 +150,7 @@ def test_a_save_in_the_background_is_reported_until_it_is_written(worker: Worker
 
 
 def test_settling_waits_no_longer_than_its_limit(worker: Worker, tmp_path: Path) -> None:
-    worker._plan = dataclasses.replace(worker._plan, collective_timeout_s=0.05)
+    worker = Worker(dataclasses.replace(worker._plan, collective_timeout_s=0.05))
     worker.setup()
     worker._executor.save = lambda folder, tick: Future()  # type: ignore[union-attr,method-assign]
     with pytest.raises(DeadlineExceeded, match="'me', rank 1: the state after tick 5 is not yet written"):
