@@ -48,7 +48,7 @@ def test_a_host_that_sees_the_folder_uses_it_and_nothing_is_left_in_it(run_dir: 
 def test_a_file_travels_from_a_worker_and_its_folder_is_forgotten(run_dir: Path, host: LoopbackHost) -> None:
     files = open_files(run_dir, host)
     there = files.far.folder_of("generator", 0)
-    assert there is not None and there.stat().st_mode & 0o777 == 0o700
+    assert there is not None and there.parents[2].stat().st_mode & 0o777 == 0o700, "nobody else looks into it"
     (there / "notes").write_bytes(b"x" * 3_000_000)
     files.far.fetch({"generator rank 0": record_files(there, [there / "notes"]), "trainer rank 0": ()}, run_dir)
     (there / "late").write_text("written while it closed")

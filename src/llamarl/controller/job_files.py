@@ -208,7 +208,7 @@ def open_job_files(
 
 
 def _dial(worker: Worker, key: WorkerKey) -> socket.socket:
-    connection = socket.create_connection((worker.address, worker.port), timeout=_DIAL_S)
+    connection = socket.create_connection((worker.address, worker.port), timeout=min(_DIAL_S, key.silence_s))
     try:
         watch_over(connection, key.silence_s)
         if key.tls is not None:  # peers are dialled by number, and known by who signed their certificates

@@ -73,7 +73,8 @@ class HostFiles:
         self._forget_unused()
         handle = f"{run_id}.{secrets.token_hex(8)}"
         folder = self._runs / handle
-        (folder / "run" / "checkpoints").mkdir(parents=True, mode=0o700)
+        self._make_base()
+        (folder / "run" / "checkpoints").mkdir(parents=True)
         (folder / "run" / ".run_id").write_text(f"{run_id}\n", encoding="utf-8")
         self._use(handle)
         return handle, folder / "run"
@@ -96,6 +97,7 @@ class HostFiles:
 
     def partial(self, record: FileRecord | None) -> Partial:
         """Take up a file on its way here."""
+        self._make_base()
         return Partial(self.base / "incoming", record)
 
     # -- content --
@@ -141,7 +143,7 @@ class HostFiles:
 
     def keep(self, partial: Path, record: FileRecord) -> None:
         """Make a proved file an object; the oldest others give way to it."""
-        self._objects.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._objects.mkdir(parents=True, exist_ok=True)
         os.chmod(partial, 0o444)
         Below(self._objects).put(partial, _object_name(record))
         self._stamp(record)
@@ -156,7 +158,7 @@ class HostFiles:
         """
         listing = "\n".join(f"{r.path}\0{r.num_bytes}\0{r.xxh3_128}" for r in files)
         folder = self._folder(handle) / "content" / checksum_bytes(listing.encode("utf-8", "surrogatepass"))
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True)
         for record in files:
             if not self._proved(record):
                 raise TransferError(f"{record.path} is not here: send it first")
@@ -165,6 +167,11 @@ class HostFiles:
         return folder
 
     # -- within --
+
+    def _make_base(self) -> None:
+        """Nobody else can look below it."""
+        self.base.parent.mkdir(parents=True, exist_ok=True)
+        self.base.mkdir(exist_ok=True, mode=0o700)
 
     @property
     def _runs(self) -> Path:
