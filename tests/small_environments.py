@@ -51,7 +51,7 @@ class Ledgers:
 
 
 class Till:
-    """A tool with a memory: ``b+7=`` adds to a register and shows it, anything else is the answer and ends the episode.
+    """A tool with a memory: ``b+7=`` adds to a register and shows it; anything else is no call, and the policy is told so.
 
     What is shown depends on every call so far. Rewards differ from call to call, so that every tick has something to learn; how
     many calls an episode has depends on its seed, so that some are cut at the end of a tick.
@@ -70,8 +70,7 @@ class Till:
         self.left -= 1
         call = re.search(r"([a-z])\+(\d)=\s*$", reply)
         if call is None:
-            right = float(reply.rpartition("#")[2].strip() == str(sum(self.registers.values())))
-            return Step(reward=right + len(reply) % 3 / 8, done=True, parts={"correct": right})
+            return Step(text=f"no {self.left}", reward=len(reply) % 3 / 8, done=self.left == 0, parts={"calls": 0.0})
         name, number = call.groups()
         self.registers[name] = self.registers.get(name, 0) * 2 + int(number)
         total = sum(self.registers.values())
