@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from llamarl.config import RunConfig
+from llamarl.data.mixture import MixedStream
+from llamarl.data.prompts import PromptStream
 from llamarl.engine.config import QUANTIZATIONS
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.errors import ConfigError, DataError, Mistake, ModelError
@@ -19,6 +21,7 @@ from llamarl.models.sizes import check_tensor_parallel_size
 from llamarl.models.support import FAMILIES, Use, is_known, text_part, why_unsupported
 from llamarl.roles import MODEL_SECTIONS, Role, present_roles
 from llamarl.runtime.placement import available_cuda_devices
+from llamarl.types import Prompt
 
 __all__ = [
     "check_architectures",
@@ -34,6 +37,8 @@ __all__ = [
 
 _RANKS_PER_CORE = 4
 """Ranks on the CPU that share one core at most; more is a mistake in the recipe, not a slow run."""
+_MOST_PROMPTS = 64
+"""That are looked at for one of each task with an environment."""
 
 
 def check_models(config: RunConfig) -> None:
@@ -240,14 +245,24 @@ def check_prompts(config: RunConfig, folder: Path) -> None:
         stream = make_prompt_stream(config, tokenizer, environments)
         _check_stop_tokens(config, folder)
         stream.check_training_prompts()
-        looked_at = range(config.groups_per_tick if environments is None else 1)
-        first = [stream.get(index) for index in looked_at]
+        first = _first_prompts(config, stream)
         for prompt in first:
             if prompt.opening is not None and prompt.opening.failure:
                 raise DataError.at("task.environment", f"it did not begin an episode: {prompt.opening.failure}")
         _check_cache(config, folder, max(len(prompt.tokens) for prompt in first))
         if config.evaluation.every and environments is None:
             stream.eval_prompts(config.evaluation.num_prompts)
+
+
+def _first_prompts(config: RunConfig, stream: PromptStream | MixedStream) -> list[Prompt]:
+    """A tick's; with environments, which may be slow, one of each task that has one."""
+    if not config.task.has_environment:
+        return [stream.get(index) for index in range(config.groups_per_tick)]
+    wanted = {label for label, task in config.task.tasks.items() if task.environment}
+    found = [stream.get(0)]
+    while wanted - {prompt.task for prompt in found} and len(found) < _MOST_PROMPTS:
+        found.append(stream.get(len(found)))
+    return found
 
 
 def check_reward(config: RunConfig) -> None:

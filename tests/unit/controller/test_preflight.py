@@ -241,3 +241,20 @@ def test_stop_tokens_join_the_tokenizers_own_and_must_be_of_the_vocabulary(tmp_p
     check_prompts(config(vocabulary - 1), FOLDER)
     with pytest.raises(ConfigError, match=f"stop_token_ids holds {vocabulary}, .* 0 to {vocabulary - 1}"):
         check_prompts(config(vocabulary), FOLDER)
+
+
+def test_each_environment_of_a_mixture_must_begin_an_episode(tmp_path: Path) -> None:
+    """Also that of a task that gives one prompt in nine."""
+    (tmp_path / "broken.py").write_text(
+        "class Broken:\n"
+        "    def reset(self, item, seed):\n        raise OSError('no board')\n"
+        "    def step(self, reply): ...\n"
+        "    def close(self): ...\n"
+    )
+    tasks = [
+        {"name": "steps", "weight": 8.0},
+        {"name": "episodes", "label": "game", "environment": f"{tmp_path / 'broken.py'}:Broken", "weight": 1.0},
+    ]
+    config = validate({"task": tasks, "evaluation": {"every": 0}})
+    with pytest.raises(DataError, match="did not begin an episode: .*no board"):
+        check_prompts(config, FOLDER)
