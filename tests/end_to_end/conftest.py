@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_command import run_llamarl
 
 from llamarl.observability.keys import KEYS
 
@@ -33,7 +34,7 @@ def arguments(run_dir: Path, settings: dict[str, Any]) -> list[str]:
 
 
 class CommandLine:
-    """Starts ``llamarl`` as a user would, in a process of its own."""
+    """Starts ``llamarl`` as a user would, in a process of its own (``run``: forked from one that has imported torch)."""
 
     def train(
         self,
@@ -48,14 +49,7 @@ class CommandLine:
     def run(
         self, words: Sequence[str], *, limit_s: float = 240, stdin: str | None = None
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "llamarl.cli.main", *words],
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            input=stdin,
-            env=_environment(),
-        )
+        return run_llamarl(words, limit_s=limit_s, stdin=stdin)
 
     def start(self, run_dir: Path, settings: dict[str, Any] | None = None, *flags: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

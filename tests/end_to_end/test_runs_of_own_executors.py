@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, wait_until
+from forked_command import run_llamarl
 from safetensors.torch import load_file
 
 from llamarl.checkpoint.storage import CheckpointStore
@@ -30,8 +31,7 @@ SMALL = {
 
 def train(*words: str, **changes: Any) -> None:
     settings = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "llamarl.cli.main", "train", *words, *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=REPOSITORY)
+    done = run_llamarl(["train", *words, *settings], cwd=REPOSITORY, limit_s=280)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, wait_until
+from forked_command import run_llamarl
 from safetensors.torch import load_file
 
 from llamarl.checkpoint.storage import CheckpointStore
@@ -48,7 +49,7 @@ def command(*words: str, **changes: Any) -> list[str]:
 
 
 def attempt(*words: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words, **changes), capture_output=True, text=True, timeout=280, cwd=REPOSITORY)
+    return run_llamarl(command(*words, **changes)[3:], cwd=REPOSITORY, limit_s=280)
 
 
 def train(*words: str, **changes: Any) -> None:
