@@ -264,22 +264,22 @@ def main() -> int:
                 continue
             result = results[f"{kind}_{model}"] = rate(model, kind, arguments.repeats, arguments.streams)
             rates = ", ".join(f"{what} {result[f'{what}_GB_per_s']:.2f}" for what in ("raw", "transport", "streamed"))
-            print(f"{kind} {model}, {result['bytes'] / 1e6:.0f} MB: GB/s {rates}")
+            print(f"{kind} {model}, {result['bytes'] / 1e6:.0f} MB: GB/s {rates}", flush=True)
             text = f"{model} bf16 over {kind}: tcp, every block proved, over a raw socket"
             claims.append(claim(text, result["rate_over_raw"]["median"], 0.8))
     if "fan_out" in arguments.sections and not can_make_hosts():
         results["fan_out"] = "left out: needs root, ip and tc"
     elif "fan_out" in arguments.sections:
-        rows = [
-            fan_out(count, arguments.fan_out_bytes, arguments.link, min(3, arguments.repeats))
-            for count in arguments.hosts
-        ]
+        rows: list[dict[str, Any]] = []
         results["fan_out"] = rows
-        for row in rows:
+        for count in arguments.hosts:
+            row = fan_out(count, arguments.fan_out_bytes, arguments.link, min(3, arguments.repeats))
+            rows.append(row)
             print(
                 f"fan_out to {row['hosts']} hosts over {row['link']}: direct {row['direct']['median']:.2f} s, passed on "
                 f"{row['passed_on']['median']:.2f} s; the source sent {row['direct_copies_sent_by_the_source']:.2f} and "
-                f"{row['passed_on_copies_sent_by_the_source']:.2f} copies; passed over {row['passed_over']}"
+                f"{row['passed_on_copies_sent_by_the_source']:.2f} copies; passed over {row['passed_over']}",
+                flush=True,
             )
         for row in rows[1:]:
             growth = row["passed_on"]["median"] / rows[0]["passed_on"]["median"]
