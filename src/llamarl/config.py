@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.checkpoint.config import CheckpointConfig
-from llamarl.controller.config import DeadlineConfig, ScheduleConfig
+from llamarl.controller.config import DeadlineConfig, RecoveryConfig, ScheduleConfig
 from llamarl.data.config import DataConfig
 from llamarl.engine.config import why_not_in_vllm
 from llamarl.environments.config import TaskSection
@@ -137,6 +137,7 @@ class RunConfig:
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
     hosts: HostsConfig = Field(default_factory=HostsConfig)
+    recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
 
     def __post_init__(self) -> None:
         refuse(_cross_checks(self))

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from llamarl.strict import NO_BITS, STRICT
 
-__all__ = ["DeadlineConfig", "ScheduleConfig"]
+__all__ = ["DeadlineConfig", "RecoveryConfig", "ScheduleConfig"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -49,3 +49,14 @@ class DeadlineConfig:
     host_silence_s: Annotated[float, NO_BITS, Field(ge=2.0)] = 30.0
     """Seconds after which a host that gives no sign of itself counts as gone, and the job ends. Kernels answer for it: a process
     that is stopped, busy or swapping is not silent."""
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RecoveryConfig:
+    """What happens when a process dies in the middle of a run (docs/survival.md)."""
+
+    max_restarts: Annotated[NonNegativeInt, NO_BITS] = 8
+    """Executors that are brought up again within window_s before a death ends the run; the tick that was lost is done again, to
+    the same bits. 0: every death ends the run. Trainer and critic are not brought up again: resume does that."""
+
+    window_s: Annotated[PositiveFloat, NO_BITS] = 3600.0
+    """Seconds over which restarts are counted."""

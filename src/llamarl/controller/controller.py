@@ -42,8 +42,9 @@ from llamarl.checkpoint.written import writer_name
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Firing, Marking
+from llamarl.controller.replacing import Replacing
 from llamarl.errors import DeadlineExceeded, RunStopped
-from llamarl.runtime.base import News, Order, Report, Runtime
+from llamarl.runtime.base import News, Order, ProcessesDied, Report, Restarts, Runtime
 
 __all__ = ["Checkpoints", "Observer", "run_graph"]
 
@@ -91,14 +92,16 @@ def run_graph(
     checkpoints: Checkpoints | None = None,
     observers: Sequence[Observer] = (),
     needs: Callable[[ChannelSpec, int], int] | None = None,
+    replacing: Replacing | None = None,
 ) -> None:
     """Run every executor of ``graph`` from ``first_tick`` to ``num_ticks``, then return. The caller closes the runtime.
 
     Args:
         needs: Where decisions are known beforehand (a replay): see ``Marking``.
+        replacing: Brings executors up again whose processes died, where the runtime can; None: a death ends the run.
 
     Raises:
-        ExecutorFailed: An executor raised or its process died.
+        ExecutorFailed: An executor raised, or its process died and was not brought up again.
         DeadlineExceeded: A setup or a tick took too long; the message says who waited for whom.
         RunStopped: An executor asked for the job to stop; everyone has saved the same tick before.
     """
@@ -115,6 +118,7 @@ def run_graph(
     initial = {name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()}
     marking = Marking(graph, first_tick=first_tick, num_ticks=num_ticks, initial_tokens=initial, needs=needs)
     fired_at: dict[str, float] = {}
+    orders: dict[str, Order] = {}
     saves = _Saves(graph)
     stop = ""
     while not marking.finished:
@@ -123,19 +127,30 @@ def run_graph(
         for firing in marking.ready():
             save_to = checkpoints.folder_for(firing.tick) if checkpoints else None
             flush_saves = firing.tick == marking.num_ticks - 1
-            runtime.fire(
-                Order(
-                    executor=firing.executor,
-                    tick=firing.tick,
-                    inputs=firing.inputs,
-                    later=firing.later,
-                    save_to=save_to,
-                    flush_saves=flush_saves,
-                    saves=_saves_ahead(graph, marking, firing, checkpoints) if checkpoints else (),
-                )
+            orders[firing.executor] = Order(
+                executor=firing.executor,
+                tick=firing.tick,
+                inputs=firing.inputs,
+                later=firing.later,
+                save_to=save_to,
+                flush_saves=flush_saves,
+                saves=_saves_ahead(graph, marking, firing, checkpoints) if checkpoints else (),
             )
+            runtime.fire(orders[firing.executor])
             fired_at[firing.executor] = runtime.now()
-        report = _wait(runtime, marking, fired_at, deadlines.step_s)
+        try:
+            report = _wait(runtime, marking, fired_at, deadlines.step_s)
+        except ProcessesDied as error:
+            if replacing is None or not isinstance(runtime, Restarts):
+                raise
+            ages_s = {name: runtime.now() - at_s for name, at_s in fired_at.items()}
+            for name, order in replacing.bring_back(runtime, marking, error, orders, ages_s).items():
+                orders[name] = order
+                runtime.fire(order)
+                fired_at[name] = runtime.now()
+            continue
+        if replacing is not None:
+            report = replacing.told_of(report)
         marking.complete(report.executor, report.tick, report.outputs)
         del fired_at[report.executor]
         _tell_sinks(graph, runtime, marking, report)

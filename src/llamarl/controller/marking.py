@@ -80,17 +80,27 @@ class Marking:
         for executor in self.graph.executors:
             if executor.name in self._busy or self._blockers(executor.name):
                 continue
-            tick = self.done_ticks[executor.name]
-            inputs = {c.name: self._tokens[c.name][tick - c.delay] for c in self.graph.inputs[executor.name]}
-            later = {
-                c.name: {t: handles for t, handles in self._tokens[c.name].items() if t > tick - c.delay}
-                for c in self.graph.inputs[executor.name]
-                if c.latest
-            }
-            firing = Firing(executor.name, tick, inputs, later)
+            firing = self._firing(executor.name)
             self._busy[executor.name] = firing
             firings.append(firing)
         return firings
+
+    def refire(self, executor: str) -> Firing | None:
+        """The firing of an executor that is at work, to be done again from its beginning, with the tokens that lie on its edges
+        now: those of its tick have not moved, and later ones may have come. None if it is not at work."""
+        if executor in self._busy:
+            self._busy[executor] = self._firing(executor)
+        return self._busy.get(executor)
+
+    def _firing(self, name: str) -> Firing:
+        tick = self.done_ticks[name]
+        inputs = {c.name: self._tokens[c.name][tick - c.delay] for c in self.graph.inputs[name]}
+        later = {
+            c.name: {t: handles for t, handles in self._tokens[c.name].items() if t > tick - c.delay}
+            for c in self.graph.inputs[name]
+            if c.latest
+        }
+        return Firing(name, tick, inputs, later)
 
     def complete(self, executor: str, tick: int, outputs: Mapping[str, tuple[Handle, ...]]) -> None:
         """Move the tokens of a finished firing: its inputs are gone, its outputs lie on their edges."""

@@ -34,6 +34,8 @@ from llamarl.controller.preflight import (
     check_reward,
     check_reward_models,
 )
+from llamarl.controller.recovery import Recovery
+from llamarl.controller.replacing import Replacing
 from llamarl.controller.replay_log import needs_of, take_log
 from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, refuse_a_run
@@ -339,7 +341,7 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
         run_config=to_plain(config),
         group_baseline=config.algorithm.advantage in GROUP_BASELINES,
     )
-    runtime: Runtime = make_runtime(config.run.runtime)
+    runtime: Runtime = make_runtime(config.run.runtime, restarts=config.recovery.max_restarts > 0)
     if prepared.hosts is not None and files is not None:
         runtime = prepared.hosts.runtime(files.adapt)
     join(prepared.hosts.network(-1) if prepared.hosts is not None else None)
@@ -370,6 +372,7 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
             checkpoints=checkpoints,
             observers=[_Observe(recorder, events, folder, checkpoints)],
             needs=needs,
+            replacing=_replacing(config, recorder),
         )
         checkpoints.close()
         stopped = ""
@@ -400,6 +403,15 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
             last = next(reversed(store.list()), None)
             print(f"\n{what_is_saved(run_dir, last, num_rows(run_dir), config.run.num_ticks)}", file=sys.stderr)
     _refuse_nothing(recorder.summary())
+
+
+def _replacing(config: RunConfig, recorder: Recorder) -> Replacing | None:
+    """None where a death ends the run."""
+    recovery = config.recovery
+    if not recovery.max_restarts:
+        return None
+    rule = Recovery(max_restarts=recovery.max_restarts, window_s=recovery.window_s)
+    return Replacing(rule, lambda redo: recorder.restarted(redo.first_tick, redo.describe()))
 
 
 def _refuse_nothing(summary: RunSummary) -> None:

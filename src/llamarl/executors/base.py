@@ -18,7 +18,18 @@ from typing import Any, Protocol, runtime_checkable
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.roles import ROLES
 
-__all__ = ["BaseExecutor", "Executor", "ExecutorContext", "ExecutorSpec", "Feed", "KeepsTokens", "StepResult"]
+__all__ = [
+    "BaseExecutor",
+    "Executor",
+    "ExecutorContext",
+    "ExecutorSpec",
+    "Feed",
+    "Journaled",
+    "KeepsTokens",
+    "Stateless",
+    "StepResult",
+    "is_journaled",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +114,39 @@ class KeepsTokens(Protocol):
     def expect_saves(self, ticks: Collection[int]) -> None:
         """The states after ``ticks`` will be saved: keep the tokens that will then lie on the edge. Asked before ``step``."""
         ...
+
+
+@runtime_checkable
+class Journaled(Protocol):
+    """An executor that can be brought up again in the middle of a run, because what it carries from tick to tick is small and
+    it can say what that is. Its ``save``, too, is done when it returns."""
+
+    def journal(self, tick: int) -> bytes | None:
+        """The state after ``tick``, asked for after each; None: it is not small now, and a death before the next tick's end
+        ends the run."""
+        ...
+
+    def restore(self, state: bytes, tick: int) -> None:
+        """Take what ``journal`` gave, after ``setup`` and instead of ``load``, so that tick + 1 gives the same bits."""
+        ...
+
+
+class Stateless:
+    """Of a journaled executor that carries nothing: what it makes is a function of what it reads and the recipe."""
+
+    def journal(self, tick: int) -> bytes | None:
+        """Nothing."""
+        return b""
+
+    def restore(self, state: bytes, tick: int) -> None:
+        """Nothing."""
+
+
+def is_journaled(executor: object) -> bool:
+    """Whether it is ``Journaled`` and means it: a subclass that saves more than its parent must say more in its journal too."""
+    order = type(executor).__mro__
+    where = {name: i for i, kind in reversed([*enumerate(order)]) for name in ("journal", "save") if name in vars(kind)}
+    return isinstance(executor, Journaled) and where["journal"] <= where.get("save", len(order))
 
 
 class Executor(Protocol):

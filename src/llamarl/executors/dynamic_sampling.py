@@ -63,10 +63,17 @@ class DynamicSampler:
         return list(selection.chosen), {key: float(value) for key, value in metrics.items()}
 
     def save(self, folder: Path) -> None:
-        (folder / _FILE).write_text(json.dumps([_plain(group) for group in self._spares]), encoding="utf-8")
+        (folder / _FILE).write_text(json.dumps(self.to_plain()), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        records = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        self.take_plain(json.loads((folder / _FILE).read_text(encoding="utf-8")))
+
+    def to_plain(self) -> list[Any]:
+        """The spare groups, as JSON holds them: exact."""
+        return [_plain(group) for group in self._spares]
+
+    def take_plain(self, records: Sequence[Any]) -> None:
+        """What ``to_plain`` gave."""
         self._spares = tuple(_group(record) for record in records)
 
 

@@ -20,7 +20,7 @@ from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode_pool import EpisodePool
 from llamarl.environments.episodes import begin_episode
 from llamarl.environments.pool import RewardPool
-from llamarl.executors.base import BaseExecutor, StepResult
+from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.reward import JUDGING_SHARE, part_means
 from llamarl.executors.version_loader import VersionLoader
@@ -34,7 +34,7 @@ __all__ = ["EvaluatorExecutor", "evaluate", "sample_groups"]
 _EVALUATION_SEED = 2
 
 
-class EvaluatorExecutor(BaseExecutor):
+class EvaluatorExecutor(Stateless, BaseExecutor):
     """Scores version 0 at tick 0, and version k + 1 at tick k where it is due."""
 
     environments: EpisodePool | None = None

@@ -315,7 +315,32 @@ class GeneratorExecutor(BaseExecutor):
         return Group(prompt=active.prompt, responses=tuple(replace(r, sampled_by=sampled_by) for r in responses))
 
     def save(self, folder: Path, tick: int) -> None:
-        state = {
+        state = self._state(tick)
+        if self._keep_kv:
+            assert isinstance(self.engine, KeepsKV)
+            state["inside"] = sorted(self._inside)
+            state["kv"], tensors = self.engine.kv_state()
+            save_file(dict(tensors), folder / "kv.safetensors")
+        (folder / "generator.json").write_text(json.dumps(state), encoding="utf-8")
+
+    def load(self, folder: Path, tick: int) -> None:
+        state = json.loads((folder / "generator.json").read_text(encoding="utf-8"))
+        self._take_state(state, tick, f"{folder}")
+        if self._keep_kv:
+            assert isinstance(self.engine, KeepsKV)
+            self._inside = set(state["inside"])
+            sequences = {(s.prompt_index, s.sample_index): s for g in self._active for s in g.sequences}
+            self.engine.load_kv_state(state["kv"], load_file(folder / "kv.safetensors"), sequences)
+
+    def journal(self, tick: int) -> bytes | None:
+        """The carried groups; a KV cache that lives on is not small."""
+        return None if self._keep_kv else json.dumps(self._state(tick)).encode()
+
+    def restore(self, state: bytes, tick: int) -> None:
+        self._take_state(json.loads(state), tick, "the journal")
+
+    def _state(self, tick: int) -> dict[str, Any]:
+        return {
             "tick": tick,
             "cursor": self._cursor,
             "completed": self._completed,
@@ -328,16 +353,9 @@ class GeneratorExecutor(BaseExecutor):
                 for g in self._active
             ],
         }
-        if self._keep_kv:
-            assert isinstance(self.engine, KeepsKV)
-            state["inside"] = sorted(self._inside)
-            state["kv"], tensors = self.engine.kv_state()
-            save_file(dict(tensors), folder / "kv.safetensors")
-        (folder / "generator.json").write_text(json.dumps(state), encoding="utf-8")
 
-    def load(self, folder: Path, tick: int) -> None:
-        state = json.loads((folder / "generator.json").read_text(encoding="utf-8"))
-        assert state["tick"] == tick, f"{folder} holds tick {state['tick']}, not {tick}"
+    def _take_state(self, state: dict[str, Any], tick: int, where: str) -> None:
+        assert state["tick"] == tick, f"{where} holds tick {state['tick']}, not {tick}"
         self._cursor = state["cursor"]
         self._completed = state["completed"]
         self._active = []
@@ -349,11 +367,6 @@ class GeneratorExecutor(BaseExecutor):
                 for name, value in values.items():
                     setattr(sequence, name, value)
             self._active.append(group)
-        if self._keep_kv:
-            assert isinstance(self.engine, KeepsKV)
-            self._inside = set(state["inside"])
-            sequences = {(s.prompt_index, s.sample_index): s for g in self._active for s in g.sequences}
-            self.engine.load_kv_state(state["kv"], load_file(folder / "kv.safetensors"), sequences)
 
     def close(self) -> None:
         self._active = []

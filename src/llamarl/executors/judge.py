@@ -20,7 +20,7 @@ from typing import Any
 
 from llamarl.checkpoint.run_identity import RunIdentity
 from llamarl.executors.asking import EngineJudge, Question, ServerJudge, Verdict
-from llamarl.executors.base import BaseExecutor, StepResult
+from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.executors.chat_client import ChatClient
 from llamarl.executors.config import JudgeConfig
 from llamarl.executors.judging import to_judge, with_score
@@ -33,7 +33,7 @@ from llamarl.types import Failure, Group, Response
 __all__ = ["JudgeExecutor"]
 
 
-class JudgeExecutor(BaseExecutor):
+class JudgeExecutor(Stateless, BaseExecutor):
     """Section ``judge``. A further one, ``[executors.NAME]``, has that section in its ``settings``."""
 
     def setup(self) -> None:

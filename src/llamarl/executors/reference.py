@@ -10,13 +10,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from llamarl.executors.base import BaseExecutor, StepResult
+from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.trainer.scoring import FrozenScorer
 
 __all__ = ["ReferenceExecutor"]
 
 
-class ReferenceExecutor(BaseExecutor):
+class ReferenceExecutor(Stateless, BaseExecutor):
     """Scores groups; stateless between ticks, so a checkpoint of it is an empty folder."""
 
     def setup(self) -> None:

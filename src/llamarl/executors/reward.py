@@ -8,6 +8,7 @@ A run in which nearly everything fails teaches nothing: it is asked to stop, wit
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,6 +121,19 @@ class RewardExecutor(BaseExecutor):
     def load(self, folder: Path, tick: int) -> None:
         if self._sampler is not None:
             self._sampler.load(folder)
+
+    def journal(self, tick: int) -> bytes:
+        """Spare groups, and what the failures of the last ticks were."""
+        spares = [] if self._sampler is None else self._sampler.to_plain()
+        failed = [[share, dict(causes)] for share, causes in self._failed]
+        return json.dumps({"spares": spares, "failed": failed, "stop": self._stop}).encode()
+
+    def restore(self, state: bytes, tick: int) -> None:
+        kept = json.loads(state)
+        self._failed = [(share, causes) for share, causes in kept["failed"]]
+        self._stop = kept["stop"]
+        if self._sampler is not None:
+            self._sampler.take_plain(kept["spares"])
 
     def close(self) -> None:
         if hasattr(self, "pool"):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from llamarl.executors.base import BaseExecutor, StepResult
+from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.executors.conversations import Rendered, TextFor
 from llamarl.executors.judging import to_judge, with_score
 from llamarl.models.loading import load_tokenizer
@@ -24,7 +24,7 @@ from llamarl.types import Failure, Group, Response
 __all__ = ["RewardModelExecutor"]
 
 
-class RewardModelExecutor(BaseExecutor):
+class RewardModelExecutor(Stateless, BaseExecutor):
     """Section ``reward_model``. A further one, ``[executors.NAME]``, has that section in its ``settings``; each of its
     ``ranks`` then holds the whole model and scores its share of the groups."""
 

@@ -263,6 +263,25 @@ KEYS: tuple[MetricKey, ...] = (
     _key(
         "tokens_per_s/generated", "tokens/s", "`tokens/generated` by `time/step_s`: the rate of the whole job.", "sum"
     ),
+    *(
+        key
+        for role in ("generator", "reward_model", "judge", "reward", "reference", "evaluator")
+        for key in (
+            _key(
+                f"recovery/{role}_restarts",
+                "restarts",
+                f"Only after a process of the {role} died: how often it was brought up again in this run, so far.",
+                "same",
+                integer=True,
+            ),
+            _key(
+                f"recovery/{role}_lost_s",
+                "s",
+                "Beside it: from the start of the work that was lost to the start of the same work done again.",
+                "max",
+            ),
+        )
+    ),
     _key("time/step_s", "s", "From the end of the trainer's tick before to the end of this one.", "same"),
     _key(
         "time/generator_s",
@@ -548,7 +567,7 @@ _COUNT = re.compile(r"(?:^|/)(?:tokens|samples|groups)/|(?:^|/)num_")
 
 def is_timing_key(name: str) -> bool:
     """Whether a key depends on the clock, so that it differs from run to run: ``time/*``, ``idle/*`` and rates."""
-    return name.startswith(("time/", "idle/")) or "_per_s" in name
+    return name.startswith(("time/", "idle/", "recovery/")) or "_per_s" in name
 
 
 def is_integer_key(name: str) -> bool:

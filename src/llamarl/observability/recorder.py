@@ -176,6 +176,11 @@ class Recorder:
         """Show a line to the user."""
         self.console.message(text)
 
+    def restarted(self, tick: int, text: str) -> None:
+        """Note that an executor was brought up again, before its ``tick``."""
+        self._warnings.write(tick, "restart", text)
+        self.message(f"tick {tick}: {text}")
+
     def sync(self) -> None:
         """Have the disk hold every row so far. Call it before a checkpoint is finished.
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from llamarl.channels.base import ChannelSpec, Handle
 from llamarl.checkpoint.snapshot import FileRecord
+from llamarl.errors import ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 
-__all__ = ["News", "Order", "Report", "Runtime", "SetupReport"]
+__all__ = ["Death", "News", "Order", "ProcessesDied", "Report", "Restarts", "Runtime", "SetupReport"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,8 @@ class Report:
     """Ticks whose saved state is written since the last report -> rank -> its files of it, relative to the checkpoint."""
     files: Mapping[int, tuple[FileRecord, ...]] = field(default_factory=dict)
     """Rank -> what it wrote elsewhere in the run's folder; ranks that wrote nothing are left out."""
+    journal: tuple[Handle, ...] = ()
+    """One a rank: where the state after this tick lies; None where a rank keeps none."""
     controller_bytes: int = 0
     """Bytes of order and report as they passed through the controller (0 where nothing is serialized)."""
 
@@ -84,6 +87,42 @@ class SetupReport:
     executor: str
     initial_tokens: Mapping[str, Mapping[int, tuple[Handle, ...]]] = field(default_factory=dict)
     """Out-channel name -> source tick -> handles, for the ``delay`` tokens that lie on the edge at start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """A process of an executor has ended by itself. An exception in an executor is none: it would come again."""
+
+    executor: str
+    incarnation: int
+    """Of the executor: how often it had been brought up anew before."""
+    doing: str
+    """What the process was at: ``setup``, ``tick 3``, ``between two ticks``."""
+    cause: str
+    """In words: the signal, or the exit code."""
+    rank: int = 0
+
+
+class ProcessesDied(ExecutorFailed):
+    """Processes ended by themselves, and no executor raised. Ends the run unless somebody brings them up again."""
+
+    def __init__(self, message: str, deaths: tuple[Death, ...]) -> None:
+        super().__init__(message)
+        self.deaths = deaths
+
+
+@runtime_checkable
+class Restarts(Protocol):
+    """A runtime that can bring an executor up again while the others work."""
+
+    def replaceable(self) -> frozenset[str]:
+        """Executors of which the state after their last report, and every token that somebody may still read, outlive them."""
+        ...
+
+    def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
+        """End what is left of it, start it anew with the state after ``first_tick - 1``; returns at once, and orders may follow.
+        What its earlier processes still say is ignored."""
+        ...
 
 
 class Runtime(Protocol):

@@ -30,6 +30,7 @@ def make_runtime(
     channel_factory: str = CHANNEL_FACTORY,
     deterministic: bool = True,
     hosts: Mapping[str, Any] | None = None,
+    restarts: bool = False,
 ) -> Runtime:
     """The runtime called ``name``: ``local`` (processes), ``inline`` (this process) or ``monarch`` (processes, also on other hosts).
 
@@ -40,6 +41,7 @@ def make_runtime(
         channel_factory: Module, or file, with ``make_sender`` and ``make_receiver``.
         deterministic: Pin repeatable kernels where torch has them.
         hosts: Executor -> Monarch ``HostMesh`` that gets its processes (``monarch``); the others go to this machine.
+        restarts: Whether executors are to be brought up again that die (not ``inline``, where nobody can).
 
     Raises:
         ConfigError: The name is unknown, does not fit ``hosts``, or Monarch is not installed.
@@ -60,6 +62,7 @@ def make_runtime(
         channel_factory=channel_factory,
         deterministic=deterministic,
         launchers=_on_hosts(hosts) if name == "monarch" else {},
+        restarts=restarts,
     )
 
 

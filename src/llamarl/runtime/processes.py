@@ -17,9 +17,10 @@ Who waits for whom, and how long, is the table "Timeouts" of docs/runtime.md.
 from __future__ import annotations
 
 import atexit
-import contextlib
+import dataclasses
 import queue
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +29,10 @@ from llamarl.channels.base import ChannelSpec
 from llamarl.errors import DeadlineExceeded
 from llamarl.executors.base import ExecutorSpec
 from llamarl.running_time import running_s
-from llamarl.runtime.base import News, Order, Report, SetupReport
+from llamarl.runtime.base import News, Order, ProcessesDied, Report, SetupReport
+from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.runtime.local import LocalLauncher
-from llamarl.runtime.rank_plans import combine_reports, combine_setups, executor_failed, plan_workers
+from llamarl.runtime.rank_plans import combine_reports, combine_setups, deaths_alone, executor_failed, plan_workers
 from llamarl.runtime.ranks import Answer, Launcher, Ranks
 from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
@@ -63,6 +65,8 @@ class ProcessRuntime:
         launchers: Executor -> who starts its processes; those without an entry go to this machine.
         networks: Executor -> where each of its ranks is among the hosts; None: the whole job is on one machine.
         adapt: A rank's plan as its host needs it, where folders and files have other paths there.
+        restarts: Whether executors that can be brought up again keep what that needs, and their deaths are told as
+            ``ProcessesDied``.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class ProcessRuntime:
         launchers: Mapping[str, Launcher] | None = None,
         networks: Mapping[str, Sequence[Network]] | None = None,
         adapt: Callable[[WorkerPlan], WorkerPlan] | None = None,
+        restarts: bool = False,
     ) -> None:
         self._pull_deadline_s = pull_deadline_s
         self._collective_timeout_s = collective_timeout_s
@@ -83,6 +88,12 @@ class ProcessRuntime:
         self._launchers = launchers or {}
         self._networks = networks
         self._adapt = adapt
+        self._restarts = restarts and networks is None
+        self._plans: dict[str, tuple[WorkerPlan, ...]] = {}
+        self._kept = KeptTokens((), ())
+        self._incarnations: dict[str, int] = {}
+        self._pending: deque[Answer | RankFailure] = deque()
+        """Heard, and not yet looked at."""
         self._ranks: Ranks | None = None
         self._out: dict[tuple[str, int], _Out] = {}
         self._failed = False
@@ -115,9 +126,11 @@ class ProcessRuntime:
             deterministic=self._deterministic,
             on_hosts=() if self._networks is not None else self._launchers,
             networks=self._networks,
+            journal=self._restarts,
         )
         if self._adapt is not None:
             plans = {name: tuple(map(self._adapt, ranks)) for name, ranks in plans.items()}
+        self._plans = plans
         self._failed = (
             True  # until all stand: whatever ends the wait below, Ctrl-C too, leaves a job that cannot close in order
         )
@@ -134,6 +147,8 @@ class ProcessRuntime:
                 raise DeadlineExceeded("\n".join([waited, *late]))
             ready[answer.executor].append(answer.result)
         self._failed = False
+        fresh = [name for name, setups in ready.items() if all(setup.journaled for setup in setups)]
+        self._kept = KeptTokens(channels, fresh)
         return {name: combine_setups(name, setups) for name, setups in ready.items()}
 
     def fire(self, order: Order) -> None:
@@ -167,12 +182,37 @@ class ProcessRuntime:
                     for (executor, tick), out in self._out.items()
                 ]
                 raise DeadlineExceeded("\n".join([waited, *late]))
+            if isinstance(answer.result, RankSetup):  # of one that is brought up again; its order is out, or will be
+                continue
             out = self._out[answer.executor, answer.result.tick]
             out.replies.append(answer.result)
             out.num_bytes += answer.num_bytes
             if len(out.replies) == len(self._ranks.of[answer.executor]):
-                del self._out[answer.executor, answer.result.tick]
-                return combine_reports(answer.executor, out.replies, controller_bytes=out.num_bytes)
+                report = self._kept.take(combine_reports(answer.executor, out.replies, controller_bytes=out.num_bytes))
+                if report is not None:  # else its process has died since, which is the next that is heard
+                    del self._out[answer.executor, answer.result.tick]
+                    return report
+
+    def replaceable(self) -> frozenset[str]:
+        """Executors of which everything that others need outlives their processes."""
+        return self._kept.whole
+
+    def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
+        """Start an executor anew with the state after ``first_tick - 1``; returns at once."""
+        assert self._ranks is not None and not self._closed, "replace needs a started runtime"
+        self._out = {key: out for key, out in self._out.items() if key[0] != executor}
+        self._incarnations[executor] = incarnation
+        states = self._kept.state(executor)
+        first = self._plans[executor]
+        if states:
+            plans = tuple(
+                dataclasses.replace(plan, first_tick=first_tick, load_from=None, restore=state, incarnation=incarnation)
+                for plan, state in zip(first, states, strict=True)
+            )
+        else:  # it has not finished a tick: as it began
+            plans = tuple(dataclasses.replace(plan, incarnation=incarnation) for plan in first)
+        self._ranks.replace(executor, plans, incarnation)
+        self._failed = False
 
     def now(self) -> float:
         """``running_s``: deadlines do not count the time for which this process was stopped."""
@@ -190,31 +230,46 @@ class ProcessRuntime:
         _running.discard(self)
         busy = self._failed or bool(self._out)
         self._ranks.end(_CLOSE_BUSY_S if busy else _CLOSE_IDLE_S, orderly=not busy)
+        self._kept.close()
 
     def _next_answer(self, timeout_s: float) -> Answer | None:
         """The next answer; None when the time is over. A failure raises, together with those that came with it."""
-        assert self._ranks is not None
-        events = self._ranks.events
-        until, event = self.now() + timeout_s, None
-        while event is None:  # more than once if this process was stopped: the queue's own clock went on
-            left_s = until - self.now()
-            try:
-                event = events.get(timeout=max(0.0, left_s))
-            except queue.Empty:
-                if left_s <= 0:
-                    self._failed = True
-                    return None
-        if isinstance(event, Answer):
+        until = self.now() + timeout_s
+        event = self._next_event(until)
+        if event is None:
+            self._failed = True
+        if event is None or isinstance(event, Answer):
             return event
         self._failed = True
-        failures = [event]
+        failures, answers = [event], []
         until = self.now() + _FOLLOW_UP_S
-        while (left := until - self.now()) > 0:
-            with contextlib.suppress(queue.Empty):
-                follower = events.get(timeout=left)
-                if isinstance(follower, RankFailure):
-                    failures.append(follower)
-        raise executor_failed(failures)
+        while (follower := self._next_event(until)) is not None:
+            if isinstance(follower, RankFailure):
+                failures.append(follower)
+            else:
+                answers.append(follower)
+        self._pending.extend(answers)  # they count, should the job go on
+        error, deaths = executor_failed(failures), deaths_alone(failures)
+        if deaths and self._restarts:
+            raise ProcessesDied(str(error), deaths) from None
+        raise error
+
+    def _next_event(self, until: float) -> Answer | RankFailure | None:
+        """Of a present incarnation; None when it is ``until``."""
+        assert self._ranks is not None
+        while True:
+            if self._pending:
+                event: Answer | RankFailure = self._pending.popleft()
+            else:
+                left_s = until - self.now()
+                try:
+                    event = self._ranks.events.get(timeout=max(0.0, left_s))
+                except queue.Empty:
+                    if left_s <= 0:
+                        return None
+                    continue  # this process was stopped: the queue's own clock went on
+            if event.incarnation == self._incarnations.get(event.executor, 0):
+                return event
 
     def _late(self, executor: str, doing: str, sent_s: float, reported: Sequence[int]) -> str:
         """Who has not answered, since when, and where it is now."""

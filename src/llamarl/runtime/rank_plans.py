@@ -13,11 +13,11 @@ from llamarl.errors import ConfigError, ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 from llamarl.import_path import absolute_import_path
 from llamarl.observability.ranks import reduce_over_ranks
-from llamarl.runtime.base import Report, SetupReport
+from llamarl.runtime.base import Death, Report, SetupReport
 from llamarl.runtime.worker import RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
 
-__all__ = ["LOOPBACK", "combine_reports", "combine_setups", "executor_failed", "plan_workers"]
+__all__ = ["LOOPBACK", "combine_reports", "combine_setups", "deaths_alone", "executor_failed", "plan_workers"]
 
 _INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 LOOPBACK = {"GLOO_SOCKET_IFNAME": _INTERFACE, "NCCL_SOCKET_IFNAME": _INTERFACE}
@@ -39,12 +39,14 @@ def plan_workers(
     deterministic: bool,
     on_hosts: Collection[str] = (),
     networks: Mapping[str, Sequence[Network]] | None = None,
+    journal: bool = False,
 ) -> dict[str, tuple[WorkerPlan, ...]]:
     """Executor name -> the plan of each of its ranks.
 
     Args:
         on_hosts: Executors whose processes Monarch starts: only these can use its buffers.
         networks: Executor -> where each of its ranks is; None: the whole job is on one machine.
+        journal: Whether executors keep a journal.
 
     Raises:
         ConfigError: A name is used twice, a channel has an end that is no executor or cannot use its transport, or a count is
@@ -86,6 +88,7 @@ def plan_workers(
                 channel_factory=channel_factory,
                 deterministic=deterministic,
                 network=networks[spec.name][rank] if networks is not None else None,
+                journal=journal and spec.name not in on_hosts,
             )
             for rank in range(spec.num_ranks)
         )
@@ -115,6 +118,7 @@ def combine_reports(executor: str, ranks: Sequence[RankReport], *, controller_by
             for tick in sorted({tick for report in ranks for tick in report.saved})
         },
         files={report.rank: report.files for report in ranks if report.files},
+        journal=tuple(report.journal for report in ranks),
         controller_bytes=controller_bytes,
     )
 
@@ -128,6 +132,19 @@ def combine_setups(executor: str, ranks: Sequence[RankSetup]) -> SetupReport:
             name: {tick: tuple(rank.initial_tokens[name][tick] for rank in ranks) for tick in ticks}
             for name, ticks in ranks[0].initial_tokens.items()
         },
+    )
+
+
+def deaths_alone(failures: Sequence[RankFailure]) -> tuple[Death, ...]:
+    """The processes that ended by themselves, if that explains all of ``failures``: exceptions of their own executor's other ranks
+    follow from it, those of another executor do not. Else none."""
+    dead = {failure.executor for failure in failures if failure.died}
+    if any(failure.executor not in dead for failure in failures):
+        return ()
+    return tuple(
+        Death(executor=f.executor, incarnation=f.incarnation, doing=f.doing, cause=f.cause, rank=f.rank)
+        for f in failures
+        if f.died
     )
 
 

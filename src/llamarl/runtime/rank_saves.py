@@ -5,6 +5,7 @@ executor.save ─▶ written now, or a future ─▶ flushed, size and checksum 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
@@ -29,10 +30,11 @@ class RankSaves:
 
     Args:
         limit_s: Longest wait for one of them.
+        again: The executor was brought up before in this run: a state that is begun may have been begun then.
     """
 
-    def __init__(self, executor: str, rank: int, *, limit_s: float) -> None:
-        self._executor, self._rank, self._limit_s = executor, rank, limit_s
+    def __init__(self, executor: str, rank: int, *, limit_s: float, again: bool = False) -> None:
+        self._executor, self._rank, self._limit_s, self._again = executor, rank, limit_s, again
         self._writing: dict[int, tuple[Path, Future[tuple[FileRecord, ...]]]] = {}
         """Tick -> folder and what is being written there, beside the ticks that follow."""
         self._written: dict[int, tuple[FileRecord, ...]] = {}
@@ -62,6 +64,8 @@ class RankSaves:
             return record_files(checkpoint, [*files_below(folder), *(beside or ())])
 
         with saving(folder):
+            if self._again and folder.exists():
+                shutil.rmtree(folder)
             folder.mkdir(parents=True)
             pending = executor.save(folder, tick)
             if pending is None:

@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import cloudpickle
@@ -91,6 +91,8 @@ class Answer:
     executor: str
     result: Any
     num_bytes: int
+    incarnation: int = 0
+    """Of the executor."""
 
 
 @dataclass
@@ -99,8 +101,19 @@ class Rank:
 
     executor: str
     rank: int
+    incarnation: int = 0
+    """How often the executor was brought up before."""
     link: Link | None = None
-    doing: str = "start of its process"
+    up: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it may be told more than its setup."""
+    told: list[str] = field(default_factory=list)
+    """What it was told to do and has not done, in order."""
+
+    @property
+    def doing(self) -> str:
+        if self.link is None:
+            return "start of its process"
+        return self.told[0] if self.told else "between two ticks"
 
     @property
     def pid(self) -> int:
@@ -136,8 +149,15 @@ class Ranks:
     def bring_up(self) -> None:
         """Start every process and set it up; the answers are ``RankSetup``."""
         self._thread.start()
-        for name in self._plans:
-            self._submit(self._bring_up(name))
+        for name, plans in self._plans.items():
+            self._submit(self._bring_up(name, plans, self.of[name]))
+
+    def replace(self, executor: str, plans: tuple[WorkerPlan, ...], incarnation: int) -> None:
+        """End what is left of an executor and start its processes anew; the answers are ``RankSetup``, and it may be told more at
+        once. What its earlier processes still say arrives with their own incarnation."""
+        before, now = self.of[executor], [Rank(executor, plan.rank, incarnation) for plan in plans]
+        self.of[executor] = now
+        self._submit(self._replace(executor, plans, before, now))
 
     def send(self, executor: str, doing: str, method: str, argument: Any) -> int:
         """Tell every rank of ``executor`` to do something; returns the bytes sent."""
@@ -188,24 +208,42 @@ class Ranks:
 
     # -- io thread: bringing up --
 
-    async def _bring_up(self, name: str) -> None:
-        ranks, plans, launcher = self.of[name], self._plans[name], self._launchers[name]
+    async def _replace(
+        self, name: str, plans: Sequence[WorkerPlan], before: Sequence[Rank], now: Sequence[Rank]
+    ) -> None:
+        for at_once in (False, True):
+            for rank in before:
+                _kill(rank, at_once=at_once)
+            if left := [rank.link.ended for rank in before if rank.link is not None and not rank.dead]:
+                await asyncio.wait(left, timeout=_KILL_S)
+        await self._bring_up(name, plans, now)
+
+    async def _bring_up(self, name: str, plans: Sequence[WorkerPlan], ranks: Sequence[Rank]) -> None:
+        launcher = self._launchers[name]
         labels = [name] if len(plans) == 1 else [f"{name} {plan.rank}" for plan in plans]
         try:
             links, rendezvous = await launcher.start(plans, labels, self._output)
         except Exception as error:
-            self.events.put(capture(name, 0, "start of its processes", error))
+            failure = capture(name, 0, "start of its processes", error)
+            self.events.put(replace(failure, incarnation=ranks[0].incarnation))
             return
         for rank, plan, link in zip(ranks, plans, links, strict=True):
             rank.link = link
             self._spawn(self._watch(rank, link))
             plan = replace(plan, rendezvous=rendezvous, in_own_process=True)
-            self._spawn(self._command(rank, "setup", command_blob(name, rank.rank, "setup", "setup", plan)))
+            setup = command_blob(name, rank.rank, "setup", "setup", plan)
+            rank.told.insert(0, "setup")
+            self._spawn(self._carry(rank, "setup", setup))
+            rank.up.set()  # whoever waits for it writes after the setup's task, which is first in line
 
     # -- io thread: orders, deaths --
 
     async def _command(self, rank: Rank, doing: str, blob: bytes) -> None:
-        rank.doing = doing
+        rank.told.append(doing)
+        await rank.up.wait()
+        await self._carry(rank, doing, blob)
+
+    async def _carry(self, rank: Rank, doing: str, blob: bytes) -> None:
         assert rank.link is not None
         try:
             reply = await rank.link.command(blob)
@@ -213,21 +251,24 @@ class Ranks:
         except Exception as error:  # the process is gone, or the reply cannot be read here
             result = None if rank.dead else capture(rank.executor, rank.rank, doing, error)
         else:
-            rank.doing = "between two ticks"
+            rank.told.remove(doing)
         if self._ending or result is None:
             return
-        failed = isinstance(result, RankFailure)
-        self.events.put(result if failed else Answer(rank.executor, result, len(reply)))
+        if isinstance(result, RankFailure):
+            self.events.put(replace(result, incarnation=rank.incarnation))
+        else:
+            self.events.put(Answer(rank.executor, result, len(reply), rank.incarnation))
 
     async def _tell(self, rank: Rank, blob: bytes) -> None:
-        assert rank.link is not None
+        if rank.link is None:  # brought up again: its order has what was there, and news is never waited for
+            return
         try:
             trouble = await rank.link.tell(blob)
             failure = on_our_clock(cloudpickle.loads(trouble), rank.link) if trouble else None
         except Exception as error:
             failure = None if rank.dead else capture(rank.executor, rank.rank, rank.doing, error)
         if failure is not None and not self._ending:
-            self.events.put(failure)
+            self.events.put(replace(failure, incarnation=rank.incarnation))
 
     async def _watch(self, rank: Rank, link: Link) -> None:
         cause = await link.ended
@@ -241,6 +282,8 @@ class Ranks:
                 pid=rank.pid,
                 host=link.host,
                 at_s=float("-inf"),  # before every exception: peers that miss a dead process fail because of it
+                died=True,
+                incarnation=rank.incarnation,
             )
             self.events.put(failure)
 

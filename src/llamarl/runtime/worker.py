@@ -27,12 +27,14 @@ from urllib.parse import urlsplit
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle, Receiver, Sender
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.errors import ConfigError, LlamaRLError
-from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec, KeepsTokens
+from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec, Journaled, KeepsTokens, is_journaled
 from llamarl.import_path import load_module, resolve
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.determinism import pin
+from llamarl.runtime.kept_states import MAX_STATE_BYTES, KeptState, read_state, write_state
 from llamarl.runtime.rank_saves import RankSaves, rank_folder, record_products
 from llamarl.transports.network import Network, join
+from llamarl.transports.segments import Segment
 
 __all__ = [
     "CHANNEL_FACTORY",
@@ -81,6 +83,12 @@ class WorkerPlan:
     meant below ``run_dir``."""
     network: Network | None = None
     """Where its process is among the hosts of the job; None: the whole job is on one machine."""
+    journal: bool = False
+    """Whether the state after each tick is kept where it outlives this rank's process."""
+    incarnation: int = 0
+    """How often the executor was brought up before in this run: what it finds of itself is from then."""
+    restore: KeptState | None = None
+    """The state after ``first_tick - 1``, for a rank that is brought up in the middle of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +97,8 @@ class RankSetup:
 
     rank: int
     initial_tokens: Mapping[str, Mapping[int, Handle]] = field(default_factory=dict)
+    journaled: bool = False
+    """Whether the state after each tick will be kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +121,8 @@ class RankReport:
     """Ticks whose state is written since the last report -> this rank's files of it, relative to the checkpoint; flushed."""
     files: tuple[FileRecord, ...] = ()
     """What it wrote elsewhere in the run's folder (``StepResult.files``), relative to that; flushed."""
+    journal: KeptState | None = None
+    """Where the state after this tick is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +144,10 @@ class RankFailure:
     """Raised on purpose, with a message that says all: a mistake in a recipe, a full disk, a deadline."""
     host: str = ""
     """Where, as the user calls it; empty: on the controller's machine."""
+    died: bool = False
+    """Its process ended by itself; nothing was raised."""
+    incarnation: int = 0
+    """Of the executor, as the controller counts."""
 
     def message(self) -> str:
         """For an ``ExecutorFailed``; with a traceback where the cause alone may not be understood."""
@@ -215,7 +231,10 @@ class Worker:
         self._feeds: dict[str, TokenFeed] = {}
         self._weight_channels = {channel.name for channel in plan.channels if channel.kind is ChannelKind.WEIGHTS}
         self._delays = {channel.name: channel.delay for channel in plan.channels}
-        self._saves = RankSaves(plan.spec.name, plan.rank, limit_s=plan.collective_timeout_s)
+        self._saves = RankSaves(plan.spec.name, plan.rank, limit_s=plan.collective_timeout_s, again=plan.incarnation > 0)
+        self._journaled = False
+        self._journal: Segment | None = None
+        """The state after the last tick."""
         self._leave_process_group: Callable[[], None] = lambda: None
         self._closed = False
 
@@ -251,16 +270,20 @@ class Worker:
         executor.setup()
         if plan.load_from is not None:
             executor.load(rank_folder(self._here(plan.load_from), spec.name, plan.rank), plan.first_tick - 1)
+        self._journaled = plan.journal and is_journaled(executor)
+        if plan.restore is not None:
+            assert isinstance(executor, Journaled), f"{spec.name!r} gave a journal and takes none"
+            executor.restore(read_state(plan.restore), plan.first_tick - 1)
         if plan.channels:
             self._open_channels(load_module(plan.channel_factory, plan.channel_factory))
         tokens: dict[str, dict[int, Handle]] = {}
         for channel in plan.channels:
-            if channel.source == spec.name and channel.delay:
+            if channel.source == spec.name and channel.delay and not plan.incarnation:
                 tokens[channel.name] = {
                     tick: self._senders[channel.name].send(tick, executor.initial_token(channel.name, tick))
                     for tick in range(plan.first_tick - channel.delay, plan.first_tick)
                 }
-        return RankSetup(rank=plan.rank, initial_tokens=tokens)
+        return RankSetup(rank=plan.rank, initial_tokens=tokens, journaled=self._journaled)
 
     def run(self, order: Order) -> RankReport:
         """Fire the executor once."""
@@ -298,6 +321,10 @@ class Worker:
         with _Span("flush saves", spans) if order.flush_saves and self._saves.writing else nullcontext():
             self._saves.finish(wait=order.flush_saves)
         files = record_products(self._plan.run_dir, result.files)
+        journal = None
+        if self._journaled:
+            with _Span("journal", spans):
+                journal = self._keep_state(executor, order.tick)
         return RankReport(
             rank=self._plan.rank,
             tick=order.tick,
@@ -312,7 +339,20 @@ class Worker:
             saved=self._saves.take(),
             files=files,
             events=result.events,
+            journal=journal,
         )
+
+    def _keep_state(self, executor: Executor, tick: int) -> KeptState | None:
+        """The one of the tick before goes: the controller has held it since it sent this tick's order."""
+        assert isinstance(executor, Journaled)
+        state = executor.journal(tick)
+        before, self._journal = self._journal, None
+        if before is not None:
+            before.close()
+        if state is None or len(state) > MAX_STATE_BYTES:
+            return None
+        self._journal, kept = write_state(state)
+        return kept
 
     def _label(self, verb: str, channel: str) -> str:
         """Of a span. What an executor spends on weights is told from what it spends on data."""
@@ -346,6 +386,8 @@ class Worker:
         if self._executor is not None:
             closers.append(self._executor.close)
         closers.extend(s.close for s in self._senders.values())  # last: a sink may still read what was sent
+        if self._journal is not None:
+            closers.append(self._journal.close)
         closers.append(self._leave_process_group)
         troubles = []
         for closer in closers:

@@ -1,0 +1,145 @@
+"""What is held of an executor, for how long, and what happens where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.data import DataReceiver, DataSender
+from llamarl.errors import ChannelError
+from llamarl.executors.base import BaseExecutor, ExecutorContext, Stateless, is_journaled
+from llamarl.runtime.base import Report
+from llamarl.runtime.kept_states import KeptState, read_state, write_state
+from llamarl.runtime.kept_tokens import KeptTokens
+from llamarl.transports.held import HeldSegments
+from llamarl.transports.segments import Segment
+
+CHANNEL = ChannelSpec(name="numbers", kind=ChannelKind.GATHER, source="source", sink="sink", capacity=1)
+
+
+class Source:
+    """The shell's part of an executor that writes ``numbers``."""
+
+    def __init__(self) -> None:
+        self.sender = DataSender(CHANNEL, rank=0, num_source_ranks=1, num_sink_ranks=1)
+        self.states: list[Segment] = []
+
+    def report(self, tick: int) -> Report:
+        handle = self.sender.send(tick, [tick, tick + 1])
+        segment, state = write_state(f"state after {tick}".encode())
+        self.states.append(segment)
+        return Report(executor="source", tick=tick, outputs={"numbers": (handle,)}, journal=(state,))
+
+    def die(self) -> None:
+        """What is left of it then: nothing that it had open."""
+        self.sender.close()
+        for segment in self.states:
+            segment.close()
+
+
+def received(report: Report | None) -> list[int]:
+    assert report is not None
+    receiver = DataReceiver(CHANNEL, rank=0, num_source_ranks=1, num_sink_ranks=1)
+    items: list[int] = receiver.receive(report.outputs["numbers"], 5.0)
+    receiver.close()
+    return items
+
+
+def test_token_and_state_outlive_their_process_and_are_let_go_when_no_one_needs_them() -> None:
+    kept, source = KeptTokens([CHANNEL], ["source"]), Source()
+    first = kept.take(source.report(0))
+    second = kept.take(source.report(1))
+    source.die()
+    assert (received(first), received(second)) == ([0, 1], [1, 2])
+    assert [read_state(state) for state in kept.state("source")] == [b"state after 1"]
+    assert kept.num_segments == 2 + 1  # two slots, one state
+    again = Source()  # the next incarnation: its first slot stands where the second of the old one stood
+    kept.take(Report(executor="sink", tick=0))
+    third = kept.take(again.report(2))
+    assert (received(second), received(third)) == ([1, 2], [2, 3])
+    kept.take(Report(executor="sink", tick=1))
+    kept.take(again.report(3))
+    assert kept.num_segments == 2 + 1  # nothing of the old one
+    kept.close()
+    again.die()
+
+
+def test_a_report_whose_process_has_ended_is_not_taken() -> None:
+    kept, source = KeptTokens([CHANNEL], ["source"]), Source()
+    report = source.report(0)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    (state,) = report.journal
+    assert isinstance(state, KeptState)
+    of_the_dead = replace(state, segment=replace(state.segment, pid=child.pid))
+    assert kept.take(replace(report, journal=(of_the_dead,))) is None
+    assert kept.num_segments == 0 and kept.whole == {"source"}
+    source.die()
+
+
+@pytest.mark.parametrize("trouble", ["no journal", "another kind of handle", "closed"])
+def test_what_cannot_be_held_of_a_living_process_is_passed_on_as_it_is_and_its_death_will_end_the_run(
+    trouble: str,
+) -> None:
+    kept, source = KeptTokens([CHANNEL], ["source"]), Source()
+    report = source.report(0)
+    if trouble == "no journal":
+        report = replace(report, journal=(None,))
+    elif trouble == "another kind of handle":
+        report = replace(report, outputs={"numbers": (7,)})
+    else:
+        source.die()
+    assert kept.take(report) is report
+    assert kept.whole == frozenset() and kept.num_segments == 0
+    source.die()
+
+
+def test_who_writes_a_delayed_channel_is_not_brought_up_again_and_who_keeps_no_journal_neither() -> None:
+    assert KeptTokens([replace(CHANNEL, delay=1)], ["source", "sink"]).whole == {"sink"}
+    assert KeptTokens([CHANNEL], ["sink"]).whole == {"sink"}
+
+
+def test_a_held_segment_is_the_same_memory_and_its_descriptor_goes_with_the_last_who_wants_it() -> None:
+    segment, held = Segment(8), HeldSegments()
+    before = len(os.listdir("/proc/self/fd"))
+    one, two = held.hold(segment.handle), held.hold(segment.handle)
+    assert one == two and one is not None and one.nonce == segment.handle.nonce and one.fd != segment.handle.fd
+    held.let_go(one)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    held.let_go(one)
+    assert len(os.listdir("/proc/self/fd")) == before
+    segment.close()
+    with pytest.raises(ChannelError, match="cannot be held"):
+        held.hold(segment.handle)
+
+
+def test_a_state_that_was_altered_is_refused() -> None:
+    segment, state = write_state(b"carried")
+    segment.bytes[0] ^= 1
+    with pytest.raises(ChannelError, match="does not match its checksum"):
+        read_state(state)
+    segment.close()
+
+
+def test_a_subclass_that_saves_more_than_its_parent_journals_is_not_brought_up_again() -> None:
+    class Plain(Stateless, BaseExecutor): ...
+
+    class SavesMore(Plain):
+        def save(self, folder: object, tick: int) -> None: ...
+
+    class JournalsMore(SavesMore):
+        def journal(self, tick: int) -> bytes:
+            return b"more"
+
+    context = ExecutorContext(name="me", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0)
+    assert [is_journaled(kind(None, context)) for kind in (Plain, SavesMore, JournalsMore, BaseExecutor)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
