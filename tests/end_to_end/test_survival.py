@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from killing import ranks
 
 SETTINGS = {
-    "run.num_ticks": 8,
+    "run.num_ticks": 10,
     "generator.max_segments": 2,
     "generator.oversubscription": 1.5,
     "checkpoint.every": 2,
@@ -58,10 +58,11 @@ def test_generator_reward_and_evaluator_die_at_several_moments_and_every_byte_is
 ) -> None:
     run_dir = tmp_path / "run"
     run = llamarl.start(run_dir, SETTINGS)
-    for number, executors in enumerate([("reward",), ("generator",), ("generator", "reward"), ("evaluator",)]):
-        wait_for_rows(run, run_dir, number + 1)
+    kills = [(1, "reward"), (2, "generator"), (5, "generator reward"), (7, "evaluator")]
+    for number, (num_rows, executors) in enumerate(kills):  # nobody twice at one tick, which ends the run
+        wait_for_rows(run, run_dir, num_rows)
         time.sleep(0.05 * number)  # another moment of its tick each time
-        kill(run, *executors)
+        kill(run, *executors.split())
     said, _ = run.communicate(timeout=240)
     assert run.returncode == 0, said
     assert said.count("brought up again") == 5, said
