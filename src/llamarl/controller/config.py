@@ -50,11 +50,12 @@ class DeadlineConfig:
     """Seconds after which a host that gives no sign of itself counts as gone, and the job ends. Kernels answer for it: a process
     that is stopped, busy or swapping is not silent."""
 
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RecoveryConfig:
     """What happens when a process dies in the middle of a run (docs/survival.md)."""
 
-    max_restarts: Annotated[NonNegativeInt, NO_BITS] = 8
+    max_restarts: Annotated[NonNegativeInt, NO_BITS] = 0
     """Executors that are brought up again within window_s before a death ends the run; the tick that was lost is done again, to
     the same bits. 0: every death ends the run. Trainer and critic are not brought up again: resume does that."""
 

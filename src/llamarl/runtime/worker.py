@@ -231,7 +231,9 @@ class Worker:
         self._feeds: dict[str, TokenFeed] = {}
         self._weight_channels = {channel.name for channel in plan.channels if channel.kind is ChannelKind.WEIGHTS}
         self._delays = {channel.name: channel.delay for channel in plan.channels}
-        self._saves = RankSaves(plan.spec.name, plan.rank, limit_s=plan.collective_timeout_s, again=plan.incarnation > 0)
+        self._saves = RankSaves(
+            plan.spec.name, plan.rank, limit_s=plan.collective_timeout_s, again=plan.incarnation > 0
+        )
         self._journaled = False
         self._journal: Segment | None = None
         """The state after the last tick."""

@@ -150,10 +150,7 @@ class World:
         cause = f"the kill of which {self.deaths_left - 1} follow"  # two of the same cause would end the run
         self.words[name] += (("died", self._incarnation_of(name), doing, cause),)
         on_edges = {
-            slot
-            for tokens in self.marking._tokens.values()
-            for handles in tokens.values()
-            for slot, _ in handles
+            slot for tokens in self.marking._tokens.values() for handles in tokens.values() for slot, _ in handles
         }
         mine = (name, self._incarnation_of(name))
         self.slots = {slot: token for slot, token in self.slots.items() if slot[:2] != mine or slot in on_edges}

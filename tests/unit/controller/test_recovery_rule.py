@@ -37,7 +37,10 @@ def rule(max_restarts: int = 3) -> Recovery:
 def test_each_of_the_dead_gets_its_order_again_with_the_tokens_that_lie_on_its_edges() -> None:
     decided = rule().decide(begun(), [death("sink"), death("source"), death("sink")], replaceable=BOTH, now_s=0.0)
     assert not isinstance(decided, str)
-    assert [(redo.executor, redo.incarnation, redo.first_tick) for redo in decided] == [("source", 1, 1), ("sink", 1, 0)]
+    assert [(redo.executor, redo.incarnation, redo.first_tick) for redo in decided] == [
+        ("source", 1, 1),
+        ("sink", 1, 0),
+    ]
     assert [redo.firing.inputs if redo.firing else None for redo in decided] == [{}, {"numbers": ("token 0",)}]
 
 
@@ -88,7 +91,9 @@ def test_restarts_are_counted_within_the_window_only() -> None:
         )
         assert not isinstance(decided, str)
     why = recovery.decide(marking, [death("sink", cause="signal 15", incarnation=3)], replaceable=BOTH, now_s=62.0)
-    assert isinstance(why, str) and "more than recovery.max_restarts = 2 restarts within recovery.window_s = 60 s" in why
+    assert (
+        isinstance(why, str) and "more than recovery.max_restarts = 2 restarts within recovery.window_s = 60 s" in why
+    )
 
 
 @pytest.mark.parametrize("together", [["source"], ["sink", "source"]])
