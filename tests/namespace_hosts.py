@@ -7,6 +7,7 @@ bridge 10.87.0.254 (the controller's side) ── veth ── 10.87.0.1   host 1
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from llamarl.runtime.hosts.worker_program import READY
 
 __all__ = ["KEY", "NamespaceHost", "namespace_hosts", "why_not"]
 
+_LETTERS = itertools.cycle("abcdefgh")
 KEY = bytes(range(100, 132))
 
 
@@ -79,7 +81,7 @@ def namespace_hosts(count: int, net: str = "10.87.0", *, flags: Sequence[str] = 
     Args:
         flags: Of every worker.
     """
-    mark = f"lh{os.getpid() % 10_000}"
+    mark = f"lh{os.getpid() % 10_000}{next(_LETTERS)}"  # the kernel takes its time with links of hosts that are gone
     bridge = f"{mark}b"
     hosts: list[NamespaceHost] = []
     try:
