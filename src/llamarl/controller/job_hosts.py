@@ -48,6 +48,8 @@ class JobHosts:
     """Of this run alone: its ranks have it from the controller, by connections that have proved the workers' key."""
     where: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Executor -> the host of each rank, once :meth:`place` has been called."""
+    launcher: HostLauncher | None = None
+    """Once :meth:`runtime` has been called."""
 
     def place(self, executors: Sequence[ExecutorSpec], colocated: ColocatedGroup | None) -> Placement:
         """Give every rank a host, and there cores and a device.
@@ -142,12 +144,16 @@ class JobHosts:
             adapt: See ``ProcessRuntime``.
         """
         on_hosts = {name: ranks for name, ranks in self.where.items() if ranks[0] >= 0}
-        launcher = HostLauncher(self.workers.workers, on_hosts, self.key)
+        self.launcher = launcher = HostLauncher(self.workers.workers, on_hosts, self.key)
         return ProcessRuntime(
             launchers=dict.fromkeys(on_hosts, launcher),
             networks={name: [self.network(host) for host in ranks] for name, ranks in self.where.items()},
             adapt=adapt,
         )
+
+    def clocks(self) -> dict[str, tuple[float, float]]:
+        """Host -> how far its clock is ahead of the controller's, and by how much that may be wrong; seconds."""
+        return self.launcher.offsets() if self.launcher is not None else {}
 
     def summary(self) -> str:
         """Where the executors are, for people."""

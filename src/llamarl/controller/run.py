@@ -398,7 +398,7 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
             files.end()
         if prepared.hosts is not None:
             prepared.hosts.close()
-        recorder.close(stopped)
+        recorder.close(stopped, clocks=prepared.hosts.clocks() if prepared.hosts is not None else None)
         if stopped and not folder.identity.change():
             last = next(reversed(store.list()), None)
             print(f"\n{what_is_saved(run_dir, last, num_rows(run_dir), config.run.num_ticks)}", file=sys.stderr)
