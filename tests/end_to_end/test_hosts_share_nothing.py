@@ -179,3 +179,17 @@ def test_hosts_that_see_the_folder_use_it(llamarl: CommandLine, folder: Path, on
     assert "shared with" in done.stdout + done.stderr
     assert_same_run(run_dir, one_machine)
     assert not [path.name for path in run_dir.iterdir() if path.name.startswith(".shared")]
+
+
+def test_parallel_ranks_on_hosts_that_share_nothing_write_one_checkpoint_between_them(
+    llamarl: CommandLine, folder: Path, apart: list[LoopbackHost]
+) -> None:
+    sizes = {**common(folder / "mine"), "run.num_ticks": 2, "trainer.fsdp": 2, "generator.dp": 2, "evaluation.every": 0}
+    where = settings(apart, folder / "key", {}, "auto" if _may_unshare() else "own")
+    both = {f"hosts.on.{executor}": '["0", "1"]' for executor in ("generator", "trainer")}
+    for name, more in (("two-ranks", {}), ("two-ranks-apart", {**where, **both})):
+        done = llamarl.train(folder / "runs" / name, {**sizes, **more})
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(folder / "runs" / "two-ranks-apart", folder / "runs" / "two-ranks")
+    state = folder / "runs" / "two-ranks-apart" / "checkpoints" / "tick_000001" / "trainer" / "state"
+    assert sorted(path.name for path in state.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "values.json"]
