@@ -115,6 +115,7 @@ def killed(run_dir: Path, kill: Kill, undisturbed: Path, settings: Mapping[str, 
     Raises:
         RuntimeError: The kill hit nobody, ended a run that should go on, or did not end one; or what was resumed failed.
     """
+    settings = {**settings, "recovery.max_restarts": 0}  # what is tried here is the resume
     process = _start(run_dir, settings)
     try:
         _wait_for_rows(run_dir, kill.rows, process)

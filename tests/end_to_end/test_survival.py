@@ -19,7 +19,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from killing import ranks
 
 SETTINGS = {
-    "recovery.max_restarts": 8,
     "run.num_ticks": 10,
     "generator.max_segments": 2,
     "generator.oversubscription": 1.5,

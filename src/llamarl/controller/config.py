@@ -55,7 +55,7 @@ class DeadlineConfig:
 class RecoveryConfig:
     """What happens when a process dies in the middle of a run (docs/survival.md)."""
 
-    max_restarts: Annotated[NonNegativeInt, NO_BITS] = 0
+    max_restarts: Annotated[NonNegativeInt, NO_BITS] = 8
     """Executors that are brought up again within window_s before a death ends the run; the tick that was lost is done again, to
     the same bits. 0: every death ends the run. Trainer and critic are not brought up again: resume does that."""
 

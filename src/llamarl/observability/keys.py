@@ -277,7 +277,7 @@ KEYS: tuple[MetricKey, ...] = (
             _key(
                 f"recovery/{role}_lost_s",
                 "s",
-                "Beside it: from the start of the work that was lost to the start of the same work done again.",
+                "Beside it: from the start of the work that was lost, or from the death if there was none, to the start of the next.",
                 "max",
             ),
         )
