@@ -249,7 +249,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=["135m", "1b"])
     parser.add_argument("--places", nargs="+", default=["loopback", "namespaces"], choices=["loopback", "namespaces"])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--streams", type=int, default=2, help="connections on which blocks come")
+    parser.add_argument("--streams", type=int, default=1, help="connections on which blocks come")
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     claims = []

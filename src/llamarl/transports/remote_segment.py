@@ -45,8 +45,9 @@ from llamarl.transports.segments import SegmentHandle
 
 __all__ = ["STREAMS", "RemoteSegment"]
 
-STREAMS = 2
-"""Connections on which a segment's expected bytes come."""
+STREAMS = 1
+"""Connections on which a segment's expected bytes come. More lift a link that one connection does not fill; where cores are few
+their senders get in one another's way: two took a third of the rate between two busy cores."""
 
 _TICK_S = 1.0
 """Longest single wait in the kernel: between two, the deadline's own clock is asked, which stands still while we are stopped."""
