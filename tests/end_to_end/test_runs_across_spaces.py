@@ -40,7 +40,7 @@ def train(
     }
     words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "make_runtime", lambda name: ProcessRuntime(networks=networks))
+        patch.setattr(run_module, "make_runtime", lambda name, **_: ProcessRuntime(networks=networks))
         start_run(load_config(RECIPE, words))
 
 
