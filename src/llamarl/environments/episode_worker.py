@@ -23,7 +23,15 @@ from llamarl.environments.episodes import Ask, digest_of
 from llamarl.environments.functions import NotANumber
 from llamarl.environments.registry import make_environment
 
-__all__ = ["DoesNotRepeat", "Player", "plain_observation", "plain_step"]
+__all__ = [
+    "DoesNotRepeat",
+    "Player",
+    "checked_observation",
+    "checked_step",
+    "close_quietly",
+    "plain_observation",
+    "plain_step",
+]
 
 _MAX_CHARACTERS = 1 << 20
 """Of one answer: more is no text for a policy, but an environment that has lost itself."""
@@ -52,7 +60,7 @@ class Player:
             if task.environment
         }
         for make in self._makers.values():  # a wrong name or option is found before the run starts
-            _close_quietly(make())
+            close_quietly(make())
         self._live: dict[tuple[Any, ...], _Live] = {}
 
     def answer(self, request: Any) -> dict[str, Any]:
@@ -67,7 +75,7 @@ class Player:
             self._close(ask.key)
             live = self._play_again(ask)
         try:
-            step = _checked_step(live.environment.step(ask.replies[-1]))
+            step = checked_step(live.environment.step(ask.replies[-1]))
         except BaseException:
             self._close(ask.key)
             raise
@@ -84,19 +92,19 @@ class Player:
         """Begin an episode, only to see how it begins."""
         environment = self._make(ask)
         try:
-            return _checked_observation(environment.reset(ask.play.item, ask.play.seed))
+            return checked_observation(environment.reset(ask.play.item, ask.play.seed))
         finally:
-            _close_quietly(environment)
+            close_quietly(environment)
 
     def _play_again(self, ask: Ask) -> _Live:
         """A new environment that has heard all replies but the last."""
         live = self._live[ask.key] = _Live(self._make(ask), 0)
         try:
-            first = _checked_observation(live.environment.reset(ask.play.item, ask.play.seed))
+            first = checked_observation(live.environment.reset(ask.play.item, ask.play.seed))
             if ask.play.digest and digest_of(first) != ask.play.digest:
                 raise DoesNotRepeat(f"reset(item, seed={ask.play.seed}) now gives another observation: {first!s:.300}")
             for number, reply in enumerate(ask.replies[:-1]):
-                step = _checked_step(live.environment.step(reply))
+                step = checked_step(live.environment.step(reply))
                 live.num_replies += 1
                 if digest_of(step) != ask.digests[number]:
                     raise DoesNotRepeat(
@@ -113,10 +121,10 @@ class Player:
     def _close(self, key: tuple[Any, ...]) -> None:
         live = self._live.pop(key, None)
         if live is not None:
-            _close_quietly(live.environment)
+            close_quietly(live.environment)
 
 
-def _close_quietly(environment: Environment) -> None:
+def close_quietly(environment: Environment) -> None:
     """Close; what that raises is printed, and fails nothing, since every answer has been had."""
     try:
         environment.close()
@@ -124,13 +132,15 @@ def _close_quietly(environment: Environment) -> None:
         traceback.print_exc()
 
 
-def _checked_observation(value: object) -> Observation:
+def checked_observation(value: object) -> Observation:
+    """What ``reset`` returned, in plain values. Raises: TypeError, ValueError: it breaks the contract."""
     if not isinstance(value, Observation):
         raise TypeError(f"reset returned {type(value).__name__}, expected llamarl's Observation")
     return dataclasses.replace(value, **_checked_words(value), tools=_plain(tuple(value.tools)))
 
 
-def _checked_step(value: object) -> Step:
+def checked_step(value: object) -> Step:
+    """What ``step`` returned, in plain values. Raises: TypeError, ValueError, NotANumber: it breaks the contract."""
     if not isinstance(value, Step):
         raise TypeError(f"step returned {type(value).__name__}, expected llamarl's Step")
     return dataclasses.replace(
@@ -152,10 +162,12 @@ def _checked_words(said: Observation | Step) -> dict[str, Any]:
             raise TypeError(f"message {message!s:.200}: its role must be {', '.join(roles[:-1])} or {roles[-1]}")
     if messages and said.text:
         raise ValueError("text and messages are both given: give one of them")
+    if not isinstance(said.text, str):
+        raise TypeError(f"text is {type(said.text).__name__} {said.text!s:.80}, expected str")
     total = len(said.text) + sum(len(str(message)) for message in messages)
     if total > _MAX_CHARACTERS:
         raise ValueError(f"an answer of {total} characters, the limit is {_MAX_CHARACTERS}")
-    return {"text": _plain(str(said.text)), "messages": _plain(messages)}
+    return {"text": _plain(said.text), "messages": _plain(messages)}
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,6 @@ As a program: ``python -m llamarl.environments.play_twice REQUEST.json RECORD.js
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import re
@@ -28,6 +27,13 @@ from typing import Any
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import Environment, Observation, Step
+from llamarl.environments.episode_worker import (
+    checked_observation,
+    checked_step,
+    close_quietly,
+    plain_observation,
+    plain_step,
+)
 from llamarl.environments.worker_env import worker_environment
 
 __all__ = ["Answer", "Difference", "Question", "first_difference", "play", "random_reply", "record_twice"]
@@ -97,40 +103,18 @@ def play(env: Environment, item: TaskItem, seed: int, answer: Answer, max_replie
     """One episode.
 
     Raises:
-        TypeError: The environment breaks its contract: another type, a reward that is no finite number, a message of the
-            assistant's.
+        TypeError, ValueError, NotANumber: The environment breaks its contract, by the checks that a run makes.
     """
-    opened = env.reset(item, seed)
-    if not isinstance(opened, Observation):
-        raise TypeError(f"reset returned {type(opened).__name__}, expected Observation")
-    _check_messages(
-        [m for m in opened.messages[:-1] if m.get("role") != "assistant"]
-    )  # examples may stand before the last
-    _check_messages(opened.messages[-1:])
-    record: Episode = [{"text": opened.text, "messages": list(opened.messages), "tools": list(opened.tools)}]
+    opened = checked_observation(env.reset(item, seed))
+    record: Episode = [plain_observation(opened)]
     said = _said(opened)
     for _ in range(max_replies):
         reply = answer(said, opened.tools)
         if reply is None:
             break
-        step = env.step(reply)
-        if not isinstance(step, Step):
-            raise TypeError(f"step returned {type(step).__name__}, expected Step")
-        _check_messages(step.messages)
-        if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in (step.reward, *step.parts.values())):
-            raise TypeError(f"reward {step.reward!r} and parts {dict(step.parts)!r} must be finite numbers")
-        record.append(
-            {
-                "reply": reply,
-                "text": step.text,
-                "messages": list(step.messages),
-                "reward": float(step.reward),
-                "done": step.done or step.truncated,
-                "truncated": step.truncated,
-                "parts": {name: float(value) for name, value in step.parts.items()},
-            }
-        )
-        if step.done or step.truncated:
+        step = checked_step(env.step(reply))
+        record.append({"reply": reply, **plain_step(step)})
+        if step.done:
             break
         said = _said(step)
     return record
@@ -170,12 +154,6 @@ def _random_value(rng: random.Random, about: Mapping[str, Any], words: Sequence[
 
 def _said(seen: Observation | Step) -> str:
     return seen.text or "\n".join(str(message.get("content", "")) for message in seen.messages)
-
-
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    for message in messages:
-        if message.get("role") not in ("user", "tool", "system"):
-            raise TypeError(f"a message has the role {message.get('role')!r}, expected user, tool or system")
 
 
 def _line(entry: Mapping[str, Any]) -> str:
@@ -237,7 +215,7 @@ def _play_all(request: Mapping[str, Any]) -> dict[str, Any]:
     except Exception:  # the user's environment may raise anything
         error = traceback.format_exc()
     finally:
-        env.close()
+        close_quietly(env)
     return {"episodes": episodes, "error": error}
 
 

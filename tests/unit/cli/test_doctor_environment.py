@@ -60,6 +60,27 @@ class Nan(Base):
     def step(self, reply):
         return Step(reward=float("nan"))
 
+class Both(Base):
+    def step(self, reply):
+        return Step(text="on", messages=({"role": "user", "content": "off"},))
+
+class Number(Base):
+    def step(self, reply):
+        return Step(text=5)
+
+class Surrogate(Base):
+    def step(self, reply):
+        return Step(text="\\ud800", done=True)
+
+class Numpys(Base):
+    def step(self, reply):
+        import numpy
+        return Step(reward=numpy.float32(1), done=numpy.bool_(True))
+
+class ClosesBadly(Good):
+    def close(self):
+        raise RuntimeError("no lock")
+
 class Dies(Base):
     def step(self, reply):
         import os
@@ -102,6 +123,12 @@ def test_an_environment_of_ones_own_that_repeats_passes(shaky: str, capsys: pyte
     assert status == 0 and found["repeatable"] and (found["episodes"], found["replies"]) == (4, 12)
 
 
+@pytest.mark.parametrize("name", ["Surrogate", "Numpys", "ClosesBadly"])
+def test_what_a_run_takes_passes(name: str, shaky: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = doctor(capsys, "--env", f"{shaky}:{name}", "--episodes", "1")
+    assert status == 0 and "repeatable: 1 episodes" in out
+
+
 @pytest.mark.parametrize(("name", "where"), [("Global", "reply 1"), ("Clock", "its beginning"), ("Leaks", "reply 1")])
 def test_what_does_not_repeat_is_told_with_its_place(
     name: str, where: str, shaky: str, capsys: pytest.CaptureFixture[str]
@@ -115,8 +142,10 @@ def test_what_does_not_repeat_is_told_with_its_place(
     ("name", "why"),
     [
         ("Raises", "KeyError: 'no such door'"),
-        ("Speaks", "a message has the role 'assistant'"),
-        ("Nan", "must be finite numbers"),
+        ("Speaks", "its role must be user, tool or system"),
+        ("Nan", "reward of a turn is float nan, expected a finite number"),
+        ("Both", "text and messages are both given"),
+        ("Number", "text is int 5, expected str"),
         ("Dies", "died (exit status 7)"),
         ("Hangs", "was not played to its end within 3 s"),
     ],

@@ -27,7 +27,7 @@ from llamarl.environments.adapters.chat_requests import (
 )
 from llamarl.environments.config import TaskSection
 from llamarl.environments.episode import EpisodeOver, Observation
-from llamarl.environments.episode_worker import Player, _checked_observation
+from llamarl.environments.episode_worker import Player, checked_observation
 from llamarl.environments.episodes import Ask, Play, digest_of, episode_item
 from llamarl.environments.functions import NotANumber
 from llamarl.environments.play_twice import Question, first_difference, record_twice
@@ -377,9 +377,9 @@ def test_examples_of_the_assistant_may_stand_before_the_first_question() -> None
     assert told[0] == {"role": "system", "content": "Be short."}
     assert told[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 1}}
     assert told[3] == {"role": "tool", "content": "2", "tool_call_id": "x", "name": "add"}
-    assert _checked_observation(Observation(messages=told)).messages == told
+    assert checked_observation(Observation(messages=told)).messages == told
     with pytest.raises(TypeError, match="its role must be user, tool or system"):
-        _checked_observation(Observation(messages=told[:5]))
+        checked_observation(Observation(messages=told[:5]))
 
 
 def _call(number: str, name: str, arguments: str) -> dict[str, Any]:
