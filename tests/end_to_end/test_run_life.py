@@ -63,6 +63,9 @@ OTHER_VALUES: dict[str, Any] = {
     "observability.trace": "false",
     "deadlines.setup_s": 599.0,
     "deadlines.step_s": 1799.0,
+    "deadlines.host_silence_s": 29.0,
+    "recovery.max_restarts": 3,
+    "recovery.window_s": 60.0,
 }
 """Keys that are said to change no bit, each with a value that is not its default."""
 ELSEWHERE = {
@@ -72,6 +75,13 @@ ELSEWHERE = {
     "observability.rollouts": "without them there is nothing to compare",
     "observability.sinks": "test_an_engine_and_a_sink_of_ones_own_change_no_bit",
     "judge.api_key_env": "a run with a judge behind a URL needs a server; test_judge.py gives it a key",
+    **dict.fromkeys(
+        (
+            *("hosts.workers", "hosts.on", "hosts.key", "hosts.start", "hosts.command", "hosts.port_range"),
+            *("hosts.run_folder", "hosts.allow_unlike", "hosts.tls_ca", "hosts.tls_cert", "hosts.tls_key"),
+        ),
+        "runs over hosts: test_hosts_share_nothing.py, tests/real_hosts",
+    ),
     "observability.wandb": "needs an account",
     "observability.wandb_project": "needs an account",
 }
