@@ -56,7 +56,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 
 $(ENVIRONMENTS_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ENVIRONMENTS_VENV)
-	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openenv-core==0.3.0 textarena==0.7.4 openai \
+	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openenv-core==0.3.0 textarena==0.7.4 openai xxhash \
 		pytest pytest-timeout hypothesis
 	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
