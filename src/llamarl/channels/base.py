@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["ChannelKind", "ChannelSpec", "Handle", "Receiver", "Sender"]
+__all__ = ["ChannelKind", "ChannelSpec", "FetchesAhead", "Handle", "Receiver", "Sender"]
 
 Handle = Any
 """Small and picklable; only the two ends of a channel look inside."""
@@ -52,6 +52,12 @@ class ChannelSpec:
     sink_replicas: int = 1
     """Consecutive sink ranks that receive the same part of a SCATTER: the tensor-parallel peers of one data-parallel rank."""
 
+    @property
+    def fetched_ahead(self) -> bool:
+        """Whether the sink hears of a token while it still works on the one before, so that its bytes can come meanwhile: weights
+        that travel between hosts."""
+        return self.kind is ChannelKind.WEIGHTS and self.transport == "tcp"
+
 
 class Sender(Protocol):
     """The source's end, one a source rank."""
@@ -61,6 +67,15 @@ class Sender(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class FetchesAhead(Protocol):
+    """A sink's end that can have a token come while its executor works on the one before."""
+
+    def fetch_ahead(self, handles: tuple[Handle, ...], deadline_s: float) -> None:
+        """Any thread; returns at once, and tells of nothing that goes wrong."""
+        ...
 
 
 class Receiver(Protocol):

@@ -151,6 +151,15 @@ class WeightsReceiver:
                 raise ValueError(f"channel {self._spec.name!r}: {handle!r} is not a handle of source rank {rank}")
         return self._puller.open(handles, deadline_s)
 
+    def fetch_ahead(self, handles: tuple[Handle, ...], deadline_s: float) -> None:
+        """A version that ``receive`` will be asked for lies at its source: where that is another host, its bytes begin to come.
+
+        Any thread; returns at once. What goes wrong is told by ``receive``.
+        """
+        slots = [handle for handle in handles if isinstance(handle, SlotHandle)]
+        if len(slots) == self._num_source_ranks:
+            self._puller.fetch_ahead(slots, deadline_s)
+
     def close(self) -> None:
         """Unmap what was open. Idempotent."""
         self._puller.close()

@@ -173,9 +173,9 @@ def run_graph(
 
 
 def _tell_sinks(graph: Graph, runtime: Runtime, marking: Marking, report: Report) -> None:
-    """Those at work hear of new tokens on ``latest`` channels; the others find them in their next order."""
+    """Those at work hear of new tokens that they may take now or fetch ahead; the others find them in their next order."""
     for channel in graph.outputs[report.executor]:
-        if channel.latest and channel.sink in marking.busy:
+        if (channel.latest or channel.fetched_ahead) and channel.sink in marking.busy:
             handles = report.outputs[channel.name]
             runtime.tell(News(executor=channel.sink, channel=channel.name, source_tick=report.tick, handles=handles))
 

@@ -39,7 +39,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """A token has come onto ``channel``, a ``latest`` one, while its sink works."""
+    """A token has come onto ``channel`` while its sink works, which may take it at once (a ``latest`` channel) or have it come."""
 
     executor: str
     """The sink."""
@@ -152,8 +152,8 @@ class Runtime(Protocol):
         ...
 
     def tell(self, news: News) -> None:
-        """Let a busy executor know; returns at once. Asked only for ``latest`` channels. An executor that has just finished
-        ignores it."""
+        """Let a busy executor know; returns at once. Asked for ``latest`` channels, and for weights that travel between hosts. One
+        that has just finished ignores it."""
         ...
 
     def wait(self, deadline_s: float) -> Report:

@@ -24,7 +24,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from llamarl.channels.base import ChannelKind, ChannelSpec, Handle, Receiver, Sender
+from llamarl.channels.base import ChannelKind, ChannelSpec, FetchesAhead, Handle, Receiver, Sender
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec, Journaled, KeepsTokens, is_journaled
@@ -368,10 +368,12 @@ class Worker:
         return plan.run_dir / path.relative_to(plan.controller_dir)
 
     def tell(self, news: News) -> None:
-        """A token has come onto a ``latest`` channel. Any thread; a worker that is not set up yet needs no news."""
-        feed = self._feeds.get(news.channel)
+        """A token has come onto a channel that enters here. Any thread; a worker that is not set up yet needs no news."""
+        feed, receiver = self._feeds.get(news.channel), self._receivers.get(news.channel)
         if feed is not None:
             feed.put({news.source_tick: news.handles})
+        elif isinstance(receiver, FetchesAhead):
+            receiver.fetch_ahead(news.handles, self._plan.pull_deadline_s)
 
     def _fill_feed(self, name: str, order: Order) -> TokenFeed:
         feed, first = self._feeds[name], order.tick - self._delays[name]

@@ -8,6 +8,9 @@ that is still writing, and proves every block again. Whom a host reads from is d
 (:mod:`llamarl.transports.fan_out`). A host before it that does not begin within seconds, or ends, is passed over: the blocks that
 are missing come from the source itself. When a source may write a slot again, every sink has finished with it, mirrors included.
 
+A mirror may begin before its own readers want the version (``Relays.begin``): then the bytes travel while they work on
+with the one before, and the way takes none of their time.
+
 Memory: a host holds each version that lies on the edge once, as the source does.
 """
 
@@ -48,6 +51,8 @@ class Mirror:
         self._thread: threading.Thread | None = None
         self._stop = False
         self.failure: Exception | None = None
+        self.generation = -1
+        """Of the slot, as far as a copy of it has begun."""
         self.num_passed_over = 0
         """How often the host before this one was given up and the source asked."""
 
@@ -66,6 +71,7 @@ class Mirror:
         self.stop()
         handle, catalog = direct.handle, direct.catalog
         self.failure, self._stop = None, False
+        self.generation = handle.generation
         self._words[Word.PROGRESS] = 0
         self._words[Word.STATE] = SlotState.WRITING
         self._words[Word.VERSION] = handle.version
@@ -202,10 +208,24 @@ class Relays:
         """Those that this process fills."""
         return [place.mirror for place in self._places.values() if place.mirror is not None]
 
+    def begin(
+        self, handle: SlotHandle, direct: TcpRemote, catalog: Catalog, who: str, clock: Clock, deadline_s: float
+    ) -> None:
+        """Begin to fill this host's mirror, if this process is who fills it and has not begun yet; otherwise as ``follow``."""
+        mirror = self._place(handle, direct, clock).mirror
+        if mirror is not None and mirror.generation < handle.generation:
+            self._fill(handle, direct, catalog, who, clock, deadline_s)
+
+    def has_begun(self, handle: SlotHandle) -> bool:
+        """Whether this process fills a mirror with this version, or has done so."""
+        place = self._places.get((handle.source_rank, handle.slot))
+        mirror = place.mirror if place is not None and place.address == handle.address else None
+        return mirror is not None and mirror.failure is None and mirror.generation == handle.generation
+
     def follow(
         self, handle: SlotHandle, direct: TcpRemote, catalog: Catalog, who: str, clock: Clock, deadline_s: float
     ) -> RemoteSlot:
-        """The slot to read a version from: this host's mirror, which begins to be filled, or the source's.
+        """The slot to read a version from: this host's mirror, which begins to be filled if it has not yet, or the source's.
 
         Args:
             direct: The source's slot, opened.
@@ -216,10 +236,8 @@ class Relays:
         place = self._place(handle, direct, clock)
         if place.local is None:
             return RemoteSlot(handle, direct, catalog, who, clock)
-        if place.mirror is not None:
-            place.mirror.stop()
-            source = RemoteSlot(handle, direct, catalog, who, clock)
-            place.mirror.fill(source, _upstream(handle, place, catalog, who, clock), deadline_s)
+        if place.mirror is not None and not self.has_begun(handle):
+            self._fill(handle, direct, catalog, who, clock, deadline_s)
         mirrored = RemoteSlot(handle, place.local, catalog, who, clock, is_mirror=True)
         if place.mirror is None and not mirrored.begins(_PATIENCE_S, clock):
             return RemoteSlot(handle, direct, catalog, who, clock)  # the process that fills it takes another version
@@ -230,6 +248,15 @@ class Relays:
         for place in self._places.values():
             place.close()
         self._places.clear()
+
+    def _fill(
+        self, handle: SlotHandle, direct: TcpRemote, catalog: Catalog, who: str, clock: Clock, deadline_s: float
+    ) -> None:
+        place = self._places[handle.source_rank, handle.slot]
+        assert place.mirror is not None
+        place.mirror.stop()
+        source = RemoteSlot(handle, direct, catalog, who, clock)
+        place.mirror.fill(source, _upstream(handle, place, catalog, who, clock), deadline_s)
 
     def _place(self, handle: SlotHandle, direct: TcpRemote, clock: Clock) -> _Place:
         key = (handle.source_rank, handle.slot)

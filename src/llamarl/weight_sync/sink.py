@@ -10,16 +10,19 @@ buffer (or, where it fits one tensor as it is, straight into that tensor) and is
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from llamarl.errors import ChannelError, PlanError, WeightSyncError
+from llamarl.errors import ChannelError, DeadlineExceeded, PlanError, WeightSyncError
 from llamarl.transports.base import RemoteBuffer, SinkTransport
 from llamarl.transports.checksum import ChecksumKind, block_digest
 from llamarl.transports.deadline import Clock, deadline_clock, wait_for_device
+from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.tcp import TcpRemote
 from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
 from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, intersect, replicated_layout, shift
@@ -30,6 +33,8 @@ from llamarl.weight_sync.relay import Relays
 from llamarl.weight_sync.remote_slot import MAX_ATTEMPTS, RemoteSlot, read_catalog
 
 __all__ = ["MAX_ATTEMPTS", "Puller", "WeightVersion"]
+
+_STOP_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,11 @@ class Puller:
         self._name = name
         self._allow_unused = allow_unused
         self.relays = Relays(transport) if fan_out else None
-        """The copies that this rank passes on."""
+        """The copies that this rank passes on, or fetches ahead."""
+        self._passes_on = fan_out
+        self._opening = threading.Lock()  # versions are opened by two threads: one serves, one fetches ahead
+        self._opened: dict[tuple[int, int], int] = {}  # (source rank, slot) -> the last generation that was opened
+        self._fetching: threading.Thread | None = None
         self._open: dict[tuple[int, int], tuple[object, RemoteBuffer]] = {}
         self._catalogs: dict[tuple[int, int], Catalog] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -98,10 +107,38 @@ class Puller:
         if len(versions) != 1:
             raise WeightSyncError(f"{self._name}: source ranks offer different versions {sorted(versions)}")
         clock = self.clock("opening", min(versions), deadline_s)
-        return WeightVersion(self, [self._open_slot(handle, clock, deadline_s) for handle in handles], deadline_s)
+        with self._opening:
+            return WeightVersion(self, [self._open_slot(handle, clock, deadline_s) for handle in handles], deadline_s)
+
+    def fetch_ahead(self, handles: Sequence[SlotHandle], deadline_s: float) -> None:
+        """Have a version of another host copied to this one while this process works on; any thread, returns at once.
+
+        ``open`` of the same version then finds the bytes here, or follows them as they come. Nothing is told of what goes wrong:
+        ``open`` asks again and tells. What lies on this host stays where it is.
+        """
+        if not any(is_elsewhere(handle.address) for handle in handles if isinstance(handle.address, SegmentHandle)):
+            return
+        before = self._fetching
+
+        def fetch() -> None:
+            if before is not None:
+                before.join()
+            with contextlib.suppress(WeightSyncError, ChannelError, DeadlineExceeded), self._opening:
+                clock = self.clock("fetching", handles[0].version, deadline_s)
+                self.relays = self.relays or Relays(self._transport)
+                for handle in handles:
+                    who, remote, catalog = self._slot(handle, clock)
+                    opened = self._opened.get((handle.source_rank, handle.slot), -1)
+                    if isinstance(remote, TcpRemote) and opened < handle.generation:
+                        self.relays.begin(handle, remote, catalog, who, clock, deadline_s)
+
+        self._fetching = threading.Thread(target=fetch, name="weights-ahead", daemon=True)
+        self._fetching.start()
 
     def close(self) -> None:
         """Unmap what was open. Idempotent."""
+        if self._fetching is not None:
+            self._fetching.join(_STOP_S)
         self._compiled = None
         if self.relays is not None:
             self.relays.close()
@@ -139,6 +176,20 @@ class Puller:
         return self._map_plan[1]
 
     def _open_slot(self, handle: SlotHandle, clock: Clock, deadline_s: float) -> RemoteSlot:
+        who, remote, catalog = self._slot(handle, clock)
+        self._opened[handle.source_rank, handle.slot] = handle.generation
+        relays = self.relays
+        if relays is not None and isinstance(remote, TcpRemote) and (self._passes_on or relays.has_begun(handle)):
+            try:
+                return relays.follow(handle, remote, catalog, who, clock, deadline_s)
+            except WeightSyncError:
+                raise
+            except ChannelError as error:
+                raise WeightSyncError(f"{who}: {error}; restart the source and resume the run") from error
+        return RemoteSlot(handle, remote, catalog, who, clock)
+
+    def _slot(self, handle: SlotHandle, clock: Clock) -> tuple[str, RemoteBuffer, Catalog]:
+        """How errors about a source's slot begin, its memory, and where everything lies in it."""
         who = (
             f"{self._name}: sink rank {self.rank} cannot take version {handle.version} from source rank "
             f"{handle.source_rank} (process {handle.pid}, {handle.transport})"
@@ -158,15 +209,7 @@ class Puller:
         catalog = self._catalogs.get(catalog_key)
         if catalog is None:
             catalog = self._catalogs[catalog_key] = read_catalog(handle, known[1], who, clock)
-        remote = known[1]
-        if self.relays is not None and isinstance(remote, TcpRemote):
-            try:
-                return self.relays.follow(handle, remote, catalog, who, clock, deadline_s)
-            except WeightSyncError:
-                raise
-            except ChannelError as error:
-                raise WeightSyncError(f"{who}: {error}; restart the source and resume the run") from error
-        return RemoteSlot(handle, remote, catalog, who, clock)
+        return who, known[1], catalog
 
     def _pull_block(self, slot: RemoteSlot, pull: _Pull, promised: int, clock: Clock) -> None:
         block = pull.block

@@ -183,3 +183,67 @@ def test_hosts_may_load_at_the_same_time() -> None:
         for sink in sinks:
             assert torch.equal(sink.live["w"], source.tensors["w"])
         source.publisher.wait()
+
+
+class LoneSink(Sink):
+    """The only replica: nobody reads from it."""
+
+    def __init__(self, space: str) -> None:
+        super().__init__(space)
+        self.puller = Puller(rank=0, num_sink_ranks=1, transport=TcpSink())
+
+    def fetch(self, handle: SlotHandle) -> None:
+        """Ahead, to its end."""
+        with being_at(self.where):
+            self.puller.fetch_ahead([handle], 10.0)
+            assert self.puller._fetching is not None
+            self.puller._fetching.join()
+        for mirror in self.puller.relays.mirrors if self.puller.relays else ():
+            if mirror._thread is not None:
+                mirror._thread.join()
+
+
+def test_a_version_that_was_fetched_ahead_is_loaded_without_another_byte_of_it_from_the_source() -> None:
+    source, sink = Source(), LoneSink("b")
+    for version in (1, 2, 3, 4):  # each slot twice
+        handle = source.publish(version)
+        before = source.sent(handle.slot)
+        sink.fetch(handle)
+        fetched = source.sent(handle.slot) - before
+        assert NUM_BLOCKS * BLOCK_BYTES <= fetched < NUM_BLOCKS * BLOCK_BYTES * 1.01
+        assert torch.equal(sink.load(handle)["w"], source.tensors["w"])
+        assert source.sent(handle.slot) - before == fetched
+
+
+def test_news_that_comes_after_the_version_was_opened_copies_nothing_again() -> None:
+    source, sink = Source(), LoneSink("b")
+    handle = source.publish(1)
+    sink.load(handle)
+    before = source.sent()
+    sink.fetch(handle)
+    assert source.sent() - before < BLOCK_BYTES
+    assert torch.equal(sink.load(handle)["w"], source.tensors["w"])
+
+
+def test_what_goes_wrong_ahead_is_told_by_the_opening() -> None:
+    source, sink = Source(), LoneSink("b")
+    handle = source.publish(1)
+    source.publisher.close()
+    sink.fetch(handle)
+    with pytest.raises(WeightSyncError, match="cannot take version 1"):
+        sink.load(handle)
+
+
+def test_a_copy_that_failed_ahead_is_read_from_the_source_instead() -> None:
+    source, sink = Source(), LoneSink("b")
+    handle = source.publish(1)
+    sink.fetch(handle)
+    sink.mirror.failure = RuntimeError("the cable was pulled for a moment")
+    assert torch.equal(sink.load(handle)["w"], source.tensors["w"])
+
+
+def test_a_version_that_is_still_being_written_is_followed_ahead() -> None:
+    source, sink = Source(), LoneSink("b")
+    handle = source.publish(1, background=True)
+    sink.fetch(handle)
+    assert torch.equal(sink.load(handle)["w"], source.tensors["w"])
