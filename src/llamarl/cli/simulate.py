@@ -28,7 +28,8 @@ from llamarl.shipped import shipped_or_path
 
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
-    from llamarl.planner.choices import Options
+    from llamarl.planner.choices import Options, Workload
+    from llamarl.planner.hardware import Hardware
     from llamarl.planner.search import Plan
     from llamarl.simulator.scenario import Failures, Scenario
 
@@ -57,6 +58,7 @@ examples:
   llamarl simulate --durations 6,1,4 --staleness 1,2 --weights exact,latest
   llamarl simulate recipes/tiny.toml --staleness 0,1,2 --trace trace.json
   llamarl simulate runs/tiny/config.toml --response-tokens file:runs/tiny/rollouts
+  llamarl simulate recipes/tiny.toml --staleness 0,1 --hosts a,b --on generator=b --on trainer=a --link 100mbit:50ms
   llamarl simulate --model Llama-3.1-70B --devices 256 --hardware h100 --response-tokens 4096:lognormal \\
       --slow-replicas 0.05:1.5 --mtbf-hours 50000 --picture simulation.png
 
@@ -112,6 +114,17 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     vary.add_argument("--mtbf-hours", type=float, help="mean time between failures of one device; the job restarts")
     vary.add_argument("--restart-s", type=float, default=300.0, help="from a failure to the next tick (default 300)")
     vary.add_argument("--checkpoint-every", type=int, default=20, help="ticks between checkpoints (default 20)")
+    apart = parser.add_argument_group("hosts that are apart")
+    apart.add_argument(
+        "--link",
+        action="append",
+        metavar="[A,B=]RATE[:ROUND_TRIP]",
+        help="between hosts, such as 100mbit:50ms; of two of them a,b=1gbit:1ms; may be repeated",
+    )
+    apart.add_argument("--hosts", metavar="A,B", help="a recipe's hosts, as llamarl train takes them")
+    apart.add_argument(
+        "--on", action="append", metavar="EXECUTOR=A,B", help="with --hosts: which of them an executor gets"
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
     out.add_argument("--trace", type=Path, metavar="OUT.json", help="timeline for https://ui.perfetto.dev")
@@ -184,7 +197,7 @@ def _from_durations(args: argparse.Namespace) -> list[Scenario]:
         raise PlanError("--durations stands alone: leave the recipe, plan or --model out")
     refuse_flags(
         args, *_JOB_FLAGS, "--reward-s", "--hardware", "--devices", "--precision", "--max-segments", "--oversubscription",
-        "--any-tp", because="--durations says what every tick takes; leave that out, or simulate a recipe or --model",
+        "--any-tp", "--hosts", "--on", "--link", because="--durations says what every tick takes; leave that out, or simulate a recipe or --model",
     )  # fmt: skip
     try:
         values = [float(part) for part in args.durations.split(",")]
@@ -213,6 +226,7 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
     model = args.model or args.source
     if not model:
         raise PlanError("nothing to simulate: give a recipe, a run folder, a plan's JSON, --durations or --model")
+    refuse_flags(args, "--hosts", "--on", because="a plan fills hosts of its hardware: give --link alone, or a recipe")
     hardware = args.planned_hardware or hardware_of(args.hardware, args.calibration)
     work = workload_of(args, model, None, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else 1
@@ -242,7 +256,24 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
         except PlanError:
             raise error from None
         print(f"not yet: llamarl train does not run this plan: {error}; see docs/planner.md", file=sys.stderr)
-    return [scenario_from_plan(plan, work, hardware, options) for plan in found]
+    scenarios = [scenario_from_plan(plan, work, hardware, options) for plan in found]
+    return [_plan_apart(scenario, work, hardware, args.link) for scenario in scenarios] if args.link else scenarios
+
+
+def _plan_apart(scenario: Scenario, work: Workload, hardware: Hardware, links: list[str]) -> Scenario:
+    """Each role on hosts of its own; versions go to the generators' by the tree of hosts."""
+    from llamarl.simulator.links import parse_links
+    from llamarl.simulator.placed import apart, hosts_of_plan
+
+    where = hosts_of_plan(scenario, hardware.device.devices_per_node)
+    return apart(
+        scenario,
+        where,
+        parse_links(links, sorted({host for hosts in where.values() for host in hosts})),
+        controller=where["trainer"][0],
+        weight_bytes=work.model.total_params * hardware.device.activation_bytes,
+        by_tree=True,
+    )
 
 
 def _take_plan(args: argparse.Namespace, path: Path) -> None:
@@ -292,10 +323,7 @@ def _lengths_of_label(label: str, path: Path) -> str:
 
 
 def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
-    from llamarl.config import load_config, to_plain
-    from llamarl.planner.recipe import question_from_config
-    from llamarl.simulator.calibrate import fit_runs, settled_threads
-    from llamarl.simulator.sources import scenario_from_recipe, scenario_from_run
+    from llamarl.config import load_config
 
     run_dir = path if path.is_dir() else None
     refuse_flags(
@@ -310,6 +338,33 @@ def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
     written = load_config(path / "config.toml" if run_dir else path)
     config = _changed(written, args)
     levels = _levels(args, str(config.schedule.max_staleness))
+    return [_recipe_apart(scenario, config, args) for scenario in _of_recipe(args, config, written, run_dir, levels)]
+
+
+def _recipe_apart(scenario: Scenario, config: RunConfig, args: argparse.Namespace) -> Scenario:
+    """The recipe's executors where a run would place them."""
+    if not args.link:
+        if args.hosts or args.on:
+            raise PlanError("--hosts without --link changes nothing here: say how fast and how far, --link 1gbit:1ms")
+        return scenario
+    from llamarl.planner.model_spec import find_model
+    from llamarl.runtime.config import HERE
+    from llamarl.simulator.links import parse_links
+    from llamarl.simulator.placed import apart, hosts_of_recipe, weight_bytes_of
+
+    where, hosts = hosts_of_recipe(config)
+    nbytes = weight_bytes_of(config, find_model(args.model or config.model.path).total_params)
+    return apart(scenario, where, parse_links(args.link, hosts), controller=HERE, weight_bytes=nbytes)
+
+
+def _of_recipe(
+    args: argparse.Namespace, config: RunConfig, written: RunConfig, run_dir: Path | None, levels: list[int]
+) -> list[Scenario]:
+    from llamarl.config import load_config, to_plain
+    from llamarl.planner.recipe import question_from_config
+    from llamarl.simulator.calibrate import fit_runs, settled_threads
+    from llamarl.simulator.sources import scenario_from_recipe, scenario_from_run
+
     if run_dir is not None and (run_dir / "metrics.jsonl").is_file() and not args.hardware:
         refuse_flags(
             args,
@@ -332,6 +387,7 @@ def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
 
 def _changed(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     from llamarl.config import to_plain, validate
+    from llamarl.runtime.config import host_settings
 
     raw = to_plain(config)
     for section, key, value in (
@@ -345,6 +401,10 @@ def _changed(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     if args.max_segments is not None and args.oversubscription is None:
         most = float(args.max_segments)
         raw["generator"]["oversubscription"] = min(raw["generator"]["oversubscription"], most)
+    try:
+        raw["hosts"] |= host_settings(args.hosts or "", args.on or ())
+    except ValueError as error:
+        raise PlanError(str(error)) from None
     return validate(raw)
 
 

@@ -12,6 +12,7 @@ from llamarl.controller.graph import Graph
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import PlanError
 from llamarl.planner.lengths import Lengths, constant
+from llamarl.simulator.links import Distances
 from llamarl.simulator.tick_costs import (
     GeneratorCost,
     LinearGeneratorCost,
@@ -69,6 +70,8 @@ class Scenario:
     trainer_devices: int = 1
     weights_latency_s: float = 0.0
     """A version is on the way that long after the trainer's tick, while both ends work on."""
+    distances: Distances = field(default_factory=Distances)
+    """What links between hosts add."""
     weights_load_s: float = 0.0
     """The generator cannot decode that long at the start of a tick, while it takes a version."""
     variation: Variation = field(default_factory=Variation)

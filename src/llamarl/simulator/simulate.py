@@ -126,8 +126,9 @@ def simulate(scenario: Scenario) -> SimulationResult:
 
 
 def _clock(scenario: Scenario, **changes: Any) -> VirtualClockRuntime:
-    latency_s = {"weights": scenario.weights_latency_s}
-    return VirtualClockRuntime(latency_s=latency_s, **changes)
+    far = scenario.distances
+    latency_s = {"weights": scenario.weights_latency_s + far.weights_s}
+    return VirtualClockRuntime(latency_s=latency_s, message_s=far.message_s, pull_s=far.pull_s, **changes)
 
 
 def _run_with_failures(scenario: Scenario, failures: Failures, collect: _Collect) -> tuple[int, float]:
@@ -172,6 +173,18 @@ def _run_with_failures(scenario: Scenario, failures: Failures, collect: _Collect
             runtime.close()
 
 
+def _around(scenario: Scenario, role_s: Mapping[str, float]) -> dict[str, float]:
+    """What theory is told: a role is not free again before its report and its next order have travelled; the version's own way
+    counts the trainer's report and the generator's order once more."""
+    far = scenario.distances
+    message_s = {role: far.message_s.get(role, 0.0) for role in role_s}
+    twice = message_s["trainer"] + message_s["generator"] if far.weights_s else 0.0
+    return {
+        **{f"{role}_s": seconds + 2.0 * message_s[role] for role, seconds in role_s.items()},
+        "sync_s": scenario.weights_latency_s + far.weights_s - twice,
+    }
+
+
 def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_s: float) -> SimulationResult:
     last = {(report.executor, report.tick): report for report in reports}  # of a repeated tick, the one that counted
     final = scenario.num_ticks - 1
@@ -211,20 +224,15 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
                 lag = int(key.removeprefix(STALENESS_METRIC))
                 staleness[lag] = staleness.get(lag, 0) + int(tokens)
     trained = sum(report.metrics["tokens/trained"] for report in steady["trainer"])
-    theory_s = closed_form_period(
-        generator_s=role_s["generator"], reward_s=role_s["reward"], trainer_s=role_s["trainer"],
-        sync_s=scenario.weights_latency_s, max_staleness=scenario.max_staleness,
-    )  # fmt: skip
+    around = _around(scenario, role_s)
+    theory_s = closed_form_period(**around, max_staleness=scenario.max_staleness)
     staleness_theory: float | None = None
     if scenario.oversubscription == 1.0 and scenario.failures is None:
         staleness_theory = float(scenario.max_staleness)
         if scenario.weights == "latest" and scenario.lengths.mean != scenario.lengths.limit:
             staleness_theory = None  # theory takes tokens to come at one rate, and a batch drains
         elif scenario.weights == "latest":
-            staleness_theory = mean_staleness(
-                generator_s=role_s["generator"], reward_s=role_s["reward"], trainer_s=role_s["trainer"],
-                sync_s=scenario.weights_latency_s, max_staleness=scenario.max_staleness,
-            )  # fmt: skip
+            staleness_theory = mean_staleness(**around, max_staleness=scenario.max_staleness)
     return SimulationResult(
         scenario=scenario,
         reports=tuple(reports),

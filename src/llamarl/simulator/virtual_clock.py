@@ -3,14 +3,15 @@
     fire(order) ─▶ executor.step says how long ─▶ heap of finish times ─▶ wait() jumps to the earliest
 
 Time passes only in ``wait``. Ties are broken by the order of firing, so a simulation repeats exactly. A channel may have
-a latency: its token is on the way that long, and the sink's tick begins when the last of its inputs has arrived.
+a latency: its token is on the way that long, and the sink's tick begins when the last of its inputs has arrived. Where executors
+are far away, orders and reports take time too, and so does reading a payload at the start of a tick.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -69,11 +70,28 @@ class _Token:
     ready_s: float
 
 
+@dataclass(frozen=True)
+class _Firing:
+    """A tick under way."""
+
+    order: Order
+    step: TimedStep
+    started_s: float
+    work_from_s: float
+    """When its payloads have been read."""
+
+    @property
+    def finished_s(self) -> float:
+        return self.work_from_s + self.step.duration_s
+
+
 class VirtualClockRuntime:
     """The Protocol of ``runtime/base.py`` without time, processes or payloads.
 
     Args:
         latency_s: Channel -> seconds that a token is on the way; 0 where not named.
+        message_s: Executor -> seconds of an order, and of a report; 0 where not named.
+        pull_s: Channel -> seconds of the sink's tick in which it reads its payload; 0 where not named.
         start_s: Where the clock stands at first.
         fail_at_s: The job dies at this moment, as if a process of it did.
         snapshots: Where virtual checkpoints lie; hand the same one to the runtime that resumes.
@@ -83,16 +101,20 @@ class VirtualClockRuntime:
         self,
         *,
         latency_s: Mapping[str, float] | None = None,
+        message_s: Mapping[str, float] | None = None,
+        pull_s: Mapping[str, float] | None = None,
         start_s: float = 0.0,
         fail_at_s: float = float("inf"),
         snapshots: Snapshots | None = None,
     ) -> None:
         self._latency_s = dict(latency_s or {})
+        self._message_s = dict(message_s or {})
+        self._pull_s = dict(pull_s or {})
         self._clock = start_s
         self._fail_at_s = fail_at_s
         self._snapshots: Snapshots = {} if snapshots is None else snapshots
         self._executors: dict[str, VirtualExecutor] = {}
-        self._out: list[tuple[float, int, float, Order, TimedStep]] = []
+        self._out: list[tuple[float, int, _Firing]] = []  # by when the controller hears of their end
         self._fired = 0
         self._news: list[tuple[float, int, str, Any]] = []
         self._told = 0
@@ -130,9 +152,10 @@ class VirtualClockRuntime:
         return reports
 
     def fire(self, order: Order) -> None:
-        """Begin a tick now, or when its last input arrives."""
+        """Begin a tick when the order and the last of its inputs have arrived."""
         tokens = {name: handles[0] for name, handles in order.inputs.items()}
-        start = max([self._clock, *(token.ready_s for token in tokens.values())])
+        arrived = self._clock + self._message_s.get(order.executor, 0.0)
+        start = max([arrived, *(token.ready_s for token in tokens.values())])
         executor = self._executors[order.executor]
         for name, later in order.later.items():
             for _, handles in sorted(later.items()):
@@ -144,8 +167,13 @@ class VirtualClockRuntime:
         assert step.duration_s >= 0, f"{order.executor} tick {order.tick}: duration {step.duration_s}"
         if order.save_to is not None:
             self._snapshots[order.save_to, order.executor] = executor.save()
-        heapq.heappush(self._out, (start + step.duration_s, self._fired, start, order, step))
+        work_from = start + sum(self._pull_s.get(name, 0.0) for name in order.inputs)
+        self._push(_Firing(order, step, start, work_from), self._fired)
         self._fired += 1
+
+    def _push(self, firing: _Firing, number: int) -> None:
+        told_s = firing.finished_s + self._message_s.get(firing.order.executor, 0.0)
+        heapq.heappush(self._out, (told_s, number, firing))
 
     def tell(self, news: News) -> None:
         """The token arrives when its latency is over; an executor that is then at work revises its tick."""
@@ -159,15 +187,18 @@ class VirtualClockRuntime:
     def _revise(self) -> None:
         """Hand out the earliest news."""
         at, _, executor, payload = heapq.heappop(self._news)
-        for place, (_, fired, start, order, _) in enumerate(self._out):
-            if order.executor == executor:
+        for place, (_, fired, firing) in enumerate(self._out):
+            if firing.order.executor == executor:
                 sink = self._executors[executor]
                 assert isinstance(sink, RevisingExecutor), f"{executor!r} has a latest channel and no revise"
-                step = sink.revise(max(0.0, at - start), payload)
-                if order.save_to is not None:
-                    self._snapshots[order.save_to, executor] = sink.save()
-                self._out[place] = (start + step.duration_s, fired, start, order, step)
+                if at > firing.finished_s:
+                    return  # the tick has ended, and its report is on the way
+                step = sink.revise(max(0.0, at - firing.work_from_s), payload)
+                if firing.order.save_to is not None:
+                    self._snapshots[firing.order.save_to, executor] = sink.save()
+                del self._out[place]
                 heapq.heapify(self._out)
+                self._push(replace(firing, step=step), fired)
                 return
 
     def wait(self, deadline_s: float) -> Report:
@@ -175,9 +206,10 @@ class VirtualClockRuntime:
         assert self._out, "wait without an order out: it could never end"
         while self._news and self._news[0][0] < min(self._out[0][0], self._fail_at_s, self._clock + deadline_s):
             self._revise()
-        finish, _, start, order, step = self._out[0]
+        told, _, firing = self._out[0]
+        order, step, finish = firing.order, firing.step, firing.finished_s
         until = min(self._fail_at_s, self._clock + deadline_s)
-        if finish > until:
+        if told > until:
             self._clock = max(self._clock, until)
             if until == self._fail_at_s:
                 raise ExecutorFailed(f"a simulated failure at {until:g} s, while {self._describe_out()}")
@@ -185,15 +217,15 @@ class VirtualClockRuntime:
                 f"nobody reported within {deadline_s:g} virtual seconds; out: {self._describe_out()}"
             )
         heapq.heappop(self._out)
-        self._clock = finish
+        self._clock = told
         return Report(
             executor=order.executor,
             tick=order.tick,
             outputs=self._tokens(step, finish),
             metrics=step.metrics,
-            started_s=start,
+            started_s=firing.started_s,
             finished_s=finish,
-            spans=tuple((label, start + a, start + b) for label, a, b in step.spans),
+            spans=tuple((label, firing.work_from_s + a, firing.work_from_s + b) for label, a, b in step.spans),
         )
 
     def _tokens(self, step: TimedStep, finish: float) -> dict[str, tuple[_Token, ...]]:
@@ -213,4 +245,4 @@ class VirtualClockRuntime:
         self._news.clear()
 
     def _describe_out(self) -> str:
-        return ", ".join(f"{order.executor!r} works on tick {order.tick}" for *_, order, _ in sorted(self._out)[:4])
+        return ", ".join(f"{order.executor!r} works on tick {order.tick}" for order in (f.order for *_, f in sorted(self._out, key=lambda out: out[:2])[:4]))
