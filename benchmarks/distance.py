@@ -133,9 +133,7 @@ def distance(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, A
                         run_job("tiny", hosts, folder, [*flags, "--schedule.max_staleness", str(level)])
                     steps[f"{where} {level}"].append(mean_step_s(folder))
                     print(f"{where} staleness {level}: {steps[f'{where} {level}'][-1]:.3f} s a step", flush=True)
-                forecasts[level].append(
-                    forecast_s(Path(made) / f"near-{level}-{round_number}", link, args.ticks)
-                )
+                forecasts[level].append(forecast_s(Path(made) / f"near-{level}-{round_number}", link, args.ticks))
     middle = {name: statistics.median(values) for name, values in steps.items()}
     lost = {level: middle[f"far {level}"] - middle[f"near {level}"] for level in (0, 1)}
     predicted = {level: statistics.median(values) for level, values in forecasts.items()}

@@ -186,9 +186,7 @@ def _send(namespace: str, address: str, nbytes: int, told: multiprocessing.conne
             connection.recv(1)
 
 
-def _receive(
-    namespace: str, where: tuple[str, int], nbytes: int, told: multiprocessing.connection.Connection
-) -> None:
+def _receive(namespace: str, where: tuple[str, int], nbytes: int, told: multiprocessing.connection.Connection) -> None:
     enter(namespace)
     ping_s = _ping_s(where[0])
     into = memoryview(bytearray(nbytes))

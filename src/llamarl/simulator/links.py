@@ -22,7 +22,17 @@ from llamarl.errors import PlanError
 from llamarl.transports.checksum import BLOCK_BYTES
 from llamarl.transports.fan_out import reads_from
 
-__all__ = ["NO_LINK", "Distances", "Link", "Links", "distances", "hand_over_s", "parse_link", "parse_links", "payload_bytes"]
+__all__ = [
+    "NO_LINK",
+    "Distances",
+    "Link",
+    "Links",
+    "distances",
+    "hand_over_s",
+    "parse_link",
+    "parse_links",
+    "payload_bytes",
+]
 
 DATA_ROUND_TRIPS = 2
 """The table of a token's parts, then the part."""
@@ -190,8 +200,7 @@ def distances(
         weight_bytes: Of a version.
     """
     message_s = {
-        name: max(links.between(controller, host).round_trip_s / 2.0 for host in hosts)
-        for name, hosts in where.items()
+        name: max(links.between(controller, host).round_trip_s / 2.0 for host in hosts) for name, hosts in where.items()
     }
     pull_s: dict[str, float] = {}
     weights_s = 0.0

@@ -245,4 +245,7 @@ class VirtualClockRuntime:
         self._news.clear()
 
     def _describe_out(self) -> str:
-        return ", ".join(f"{order.executor!r} works on tick {order.tick}" for order in (f.order for *_, f in sorted(self._out, key=lambda out: out[:2])[:4]))
+        return ", ".join(
+            f"{order.executor!r} works on tick {order.tick}"
+            for order in (f.order for *_, f in sorted(self._out, key=lambda out: out[:2])[:4])
+        )

@@ -123,7 +123,9 @@ def test_a_jobs_distances_are_those_of_its_farthest_ranks() -> None:
     assert found.message_s == pytest.approx({"generator": 0.01, "reward": 0.0, "trainer": 0.01})
     one = DATA_ROUND_TRIPS * 0.02
     assert found.pull_s["completions"] == pytest.approx(2 * (one + 0.5))  # one generator after the other
-    assert found.pull_s["scored"] == pytest.approx(one + 0.5)  # the trainer's second rank takes half, the first is there
+    assert found.pull_s["scored"] == pytest.approx(
+        one + 0.5
+    )  # the trainer's second rank takes half, the first is there
     assert found.weights_s > 0.01 + 0.01 + 4.0
 
 
