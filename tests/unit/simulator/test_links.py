@@ -161,7 +161,8 @@ def test_a_version_on_the_way_reaches_a_far_generator_inside_its_tick() -> None:
 
 
 def test_the_verb_places_a_recipe_as_a_run_would(capsys: pytest.CaptureFixture[str]) -> None:
-    from test_simulate_cli import RECIPE, simulate as simulate_verb
+    from test_simulate_cli import RECIPE
+    from test_simulate_cli import simulate as simulate_verb
 
     line = f"{RECIPE} --staleness 0,1 --json --ticks 20 --hardware h100 --hosts a,b --on generator=b --on trainer=a --on reward=a"
     simulate_verb(f"{line} --link 100mbit:50ms")
