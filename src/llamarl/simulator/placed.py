@@ -89,5 +89,5 @@ def apart(
         data_bytes=payload_bytes(sequences, sequences * scenario.lengths.mean),
         weight_bytes=weight_bytes,
     )
-    changes = {"weights_load_s": 0.0} if by_tree else {}
-    return dataclasses.replace(scenario, distances=found, **changes)
+    load_s = 0.0 if by_tree else scenario.weights_load_s
+    return dataclasses.replace(scenario, distances=found, weights_load_s=load_s)
