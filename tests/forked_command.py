@@ -15,10 +15,24 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["run_llamarl"]
+from llamarl.runtime.determinism import environment
+from llamarl.runtime.fork_here import read_on_import
+
+__all__ = ["ENVIRONMENT", "run_llamarl"]
+
+ENVIRONMENT = read_on_import(environment(1))
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ["forked_command", "llamarl.controller.run", "llamarl.executors.self_check", "llamarl.cli.train"]
+_PRELOADED = [
+    "one_thread",
+    "forked_command",
+    "llamarl.controller.run",
+    "llamarl.executors.self_check",
+    "llamarl.cli.train",
+] + [
+    f"llamarl.executors.{name}"
+    for name in ("critic", "evaluator", "generator", "judge", "reference", "reward", "trainer")
+]
 
 
 def run_llamarl(
@@ -33,7 +47,9 @@ def run_llamarl(
     with tempfile.TemporaryDirectory(prefix="forked-command-") as name:
         folder = Path(name)
         (folder / "in").write_text(stdin or "")
-        child = _CONTEXT.Process(target=_main, args=(folder, list(words), str(cwd or Path.cwd()), dict(os.environ)))
+        child = _CONTEXT.Process(
+            target=_main, args=(folder, list(words), str(cwd or Path.cwd()), {**os.environ, **ENVIRONMENT})
+        )
         child.start()
         try:
             child.join(limit_s)
@@ -61,10 +77,10 @@ def _main(folder: Path, words: list[str], cwd: str, environment: dict[str, str])
     os.environ.update(environment)
     sys.path.insert(0, cwd)  # as python -m does
     sys.argv = ["llamarl", *words]
-    from llamarl.cli.main import main
+    from llamarl.cli.main import command
 
     try:
-        code = main()
+        code = command()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     atexit._run_exitfuncs()  # multiprocessing's children leave them out

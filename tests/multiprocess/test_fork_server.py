@@ -23,7 +23,7 @@ from llamarl.runtime.children import (
     shared_modules,
     start_early,
 )
-from llamarl.runtime.local import rank_environment
+from llamarl.runtime.rank_environment import rank_environment
 
 pytestmark = pytest.mark.skipif(not forks_work(), reason="this system has no pidfd: every rank is started by itself")
 
@@ -208,7 +208,7 @@ def test_a_server_started_early_is_taken_if_its_environment_is_still_right(monke
     made: list[Any] = []
 
     class Server:
-        def __init__(self, modules: tuple[str, ...], environment: dict[str, str]) -> None:
+        def __init__(self, modules: tuple[str, ...], environment: dict[str, str], **more: Any) -> None:
             self.environment, self.killed = dict(environment), False
             made.append(self)
 

@@ -16,13 +16,21 @@ from llamarl import __version__
 from llamarl.cli.streams import open_missing_streams
 from llamarl.errors import ConfigError, LlamaRLError, RunInterrupted
 
-__all__ = ["VERBS", "main"]
+__all__ = ["VERBS", "command", "main"]
 
 VERBS = (
     "train", "recipes", "new", "eval", "generate", "export", "plan", "plan-sync", "simulate", "report", "watch", "worker", "doctor",
     "completion",
 )  # fmt: skip
 _NEED_TEMPORARY_FILES = ("train", "eval", "generate", "worker")
+
+
+def command() -> int:
+    """``llamarl`` as a process of its own; :func:`main` is for those who call it in theirs."""
+    from llamarl.runtime.fork_here import this_process_is_ours
+
+    this_process_is_ours()
+    return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,4 +104,4 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.child_process import cause_of_death, gone
+from llamarl.runtime.fork_here import ForkOfThis, fork_this_process, ready
 from llamarl.runtime.fork_server import ANSWER, ENDED, STARTED
 
 __all__ = [
@@ -94,20 +95,19 @@ class ForkServer:
     Args:
         modules: What it imports before it forks.
         environment: Its own, and so that of every fork.
+        may_be_a_fork: Whether this process may import them too, to be forked itself.
     """
 
-    def __init__(self, modules: Collection[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, modules: Collection[str], environment: Mapping[str, str], *, may_be_a_fork: bool = False
+    ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        names = ",".join(modules).ljust(_TITLE)
-        module = ["-P", "-m", "llamarl.runtime.fork_server"]
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, *module, str(theirs.fileno()), str(os.getpid()), names],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=dict(environment),
-                process_group=0,  # what a terminal sends to the controller is not for its ranks
+            self._process: subprocess.Popen[bytes] | ForkOfThis = (
+                fork_this_process(theirs.fileno(), environment)
+                if may_be_a_fork and ready(modules, environment)
+                else _start(theirs.fileno(), modules, environment)
             )
         self._requests = ours
         self._starting: collections.deque[asyncio.Future[int | None]] = collections.deque()
@@ -177,10 +177,24 @@ class ForkServer:
                 _settle(waiting, None)
 
 
-def start_early(modules: tuple[str, ...], environment: Mapping[str, str]) -> None:
-    """Start a server for :func:`fork_server` to find: it imports while this process does. One that nobody asks for ends with it."""
+def _start(requests: int, modules: Collection[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    names = ",".join(modules).ljust(_TITLE)
+    module = ["-P", "-m", "llamarl.runtime.fork_server"]
+    return subprocess.Popen(
+        [sys.executable, *module, str(requests), str(os.getpid()), names],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[requests],
+        env=dict(environment),
+        process_group=0,  # what a terminal sends to the controller is not for its ranks
+    )
+
+
+def start_early(modules: tuple[str, ...], environment: Mapping[str, str], *, may_be_a_fork: bool = False) -> None:
+    """Start a server for :func:`fork_server` to find: it imports while this process does, or once for both where it may be a fork of
+    this one. One that nobody asks for ends with this process."""
     if modules and forks_work():
-        _early[modules] = dict(environment), ForkServer(modules, environment)
+        server = ForkServer(modules, environment, may_be_a_fork=may_be_a_fork)
+        _early[modules] = dict(environment), server
 
 
 def fork_server(modules: tuple[str, ...], environment: Mapping[str, str]) -> ForkServer | None:

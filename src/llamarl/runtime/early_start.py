@@ -1,4 +1,4 @@
-"""Ranks of a run are on their way while its checks are still going on: what they will import is imported beside what this process does."""
+"""Ranks of a run are on their way while its checks are still going on: what they need is imported first, and once for them and this process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from llamarl.config import RunConfig
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.errors import LlamaRLError
 from llamarl.runtime.children import shared_modules, start_early
-from llamarl.runtime.local import rank_environment
 from llamarl.runtime.placement import may_have_gpus, place
+from llamarl.runtime.rank_environment import rank_environment
 
 __all__ = ["start_fork_servers"]
 
@@ -22,5 +22,7 @@ def start_fork_servers(config: RunConfig) -> None:
         placement = place(graph.executors, cores=cores, cuda_devices=0, colocated=colocated_group(config, graph))
     except LlamaRLError:
         return
-    for threads in sorted({spec.threads for spec in placement.executors}):
-        start_early(shared_modules(placement.executors, threads), rank_environment(threads))
+    threads = [spec.threads for spec in placement.executors for _ in range(spec.num_ranks)]
+    last = max(set(threads), key=threads.count)  # those that are started by themselves import meanwhile
+    for count in sorted(set(threads), key=lambda count: (count == last, count)):
+        start_early(shared_modules(placement.executors, count), rank_environment(count), may_be_a_fork=count == last)

@@ -22,11 +22,12 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 from llamarl.process_tree import end_with_parent
 
-__all__ = ["ANSWER", "ENDED", "REFUSED", "STARTED", "main"]
+__all__ = ["ANSWER", "ENDED", "REFUSED", "STARTED", "environment_is_free", "main", "serve_controller"]
 
 STARTED, ENDED, REFUSED = 0, 1, 2
 ANSWER = struct.Struct("<iii")
@@ -35,16 +36,26 @@ ANSWER = struct.Struct("<iii")
 
 def main() -> None:
     """Serve until the controller closes its end. Returns in a rank, when its executor is closed."""
-    requests, controller, modules = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3].strip()
+    serve_controller(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].strip().split(","))
+
+
+def serve_controller(requests: int, controller: int, modules: Iterable[str] = ()) -> None:
+    """What :func:`main` does, also in a fork of the controller (runtime/fork_here.py).
+
+    Args:
+        requests: Descriptor of this end of the pair of packet sockets.
+        controller: pid of the process that started this one.
+        modules: To import first.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(controller)
-    for module in modules.split(","):
+    for module in modules:
         # A rank meets the same error when it imports its executor, and says so where it is heard.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # what is collected later does not touch, and so copy, the pages that are shared
-    serve(requests)
+    serve(socket.socket(fileno=requests))
 
 
 def serve(requests: socket.socket) -> None:
@@ -116,10 +127,23 @@ def _show_as(arguments: list[str]) -> None:
     with contextlib.suppress(OSError, ValueError, IndexError):  # only how it looks
         with open("/proc/self/stat", "rb") as stat:
             fields = stat.read().rpartition(b")")[2].split()
-        start, end = int(fields[45]), int(fields[46])  # of the arguments
-        shown = b"\0".join(part.encode() for part in [sys.executable, *arguments]) + b"\0"
+        start, end, after, last = (int(fields[n]) for n in (45, 46, 47, 48))  # of the arguments; of the environment
+        words = [part.encode() for part in [sys.executable, *arguments]]
+        shown = b"\0".join(words) + b"\0"
+        if _environment_is_free and len(shown) > end - start and after == end:
+            # The kernel reads on into the environment where the arguments do not end with a zero, up to the first one.
+            shown, end = b" ".join(words), last
         if 0 < start < end:
             ctypes.memmove(start, shown[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+def environment_is_free() -> None:
+    """Say that the memory in which this process got its environment is read no more: it has other copies."""
+    global _environment_is_free
+    _environment_is_free = True
+
+
+_environment_is_free = False
 
 
 def _wake(number: int, frame: object) -> None:

@@ -24,7 +24,8 @@ from llamarl.errors import ConfigError, DeadlineExceeded
 from llamarl.executors.base import ExecutorSpec
 from llamarl.running_time import running_s
 from llamarl.runtime.base import News, Order, Report, SetupReport
-from llamarl.runtime.rank_plans import LOOPBACK, combine_reports, combine_setups, executor_failed, plan_workers
+from llamarl.runtime.rank_environment import LOOPBACK
+from llamarl.runtime.rank_plans import combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.worker import CHANNEL_FACTORY, Worker, capture
 
 __all__ = ["InlineRuntime"]

@@ -16,19 +16,17 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.child_process import Stores, start_rank
 from llamarl.runtime.children import Child, ForkServer, PlainChild, fork_server, shared_modules, shares_imports
-from llamarl.runtime.determinism import environment
 from llamarl.runtime.framed_link import FramedLink
 from llamarl.runtime.output import OutputReader
-from llamarl.runtime.rank_plans import LOOPBACK
+from llamarl.runtime.rank_environment import rank_environment
 from llamarl.runtime.worker import WorkerPlan
 
-__all__ = ["LocalLauncher", "LocalLink", "rank_environment"]
+__all__ = ["LocalLauncher", "LocalLink"]
 
 _DRAIN_S = 0.2
 """After a death: how long to read what the rank said before it."""
@@ -138,13 +136,3 @@ async def _fork(server: ForkServer, label: str, stdout: int, stderr: int) -> tup
         if child is None:
             ours.close()
     return None if child is None else (ours, child)
-
-
-def rank_environment(threads: int) -> dict[str, str]:
-    """Of a rank on this machine. What torch and the group libraries read when they are imported must be there from the start."""
-    return {
-        **os.environ,
-        **environment(threads),
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path)),
-        **LOOPBACK,
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,12 +16,7 @@ from llamarl.runtime.base import Death, Report, SetupReport
 from llamarl.runtime.worker import RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
 
-__all__ = ["LOOPBACK", "combine_reports", "combine_setups", "deaths_alone", "executor_failed", "plan_workers"]
-
-_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
-LOOPBACK = {"GLOO_SOCKET_IFNAME": _INTERFACE, "NCCL_SOCKET_IFNAME": _INTERFACE}
-"""Environment of a job that stays on one machine: where process groups listen, which by themselves ask for the host's name and
-take its address. A lone rank's group listens too."""
+__all__ = ["combine_reports", "combine_setups", "deaths_alone", "executor_failed", "plan_workers"]
 
 
 def plan_workers(

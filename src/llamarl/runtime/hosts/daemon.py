@@ -28,7 +28,7 @@ from llamarl.runtime.hosts.door import Door, listen
 from llamarl.runtime.hosts.hosted_rank import HostedRank
 from llamarl.runtime.hosts.inventory import take_inventory
 from llamarl.runtime.hosts.wire import FILES, PURPOSE, Word, message, read_message, unpack, watch_over
-from llamarl.runtime.rank_plans import LOOPBACK
+from llamarl.runtime.rank_environment import LOOPBACK
 from llamarl.transports.network import TlsFiles
 
 __all__ = ["Job", "serve_host"]

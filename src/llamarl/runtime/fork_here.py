@@ -1,0 +1,149 @@
+"""A fork server that is a fork of this process, which has imported what ranks need: it is imported once for both.
+
+    llamarl train ── imports torch, transformers, the executors ──┬── forks ──▶ fork server ── forks ──▶ ranks
+                                                                  └── goes on with its checks, and controls
+
+Only a process that is ours from beginning to end may be forked: see :func:`this_process_is_ours`. What the libraries read from the
+environment when they are imported must have been there: see :func:`ready`. The rest is given to the fork: its own variables, no
+descriptor but the streams and its socket, signals as a new process has them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Collection, Mapping
+from typing import NoReturn
+
+from llamarl.runtime.fork_server import environment_is_free, serve_controller
+
+__all__ = ["ForkOfThis", "fork_this_process", "read_on_import", "ready", "this_process_is_ours"]
+
+_READ_ON_IMPORT = ("OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_", "NUMEXPR_")
+_NUMPY = "OPENBLAS_NUM_THREADS"
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Of ``mallopt``. The C library reads these two from the environment when a process begins."""
+_ours = False
+
+
+def this_process_is_ours() -> None:
+    """Say that this process runs one command and nothing else, so that it may be forked, and a fork of it end by itself."""
+    global _ours
+    _ours = True
+    # numpy's library starts its threads when it is imported, and a process that has threads is not forked
+    os.environ.setdefault(_NUMPY, "1")
+
+
+def read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that libraries read once, when they are imported."""
+    return {name: value for name, value in environment.items() if name.startswith(_READ_ON_IMPORT)}
+
+
+def ready(modules: Collection[str], environment: Mapping[str, str]) -> bool:
+    """Import what ranks need here; whether this process may then be forked for them.
+
+    What libraries that are not imported yet will read, this process takes from ``environment``.
+    """
+    if not _ours:
+        return False
+    wanted = read_on_import(environment)
+    if "torch" not in sys.modules:
+        os.environ.update(
+            {name: value for name, value in wanted.items() if name != _NUMPY or "numpy" not in sys.modules}
+        )
+    if read_on_import(os.environ) != wanted:
+        return False
+    for module in modules:
+        # A rank meets the same error when it imports its executor, and says so where it is heard.
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+class ForkOfThis:
+    """A child of this process; like ``subprocess.Popen`` as far as its owner looks."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            with contextlib.suppress(ChildProcessError):
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)  # not buried yet: the number is its own
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+def fork_this_process(requests: int, environment: Mapping[str, str]) -> ForkOfThis:
+    """Fork a server.
+
+    Args:
+        requests: Its end of the pair of sockets, of which the other is this process's.
+        environment: Its own, and that of its forks.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    gc.collect()  # what would close descriptors late does it here
+    controller = os.getpid()
+    if pid := os.fork():
+        return ForkOfThis(pid)
+    _serve(requests, controller, environment)
+
+
+def _serve(requests: int, controller: int, environment: Mapping[str, str]) -> NoReturn:
+    code = 1
+    try:
+        _like_a_new_process(requests, environment)
+        serve_controller(requests, controller)  # returns in a rank, when its executor is closed
+        atexit._run_exitfuncs()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _like_a_new_process(requests: int, environment: Mapping[str, str]) -> None:
+    os.setpgid(0, 0)  # what a terminal sends to the controller is not for its ranks
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != requests:
+            with contextlib.suppress(OSError):  # that of the listing
+                os.close(fd)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.environ.clear()
+    os.environ.update(environment)
+    environment_is_free()
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        libc = ctypes.CDLL(None)
+        if environment.get("MALLOC_MMAP_MAX_") == "0":
+            libc.mallopt(_M_MMAP_MAX, 0)
+        if "MALLOC_TRIM_THRESHOLD_" in environment:
+            libc.mallopt(_M_TRIM_THRESHOLD, -1)
