@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"engine", "trainer", "weight_sync", "channels", "planner"}),
     frozenset({"executors"}),
     frozenset({"runtime", "controller"}),
-    frozenset({"simulator", "report"}),
+    frozenset({"simulator", "report", "chaos"}),
     frozenset({"api"}),
     frozenset({"cli"}),
 )

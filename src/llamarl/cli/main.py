@@ -19,10 +19,10 @@ from llamarl.errors import ConfigError, LlamaRLError, RunInterrupted
 __all__ = ["VERBS", "command", "main"]
 
 VERBS = (
-    "train", "recipes", "new", "eval", "generate", "export", "plan", "plan-sync", "simulate", "report", "watch", "worker", "doctor",
+    "train", "recipes", "new", "eval", "generate", "export", "plan", "plan-sync", "simulate", "report", "watch", "worker", "chaos", "doctor",
     "completion",
 )  # fmt: skip
-_NEED_TEMPORARY_FILES = ("train", "eval", "generate", "worker")
+_NEED_TEMPORARY_FILES = ("train", "eval", "generate", "worker", "chaos")
 
 
 def command() -> int:

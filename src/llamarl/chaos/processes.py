@@ -1,0 +1,67 @@
+"""The processes of a run on this machine, found below its controller. Linux (``/proc``)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+from llamarl.chaos.plan import Target
+
+__all__ = ["alive", "targets", "wait_for_end"]
+
+_WORKER, _RANK = "llamarl.environments.worker", "llamarl.runtime.rank_process"
+_POLL_S = 0.02
+
+
+def targets(controller: int) -> list[Target]:
+    """Who may be struck now: the controller, its ranks, and the processes that hold environments; guards are left out."""
+    parents, commands = _processes()
+    if controller not in parents:
+        return []
+    found = [Target(name="controller", pid=controller)]
+    for pid, words in commands.items():
+        program = next((name for name in (_WORKER, _RANK) if name in words), "")
+        is_guard = program not in commands.get(parents[pid], [])
+        if program and not is_guard and _is_below(pid, controller, parents):
+            found.append(Target(name=words[-1] if program == _RANK else "environments", pid=pid))
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs, or is stopped; not one that has ended and is not buried."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for_end(pids: set[int], limit_s: float) -> set[int]:
+    """Those of ``pids`` that are still there after ``limit_s``."""
+    until = time.monotonic() + limit_s
+    while (left := {pid for pid in pids if alive(pid)}) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    return left
+
+
+def _processes() -> tuple[dict[int, int], dict[int, list[str]]]:
+    """Of all there are: pid -> its parent, and pid -> the words of its command line."""
+    parents: dict[int, int] = {}
+    commands: dict[int, list[str]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it has just ended
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                if stat[0] not in "ZX":
+                    # a fork's command line may have spaces for zeros (runtime/fork_server.py)
+                    commands[int(entry.name)] = (
+                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").split()
+                    )
+                    parents[int(entry.name)] = int(stat[1])
+    return parents, commands
+
+
+def _is_below(pid: int, above: int, parents: dict[int, int]) -> bool:
+    while pid in parents and pid != above:
+        pid = parents[pid]
+    return pid == above

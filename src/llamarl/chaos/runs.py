@@ -1,0 +1,192 @@
+"""A run of the command line to its end, left alone or under blows; what ends it is answered as a person would: by ``--resume``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llamarl.chaos.plan import Blow, Target, choose
+from llamarl.chaos.processes import alive, targets, wait_for_end
+from llamarl.errors import LlamaRLError
+from llamarl.observability.metrics import METRICS_FILE
+
+__all__ = ["Struck", "StruckRun", "num_rows", "play", "play_struck"]
+
+_POLL_S = 0.01
+_LEAVE_S = 10.0
+"""After a run's end: how long its processes may take to be gone."""
+_TAIL = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Struck:
+    blow: Blow
+    victims: tuple[Target, ...]
+    rows: int
+    """Of metrics, that the run had at that moment."""
+
+    def describe(self) -> str:
+        names = ", ".join(target.name for target in self.victims) or "nobody (the run had ended)"
+        return f"{'killed' if self.blow.kind == 'kill' else 'stopped'} {names} after {self.rows} rows"
+
+
+@dataclass(kw_only=True)
+class StruckRun:
+    """What became of a run under blows."""
+
+    seconds: float = 0.0
+    struck: list[Struck] = field(default_factory=list)
+    resumes: int = 0
+    """After the controller was killed."""
+    failures: list[str] = field(default_factory=list)
+    """How the run ended although it should have gone on: the end of what it said; it was resumed after each."""
+    left_over: frozenset[int] = frozenset()
+    """Processes of it that were there after its end."""
+
+
+def play(words: Sequence[str], log: Path, *, limit_s: float) -> float:
+    """Run ``llamarl train`` with ``words`` to its end.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        LlamaRLError: It failed, or took longer; carries the end of what it said.
+    """
+    began = time.monotonic()
+    with _started(words, log) as process:
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise LlamaRLError(f"the undisturbed run is not done after {limit_s:g} s: see {log}") from None
+    if process.returncode:
+        raise LlamaRLError(f"the undisturbed run failed (exit status {process.returncode}):\n{_tail(log)}")
+    return time.monotonic() - began
+
+
+def play_struck(
+    words: Sequence[str],
+    run_dir: Path,
+    log: Path,
+    blows: Sequence[Blow],
+    *,
+    limit_s: float,
+    only: Collection[str] = (),
+    most_failures: int = 3,
+    tell: Callable[[str], None] = lambda line: None,
+) -> StruckRun:
+    """Run ``llamarl train`` with ``words``, strike, and resume it where it ended, until it has ended well.
+
+    Args:
+        run_dir: Its folder.
+        limit_s: Of all of it, from the first start.
+        only: Names of executors, ``controller`` or ``environments``: nobody else is struck. Empty: anybody.
+        most_failures: Ends that should not have been, after which it is given up.
+        tell: Called with a line for each thing that happens.
+    """
+    outcome, until = StruckRun(), time.monotonic() + limit_s
+    began, ahead, seen = time.monotonic(), list(blows), set[int]()
+    arguments = list(words)
+    while True:
+        with _started(arguments, log) as process:
+            controller_struck = _strike_until_end(process, run_dir, ahead, outcome, until, only, seen, tell)
+            code = process.returncode
+        if code == 0:
+            break
+        if controller_struck:
+            outcome.resumes += 1
+        else:
+            outcome.failures.append(f"exit status {code}:\n{_tail(log)}")
+            tell(f"the run ended (exit status {code}) although its controller lived")
+        if time.monotonic() >= until or len(outcome.failures) > most_failures:
+            outcome.failures.append(f"given up after {time.monotonic() - began:.0f} s")
+            break
+        wait_for_end(seen, _LEAVE_S)  # the folder's lock is free, but ranks may be on their way out
+        if (run_dir / METRICS_FILE).is_file():
+            arguments = ["--resume", str(run_dir)]
+        tell("resumed")
+    outcome.seconds = time.monotonic() - began
+    outcome.left_over = frozenset(wait_for_end(seen, _LEAVE_S))
+    return outcome
+
+
+def _strike_until_end(
+    process: subprocess.Popen[bytes],
+    run_dir: Path,
+    ahead: list[Blow],
+    outcome: StruckRun,
+    until: float,
+    only: Collection[str],
+    seen: set[int],
+    tell: Callable[[str], None],
+) -> bool:
+    """Until the process has ended; takes from ``ahead`` what has fallen. Whether the controller was struck."""
+    reached: dict[int, float] = {}  # rows -> when there were as many
+    struck = False
+    while process.poll() is None:
+        now = time.monotonic()
+        if now >= until:
+            tell("out of time: ended")
+            process.kill()
+            process.wait()
+            return False
+        rows = num_rows(run_dir)
+        since = reached.setdefault(rows, now)
+        for earlier in range(rows):
+            reached.setdefault(earlier, since)
+        if ahead and rows >= ahead[0].rows and now >= reached[ahead[0].rows] + ahead[0].delay_s:
+            there = targets(process.pid)
+            seen.update(target.pid for target in there)
+            if len(there) > 1:  # its ranks are there: not at its start
+                hit = _strike(ahead.pop(0), there, rows, only)
+                outcome.struck.append(hit)
+                tell(hit.describe())
+                struck = struck or any(target.name == "controller" for target in hit.victims)
+        time.sleep(_POLL_S)
+    return struck
+
+
+def _strike(blow: Blow, there: Sequence[Target], rows: int, only: Collection[str]) -> Struck:
+    allowed = [target for target in there if not only or target.name.partition("[")[0] in only]
+    victims = choose(blow, allowed)
+    for target in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(target.pid, signal.SIGKILL if blow.kind == "kill" else signal.SIGSTOP)
+    return Struck(blow=blow, victims=victims, rows=rows)
+
+
+def num_rows(run_dir: Path) -> int:
+    """Whole rows of metrics that a run has written."""
+    try:
+        return (run_dir / METRICS_FILE).read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+@contextlib.contextmanager
+def _started(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """``llamarl train`` in a process of its own; killed, and with it its ranks, where the caller leaves before its end."""
+    with log.open("ab") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "llamarl.cli.main", "train", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield process
+        finally:
+            if alive(process.pid):
+                process.kill()
+            process.wait()
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-_TAIL:]

@@ -1,0 +1,89 @@
+"""``llamarl chaos``: a recipe twice, once left alone and once under random deaths and hangs; do the bits agree?"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Runs a recipe twice on this machine: once undisturbed, once while its processes are killed (SIGKILL) and stopped (SIGSTOP) at random
+moments: ranks, environments, the controller; two at a time now and then. What dies is brought up again by the run itself, a controller
+by --resume. Then the two are compared: weights, rollouts and metrics (times apart), byte for byte.
+
+  llamarl chaos tiny --kills 10                     ten deaths in one run of the bundled recipe
+  llamarl chaos my.toml --kills 20 --hangs 5        hangs too: each is taken for dead at deadlines.step_s
+  llamarl chaos tiny --only generator,reward        nobody else is struck
+  llamarl chaos tiny --run.num_ticks 12 --seed 7    keys of the recipe as for llamarl train; other moments
+
+Exit status 0: every bit is the undisturbed run's, and nothing of the runs is left. 1: not so. A recipe whose rewards are random, or that
+reads the clock, differs from itself undisturbed: --again finds out. docs/survival.md says what is computed after a death, and why."""
+
+
+def add_parser(verbs: Any, full: bool = True) -> None:
+    parser = verbs.add_parser(
+        "chaos",
+        help="run a recipe under random deaths and say whether its bits are those of an undisturbed run",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run, takes_overrides=True)
+    if not full:
+        return
+    parser.add_argument("recipe", help="name of a bundled recipe, or a file")
+    parser.add_argument("--kills", type=int, default=10, help="processes that are killed (default 10)")
+    parser.add_argument("--hangs", type=int, default=0, help="ranks that are stopped for good (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims (default 0)")
+    parser.add_argument(
+        "--only", default="", metavar="a,b", help="strike these alone: executors, controller, environments"
+    )
+    parser.add_argument("--again", action="store_true", help="first run it undisturbed a second time, and compare")
+    parser.add_argument(
+        "--keep", metavar="DIR", default="", help="keep both runs and their output here (default: a temporary folder)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=3600.0, metavar="S", help="seconds each run may take (default 3600)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises ConfigError for bad input, LlamaRLError where the undisturbed run fails."""
+    import sys
+    import tempfile
+    from pathlib import Path
+
+    from llamarl.chaos.trial import Trial, try_recipe
+    from llamarl.errors import ConfigError
+
+    for name in ("kills", "hangs"):
+        if getattr(args, name) < 0:
+            raise ConfigError(f"--{name} must be 0 or more, got {getattr(args, name)}")
+    if not args.kills + args.hangs:
+        raise ConfigError("--kills 0 and --hangs 0: nobody would be struck")
+    if not sys.platform.startswith("linux"):
+        raise ConfigError("llamarl chaos finds a run's processes in /proc: Linux only")
+    if any(word.startswith("--run.dir") for word in args.overrides):
+        raise ConfigError("run.dir: the runs get folders of their own; --keep DIR says where")
+    trial = Trial(
+        recipe=args.recipe,
+        overrides=tuple(args.overrides),
+        kills=args.kills,
+        hangs=args.hangs,
+        seed=args.seed,
+        only=tuple(name for name in args.only.split(",") if name),
+        again=args.again,
+        limit_s=args.limit,
+    )
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+
+    if args.keep:
+        folder = Path(args.keep).absolute()
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"--keep: {folder} is not empty")
+        folder.mkdir(parents=True, exist_ok=True)
+        return try_recipe(trial, folder, tell)
+    with tempfile.TemporaryDirectory(prefix="llamarl-chaos-") as name:
+        return try_recipe(trial, Path(name), tell)

@@ -1,0 +1,41 @@
+"""When a run is struck is a function of the seed; who is, of those that are there."""
+
+from __future__ import annotations
+
+from llamarl.chaos.plan import Blow, Target, choose, plan_blows
+
+THERE = [Target(name=name, pid=pid) for pid, name in enumerate(("controller", "environments", "generator", "trainer"))]
+
+
+def blow(*draws: float, kind: str = "kill") -> Blow:
+    return Blow(kind=kind, rows=1, delay_s=0.0, draws=draws)  # type: ignore[arg-type]
+
+
+def test_a_seed_gives_the_same_blows_and_another_one_others() -> None:
+    def plan(seed: int) -> tuple[Blow, ...]:
+        return plan_blows(num_ticks=50, tick_s=1.0, kills=40, hangs=10, seed=seed)
+
+    assert plan(3) == plan(3) != plan(4)
+
+
+def test_as_many_are_struck_as_were_asked_for_some_of_them_in_pairs_and_none_after_the_last_tick_but_one() -> None:
+    blows = plan_blows(num_ticks=20, tick_s=0.5, kills=200, hangs=30, seed=0, pairs=0.2)
+    for kind, count in (("kill", 200), ("hang", 30)):
+        assert sum(len(b.draws) for b in blows if b.kind == kind) == count
+    assert {len(b.draws) for b in blows} == {1, 2}
+    assert {b.rows for b in blows} == set(range(19))
+    assert 0 <= min(b.delay_s for b in blows) and 0.9 < max(b.delay_s for b in blows) <= 1.0, "anywhere in two ticks"
+    assert list(blows) == sorted(blows, key=lambda b: (b.rows, b.delay_s))
+
+
+def test_a_draw_is_a_place_among_those_that_are_left() -> None:
+    assert [t.name for t in choose(blow(0.0), THERE)] == ["controller"]
+    assert [t.name for t in choose(blow(0.99), THERE)] == ["trainer"]
+    assert [t.name for t in choose(blow(0.5, 0.5), THERE)] == ["generator", "environments"]
+    assert choose(blow(0.5), []) == ()
+    assert len(choose(blow(*[0.1] * 9), THERE)) == 4, "nobody twice"
+
+
+def test_only_a_rank_hangs() -> None:
+    names = {choose(blow(draw / 100, kind="hang"), THERE)[0].name for draw in range(100)}
+    assert names == {"generator", "trainer"}
