@@ -13,27 +13,30 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from llamarl.runtime.hosts.worker_program import READY
 
-__all__ = ["KEY", "NamespaceHost", "namespace_hosts", "why_not"]
+__all__ = ["KEY", "NamespaceHost", "bare_hosts", "namespace_hosts", "why_not"]
 
 _LETTERS = itertools.cycle("abcdefgh")
 KEY = bytes(range(100, 132))
+_END_S = 15.0
 
 
 @dataclass
 class NamespaceHost:
-    """One host, and the worker on it."""
+    """One host, and the program on it."""
 
     name: str
     address: str
     link: str
     """Its end of the wire, on the controller's side."""
     process: subprocess.Popen[str]
+    """With it ends the host, and everything on it."""
     port: int = 0
 
     @property
@@ -41,29 +44,45 @@ class NamespaceHost:
         return f"{self.address}:{self.port}"
 
     def pids(self) -> list[int]:
-        """Everything that runs on it."""
+        """Everything that runs on it, as seen from outside."""
         listed = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True)
         return [int(pid) for pid in listed.stdout.split()]
 
+    def commands(self) -> dict[int, str]:
+        """The same with their command lines; processes that have ended and wait for their parent are left out."""
+        found = {}
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                if words := Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found[pid] = words.replace(b"\0", b" ").decode(errors="replace").strip()
+        return found
+
     def ranks(self) -> list[int]:
         """Processes of ranks, guards among them."""
-        found = []
-        for pid in self.pids():
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-                if b"llamarl.runtime.rank_process" in file.read():
-                    found.append(pid)
-        return found
+        return [pid for pid, words in self.commands().items() if "llamarl.runtime.rank_process" in words]
+
+    def files(self) -> list[str]:
+        """What lies in its own temporary folder and in its own shared memory."""
+        inside = Path(f"/proc/{_only_child(self.process.pid)}/root")
+        folders = [inside / "tmp", inside / "dev" / "shm"]
+        return sorted(
+            f"/{path.relative_to(inside)}" for folder in folders for path in folder.rglob("*") if not path.is_dir()
+        )
 
     def cut_off(self) -> None:
         """Pull the cable."""
         _ip("link", "set", self.link, "down")
 
 
-def why_not() -> str:
-    """Why there can be no such hosts here; empty if there can."""
+def why_not(*tools: str) -> str:
+    """Why there can be no such hosts here; empty if there can.
+
+    Args:
+        tools: Programs that are needed besides.
+    """
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux"
-    missing = [tool for tool in ("ip", "unshare", "mount", "bash") if not shutil.which(tool)]
+    missing = [tool for tool in ("ip", "unshare", "mount", "bash", *tools) if not shutil.which(tool)]
     if missing:
         return f"needs {', '.join(missing)}"
     try:
@@ -81,6 +100,39 @@ def namespace_hosts(count: int, net: str = "10.87.0", *, flags: Sequence[str] = 
     Args:
         flags: Of every worker.
     """
+
+    def worker(_: str, address: str) -> list[str]:
+        return [sys.executable, "-m", "llamarl.cli.main", "worker", "--key", "-", "--bind", address, *flags]
+
+    with bare_hosts(count, worker, net) as hosts:
+        for host in hosts:
+            assert host.process.stdin is not None
+            host.process.stdin.write(KEY.hex() + "\n")
+            host.process.stdin.flush()
+        for host in hosts:
+            assert host.process.stdout is not None
+            line = host.process.stdout.readline()
+            assert line.startswith(READY), line
+            host.port = int(json.loads(line[len(READY) :])["port"])
+        yield hosts
+
+
+@contextmanager
+def bare_hosts(
+    count: int,
+    program: Callable[[str, str], Sequence[str]],
+    net: str = "10.87.0",
+    *,
+    before: str = ":",
+) -> Iterator[list[NamespaceHost]]:
+    """``count`` hosts that run one program each, with whose end they end; nothing of them is left afterwards.
+
+    The program ends by the end of its standard input, or by SIGTERM 3 s later, or is killed.
+
+    Args:
+        program: Takes the host's name and address, gives the words of its command.
+        before: Shell commands for each host before its program: mounts of its own.
+    """
     mark = f"lh{os.getpid() % 10_000}{next(_LETTERS)}"  # the kernel takes its time with links of hosts that are gone
     bridge = f"{mark}b"
     hosts: list[NamespaceHost] = []
@@ -89,28 +141,42 @@ def namespace_hosts(count: int, net: str = "10.87.0", *, flags: Sequence[str] = 
         _ip("address", "add", f"{net}.254/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
         for number in range(1, count + 1):
-            hosts.append(_host(f"{mark}h{number}", f"{mark}v{number}", f"{net}.{number}", bridge, flags))
-        for host in hosts:
-            assert host.process.stdout is not None
-            line = host.process.stdout.readline()
-            assert line.startswith(READY), line
-            host.port = int(json.loads(line[len(READY) :])["port"])
+            name, address = f"{mark}h{number}", f"{net}.{number}"
+            hosts.append(_host(name, f"{mark}v{number}", address, bridge, program(name, address), before))
         yield hosts
     finally:
         for host in hosts:
             assert host.process.stdin is not None
-            host.process.stdin.close()
+            with contextlib.suppress(OSError):
+                host.process.stdin.close()
         for host in hosts:
-            try:
-                host.process.wait(15.0)
-            except subprocess.TimeoutExpired:
-                host.process.kill()  # and with it, by unshare, everything on the host
-                host.process.wait()
+            _end(host.process)
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
 
-def _host(name: str, link: str, address: str, bridge: str, flags: Sequence[str]) -> NamespaceHost:
+def _end(process: subprocess.Popen[str]) -> None:
+    """A host's program, then its host."""
+    try:
+        process.wait(3.0)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(OSError, IndexError):
+            os.kill(_only_child(process.pid), 15)
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # and with it, by unshare, everything on the host
+            process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _only_child(pid: int) -> int:
+    """The first process of a host: the child of its ``unshare``."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def _host(name: str, link: str, address: str, bridge: str, program: Sequence[str], before: str) -> NamespaceHost:
     _ip("netns", "add", name)
     _ip("link", "add", link, "type", "veth", "peer", "name", "e0", "netns", name)
     _ip("link", "set", link, "master", bridge, "up")
@@ -121,20 +187,16 @@ def _host(name: str, link: str, address: str, bridge: str, flags: Sequence[str])
     ):
         _ip("netns", "exec", name, "ip", *words)
     inside = (
-        f"hostname {name}; mount -t tmpfs tmpfs /tmp; mount -t tmpfs tmpfs /dev/shm; export HOME=/tmp XDG_CACHE_HOME=/tmp/cache; "
-        'cd /; exec "$0" -m llamarl.cli.main worker "$@"'
+        f"set -e; hostname {name}; mount -t tmpfs tmpfs /tmp; mount -t tmpfs tmpfs /dev/shm; export HOME=/tmp XDG_CACHE_HOME=/tmp/cache; "
+        f'{before}; cd /; exec "$0" "$@"'
     )
-    worker = ["--key", "-", "--bind", address, *flags]
     process = subprocess.Popen(
         ["ip", "netns", "exec", name, "unshare", "-m", "-u", "-p", "-i", "-f", "--mount-proc", "--kill-child"]
-        + ["bash", "-c", inside, sys.executable, *worker],
+        + ["bash", "-c", inside, *program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdin is not None
-    process.stdin.write(KEY.hex() + "\n")
-    process.stdin.flush()
     return NamespaceHost(name, address, link, process)
 
 

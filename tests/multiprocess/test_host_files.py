@@ -58,6 +58,15 @@ def test_a_file_travels_from_a_worker_and_its_folder_is_forgotten(run_dir: Path,
     assert not there.exists()
 
 
+def test_a_worker_that_ends_with_its_controller_keeps_nothing_of_its_runs(run_dir: Path, tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache-ends")}
+    with loopback_hosts("a", environment=environment) as (host,):
+        files = open_files(run_dir, host)
+        there = files.far.folder_of("generator", 0)
+        assert there is not None and there.is_dir()
+    assert list((tmp_path / "cache-ends" / "llamarl" / "worker" / "runs").iterdir()) == []
+
+
 def test_who_does_not_hold_the_key_gets_no_file(run_dir: Path, host: LoopbackHost) -> None:
     with pytest.raises(TransferError, match="host a: its worker takes no connection for files"):
         open_files(run_dir, host, WorkerKey(new_key(), silence_s=5))

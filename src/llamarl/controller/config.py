@@ -46,9 +46,10 @@ class DeadlineConfig:
     step_s: Annotated[PositiveFloat, NO_BITS] = 1800.0
     """Seconds one executor may spend on one tick."""
 
-    host_silence_s: Annotated[float, NO_BITS, Field(ge=2.0)] = 30.0
+    host_silence_s: Annotated[float, NO_BITS, Field(ge=2.0)] = 8.0
     """Seconds after which a host that gives no sign of itself counts as gone, and the job ends. Kernels answer for it: a process
-    that is stopped, busy or swapping is not silent."""
+    that is stopped, busy or swapping is not silent. Raise it where networks pause for longer, such as while a router restarts or a
+    virtual machine moves."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -20,7 +20,8 @@ from llamarl.runtime.config import Worker
 from llamarl.runtime.hosts.clock import EVERY_S, PINGS, Offset, Ping, best_offset
 from llamarl.runtime.hosts.door import prove
 from llamarl.runtime.hosts.inventory import Inventory
-from llamarl.runtime.hosts.wire import Word, message, read_message, unpack, watch_over
+from llamarl.runtime.hosts.silence import end_when_silent, watch_over
+from llamarl.runtime.hosts.wire import Word, message, read_message, unpack
 from llamarl.transports.run_key import KeyRefused
 
 __all__ = ["HostConnection", "HostLost", "WorkerKey", "ask"]
@@ -40,7 +41,7 @@ class WorkerKey:
 
     key: bytes = field(repr=False)
     tls: ssl.SSLContext | None = None
-    silence_s: float = 30.0
+    silence_s: float = 8.0
     """A host that gives no sign of itself for so long is gone."""
 
 
@@ -105,7 +106,8 @@ class HostConnection:
             raise HostLost(f"host {name}: no worker at {at}: {_words(error)}") from error
         self.here = str(self._writer.get_extra_info("sockname")[0])
         """Numeric address of this end."""
-        self._tasks = [asyncio.create_task(self._read(reader))]
+        watching = end_when_silent(reader, self._writer, self._key.silence_s)
+        self._tasks = [asyncio.create_task(self._read(reader)), asyncio.create_task(watching)]
         return self.inventory
 
     async def keep_time(self) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import struct
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
-__all__ = ["CHUNK", "FILES", "PURPOSE", "Word", "message", "read_message", "unpack", "watch_over"]
+__all__ = ["CHUNK", "FILES", "PURPOSE", "Word", "message", "read_message", "unpack"]
 
 PURPOSE = "worker"
 """For which both ends prove the key where ranks are started."""
@@ -81,21 +80,3 @@ def unpack(data: bytes) -> dict[str, Any]:
     """What a message with named values holds."""
     values: dict[str, Any] = json.loads(data)
     return values
-
-
-def watch_over(connection: socket.socket, silence_s: float) -> None:
-    """Let the kernel find out that the other host is gone: after ``silence_s`` without a sign of it the connection breaks.
-
-    Kernels answer each other: a stopped process, a busy one or one that swaps is not taken for gone.
-    """
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    ask_s = max(1, round(silence_s / 6))
-    for name, value in (
-        ("TCP_KEEPIDLE", max(1, round(silence_s) - 3 * ask_s)),
-        ("TCP_KEEPINTVL", ask_s),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", round(1000 * silence_s)),
-    ):
-        if hasattr(socket, name):  # macOS lacks some
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
