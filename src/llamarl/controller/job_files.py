@@ -29,13 +29,16 @@ from llamarl.observability.events import REPLAY_FILE
 from llamarl.reading import read_bytes
 from llamarl.runtime.config import Worker
 from llamarl.runtime.hosts.connection import WorkerKey
-from llamarl.runtime.hosts.wire import FILES, watch_over
+from llamarl.runtime.hosts.silence import watch_over
+from llamarl.runtime.hosts.wire import FILES
 from llamarl.runtime.worker import WorkerPlan
 from llamarl.transports.run_key import KeyRefused, prove_as_client
 
 __all__ = ["JobFiles", "open_job_files"]
 
 _DIAL_S = 15.0
+_STALL_S = 30.0
+"""Longest wait for a byte while a file is under way: a disk may be slow where a network is not."""
 _READ_BY_RANKS = (REPLAY_FILE, "verdicts")
 """In a run's folder, what ranks read that is no checkpoint: files, or folders of files."""
 T = TypeVar("T")
@@ -52,7 +55,7 @@ class _Host:
     folder: Path = Path()
     """Of its own, once it has been opened."""
     paths: dict[str, str] = field(default_factory=dict)
-    """A file or folder as the plan names it -> its path there."""
+    """A file or folder as the plan names it, and after that by its full path here -> its path there."""
 
     def open_run(self) -> str:
         if not self.handle:
@@ -121,7 +124,7 @@ class JobFiles:
             spec = replace(plan.spec, factory=with_paths(plan.spec.factory, moved))
             if isinstance(spec.config, RunConfig):
                 spec = replace(spec, config=validate(with_paths(to_plain(spec.config), moved)))
-            plan = replace(plan, spec=spec)
+            plan = replace(plan, spec=spec, paths={there: path for path, there in moved.items()})
         if host.why_apart:
             plan = replace(plan, run_dir=host.folder, controller_dir=self._run_dir)
         return plan
@@ -154,9 +157,9 @@ class JobFiles:
 
     def _close(self, *, forget: bool) -> None:
         for host in self._hosts.values():
-            if forget and host.handle:
-                with contextlib.suppress(TransferError):  # it does so by itself a day later
-                    host.client.forget(host.handle)
+            if host.handle:
+                with contextlib.suppress(TransferError):  # it forgets by itself a day later
+                    (host.client.forget if forget else host.client.leave)(host.handle)
             host.client.close()
 
 
@@ -182,7 +185,7 @@ def open_job_files(
     hosts = [
         _Host(
             number,
-            FileClient(worker.name, functools.partial(_dial, worker, key), stall_s=max(key.silence_s, 2.0)),
+            FileClient(worker.name, functools.partial(_dial, worker, key), stall_s=max(key.silence_s, _STALL_S)),
             run_id,
         )
         for number, worker in workers.items()
@@ -210,7 +213,7 @@ def open_job_files(
 def _dial(worker: Worker, key: WorkerKey) -> socket.socket:
     connection = socket.create_connection((worker.address, worker.port), timeout=min(_DIAL_S, key.silence_s))
     try:
-        watch_over(connection, key.silence_s)
+        watch_over(connection, max(key.silence_s, _STALL_S))
         if key.tls is not None:  # peers are dialled by number, and known by who signed their certificates
             connection = key.tls.wrap_socket(connection)
         prove_as_client(connection, key.key, FILES, _DIAL_S)

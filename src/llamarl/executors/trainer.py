@@ -228,8 +228,9 @@ class TrainerExecutor(BaseExecutor):
         writes = self.context.rank == 0
         written: tuple[Path, ...] = ()
         if self.config.lora.rank:
+            base = self.context.paths.get(self.config.model.path, "")
             written += self._folder.replace_folder(
-                "adapter", lambda folder: trainer.export_adapter(folder, served_dtype=served), writes=writes
+                "adapter", lambda folder: trainer.export_adapter(folder, served_dtype=served, base=base), writes=writes
             )
         if self.config.lora.rank and not self.config.lora.export_merged:
             return written

@@ -27,7 +27,7 @@ __all__ = ["FarFile", "FileClient"]
 
 _TRIES = 4
 _PAUSE_S = 0.2
-_HURRY_S = 5.0
+_HURRY_S = 3.0
 T = TypeVar("T")
 
 
@@ -68,6 +68,12 @@ class FileClient:
     def forget(self, run: str) -> None:
         """Remove all that the host keeps for the run."""
         self._ask({"do": "forget", "run": run})
+
+    def leave(self, run: str) -> None:
+        """Have the host keep it for a day, though nobody asks for it any more. A host to which the connection is lost is not dialled
+        for that: it does not know what became of us."""
+        if self._frames is not None:
+            self._ask({"do": "leave", "run": run})
 
     def remove(self, run: str, path: str) -> None:
         """A file or folder of its run folder."""

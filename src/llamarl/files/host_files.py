@@ -5,19 +5,21 @@
     BASE/objects/               each file's bytes once, read-only, under its checksum and size; the oldest go beyond a limit
     BASE/incoming/              what is on its way
 
-A run's folder goes when its controller says so, or a day after it was last used.
+A run's folder goes when its controller says so; when its controller has hung up without a word (``forget_those_left``); and a day
+after it was last used where the controller has said that something in it is still to be fetched, or nobody knows what became of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,8 @@ class HostFiles:
         self.base = base
         self._max_object_bytes = max_object_bytes
         self._locks: dict[str, int] = {}
+        self._used_s: dict[str, float] = {}
+        """Runs that were opened here, and when their controllers last asked for something of them; without those that they left."""
 
     # -- a run's folder --
 
@@ -76,6 +80,7 @@ class HostFiles:
         self._make_base()
         (folder / "run" / "checkpoints").mkdir(parents=True)
         (folder / "run" / ".run_id").write_text(f"{run_id}\n", encoding="utf-8")
+        self._used_s[handle] = time.monotonic()
         self._use(handle)
         return handle, folder / "run"
 
@@ -90,10 +95,28 @@ class HostFiles:
     def forget(self, handle: str) -> None:
         """Remove all that is kept for a run; objects stay."""
         folder = self._folder(handle)
+        self._used_s.pop(handle, None)
         lock = self._locks.pop(handle, None)
         shutil.rmtree(folder)
         if lock is not None:
             os.close(lock)
+
+    def leave(self, handle: str) -> None:
+        """Keep what lies in a run's folder for a day: its user has been told to fetch it."""
+        self._folder(handle)
+        self._used_s.pop(handle, None)
+
+    def forget_those_left(self, handles: Collection[str] | None = None, *, since_s: float = math.inf) -> None:
+        """Forget runs whose controller is gone without a word.
+
+        Args:
+            handles: Of these; None: of all that were opened here.
+            since_s: Those only that nobody has asked for since, on the monotonic clock.
+        """
+        for handle, used_s in list(self._used_s.items()):
+            if used_s <= since_s and (handles is None or handle in handles):
+                with contextlib.suppress(OSError, TransferError):  # a day later it goes all the same
+                    self.forget(handle)
 
     def partial(self, record: FileRecord | None) -> Partial:
         """Take up a file on its way here."""
@@ -196,6 +219,8 @@ class HostFiles:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._locks[handle] = lock
         os.utime(self._runs / handle / ".lock")
+        if handle in self._used_s:
+            self._used_s[handle] = time.monotonic()
 
     def _forget_unused(self) -> None:
         """Runs whose controllers never said that they are over."""

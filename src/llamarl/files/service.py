@@ -1,6 +1,6 @@
 """The host's end: answers a controller that has proved the key, one question after another.
 
-    share    does this host see the controller's run folder?       open, forget   a run folder of the host's own
+    share    does this host see the controller's run folder?       open, forget, leave   a run folder of the host's own
     list     what lies in it                                       get, put       a file out of it, into it
     remove   a file or folder of it                                same, holds, lacks   which content is here already
     keep     a file by its content                                 place          a folder of contents under their names
@@ -32,9 +32,17 @@ STALL_S = 60.0
 
 
 async def serve_files(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, files: HostFiles, *, stall_s: float = STALL_S
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    files: HostFiles,
+    *,
+    stall_s: float = STALL_S,
+    used: set[str] | None = None,
 ) -> None:
     """Answer until the controller hangs up. The connection has proved the run's key before.
+
+    Args:
+        used: Gets the runs that were asked for.
 
     Raises:
         OSError: The connection broke, or stood still in the middle of something (TimeoutError).
@@ -44,6 +52,8 @@ async def serve_files(
     while (question := await frames.question()) is not None:
         try:
             answer = await _answer(frames, files, question)
+            if used is not None and (run := (answer or {}).get("run") or question.get("run")):
+                used.add(str(run))
         except _Told as told:
             answer = _told(told)
         except TransferError as error:
@@ -86,6 +96,9 @@ async def _answer(frames: StreamFrames, files: HostFiles, asked: dict[str, Any])
             return {"run": handle, "folder": str(folder)}
         case "forget":
             await _here(lambda: files.forget(str(asked["run"])))
+            return {}
+        case "leave":
+            await _here(lambda: files.leave(str(asked["run"])))
             return {}
         case "list":
             run = await _here(lambda: files.run(str(asked["run"])))

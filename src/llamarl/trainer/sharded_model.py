@@ -175,18 +175,19 @@ class ShardedModel(Generic[Module]):
                 extra[kind][name] = tensor
         return extra
 
-    def write_adapters(self, folder: Path, *, served_dtype: str, version: int) -> None:
+    def write_adapters(self, folder: Path, *, served_dtype: str, version: int, base: str = "") -> None:
         """Write the adapters as a folder that ``peft`` loads.
 
         Args:
             served_dtype: Precision in which whoever serves the model computes.
             version: Of the weights.
+            base: Where its reader finds the model that they are for; empty: where this process has it.
         """
         assert self.lora is not None, "no adapters are trained"
         adapters = {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
         write_adapter_folder(
             Path(folder), adapters, rank=self.lora.rank, alpha=self.lora.alpha, targets=self.lora.targets,
-            base=str(resolve_model_path(self.model_path).resolve()),
+            base=base or str(resolve_model_path(self.model_path).resolve()),
         )  # fmt: skip
         facts = ExportFacts(policy_version=version, dtype="float32", served_dtype=served_dtype)
         write_export(Path(folder), facts)

@@ -328,9 +328,10 @@ class Trainer(ShardedModel[Policy]):
                 " of them: lower optimizer.lr or algorithm.rho, or look at the rewards of these ticks"
             )
 
-    def export_adapter(self, folder: Path, *, served_dtype: str = "float32") -> None:
-        """Write the adapters as a folder that ``peft`` loads; the generator computes in ``served_dtype``."""
-        self.write_adapters(folder, served_dtype=served_dtype, version=self.policy_version)
+    def export_adapter(self, folder: Path, *, served_dtype: str = "float32", base: str = "") -> None:
+        """Write the adapters as a folder that ``peft`` loads; the generator computes in ``served_dtype``. For ``base`` see
+        ``write_adapters``."""
+        self.write_adapters(folder, served_dtype=served_dtype, version=self.policy_version, base=base)
 
     def export(
         self, folder: Path, *, served_dtype: str = "float32", texts: Sequence[KLText] = ()

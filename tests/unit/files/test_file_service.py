@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -263,6 +264,21 @@ def test_each_opening_is_an_empty_folder_and_forgetting_removes_it(host: FarHost
     assert not one.parent.exists() and two.exists()
     with pytest.raises(TransferError, match="is no run"):
         client.list_files(first)
+
+
+def test_runs_whose_controller_is_gone_without_a_word_are_forgotten(host: FarHost) -> None:
+    client = host.client()
+    (silent, gone), (left, stays) = client.open_run("id"), client.open_run("id")
+    client.leave(left)
+    before_s = time.monotonic()
+    host.files.forget_those_left([left])
+    assert gone.is_dir(), "of another controller"
+    client.list_files(silent)
+    host.files.forget_those_left([silent], since_s=before_s)
+    assert gone.is_dir(), "asked for since"
+    host.files.forget_those_left()
+    assert not gone.exists() and stays.is_dir(), "only the one of which its user was told nothing"
+    client.forget(left)
 
 
 def test_a_run_that_nobody_has_used_for_a_day_goes_when_another_is_opened(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from llamarl.runtime.child_process import Stores
 from llamarl.runtime.hosts.door import Door, listen
 from llamarl.runtime.hosts.hosted_rank import HostedRank
 from llamarl.runtime.hosts.inventory import take_inventory
-from llamarl.runtime.hosts.wire import FILES, PURPOSE, Word, message, read_message, unpack, watch_over
+from llamarl.runtime.hosts.silence import end_when_silent, watch_over
+from llamarl.runtime.hosts.wire import FILES, PURPOSE, Word, message, read_message, unpack
 from llamarl.runtime.rank_environment import LOOPBACK
 from llamarl.transports.network import TlsFiles
 
@@ -37,6 +38,8 @@ _KILL_S = 3.0
 """For guards to end their ranks; then the guards are killed, and their ranks with them."""
 _GREETING_S = 10.0
 _FILES_SILENCE_S = 60.0
+_DIALS_AGAIN_S = 30.0
+"""For a controller that is still there after its connection for files broke; then what is kept for its runs goes."""
 
 
 async def serve_host(
@@ -50,6 +53,7 @@ async def serve_host(
     say: Callable[[str], None],
     until: asyncio.Event,
     files: HostFiles | None = None,
+    forget: bool = False,
 ) -> None:
     """Lend this host to controllers until ``until`` is set; then no process of theirs is left here.
 
@@ -59,6 +63,7 @@ async def serve_host(
         space: See ``take_inventory``.
         say: Takes a line for who looks at the daemon.
         files: What is kept here for jobs that share no folder with their controller; None: in the user's cache folder.
+        forget: At the end keep nothing for runs: their controller ends with this daemon.
     """
     jobs: set[Job] = set()
     kept = files or HostFiles(default_base())
@@ -73,16 +78,25 @@ async def serve_host(
 
     async def welcome_files(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         watch_over(writer.get_extra_info("socket"), _FILES_SILENCE_S)
+        used: set[str] = set()
         try:
-            await serve_files(reader, writer, kept)
+            await serve_files(reader, writer, kept, used=used)
         except (OSError, EOFError) as error:  # the controller dials again if it is still there
             say(f"a connection for files broke: {error or type(error).__name__}")
+            if not isinstance(error, EOFError | ConnectionResetError):
+                return  # nobody knows what became of it
+        writer.close()
+        hung_up_s = time.monotonic()
+        await asyncio.sleep(_DIALS_AGAIN_S)
+        await asyncio.to_thread(kept.forget_those_left, used, since_s=hung_up_s)
 
     keeping = asyncio.create_task(Door(key, tls, {PURPOSE: welcome, FILES: welcome_files}, say).keep(listener))
     await until.wait()
     keeping.cancel()
     listener.close()
     await asyncio.gather(*(job.end() for job in list(jobs)))
+    if forget:
+        await asyncio.to_thread(kept.forget_those_left)
 
 
 class Job:
@@ -108,7 +122,8 @@ class Job:
 
     async def serve(self) -> None:
         """Obey until the controller is gone."""
-        silence_s = 30.0
+        silence_s = 0.0
+        watching: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(_GREETING_S):
                 word, _, data = await read_message(self._reader)
@@ -116,6 +131,7 @@ class Job:
                 raise ValueError(f"expected a greeting, got {word.name}")
             silence_s = float(unpack(data)["silence_s"])
             watch_over(self._writer.get_extra_info("socket"), silence_s)
+            watching = asyncio.create_task(end_when_silent(self._reader, self._writer, silence_s))
             inventory = await asyncio.to_thread(
                 take_inventory, self._address, ports=self._ports, space=self._space, tls=self._tls_files
             )  # counting GPUs takes seconds
@@ -126,11 +142,13 @@ class Job:
         except EOFError:
             why = "its connection has ended"
         except TimeoutError:
-            why = f"it does not answer for {silence_s:g} s"
+            why = f"it does not answer for {silence_s or _GREETING_S:g} s"
         except OSError as error:
             why = f"its connection broke: {error.strerror or error}"
         except (ValueError, KeyError, TypeError) as error:
             why = f"it does not keep to the protocol: {error}"
+        if watching is not None:
+            watching.cancel()
         began = len(self._ranks)
         await self.end()
         if began:

@@ -12,8 +12,10 @@ import os
 import select
 import shlex
 import subprocess
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +26,30 @@ from llamarl.runtime.hosts.keys import key_file
 from llamarl.runtime.hosts.worker_program import READY
 from llamarl.transports.run_key import new_key, read_key
 
-__all__ = ["Workers", "open_workers"]
+__all__ = ["Workers", "open_workers", "why_ended"]
 
 _READY_S = 90.0
 _END_S = 10.0
-_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
+_SAID_S = 0.5
+_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
 _SRUN = ("srun", "--overlap", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1")
+
+
+@dataclass
+class Starter:
+    """A program that starts workers elsewhere and ends them with itself: an ssh, an srun."""
+
+    process: subprocess.Popen[bytes]
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=4))
+    """What it printed last on stderr, which is printed here too."""
+    saying: threading.Thread | None = None
+
+    def why_ended(self) -> str:
+        """Once it has."""
+        if self.saying is not None:
+            self.saying.join(_SAID_S)
+        line: Sequence[str] = self.process.args  # type: ignore[assignment]
+        return why_ended(line, self.process.wait(), list(self.said))
 
 
 @dataclass
@@ -38,16 +58,17 @@ class Workers:
 
     workers: list[Worker]
     key: bytes = field(repr=False)
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    started: list[Starter] = field(default_factory=list)
 
     def close(self) -> None:
         """End those that this job has started. Idempotent."""
-        for process in self.started:
+        processes = [starter.process for starter in self.started]
+        for process in processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
                 process.stdin.close()
         until = time.monotonic() + _END_S
-        for process in self.started:
+        for process in processes:
             try:
                 process.wait(max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -95,9 +116,9 @@ def _by_ssh(lines: Mapping[str, Sequence[str]], key: bytes) -> Workers:
             made.started.append(_start(line, key))
         until = time.monotonic() + _READY_S
         mistakes = []
-        for name, process in zip(lines, made.started, strict=True):
+        for name, starter in zip(lines, made.started, strict=True):
             try:
-                (where,) = _ready(process, 1, until)
+                (where,) = _ready(starter, 1, until)
             except ConfigError as error:
                 mistakes.append(f"host {name}: {error}")
             else:
@@ -133,20 +154,45 @@ def _by_srun(command: Sequence[str], key: bytes, environment: Mapping[str, str])
     return made
 
 
-def _start(line: Sequence[str], key: bytes) -> subprocess.Popen[bytes]:
+def why_ended(line: Sequence[str], code: int, said: Sequence[str]) -> str:
+    """Why there is no worker where ``line`` was to start some, with what to do about it.
+
+    Args:
+        said: The last lines that it printed on stderr.
+    """
+    words = "; ".join(text.strip() for text in said if text.strip())
+    heard = f": {words}" if words else ""
+    if line[0] == "ssh" and code == 255:
+        host = line[-2]
+        return f"ssh cannot log in{heard} (`ssh -o BatchMode=yes {host} true` must succeed without asking for anything)"
+    program = line[-1] if line[0] == "ssh" else shlex.join(line)
+    if code in (126, 127) or "No such file" in words or "not found" in words:
+        return (
+            f"`{program}` cannot be run there{heard} (if the program has another path there, name it by hosts.command)"
+        )
+    return f"`{program}` ended with code {code} before its worker listened{heard}"
+
+
+def _start(line: Sequence[str], key: bytes) -> Starter:
     try:
-        process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+        process = subprocess.Popen(
+            line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
+        )
     except OSError as error:
         raise ConfigError(f"cannot run {line[0]}: {error.strerror}") from error
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code is told
         process.stdin.write(key.hex().encode() + b"\n")
         process.stdin.flush()
-    return process
+    starter = Starter(process)
+    starter.saying = threading.Thread(target=_hand_on, args=(process, starter.said), name="llamarl-said", daemon=True)
+    starter.saying.start()
+    return starter
 
 
-def _ready(process: subprocess.Popen[bytes], count: int, until: float) -> list[dict[str, Any]]:
-    """What ``count`` workers below ``process`` say of themselves; what else is printed, a message of the day, is passed over."""
+def _ready(starter: Starter, count: int, until: float) -> list[dict[str, Any]]:
+    """What ``count`` workers below ``starter`` say of themselves; what else is printed, a message of the day, is passed over."""
+    process = starter.process
     assert process.stdout is not None
     found: list[dict[str, Any]] = []
     buffer = b""
@@ -158,8 +204,7 @@ def _ready(process: subprocess.Popen[bytes], count: int, until: float) -> list[d
             )
         data = os.read(fd, 1 << 16)
         if not data:
-            code = process.wait()
-            raise ConfigError(f"`{shlex.join(process.args)}` ended with code {code} before its worker listened")  # type: ignore[arg-type]
+            raise ConfigError(starter.why_ended())
         *lines, buffer = (buffer + data).split(b"\n")
         for line in lines:
             _, begins, rest = line.decode(errors="replace").partition(READY)
@@ -174,3 +219,12 @@ def _drain(fd: int) -> None:
     with contextlib.suppress(OSError):
         while os.read(fd, 1 << 16):
             continue
+
+
+def _hand_on(process: subprocess.Popen[bytes], said: deque[str]) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        text = line.decode(errors="replace")
+        said.append(text)
+        with contextlib.suppress(OSError, ValueError):  # nobody reads here any more: it must not wait for that
+            print(text, end="", file=sys.stderr, flush=True)

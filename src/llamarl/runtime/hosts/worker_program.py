@@ -150,6 +150,7 @@ async def _serve(listener: socket.socket, settings: WorkerSettings, tls: ssl.SSL
         space=settings.space,
         say=lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True),
         until=until,
+        forget=settings.from_stdin,
     )
 
 
