@@ -6,7 +6,7 @@ Kernels are chosen by the processor's instruction sets, and sums are ordered by 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import llamarl
 
-__all__ = ["platform_differences", "platform_facts"]
+__all__ = ["joint_facts", "platform_differences", "platform_facts"]
 
 _PACKAGES = ("torch", "transformers", "numpy")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -34,11 +34,21 @@ def platform_facts() -> Mapping[str, str]:
     return found
 
 
-def platform_differences(saved: Mapping[str, str]) -> list[str]:
-    """One line for each fact that is not the same here."""
-    here = platform_facts()
+def joint_facts(machines: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
+    """Of all machines that hold ranks of a job: where they are alike, those of each; else every value that there is, in order."""
+    names = sorted({name for facts in machines for name in facts})
+    return {name: " and ".join(sorted({facts.get(name, "absent") for facts in machines})) for name in names}
+
+
+def platform_differences(saved: Mapping[str, str], now: Mapping[str, str] | None = None) -> list[str]:
+    """One line for each fact that is not the same.
+
+    Args:
+        now: Of the hosts that hold the ranks; None: of this machine.
+    """
+    here, whose = (now, "the hosts") if now is not None else (platform_facts(), "this machine")
     return [
-        f"{name}: it has {saved.get(name, 'absent')!r}, this machine {here.get(name, 'absent')!r}"
+        f"{name}: it has {saved.get(name, 'absent')!r}, {whose} {here.get(name, 'absent')!r}"
         for name in sorted(saved.keys() | here.keys())
         if saved.get(name) != here.get(name)
     ]

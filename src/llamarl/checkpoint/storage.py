@@ -41,16 +41,23 @@ class CheckpointStore:
     """The checkpoints of one run. One process writes; any may read."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], config: CheckpointConfig | None = None, *, patience_s: float = 0.0
+        self,
+        folder: str | os.PathLike[str],
+        config: CheckpointConfig | None = None,
+        *,
+        patience_s: float = 0.0,
+        platform: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
             folder: ``RUN/checkpoints``; it is made when the first checkpoint begins.
             patience_s: How long a file that another host has written may take to be seen in ``folder``.
+            platform: Of the hosts whose ranks write (``joint_facts``); None: of this machine.
         """
         self.folder = Path(folder)
         self.config = config if config is not None else CheckpointConfig()
         self.patience_s = patience_s
+        self._platform = platform
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -89,7 +96,9 @@ class CheckpointStore:
         try:
             with self._failing(f"cannot finish checkpoint {final.name}", partial):
                 files = self._prove_written(final.name, partial, written)
-                manifest = Manifest(tick=tick, files=files, platform=platform_facts(), run=dict(metadata or {}))
+                manifest = Manifest(
+                    tick=tick, files=files, platform=self._platform or platform_facts(), run=dict(metadata or {})
+                )
                 _write_synced(partial / MANIFEST, manifest.to_bytes())
                 sync_folder(partial)
                 if final.exists():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamarl.channels.base import ChannelSpec
-from llamarl.checkpoint.platform import platform_facts
+from llamarl.checkpoint.platform import joint_facts, platform_facts
 from llamarl.config import RunConfig
 from llamarl.controller.job_files import JobFiles, open_job_files
 from llamarl.errors import ConfigError
@@ -48,6 +48,8 @@ class JobHosts:
     """Of this run alone: its ranks have it from the controller, by connections that have proved the workers' key."""
     where: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Executor -> the host of each rank, once :meth:`place` has been called."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Versions and processors of the machines that hold ranks, once :meth:`place` has been called."""
     launcher: HostLauncher | None = None
     """Once :meth:`runtime` has been called."""
 
@@ -80,6 +82,7 @@ class JobHosts:
         )
         used = sorted({host for ranks in self.where.values() for host in ranks})
         machines = {-1: here, **dict(enumerate(hosts))}
+        self.facts = joint_facts([machines[host].facts for host in used])
         found = unlike([here, *hosts], allow=True)
         if not config.hosts.allow_unlike:
             more = unlike([machines[host] for host in used], allow=False)

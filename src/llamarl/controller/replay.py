@@ -44,8 +44,12 @@ def replay_run(config: RunConfig, source: Path) -> None:
         refuse_other_models(prepared.local, source)
         start(prepared)
         return
-    check_replay(source, to_plain(original), to_plain(config), config.run.num_ticks)
+    settings = to_plain(original), to_plain(config)
+    if not config.hosts.wanted:  # else the hosts say what they are when they are asked
+        check_replay(source, *settings, config.run.num_ticks)
     prepared = prepare(config)
+    if prepared.hosts is not None:
+        check_replay(source, *settings, config.run.num_ticks, prepared.hosts.facts)
     refuse_other_models(prepared.local, source)
     start(prepared, replay_of=source)
 
@@ -55,12 +59,19 @@ def replay_folder(source: Path) -> str:
     return f"{source}-replay"
 
 
-def check_replay(source: Path, original: Mapping[str, Any], current: Mapping[str, Any], num_ticks: int) -> None:
+def check_replay(
+    source: Path,
+    original: Mapping[str, Any],
+    current: Mapping[str, Any],
+    num_ticks: int,
+    platform: Mapping[str, str] | None = None,
+) -> None:
     """Refuse a replay that could not give the bits of ``source``.
 
     Args:
         original: The configuration that ``source`` saved, as plain values.
         current: That of the replay.
+        platform: Of the hosts of the replay; None: of this machine.
 
     Raises:
         ConfigError: The configuration, the library versions or the processor differ; each difference is named.
@@ -69,7 +80,7 @@ def check_replay(source: Path, original: Mapping[str, Any], current: Mapping[str
     found = [str(difference) for difference in differences(original, current)]
     log = source / EVENTS_FILE
     read_events(log, num_ticks=num_ticks)
-    found += platform_differences(event_platform(log))
+    found += platform_differences(event_platform(log), platform)
     if found:
         raise ConfigError(
             f"--replay: {source} cannot be repeated bit for bit under other settings:\n"

@@ -199,6 +199,7 @@ def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepa
     found = differences(had, to_plain(prepared.config))
     if checkpoint.reshard:
         found = [difference for difference in found if difference.key not in RESHARDABLE]
-    elsewhere = platform_differences(platform) if platform and not checkpoint.other_platform else []
+    now = prepared.hosts.facts if prepared.hosts is not None else None
+    elsewhere = platform_differences(platform, now) if platform and not checkpoint.other_platform else []
     if found or elsewhere:
         raise ConfigError(explain(found, elsewhere, run_dir, made, can_fork=made != run_dir))

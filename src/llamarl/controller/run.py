@@ -323,7 +323,8 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
         "run": str(run_dir),
     }
     needs = needs_of(run_dir, config.run.num_ticks)
-    events = EventLog(run_dir, resume_after_tick)
+    platform = prepared.hosts.facts if prepared.hosts is not None else None
+    events = EventLog(run_dir, resume_after_tick, platform=platform)
     recorder = Recorder(
         run_dir,
         config.observability,
@@ -346,7 +347,7 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
         runtime = prepared.hosts.runtime(files.adapt)
     join(prepared.hosts.network(-1) if prepared.hosts is not None else None)
     patience_s = _SHARED_FOLDER_S if files is not None else 0.0
-    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint, patience_s=patience_s)
+    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint, patience_s=patience_s, platform=platform)
     checkpoints = RunCheckpoints(
         store,
         config.checkpoint,

@@ -84,17 +84,25 @@ class TickEvent:
 class EventLog:
     """Appends to ``RUN/events.jsonl``. The file is made with the first event."""
 
-    def __init__(self, run_dir: str | os.PathLike[str], resume_after_tick: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        resume_after_tick: int | None = None,
+        *,
+        platform: Mapping[str, str] | None = None,
+    ) -> None:
         """
         Args:
             resume_after_tick: Tick of the checkpoint from which the run goes on, -1 if it had none, None if it is new. Lines
                 of later ticks, and a last line that the kill tore, are cut: those ticks are decided anew.
+            platform: Of the hosts that hold the ranks (``joint_facts``); None: of this machine.
 
         Raises:
             EventLogError: A line before the last is torn, or a decision of a kept tick is missing.
             LlamaRLError: The file cannot be written.
         """
         self.path = Path(run_dir) / EVENTS_FILE
+        self._platform = platform
         if resume_after_tick is not None and self.path.exists():
             self._cut_after(resume_after_tick)
 
@@ -105,7 +113,7 @@ class EventLog:
             return
         try:
             if not self.path.exists():
-                lines.insert(0, _line({"format": _FORMAT, "platform": dict(platform_facts())}))
+                lines.insert(0, _line({"format": _FORMAT, "platform": dict(self._platform or platform_facts())}))
             with open(self.path, "ab") as file:
                 file.write(b"".join(lines))
         except OSError as error:

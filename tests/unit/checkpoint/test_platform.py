@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamarl.checkpoint import platform
-from llamarl.checkpoint.platform import describe_processor, platform_differences, platform_facts
+from llamarl.checkpoint.platform import describe_processor, joint_facts, platform_differences, platform_facts
 
 
 def test_a_processor_is_its_name_and_the_instruction_sets_that_choose_kernels() -> None:
@@ -38,3 +38,16 @@ def test_this_machine_knows_itself() -> None:
     facts = platform_facts()
     assert set(facts) == {"llamarl", "python", "torch", "transformers", "numpy", "processor"}
     assert all(facts.values())
+
+
+def test_hosts_that_are_alike_have_the_facts_of_each_and_others_all_values() -> None:
+    one, other = {"torch": "2.13.0", "processor": "x86_64 A"}, {"torch": "2.13.0", "processor": "x86_64 B"}
+    assert joint_facts([one, one]) == one
+    assert joint_facts([other, one, other]) == {"torch": "2.13.0", "processor": "x86_64 A and x86_64 B"}
+
+
+def test_a_checkpoint_of_hosts_is_compared_with_hosts() -> None:
+    assert platform_differences({"torch": "2.13.0"}, {"torch": "2.13.0"}) == []
+    assert platform_differences({"torch": "2.13.0"}, {"torch": "2.11.0"}) == [
+        "torch: it has '2.13.0', the hosts '2.11.0'"
+    ]
