@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import CommandLine, rows, wait_until
 
+from llamarl.checkpoint.snapshot import MANIFEST
 from llamarl.observability.keys import is_timing_key
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -34,7 +36,13 @@ def what_counts(run_dir: Path) -> dict[str, Any]:
     return {"rows": timeless} | {str(path.relative_to(run_dir)): path.read_bytes() for path in kept}
 
 
-def kill(run: subprocess.Popen[str], *executors: str) -> None:
+def checkpoints(run_dir: Path) -> dict[str, bytes]:
+    """Every state in them; manifests say when they were made."""
+    files = (path for path in (run_dir / "checkpoints").rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in files}
+
+
+def kill(run: subprocess.Popen[str], *executors: str, number: int = signal.SIGKILL) -> None:
     up: dict[str, int] = {}
     wait_until(
         lambda: bool(up.update(ranks(run.pid)) or all(name in up for name in executors)),
@@ -42,7 +50,7 @@ def kill(run: subprocess.Popen[str], *executors: str) -> None:
         what="its processes",
     )
     for name in executors:
-        os.kill(up[name], signal.SIGKILL)
+        os.kill(up[name], number)
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +79,36 @@ def test_generator_reward_and_evaluator_die_at_several_moments_and_every_byte_is
     assert set(restarts) >= {"recovery/generator_restarts", "recovery/reward_restarts"}
 
 
-def test_the_trainer_is_not_brought_up_again_and_the_run_says_so(llamarl: CommandLine, tmp_path: Path) -> None:
-    run = llamarl.start(tmp_path / "run", SETTINGS)
-    wait_for_rows(run, tmp_path / "run", 2)
-    kill(run, "trainer")
-    said, _ = run.communicate(timeout=60)
-    assert run.returncode == 1
-    assert "signal 9" in said and "'trainer' is not brought up again: what it held is not held elsewhere" in said
+CRITIC = {**SETTINGS, "algorithm.advantage": '"gae"', "run.num_ticks": 7, "checkpoint.every": 3}
+
+
+@pytest.fixture(scope="module")
+def undisturbed_with_critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed_with_critic") / "run"
+    done = CommandLine().train(folder, CRITIC)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_trainer_and_critic_that_die_or_hang_repeat_their_ticks_alone_and_every_byte_is_that_of_the_undisturbed_run(
+    llamarl: CommandLine, tmp_path: Path, undisturbed_with_critic: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    run = llamarl.start(run_dir, {**CRITIC, "deadlines.step_s": 15})
+    wait_for_rows(run, run_dir, 2)
+    kill(run, "trainer")  # there is no checkpoint yet
+    wait_for_rows(run, run_dir, 4)
+    kill(run, "critic", number=signal.SIGSTOP)
+    wait_for_rows(run, run_dir, 6)
+    kill(run, "trainer", "critic")
+    said, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, said
+    assert said.count("brought up again") == 4, said
+    assert re.search(r"'trainer' rank 0 died .*, ticks 0 to \d done again", said), said
+    assert re.search(r"'critic' rank 0 died .*: it was stopped \(SIGSTOP\), and gave no answer within 15 s", said), said
+    assert re.search(r"'critic' rank 0 died .*SIGKILL.*, ticks? [35] (to \d )?done again", said), said
+    assert what_counts(run_dir) == what_counts(undisturbed_with_critic)
+    assert checkpoints(run_dir) == checkpoints(undisturbed_with_critic)
 
 
 def wait_for_rows(run: subprocess.Popen[str], run_dir: Path, number: int) -> None:

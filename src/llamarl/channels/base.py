@@ -49,6 +49,9 @@ class ChannelSpec:
     fan_out: bool = True
     """WEIGHTS over ``tcp`` with several sink ranks: each host reads a version once and passes it on to the next. Off, every sink
     rank reads its own slices from the source, which is less where tensor-parallel ranks of one replica lie on several hosts."""
+    kept: bool = False
+    """Data only: each token gets memory of its own, which is never written again, so that whoever holds it may read it at any later
+    time. Else ``capacity + 1`` slots are written in turn."""
     sink_replicas: int = 1
     """Consecutive sink ranks that receive the same part of a SCATTER: the tensor-parallel peers of one data-parallel rank."""
 

@@ -8,7 +8,8 @@
 The handle is a few hundred bytes whatever the payload. A part is pickled with protocol 5, its arrays out of band, so an
 array is copied once into the slot and once out of it, and the receiver's arrays are its own: writable, and stable
 when the slot is written again. ``capacity + 1`` slots are reused in turn, so a token stays whole until ``capacity``
-later ones have been sent; a reader that comes too late is told so by the generation in the slot's header.
+later ones have been sent; a reader that comes too late is told so by the generation in the slot's header. On a ``kept`` channel
+a slot gets new memory each time: who holds the old one reads it as long as it likes.
 """
 
 from __future__ import annotations
@@ -135,10 +136,10 @@ class DataSender:
         self._sequence += 1
         slot = self._sequence % len(self._slots)
         buffer = self._slots[slot]
-        if buffer is None or buffer.data.numel() < end:
+        if buffer is None or buffer.data.numel() < end or self._spec.kept:
             if buffer is not None:
                 buffer.close()
-            room = max(_ALIGN, end + end // 4)  # to grow without a new buffer
+            room = max(_ALIGN, end if self._spec.kept else end + end // 4)  # to grow without a new buffer
             buffer = self._slots[slot] = self._transport.register(_control_bytes(len(parts)), room)
         words = header_words(buffer.control.numpy())
         words[Word.STATE] = SlotState.WRITING

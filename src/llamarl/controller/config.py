@@ -44,7 +44,8 @@ class DeadlineConfig:
     """Seconds until every executor stands ready (model loaded, pools up)."""
 
     step_s: Annotated[PositiveFloat, NO_BITS] = 1800.0
-    """Seconds one executor may spend on one tick."""
+    """Seconds one executor may spend on one tick. One that takes longer hangs: it is ended and brought up again, as far as
+    recovery allows it."""
 
     host_silence_s: Annotated[float, NO_BITS, Field(ge=2.0)] = 8.0
     """Seconds after which a host that gives no sign of itself counts as gone, and the job ends. Kernels answer for it: a process
@@ -58,7 +59,7 @@ class RecoveryConfig:
 
     max_restarts: Annotated[NonNegativeInt, NO_BITS] = 8
     """Executors that are brought up again within window_s before a death ends the run; the tick that was lost is done again, to
-    the same bits. 0: every death ends the run. Trainer and critic are not brought up again: resume does that."""
+    the same bits (trainer and critic repeat those since their last checkpoint). 0: every death ends the run."""
 
     window_s: Annotated[PositiveFloat, NO_BITS] = 3600.0
     """Seconds over which restarts are counted."""

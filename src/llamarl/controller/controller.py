@@ -41,10 +41,11 @@ from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.written import writer_name
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.graph import Graph
-from llamarl.controller.marking import Firing, Marking
+from llamarl.controller.marking import Marking
+from llamarl.controller.orders import Orders, SavedTicks
 from llamarl.controller.replacing import Replacing
 from llamarl.errors import DeadlineExceeded, RunStopped
-from llamarl.runtime.base import News, Order, ProcessesDied, Report, Restarts, Runtime
+from llamarl.runtime.base import Death, News, ProcessesDied, Report, Restarts, Runtime
 
 __all__ = ["Checkpoints", "Observer", "run_graph"]
 
@@ -55,19 +56,11 @@ class Observer(Protocol):
     def on_report(self, report: Report) -> None: ...
 
 
-class Checkpoints(Protocol):
+class Checkpoints(SavedTicks, Protocol):
     """When a tick is saved, where, and what to do when all executors have saved it."""
-
-    def due(self, tick: int) -> bool:
-        """Whether the state after ``tick`` is saved, as far as it is decided."""
-        ...
 
     def overdue(self) -> bool:
         """Whether the clock asks for one more, at the next tick that can still be saved."""
-        ...
-
-    def folder_for(self, tick: int) -> Path | None:
-        """Folder for the state after ``tick``, or None if this tick is not saved."""
         ...
 
     def require(self, tick: int) -> None:
@@ -76,6 +69,14 @@ class Checkpoints(Protocol):
 
     def on_saved(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
         """Every executor's state after ``tick`` is written: rank's name -> its files of it, for all ranks that told of any."""
+        ...
+
+    def finished(self, *, wait: bool = False) -> tuple[int, Path] | None:
+        """Tick and folder of the newest checkpoint of this run that is proved and under its final name.
+
+        Args:
+            wait: First let those be proved of which ``on_saved`` has told.
+        """
         ...
 
 
@@ -117,51 +118,45 @@ def run_graph(
     )
     initial = {name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()}
     marking = Marking(graph, first_tick=first_tick, num_ticks=num_ticks, initial_tokens=initial, needs=needs)
-    fired_at: dict[str, float] = {}
-    orders: dict[str, Order] = {}
+    restarts = runtime if replacing is not None and isinstance(runtime, Restarts) else None
+    orders = Orders(runtime, marking, checkpoints)
     saves = _Saves(graph)
     stop = ""
     while not marking.finished:
         if checkpoints and checkpoints.overdue() and (cut := _next_cut(marking)) < marking.num_ticks:
             checkpoints.require(cut)
         for firing in marking.ready():
-            save_to = checkpoints.folder_for(firing.tick) if checkpoints else None
-            flush_saves = firing.tick == marking.num_ticks - 1
-            orders[firing.executor] = Order(
-                executor=firing.executor,
-                tick=firing.tick,
-                inputs=firing.inputs,
-                later=firing.later,
-                save_to=save_to,
-                flush_saves=flush_saves,
-                saves=_saves_ahead(graph, marking, firing, checkpoints) if checkpoints else (),
-            )
-            runtime.fire(orders[firing.executor])
-            fired_at[firing.executor] = runtime.now()
+            orders.give(firing)
         try:
-            report = _wait(runtime, marking, fired_at, deadlines.step_s)
-        except ProcessesDied as error:
-            if replacing is None or not isinstance(runtime, Restarts):
+            report = _wait(runtime, marking, orders, deadlines.step_s)
+        except (ProcessesDied, _NoAnswer) as error:
+            if restarts is None or replacing is None:
                 raise
-            ages_s = {name: runtime.now() - at_s for name, at_s in fired_at.items()}
-            for name, order in replacing.bring_back(runtime, marking, error, orders, ages_s).items():
-                orders[name] = order
-                runtime.fire(order)
-                fired_at[name] = runtime.now()
+            deaths = error.deaths if isinstance(error, ProcessesDied) else (error.as_death(restarts, deadlines.step_s),)
+            _tell_of_checkpoints(restarts, checkpoints, wait=True)
+            for redo in replacing.bring_back(restarts, marking, error, deaths, orders.ages_s()):
+                saves.again(redo.executor, redo.first_tick)
+                orders.again(redo.executor, redo.first_tick)
             continue
-        if replacing is not None:
-            report = replacing.told_of(report)
-        marking.complete(report.executor, report.tick, report.outputs)
-        del fired_at[report.executor]
+        has_counted = report.tick < marking.done_ticks[report.executor]
+        if has_counted:
+            for name, handles in report.outputs.items():
+                marking.put_back(name, report.tick, handles)
+        else:
+            report = report if replacing is None else replacing.told_of(report)
+            marking.complete(report.executor, report.tick, report.outputs)
+            for observer in observers:
+                observer.on_report(report)
+        orders.go_on(report.executor)
         _tell_sinks(graph, runtime, marking, report)
-        for observer in observers:
-            observer.on_report(report)
         if checkpoints:
             if checkpoints.due(report.tick):
                 saves.begin(report)
             for tick, written in saves.complete(report).items():
                 checkpoints.on_saved(tick, written)
-        if report.stop and not stop:
+            if restarts is not None:
+                _tell_of_checkpoints(restarts, checkpoints)
+        if report.stop and not stop and not has_counted:
             stop = report.stop
             last = _next_cut(marking)
             if last < marking.num_ticks:  # else the job is at its end anyway
@@ -175,7 +170,8 @@ def run_graph(
 def _tell_sinks(graph: Graph, runtime: Runtime, marking: Marking, report: Report) -> None:
     """Those at work hear of new tokens that they may take now or fetch ahead; the others find them in their next order."""
     for channel in graph.outputs[report.executor]:
-        if (channel.latest or channel.fetched_ahead) and channel.sink in marking.busy:
+        tells = (channel.latest or channel.fetched_ahead) and channel.name in report.outputs
+        if tells and channel.sink in marking.busy:
             handles = report.outputs[channel.name]
             runtime.tell(News(executor=channel.sink, channel=channel.name, source_tick=report.tick, handles=handles))
 
@@ -187,26 +183,38 @@ class _Saves:
         self._names = {executor.name for executor in graph.executors}
         self._missing: dict[int, set[str]] = {}
         self._writing: dict[int, set[str]] = {}
-        self._written: dict[int, dict[str, Sequence[FileRecord]]] = {}
+        self._written: dict[int, dict[str, dict[str, Sequence[FileRecord]]]] = {}
+        """Tick -> executor -> rank's name -> its files."""
 
     def begin(self, report: Report) -> None:
         """An executor has passed a tick that is saved."""
         self._missing.setdefault(report.tick, set(self._names)).discard(report.executor)
         self._writing.setdefault(report.tick, set()).add(report.executor)
 
+    def again(self, executor: str, first_tick: int) -> None:
+        """An executor repeats its ticks from this one on: of those that are not saved yet it writes its state anew."""
+        for tick in self._missing:
+            if tick >= first_tick:
+                self._missing[tick].add(executor)
+                self._writing[tick].discard(executor)
+                self._written.get(tick, {}).pop(executor, None)
+
     def complete(self, report: Report) -> dict[int, dict[str, Sequence[FileRecord]]]:
         """Ticks of which, with this report, every executor's state is written, each once, oldest first -> rank's name -> its
         files, as far as ranks have told of them."""
         for tick, ranks in report.saved.items():
             named = {writer_name(report.executor, rank): files for rank, files in ranks.items()}
-            self._written.setdefault(tick, {}).update(named)
+            self._written.setdefault(tick, {}).setdefault(report.executor, {}).update(named)
         for tick, names in self._writing.items():
             if tick not in report.saving:
                 names.discard(report.executor)
         done = [tick for tick in sorted(self._missing) if not self._missing[tick] and not self._writing[tick]]
         for tick in done:
             del self._missing[tick], self._writing[tick]
-        return {tick: self._written.pop(tick, {}) for tick in done}
+        return {
+            tick: {name: files for ranks in self._written.pop(tick, {}).values() for name, files in ranks.items()}
+            for tick in done
+        }
 
 
 def _next_cut(marking: Marking) -> int:
@@ -217,22 +225,35 @@ def _next_cut(marking: Marking) -> int:
     return max([*unfired.values(), *kept])
 
 
-def _saves_ahead(graph: Graph, marking: Marking, firing: Firing, checkpoints: Checkpoints) -> tuple[int, ...]:
-    """Ticks from ``firing``'s on that are saved while a token that it makes may still lie on an edge."""
-    reach = max((channel.delay for channel in graph.outputs[firing.executor]), default=0)
-    ahead = range(firing.tick, min(firing.tick + reach, marking.num_ticks))
-    return tuple(tick for tick in ahead if checkpoints.due(tick))
+def _tell_of_checkpoints(runtime: Restarts, checkpoints: Checkpoints | None, *, wait: bool = False) -> None:
+    """What is in a checkpoint needs not be held any more."""
+    if checkpoints is not None and (done := checkpoints.finished(wait=wait)) is not None:
+        runtime.saved(*done)
 
 
-def _wait(runtime: Runtime, marking: Marking, fired_at: Mapping[str, float], step_s: float) -> Report:
+class _NoAnswer(DeadlineExceeded):
+    """An executor has not answered to an order in time."""
+
+    def __init__(self, message: str, executor: str, tick: int) -> None:
+        super().__init__(message)
+        self.executor, self.tick = executor, tick
+
+    def as_death(self, runtime: Restarts, limit_s: float) -> Death:
+        """It is ended, and counts as having died."""
+        return runtime.overdue(self.executor, f"tick {self.tick}", limit_s)
+
+
+def _wait(runtime: Runtime, marking: Marking, orders: Orders, step_s: float) -> Report:
     """The next report; the limit runs from the oldest order that is still out."""
-    oldest = min(fired_at, key=lambda name: fired_at[name])
+    oldest = orders.oldest()
     try:
-        return runtime.wait(max(0.0, fired_at[oldest] + step_s - runtime.now()))
+        return runtime.wait(max(0.0, orders.since_s[oldest] + step_s - runtime.now()))
     except DeadlineExceeded as error:
-        age = runtime.now() - fired_at[oldest]
-        raise DeadlineExceeded(
-            f"the controller waited {age:.0f} s for {oldest!r} to finish tick {marking.busy[oldest].tick} "
+        age, tick = runtime.now() - orders.since_s[oldest], orders.tick[oldest]
+        raise _NoAnswer(
+            f"the controller waited {age:.0f} s for {oldest!r} to finish tick {tick} "
             f"(limit deadlines.step_s = {step_s:g} s). {error}\nWho waits for whom:\n{marking.describe()}\n"
-            f"Raise deadlines.step_s if this tick is merely slow; else look at {oldest!r}'s output above."
+            f"Raise deadlines.step_s if this tick is merely slow; else look at {oldest!r}'s output above.",
+            oldest,
+            tick,
         ) from error

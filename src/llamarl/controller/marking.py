@@ -54,6 +54,8 @@ class Marking:
         """Executor -> number of ticks it has finished (its next tick)."""
         self._busy: dict[str, Firing] = {}
         self._tokens: dict[str, dict[int, tuple[Handle, ...]]] = {}
+        self._withdrawn: set[tuple[str, int]] = set()
+        self._channels = {channel.name: channel for channel in graph.channels}
         for channel in graph.channels:
             wanted = range(first_tick - channel.delay, first_tick)
             given = initial_tokens.get(channel.name, {})
@@ -115,6 +117,36 @@ class Marking:
         for channel in self.graph.outputs[executor]:
             self._tokens[channel.name][tick] = outputs[channel.name]
         self.done_ticks[executor] = tick + 1
+
+    def withdraw(self, channel: str, tick: int) -> str:
+        """Take a token off its edge: it went with its process before it was whole, and is made again. Until then whoever needs it
+        waits, as for any token that is not there.
+
+        Returns:
+            The sink, if it is at work with the token or may be: it must be brought up again, as if it had not been fired. Else "".
+        """
+        del self._tokens[channel][tick]
+        self._withdrawn.add((channel, tick))
+        edge = self._channels[channel]
+        firing = self._busy.get(edge.sink)
+        if firing is None or (firing.tick - edge.delay != tick and not (edge.latest or edge.fetched_ahead)):
+            return ""
+        del self._busy[edge.sink]
+        return edge.sink
+
+    def put_back(self, channel: str, tick: int, handles: tuple[Handle, ...]) -> None:
+        """A withdrawn token was made again."""
+        self._withdrawn.remove((channel, tick))
+        self._tokens[channel][tick] = handles
+
+    def withdrawn(self, executor: str) -> frozenset[tuple[str, int]]:
+        """(channel, tick) of tokens of ``executor`` that are yet to be made again."""
+        return frozenset(token for token in self._withdrawn if self._channels[token[0]].source == executor)
+
+    def is_needed(self, executor: str) -> bool:
+        """Whether it has ticks to do, or tokens to make again that somebody will read."""
+        owed = (tick + self._channels[channel].delay < self.num_ticks for channel, tick in self.withdrawn(executor))
+        return self.done_ticks[executor] < self.num_ticks or any(owed)
 
     def _blockers(self, name: str) -> list[str]:
         tick = self.done_ticks[name]

@@ -3,23 +3,31 @@
     deaths ─▶ Recovery.decide(marking, deaths) ─▶ Redo: executor, incarnation, state after tick k - 1, order of tick k
                                                └▶ text: why the run ends instead
 
-A tick that has *counted* is never done again: a report counts when it is of the executor's present incarnation and what it names
+A tick that has *counted* never counts again: a report counts when it is of the executor's present incarnation and what it names
 (its tokens, the state after it) is held outside of the process that made it. Whatever else a dead process did is as if it had not
 been: its tick is in ``marking.busy`` still, its input tokens lie on their edges, and the state before it is held. So the answer to
 any set of deaths is the same for each executor that lost a process, in whatever moment it did: bring it up anew, whole, with the
-state after the last tick that counted, and give it the order that was out, if one was. docs/survival.md proves that this ends in the
-same marking and the same bits; tests explore every interleaving of deaths with it.
+state after the last tick that counted, and give it the order that was out, if one was.
+
+Where the state is in checkpoints alone (trainer, critic), that state is made again first: the executor begins with the last
+checkpoint and repeats the ticks since then, from what it read then, which is held. Nobody hears of what these make; the marking does
+not move. docs/survival.md proves that all this ends in the same marking and the same bits; tests explore every interleaving of
+deaths with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llamarl.controller.marking import Firing, Marking
 from llamarl.runtime.base import Death
 
-__all__ = ["Recovery", "Redo"]
+__all__ = ["MAX_CRASHES", "MAX_KILLS", "Recovery", "Redo"]
+
+MAX_CRASHES = 2
+MAX_KILLS = 3
+"""The same death at the same tick ends the run when it comes so often: of its own accord, or by a signal from outside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +38,9 @@ class Redo:
     incarnation: int
     """Of its new processes; what the earlier ones still say is ignored."""
     first_tick: int
-    """Its next tick. It is given the state after the tick before, which is that of the run's beginning if none has counted."""
+    """It is given the state after the tick before this one, which is that of the run's beginning if there is none."""
+    next_tick: int
+    """That counts. Those from ``first_tick`` to here are repeated before it."""
     firing: Firing | None
     """The order that was out, with what its input tokens are now; None: it waited for one."""
     death: Death
@@ -38,10 +48,13 @@ class Redo:
 
     def describe(self) -> str:
         """For the console."""
-        death, again = self.death, "" if self.firing is None else f", tick {self.firing.tick} is done again"
+        death = self.death
+        ticks = self.next_tick - self.first_tick + (self.firing is not None)
+        last = self.first_tick + ticks - 1
+        again = f", tick{'s' if ticks > 1 else ''} {'' if ticks < 2 else f'{self.first_tick} to '}{last} done again"
         return (
             f"{self.executor!r} rank {death.rank} died ({death.doing}): {death.cause}; brought up again "
-            f"(restart {self.incarnation}){again}"
+            f"(restart {self.incarnation}){again if ticks else ''}"
         )
 
 
@@ -88,44 +101,64 @@ class Recovery:
         return held and incarnation == self.incarnation(executor)
 
     def decide(
-        self, marking: Marking, deaths: Sequence[Death], *, replaceable: Collection[str], now_s: float
+        self, marking: Marking, deaths: Sequence[Death], *, replaceable: Mapping[str, int], now_s: float
     ) -> tuple[Redo, ...] | str:
         """What brings the job back after processes have died together.
 
         Args:
             marking: As it is, with the ticks of the dead as busy as they were.
-            replaceable: Executors of which the state after their last tick that counted, and all that others may still read of
-                them, is held outside of their processes.
+            replaceable: Executors of which all that others may still read of them is held outside of their processes -> first
+                tick that they can begin with: their next one where the state before it is held, else the one after their
+                last checkpoint, where what they have read since is held.
             now_s: On any clock that goes on.
 
         Returns:
-            One ``Redo`` for each executor that has lost a process of its present incarnation, in the graph's order; or why the
-            run ends, in words. Then nothing is remembered.
+            One ``Redo`` for each executor that has lost a process of its present incarnation and is still needed, in the graph's
+            order; or why the run ends, in words. Then nothing is remembered.
         """
         fresh = {death.executor: death for death in reversed(deaths) if self._is_of_now(death)}  # the first of each
-        lost = [fresh[spec.name] for spec in marking.graph.executors if spec.name in fresh]
+        lost = [
+            fresh[spec.name] for spec in marking.graph.executors if spec.name in fresh and marking.is_needed(spec.name)
+        ]
         attempts = [_Attempt(now_s, marking.done_ticks[death.executor], death) for death in lost]
         if lost and (why := self._why_not(attempts, replaceable, now_s)):
             return why
         self._attempts += attempts
-        redo = []
-        for death in lost:
-            self._incarnations[death.executor] = self.incarnation(death.executor) + 1
-            redo.append(
-                Redo(
-                    executor=death.executor,
-                    incarnation=self._incarnations[death.executor],
-                    first_tick=marking.done_ticks[death.executor],
-                    firing=marking.refire(death.executor),
-                    death=death,
-                )
-            )
-        return tuple(redo)
+        return tuple(self._redo(marking, death, replaceable[death.executor]) for death in lost)
+
+    def follow(self, marking: Marking, executor: str, cause: Death, *, replaceable: Mapping[str, int]) -> Redo | str:
+        """What to do with an executor that was reading a token which went with another one's process: it lives, and is brought up
+        again all the same, as what it reads will never be whole. No attempt of its own.
+
+        Returns:
+            What to do, or why the run ends, in words.
+        """
+        if executor not in replaceable:
+            return f"{executor!r} was reading what went with {cause.executor!r}, and what it held is not held elsewhere"
+        death = Death(
+            executor=executor,
+            incarnation=self.incarnation(executor),
+            doing=f"tick {marking.done_ticks[executor]}",
+            cause=f"what it was reading went with {cause.executor!r}",
+        )
+        return self._redo(marking, death, replaceable[executor])
+
+    def _redo(self, marking: Marking, death: Death, first_tick: int) -> Redo:
+        name = death.executor
+        self._incarnations[name] = self.incarnation(name) + 1
+        return Redo(
+            executor=name,
+            incarnation=self._incarnations[name],
+            first_tick=first_tick,
+            next_tick=marking.done_ticks[name],
+            firing=marking.refire(name),
+            death=death,
+        )
 
     def _is_of_now(self, death: Death) -> bool:
         return death.incarnation == self.incarnation(death.executor)
 
-    def _why_not(self, attempts: Sequence[_Attempt], replaceable: Collection[str], now_s: float) -> str:
+    def _why_not(self, attempts: Sequence[_Attempt], replaceable: Mapping[str, int], now_s: float) -> str:
         """Why these deaths end the run; empty: they do not."""
         if not self._max_restarts:
             return "recovery.max_restarts is 0: a death ends the run"
@@ -133,14 +166,11 @@ class Recovery:
             name = attempt.death.executor
             if name not in replaceable:
                 return f"{name!r} is not brought up again: what it held is not held elsewhere"
-        same = [
-            attempt
-            for attempt in attempts
-            if any(_same(attempt, earlier) for earlier in self._attempts)
-        ]  # fmt: skip
+        same = next((attempt for attempt in attempts if self._repeats(attempt)), None)
         recent = [attempt for attempt in self._attempts if now_s - attempt.at_s <= self._window_s]
-        if same:
-            why = "the same death at the same tick for the second time: it would come a third time"
+        if same is not None:
+            often = "third" if same.death.from_outside else "second"
+            why = f"the same death at the same tick for the {often} time: it would come again"
         elif len(recent) + len(attempts) > self._max_restarts:
             why = (
                 f"more than recovery.max_restarts = {self._max_restarts} restarts within "
@@ -150,6 +180,12 @@ class Recovery:
             return ""
         lines = [attempt.line(now_s) for attempt in (*self._attempts, *attempts)]
         return "\n".join([f"{why}. Deaths of this run:", *lines])
+
+    def _repeats(self, attempt: _Attempt) -> bool:
+        """Whether it would come again. A crash of its own accord, once repeated, will be. A signal from outside may meet the same
+        tick twice by chance; but the kernel, too, sends one, where memory runs out, and would do so each time."""
+        earlier = sum(_same(attempt, one) for one in self._attempts)
+        return earlier >= (MAX_KILLS if attempt.death.from_outside else MAX_CRASHES) - 1
 
 
 def _same(one: _Attempt, other: _Attempt) -> bool:

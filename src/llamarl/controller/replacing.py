@@ -1,19 +1,19 @@
 """Between the controller's loop, the rule and the runtime: executors that have died are brought up again, and it is told.
 
-ProcessesDied ─▶ Recovery.decide ─┬▶ Redo: runtime.replace, the order that was out again ─▶ the loop goes on
-                                  └▶ why not: ExecutorFailed, as it would have been, with the reason
+deaths ─▶ runtime.stop ─▶ tokens that were not whole leave the marking ─▶ Recovery.decide ─┬▶ Redo: runtime.replace ─▶ Orders.again
+                          └▶ who reads them: Recovery.follow ──────────────────────────────┴▶ why not: the error, with the reason
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from llamarl.controller.marking import Marking
 from llamarl.controller.recovery import Recovery, Redo
-from llamarl.errors import ExecutorFailed
-from llamarl.runtime.base import Order, ProcessesDied, Report, Restarts
+from llamarl.errors import DeadlineExceeded, ExecutorFailed, LlamaRLError
+from llamarl.runtime.base import Death, Report, Restarts
 
 __all__ = ["Replacing"]
 
@@ -35,36 +35,48 @@ class Replacing:
         self,
         runtime: Restarts,
         marking: Marking,
-        error: ProcessesDied,
-        orders: Mapping[str, Order],
+        error: LlamaRLError,
+        deaths: Sequence[Death],
         ages_s: Mapping[str, float],
-    ) -> dict[str, Order]:
-        """Have everyone who died brought up again.
+    ) -> tuple[Redo, ...]:
+        """Have everyone who died, or does not answer, brought up again, and who was reading what went with them.
 
         Args:
-            orders: Executor -> the order that is out, of those at work.
-            ages_s: How long each has been out.
+            error: That tells of it.
+            ages_s: How long the order of each that is at work has been out.
 
         Returns:
-            Executor -> the order to send once more.
+            What each is to repeat and to do.
 
         Raises:
-            ExecutorFailed: The run ends.
+            LlamaRLError: The run ends: ``error`` with the reason.
         """
         now_s = time.monotonic()
-        decided = self._recovery.decide(marking, error.deaths, replaceable=runtime.replaceable(), now_s=now_s)
+        dead = [death for death in deaths if death.incarnation == self._recovery.incarnation(death.executor)]
+        readers: dict[str, Death] = {}
+        for death in {death.executor: death for death in dead}.values():
+            for channel, tick in sorted(runtime.stop(death.executor)):
+                sink = marking.withdraw(channel, tick)
+                if sink and all(sink != other.executor for other in dead):
+                    readers[sink] = death
+        replaceable = runtime.replaceable()
+        decided = self._recovery.decide(marking, deaths, replaceable=replaceable, now_s=now_s)
         if isinstance(decided, str):
-            raise ExecutorFailed(f"{error}\nNot brought up again: {decided}") from None
-        again = {}
-        for redo in decided:
+            raise _ended(error, decided)
+        redos = list(decided)
+        for sink, death in readers.items():
+            runtime.stop(sink)
+            follower = self._recovery.follow(marking, sink, death, replaceable=replaceable)
+            if isinstance(follower, str):
+                raise _ended(error, follower)
+            redos.append(follower)
+        for redo in redos:
             name = redo.executor
             began_s = self._lost.get(name, (now_s - ages_s.get(name, 0.0), 0.0))[0]
             self._lost[name] = began_s, now_s
             self._tell(redo)
             runtime.replace(name, incarnation=redo.incarnation, first_tick=redo.first_tick)
-            if redo.firing is not None:
-                again[name] = replace(orders[name], inputs=redo.firing.inputs, later=redo.firing.later)
-        return again
+        return tuple(redos)
 
     def told_of(self, report: Report) -> Report:
         """The report, with what a replacement has cost where it is the first after one."""
@@ -79,3 +91,8 @@ class Replacing:
         }
         span = ("restart", min(died_s, report.started_s), report.started_s)
         return replace(report, metrics={**report.metrics, **metrics}, spans=(span, *report.spans))
+
+
+def _ended(error: LlamaRLError, why: str) -> LlamaRLError:
+    kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else ExecutorFailed
+    return kind(f"{error}\nNot brought up again: {why}")

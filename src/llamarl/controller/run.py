@@ -412,7 +412,7 @@ def _replacing(config: RunConfig, recorder: Recorder) -> Replacing | None:
     if not recovery.max_restarts:
         return None
     rule = Recovery(max_restarts=recovery.max_restarts, window_s=recovery.window_s)
-    return Replacing(rule, lambda redo: recorder.restarted(redo.first_tick, redo.describe()))
+    return Replacing(rule, lambda redo: recorder.restarted(redo.next_tick, redo.describe()))
 
 
 def _refuse_nothing(summary: RunSummary) -> None:

@@ -89,6 +89,8 @@ class RunCheckpoints:
         """When the last checkpoint was written, or the job stood ready; on ``running_s``."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._finishing: list[Future[object]] = []
+        self._last: tuple[int, Path] | None = None
+        """Newest one that is proved."""
 
     def due(self, tick: int) -> bool:
         return tick in self._required or self._config.is_due(tick, self._num_ticks)
@@ -134,6 +136,16 @@ class RunCheckpoints:
         self._events.sync()
         self._finishing.append(self._thread.submit(self._finish, tick, written))
 
+    def finished(self, *, wait: bool = False) -> tuple[int, Path] | None:
+        """Tick and folder of the newest checkpoint that this run has finished.
+
+        Raises:
+            CheckpointError: ``wait``, and one cannot be finished.
+        """
+        if wait:
+            self._raise_failures(wait=True)
+        return self._last
+
     def _prove(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
         self._folder.check()
         if self._far is not None:
@@ -151,7 +163,7 @@ class RunCheckpoints:
         if self._far is not None:
             self._far.fetch(written, self._folders[tick])
             self._far.sweep()
-        self._store.finish(tick, written, self._description)
+        self._last = tick, self._store.finish(tick, written, self._description).path
 
     def close(self) -> None:
         """Return when the last checkpoint is proved, and everything that hosts have written is here. They are still up.

@@ -250,12 +250,21 @@ class TrainerExecutor(BaseExecutor):
         return written
 
     def save(self, folder: Path, tick: int) -> Future[tuple[Path, ...]]:
-        """All ranks write into one folder beside their own, on a thread unless ``checkpoint.background`` is off."""
+        """All ranks write into one folder beside their own, on a thread unless ``checkpoint.background`` is off. Once it is done,
+        the versions up to this tick's are whole in their slots too: who begins again from it need not make them again."""
         staleness = self.config.schedule.max_staleness
         edge = {_edge(v): self._edge_versions[v] for v in range(max(0, tick + 1 - staleness), tick + 1)}
         background = self.config.checkpoint.background
         state = self.trainer.stage(edge, copy=background)
-        writing = in_background(lambda: self.trainer.write(state, folder.parent / "state"))
+        copies = tuple(self._readers)
+
+        def write() -> tuple[Path, ...]:
+            written = self.trainer.write(state, folder.parent / "state")
+            for copy in copies:
+                copy.wait(_COPY_LIMIT_S)
+            return written
+
+        writing = in_background(write)
         if not background:
             writing.result()
         return writing

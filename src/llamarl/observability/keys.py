@@ -265,7 +265,7 @@ KEYS: tuple[MetricKey, ...] = (
     ),
     *(
         key
-        for role in ("generator", "reward_model", "judge", "reward", "reference", "evaluator")
+        for role in ("generator", "reward_model", "judge", "reward", "reference", "critic", "trainer", "evaluator")
         for key in (
             _key(
                 f"recovery/{role}_restarts",

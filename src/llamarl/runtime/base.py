@@ -101,6 +101,8 @@ class Death:
     cause: str
     """In words: the signal, or the exit code."""
     rank: int = 0
+    from_outside: bool = False
+    """By a signal that processes do not send to themselves (SIGKILL, SIGTERM), or stopped by one (SIGSTOP)."""
 
 
 class ProcessesDied(ExecutorFailed):
@@ -115,13 +117,35 @@ class ProcessesDied(ExecutorFailed):
 class Restarts(Protocol):
     """A runtime that can bring an executor up again while the others work."""
 
-    def replaceable(self) -> frozenset[str]:
-        """Executors of which the state after their last report, and every token that somebody may still read, outlive them."""
+    def replaceable(self) -> Mapping[str, int]:
+        """Executors that can be brought up again -> the first tick that each then does again: its next one, or an earlier one
+        where its state lies in a checkpoint alone and what it has read since is held. Every token that somebody may still read
+        outlives them."""
+        ...
+
+    def overdue(self, executor: str, doing: str, limit_s: float) -> Death:
+        """What to say of an executor that does not answer: it is to be brought up again as if it had died."""
+        ...
+
+    def stop(self, executor: str) -> frozenset[tuple[str, int]]:
+        """End what is left of it, within seconds.
+
+        Returns:
+            (channel, tick) of its tokens on edges that were not whole: a version of the weights that was still being copied.
+        """
         ...
 
     def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
-        """End what is left of it, start it anew with the state after ``first_tick - 1``; returns at once, and orders may follow.
-        What its earlier processes still say is ignored."""
+        """Start it anew with the state after ``first_tick - 1``; returns at once, and orders may follow. What its earlier
+        processes still say is ignored."""
+        ...
+
+    def inputs_again(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
+        """In-channel -> handles of what an executor read at a tick that has counted, from ``replaceable`` on."""
+        ...
+
+    def saved(self, tick: int, folder: Path) -> None:
+        """A checkpoint of the state after ``tick`` is finished: what is held to do earlier ticks again may go."""
         ...
 
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 
-__all__ = ["Stores", "cause_of_death", "gone", "start_rank"]
+__all__ = ["Killed", "Stores", "cause_of_death", "gone", "is_stopped", "start_rank"]
 
 _POLL_S = 0.002
 
@@ -79,6 +79,15 @@ async def gone(process: subprocess.Popen[bytes], reading: asyncio.Task[None]) ->
         await asyncio.sleep(_POLL_S)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal, and waits to be told to go on."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):  # it has ended, or nothing can tell
+        return False
+
+
 class Stores:
     """Files in which the ranks of process groups meet: memory of this process, which only its user may open."""
 
@@ -111,8 +120,12 @@ def _new_store(name: str) -> tuple[str, int]:
         return os.path.join(tempfile.mkdtemp(prefix="llamarl-"), "store"), -1
 
 
+class Killed(str):
+    """The cause of a death, in words, where somebody else sent the signal: processes do not send these to themselves."""
+
+
 def cause_of_death(returncode: int) -> str:
-    """What ended a process, in words.
+    """What ended a process, in words; ``Killed`` where that was SIGKILL or SIGTERM.
 
     Args:
         returncode: As ``subprocess`` tells it: the exit code, or minus the signal.
@@ -122,4 +135,5 @@ def cause_of_death(returncode: int) -> str:
     number = -returncode
     name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
     hint = "; the kernel does this when memory runs out" if number == signal.SIGKILL else ""
-    return f"its process was killed by signal {number} ({name}{hint})"
+    told = f"its process was killed by signal {number} ({name}{hint})"
+    return Killed(told) if number in (signal.SIGKILL, signal.SIGTERM) else told

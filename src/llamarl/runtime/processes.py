@@ -25,11 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llamarl.channels.base import ChannelSpec
+from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.errors import DeadlineExceeded
 from llamarl.executors.base import ExecutorSpec
 from llamarl.running_time import running_s
-from llamarl.runtime.base import News, Order, ProcessesDied, Report, SetupReport
+from llamarl.runtime.base import Death, News, Order, ProcessesDied, Report, SetupReport
+from llamarl.runtime.child_process import is_stopped
 from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.runtime.local import LocalLauncher
 from llamarl.runtime.rank_plans import combine_reports, combine_setups, deaths_alone, executor_failed, plan_workers
@@ -90,7 +91,9 @@ class ProcessRuntime:
         self._adapt = adapt
         self._restarts = restarts and networks is None
         self._plans: dict[str, tuple[WorkerPlan, ...]] = {}
-        self._kept = KeptTokens((), ())
+        self._kept = KeptTokens()
+        self._saved: Path | None = None
+        """The newest finished checkpoint of this run, if there is one."""
         self._incarnations: dict[str, int] = {}
         self._pending: deque[Answer | RankFailure] = deque()
         """Heard, and not yet looked at."""
@@ -113,6 +116,8 @@ class ProcessRuntime:
         """Bring all executors up, in parallel."""
         assert self._ranks is None, "start is called once"
         began = self.now()
+        if self._restarts:
+            channels = [_with_tokens_of_their_own(channel) for channel in channels]
         plans = plan_workers(
             executors,
             channels,
@@ -147,9 +152,12 @@ class ProcessRuntime:
                 raise DeadlineExceeded("\n".join([waited, *late]))
             ready[answer.executor].append(answer.result)
         self._failed = False
-        fresh = [name for name, setups in ready.items() if all(setup.journaled for setup in setups)]
-        self._kept = KeptTokens(channels, fresh)
-        return {name: combine_setups(name, setups) for name, setups in ready.items()}
+        stand = {name: combine_setups(name, setups) for name, setups in ready.items()}
+        if not self._restarts:
+            return stand
+        journaled = [name for name, setups in ready.items() if all(setup.journaled for setup in setups)]
+        self._kept = KeptTokens(channels, list(plans), journaled, first_tick=first_tick)
+        return self._kept.begin(stand)
 
     def fire(self, order: Order) -> None:
         """Send ``order`` to every rank of its executor; returns at once."""
@@ -193,26 +201,58 @@ class ProcessRuntime:
                     del self._out[answer.executor, answer.result.tick]
                     return report
 
-    def replaceable(self) -> frozenset[str]:
-        """Executors of which everything that others need outlives their processes."""
-        return self._kept.whole
+    def replaceable(self) -> Mapping[str, int]:
+        """Executors of which everything that others need outlives their processes -> the first tick that they would do again."""
+        return self._kept.replaceable() if self._restarts else {}
+
+    def overdue(self, executor: str, doing: str, limit_s: float) -> Death:
+        """What to say of an executor that has not answered within ``limit_s``."""
+        assert self._ranks is not None, "nothing is overdue before start"
+        reported = {report.rank for (name, _), out in self._out.items() if name == executor for report in out.replies}
+        late = [rank for rank in self._ranks.of[executor] if rank.rank not in reported] or self._ranks.of[executor]
+        stopped = [rank for rank in late if is_stopped(rank.pid)]
+        told = "it was stopped (SIGSTOP), and" if stopped else "it"
+        return Death(
+            executor=executor,
+            incarnation=self._incarnations.get(executor, 0),
+            doing=doing,
+            cause=f"{told} gave no answer within {limit_s:g} s",
+            rank=(stopped or late)[0].rank,
+            from_outside=bool(stopped),
+        )
+
+    def stop(self, executor: str) -> frozenset[tuple[str, int]]:
+        """End what is left of an executor; which of its tokens were not whole."""
+        assert self._ranks is not None, "stop needs a started runtime"
+        self._ranks.stop(executor)
+        self._out = {key: out for key, out in self._out.items() if key[0] != executor}
+        self._failed = False
+        return self._kept.torn(executor)
 
     def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
         """Start an executor anew with the state after ``first_tick - 1``; returns at once."""
         assert self._ranks is not None and not self._closed, "replace needs a started runtime"
         self._out = {key: out for key, out in self._out.items() if key[0] != executor}
         self._incarnations[executor] = incarnation
-        states = self._kept.state(executor)
-        first = self._plans[executor]
-        if states:
-            plans = tuple(
-                dataclasses.replace(plan, first_tick=first_tick, load_from=None, restore=state, incarnation=incarnation)
-                for plan, state in zip(first, states, strict=True)
-            )
-        else:  # it has not finished a tick: as it began
-            plans = tuple(dataclasses.replace(plan, incarnation=incarnation) for plan in first)
-        self._ranks.replace(executor, plans, incarnation)
+        plans = [dataclasses.replace(plan, incarnation=incarnation) for plan in self._plans[executor]]
+        if states := self._kept.state(executor):
+            plans = [
+                dataclasses.replace(plan, first_tick=first_tick, load_from=None, restore=state)
+                for plan, state in zip(plans, states, strict=True)
+            ]
+        elif plans[0].first_tick < first_tick:  # else as the run began
+            plans = [dataclasses.replace(plan, first_tick=first_tick, load_from=self._saved) for plan in plans]
+        self._ranks.replace(executor, tuple(plans), incarnation)
         self._failed = False
+
+    def inputs_again(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
+        """What an executor read at a tick that has counted."""
+        return self._kept.inputs(executor, tick)
+
+    def saved(self, tick: int, folder: Path) -> None:
+        """A checkpoint is finished: what is held to do earlier ticks again may go."""
+        self._saved = folder
+        self._kept.saved(tick)
 
     def now(self) -> float:
         """``running_s``: deadlines do not count the time for which this process was stopped."""
@@ -281,6 +321,12 @@ class ProcessRuntime:
             f"{head} {rank.rank} (pid {rank.pid}), which is at: {place}"
             for rank, place in zip(missing, places, strict=True)
         )
+
+
+def _with_tokens_of_their_own(channel: ChannelSpec) -> ChannelSpec:
+    """So that they can be held beyond the tick that reads them."""
+    data = channel.kind is not ChannelKind.WEIGHTS and not channel.latest and channel.transport == "shared_memory"
+    return dataclasses.replace(channel, kept=True) if data else channel
 
 
 _running: weakref.WeakSet[ProcessRuntime] = weakref.WeakSet()

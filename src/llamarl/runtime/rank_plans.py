@@ -136,7 +136,14 @@ def deaths_alone(failures: Sequence[RankFailure]) -> tuple[Death, ...]:
     if any(failure.executor not in dead for failure in failures):
         return ()
     return tuple(
-        Death(executor=f.executor, incarnation=f.incarnation, doing=f.doing, cause=f.cause, rank=f.rank)
+        Death(
+            executor=f.executor,
+            incarnation=f.incarnation,
+            doing=f.doing,
+            cause=f.cause,
+            rank=f.rank,
+            from_outside=f.from_outside,
+        )
         for f in failures
         if f.died
     )

@@ -64,14 +64,25 @@ class RankSaves:
             return record_files(checkpoint, [*files_below(folder), *(beside or ())])
 
         with saving(folder):
-            if self._again and folder.exists():
-                shutil.rmtree(folder)
+            if self._again:
+                self._clear(folder)
             folder.mkdir(parents=True)
             pending = executor.save(folder, tick)
             if pending is None:
                 self._written[tick] = record(())
             else:
                 self._writing[tick] = folder, _then(pending, record)
+
+    def _clear(self, folder: Path) -> None:
+        """Remove what an earlier process had begun: this rank's own part, and on rank 0 the files of all ranks beside it. The
+        others write there only together with it."""
+        if folder.exists():
+            shutil.rmtree(folder)
+        if self._rank == 0 and folder.parent.is_dir():
+            for beside in folder.parent.iterdir():
+                if not beside.name.startswith("rank_"):
+                    for path in files_below(beside) if beside.is_dir() else [beside]:
+                        path.unlink()
 
     def finish(self, *, wait: bool) -> None:
         """Note the states that are written; a failed write is raised here, in the tick that finds it.

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
+from llamarl.runtime.child_process import Killed
 from llamarl.runtime.commands import command_blob
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.worker import RankFailure, RankReport, WorkerPlan, capture
@@ -159,6 +160,12 @@ class Ranks:
         self.of[executor] = now
         self._submit(self._replace(executor, plans, before, now))
 
+    def stop(self, executor: str) -> None:
+        """End what is left of an executor's processes; returns when they have ended, within five seconds."""
+        stopping = asyncio.run_coroutine_threadsafe(self._stop(self.of[executor]), self._loop)
+        with contextlib.suppress(TimeoutError):
+            stopping.result(2 * _KILL_S + 1.0)
+
     def send(self, executor: str, doing: str, method: str, argument: Any) -> int:
         """Tell every rank of ``executor`` to do something; returns the bytes sent."""
         blobs = [command_blob(executor, rank.rank, doing, method, argument) for rank in self.of[executor]]
@@ -211,12 +218,15 @@ class Ranks:
     async def _replace(
         self, name: str, plans: Sequence[WorkerPlan], before: Sequence[Rank], now: Sequence[Rank]
     ) -> None:
-        for at_once in (False, True):
-            for rank in before:
-                _kill(rank, at_once=at_once)
-            if left := [rank.link.ended for rank in before if rank.link is not None and not rank.dead]:
-                await asyncio.wait(left, timeout=_KILL_S)
+        await self._stop(before)
         await self._bring_up(name, plans, now)
+
+    async def _stop(self, ranks: Sequence[Rank]) -> None:
+        for at_once in (False, True):
+            for rank in ranks:
+                _kill(rank, at_once=at_once)
+            if left := [rank.link.ended for rank in ranks if rank.link is not None and not rank.dead]:
+                await asyncio.wait(left, timeout=_KILL_S)
 
     async def _bring_up(self, name: str, plans: Sequence[WorkerPlan], ranks: Sequence[Rank]) -> None:
         launcher = self._launchers[name]
@@ -283,6 +293,7 @@ class Ranks:
                 host=link.host,
                 at_s=float("-inf"),  # before every exception: peers that miss a dead process fail because of it
                 died=True,
+                from_outside=isinstance(cause, Killed),
                 incarnation=rank.incarnation,
             )
             self.events.put(failure)

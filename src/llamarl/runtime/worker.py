@@ -148,6 +148,8 @@ class RankFailure:
     """Where, as the user calls it; empty: on the controller's machine."""
     died: bool = False
     """Its process ended by itself; nothing was raised."""
+    from_outside: bool = False
+    """Somebody else ended it."""
     incarnation: int = 0
     """Of the executor, as the controller counts."""
 

@@ -103,6 +103,9 @@ class _VirtualCheckpoints:
     def on_saved(self, tick: int, written: Mapping[str, object]) -> None:
         self.last = tick
 
+    def finished(self, *, wait: bool = False) -> tuple[int, Path] | None:
+        return None
+
 
 def simulate(scenario: Scenario) -> SimulationResult:
     """Run ``scenario`` to its last tick.

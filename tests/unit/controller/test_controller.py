@@ -78,7 +78,7 @@ class FakeRuntime:
 
 class FakeCheckpoints:
     def __init__(self, every: int) -> None:
-        self.every, self.required, self.finished = every, set[int](), list[int]()
+        self.every, self.required, self.finished_ticks = every, set[int](), list[int]()
 
     def due(self, tick: int) -> bool:
         return (tick + 1) % self.every == 0 or tick in self.required
@@ -93,7 +93,10 @@ class FakeCheckpoints:
         self.required.add(tick)
 
     def on_saved(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
-        self.finished.append(tick)
+        self.finished_ticks.append(tick)
+
+    def finished(self, *, wait: bool = False) -> tuple[int, Path] | None:
+        return None
 
 
 def job(max_staleness: int) -> Graph:
@@ -125,7 +128,7 @@ def test_a_checkpoint_is_finished_when_the_last_executor_has_saved_its_tick() ->
     runtime = FakeRuntime({"generator": 1.0, "reward": 1.0, "trainer": 3.0})
     checkpoints = FakeCheckpoints(every=2)
     run_graph(job(2), runtime, num_ticks=6, seed=0, checkpoints=checkpoints)
-    assert checkpoints.finished == [1, 3, 5]
+    assert checkpoints.finished_ticks == [1, 3, 5]
     assert sorted(runtime.saved) == sorted((n, t) for n in ("generator", "reward", "trainer") for t in (1, 3, 5))
 
 
@@ -157,7 +160,7 @@ def test_a_stop_is_joined_by_everyone_at_one_tick_whose_state_is_saved() -> None
     checkpoints = FakeCheckpoints(every=1000)
     with pytest.raises(RunStopped, match="loss is NaN"):
         run_graph(job(2), runtime, num_ticks=50, seed=0, checkpoints=checkpoints)
-    (last,) = checkpoints.finished
+    (last,) = checkpoints.finished_ticks
     assert {
         name: max(t for n, t, _ in runtime.log if n == name) for name in ("generator", "reward", "trainer")
     } == dict.fromkeys(("generator", "reward", "trainer"), last)
@@ -191,8 +194,8 @@ def test_a_checkpoint_by_the_clock_is_one_tick_of_everyone_and_is_told_before_it
 
     checkpoints.overdue = overdue  # type: ignore[method-assign]
     run_graph(job(max_staleness), runtime, num_ticks=30, seed=0, checkpoints=checkpoints)
-    assert len(checkpoints.finished) == 2 and checkpoints.finished[0] < checkpoints.finished[1] < 29
-    for tick in checkpoints.finished:
+    assert len(checkpoints.finished_ticks) == 2 and checkpoints.finished_ticks[0] < checkpoints.finished_ticks[1] < 29
+    for tick in checkpoints.finished_ticks:
         assert {name for name, saved in runtime.saved if saved == tick} == {"generator", "reward", "trainer"}
         # the state after tick c holds versions c + 1 - s .. c + 1; tick t is told before version t changes
         assert told[tick] <= max(0, tick + 1 - max_staleness)

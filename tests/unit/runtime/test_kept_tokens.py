@@ -8,25 +8,31 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataReceiver, DataSender
+from llamarl.channels.weights import WeightsPayload, WeightsSender
 from llamarl.errors import ChannelError
 from llamarl.executors.base import BaseExecutor, ExecutorContext, Stateless, is_journaled
-from llamarl.runtime.base import Report
+from llamarl.runtime.base import Report, SetupReport
 from llamarl.runtime.kept_states import KeptState, read_state, write_state
 from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.transports.held import HeldSegments
 from llamarl.transports.segments import Segment
+from llamarl.transports.slots import SlotState, Word
 
 CHANNEL = ChannelSpec(name="numbers", kind=ChannelKind.GATHER, source="source", sink="sink", capacity=1)
+
+
+WEIGHTS = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="sink", capacity=1)
 
 
 class Source:
     """The shell's part of an executor that writes ``numbers``."""
 
-    def __init__(self) -> None:
-        self.sender = DataSender(CHANNEL, rank=0, num_source_ranks=1, num_sink_ranks=1)
+    def __init__(self, channel: ChannelSpec = CHANNEL) -> None:
+        self.sender = DataSender(channel, rank=0, num_source_ranks=1, num_sink_ranks=1)
         self.states: list[Segment] = []
 
     def report(self, tick: int) -> Report:
@@ -42,6 +48,27 @@ class Source:
             segment.close()
 
 
+class Trainer:
+    """The shell's part of one that publishes versions."""
+
+    def __init__(self) -> None:
+        self.sender = WeightsSender(WEIGHTS, rank=0, num_source_ranks=1, num_sink_ranks=1)
+
+    def report(self, tick: int) -> Report:
+        weights = {"w": torch.full((8,), float(tick))}
+        handle = self.sender.send(tick, WeightsPayload(version=tick + 1, tensors=weights))
+        self.nonce = handle.address.nonce
+        announced = replace(handle, manifest_checksum=None)  # as it is while a thread copies
+        return Report(executor="trainer", tick=tick, outputs={"weights": (announced,)}, journal=(None,))
+
+    def half_written(self) -> None:
+        (slot,) = (slot for slot in self.sender._publisher._slots if slot is not None)
+        slot.words[Word.STATE] = SlotState.WRITING
+
+    def die(self) -> None:
+        self.sender.close()
+
+
 def received(report: Report | None) -> list[int]:
     assert report is not None
     receiver = DataReceiver(CHANNEL, rank=0, num_source_ranks=1, num_sink_ranks=1)
@@ -50,8 +77,12 @@ def received(report: Report | None) -> list[int]:
     return items
 
 
+def keeping(*journaled: str, channel: ChannelSpec = CHANNEL) -> KeptTokens:
+    return KeptTokens([channel], ["source", "sink"], journaled)
+
+
 def test_token_and_state_outlive_their_process_and_are_let_go_when_no_one_needs_them() -> None:
-    kept, source = KeptTokens([CHANNEL], ["source"]), Source()
+    kept, source = keeping("source", "sink"), Source()
     first = kept.take(source.report(0))
     second = kept.take(source.report(1))
     source.die()
@@ -70,7 +101,7 @@ def test_token_and_state_outlive_their_process_and_are_let_go_when_no_one_needs_
 
 
 def test_a_report_whose_process_has_ended_is_not_taken() -> None:
-    kept, source = KeptTokens([CHANNEL], ["source"]), Source()
+    kept, source = keeping("source", "sink"), Source()
     report = source.report(0)
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
@@ -78,7 +109,7 @@ def test_a_report_whose_process_has_ended_is_not_taken() -> None:
     assert isinstance(state, KeptState)
     of_the_dead = replace(state, segment=replace(state.segment, pid=child.pid))
     assert kept.take(replace(report, journal=(of_the_dead,))) is None
-    assert kept.num_segments == 0 and kept.whole == {"source"}
+    assert kept.num_segments == 0 and kept.replaceable() == {"source": 0, "sink": 0}
     source.die()
 
 
@@ -86,7 +117,7 @@ def test_a_report_whose_process_has_ended_is_not_taken() -> None:
 def test_what_cannot_be_held_of_a_living_process_is_passed_on_as_it_is_and_its_death_will_end_the_run(
     trouble: str,
 ) -> None:
-    kept, source = KeptTokens([CHANNEL], ["source"]), Source()
+    kept, source = keeping("source"), Source()
     report = source.report(0)
     if trouble == "no journal":
         report = replace(report, journal=(None,))
@@ -95,13 +126,80 @@ def test_what_cannot_be_held_of_a_living_process_is_passed_on_as_it_is_and_its_d
     else:
         source.die()
     assert kept.take(report) is report
-    assert kept.whole == frozenset() and kept.num_segments == 0
+    assert kept.replaceable() == {} and kept.num_segments == 0
     source.die()
 
 
-def test_who_writes_a_delayed_channel_is_not_brought_up_again_and_who_keeps_no_journal_neither() -> None:
-    assert KeptTokens([replace(CHANNEL, delay=1)], ["source", "sink"]).whole == {"sink"}
-    assert KeptTokens([CHANNEL], ["sink"]).whole == {"sink"}
+KEPT = replace(CHANNEL, kept=True)
+
+
+def test_what_is_read_by_one_whose_state_is_in_checkpoints_alone_is_held_until_one_has_it() -> None:
+    kept, source = keeping("source", channel=KEPT), Source(KEPT)
+    for tick in range(4):
+        kept.take(source.report(tick))
+        kept.take(Report(executor="sink", tick=tick))
+    source.die()
+    assert kept.replaceable() == {"source": 4, "sink": 0}
+    assert [received(Report(executor="source", tick=t, outputs=kept.inputs("sink", t))) for t in range(4)] == [
+        [t, t + 1] for t in range(4)
+    ]
+    kept.saved(1)
+    assert kept.replaceable() == {"source": 4, "sink": 2}
+    assert kept.num_segments == 2 + 1  # two tokens, one state
+    kept.saved(3)
+    assert kept.num_segments == 1
+    kept.close()
+
+
+def test_of_a_tick_that_is_repeated_only_what_was_not_whole_is_taken() -> None:
+    kept, trainer = KeptTokens([WEIGHTS], ["trainer", "sink"], ["sink"]), Trainer()
+    first = kept.take(trainer.report(0))
+    assert first is not None and kept.torn("trainer") == frozenset()
+    trainer.half_written()
+    assert kept.torn("trainer") == {("weights", 0)}
+    trainer.die()
+    again = Trainer()
+    repeated = kept.take(again.report(0))
+    assert repeated is not None
+    assert [handle.address.nonce for handle in repeated.outputs["weights"]] == [again.nonce]
+    twice = kept.take(again.report(0))
+    assert twice is not None and twice.outputs == {}
+    again.die()
+    kept.close()
+
+
+def test_when_too_much_was_read_nothing_of_it_is_held_until_the_next_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("llamarl.runtime.kept_tokens.MAX_PAST_SEGMENTS", 2)
+    kept, source = keeping("source", channel=KEPT), Source(KEPT)
+    for tick in range(3):
+        kept.take(source.report(tick))
+        kept.take(Report(executor="sink", tick=tick))
+    assert kept.replaceable() == {"source": 3} and kept.num_segments == 1
+    kept.saved(1)
+    assert kept.replaceable() == {"source": 3}  # tick 2 cannot be done again
+    kept.saved(2)
+    assert kept.replaceable() == {"source": 3, "sink": 3}
+    source.die()
+
+
+def test_one_that_reads_weights_is_brought_up_again_only_with_a_journal() -> None:
+    assert KeptTokens([WEIGHTS], ["trainer", "sink"]).replaceable() == {"trainer": 0}
+    assert KeptTokens([WEIGHTS], ["trainer", "sink"], ["sink"]).replaceable() == {"trainer": 0, "sink": 0}
+
+
+def test_tokens_that_lie_on_an_edge_at_start_are_held_too() -> None:
+    channel = replace(CHANNEL, delay=1, kept=True)
+    kept, source = keeping("source", "sink", channel=channel), Source(channel)
+    start = source.report(-1)
+    ready = kept.begin(
+        {"source": SetupReport(executor="source", initial_tokens={"numbers": {-1: start.outputs["numbers"]}})}
+    )
+    source.die()
+    assert received(replace(start, outputs={"numbers": ready["source"].initial_tokens["numbers"][-1]})) == [-1, 0]
+    kept.take(Report(executor="sink", tick=0))
+    assert kept.num_segments == 0
 
 
 def test_a_held_segment_is_the_same_memory_and_its_descriptor_goes_with_the_last_who_wants_it() -> None:
