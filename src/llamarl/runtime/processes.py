@@ -196,7 +196,8 @@ class ProcessRuntime:
             out.replies.append(answer.result)
             out.num_bytes += answer.num_bytes
             if len(out.replies) == len(self._ranks.of[answer.executor]):
-                report = self._kept.take(combine_reports(answer.executor, out.replies, controller_bytes=out.num_bytes))
+                whole = combine_reports(answer.executor, out.replies, controller_bytes=out.num_bytes)
+                report = self._kept.take(whole) if self._restarts else whole
                 if report is not None:  # else its process has died since, which is the next that is heard
                     del self._out[answer.executor, answer.result.tick]
                     return report
