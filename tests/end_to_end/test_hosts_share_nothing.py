@@ -170,6 +170,20 @@ def test_a_state_that_was_altered_or_removed_is_refused_by_name(
     assert found.name in done.stderr and ("is missing" in done.stderr or "was altered" in done.stderr)
 
 
+def test_what_hosts_decided_on_the_latest_weights_is_repeated_on_one_machine(
+    llamarl: CommandLine, folder: Path, apart: list[LoopbackHost]
+) -> None:
+    run_dir, again = folder / "runs" / "latest", folder / "latest-again"
+    where = settings(apart, folder / "key", ONE_WAY, "own")
+    few = {**common(folder / "mine"), "run.num_ticks": 2, "checkpoint.every": 0}
+    done = llamarl.train(run_dir, {**few, **where, "schedule.weights": '"latest"'})
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = llamarl.run(["train", "--replay", str(run_dir), "--run.dir", str(again), "--hosts", "here"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (run_dir / "events.jsonl").read_text().count("\n") > 2
+    assert_same_run(again, run_dir)
+
+
 def test_hosts_that_see_the_folder_use_it(llamarl: CommandLine, folder: Path, one_machine: Path) -> None:
     run_dir = folder / "shared"
     with hosts_apart(folder, []) as hosts:

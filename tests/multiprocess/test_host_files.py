@@ -11,13 +11,16 @@ import pytest
 from loopback_hosts import KEY, LoopbackHost, loopback_hosts
 
 from llamarl.checkpoint.written import record_files
+from llamarl.config import load_config
 from llamarl.controller.job_files import JobFiles, open_job_files
+from llamarl.controller.run import plan_run
 from llamarl.errors import CheckpointError, TransferError
 from llamarl.runtime.hosts.connection import WorkerKey
 from llamarl.transports.network import TlsFiles
 from llamarl.transports.run_key import new_key
 from llamarl.transports.segment_wire import client_tls
 
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.toml"
 WHERE = {"generator": (0,), "trainer": (-1,)}
 
 
@@ -42,6 +45,20 @@ def test_a_host_that_sees_the_folder_uses_it_and_nothing_is_left_in_it(run_dir: 
     assert files.summary() == "shared with a"
     assert files.far.folder_of("generator", 0) is None
     files.end()
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_dry_run_says_which_hosts_share_the_place_of_the_run_and_leaves_nothing_there(
+    run_dir: Path, host: LoopbackHost, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text(KEY.hex())
+    (tmp_path / "key").chmod(0o600)
+    words = ["--hosts.workers", f'["127.0.0.1:{host.worker.port}"]', "--hosts.key", f'"{tmp_path / "key"}"']
+    place = ["--run.dir", f'"{run_dir / "not" / "made"}"']
+    planned = plan_run(load_config(RECIPE, [*words, *place]))
+    assert f"# run folder\n127.0.0.1:{host.worker.port}: shared, ranks write into it" in planned
+    own = plan_run(load_config(RECIPE, [*words, *place, "--hosts.run_folder", '"own"']))
+    assert "every host gets a folder of its own" in own
     assert list(run_dir.iterdir()) == []
 
 

@@ -34,7 +34,7 @@ from llamarl.runtime.hosts.wire import FILES
 from llamarl.runtime.worker import WorkerPlan
 from llamarl.transports.run_key import KeyRefused, prove_as_client
 
-__all__ = ["JobFiles", "open_job_files"]
+__all__ = ["JobFiles", "folder_answers", "open_job_files"]
 
 _DIAL_S = 15.0
 _STALL_S = 30.0
@@ -182,14 +182,7 @@ def open_job_files(
         CheckpointError: The run's folder cannot be written.
         TransferError: A host cannot be reached, or has no room.
     """
-    hosts = [
-        _Host(
-            number,
-            FileClient(worker.name, functools.partial(_dial, worker, key), stall_s=max(key.silence_s, _STALL_S)),
-            run_id,
-        )
-        for number, worker in workers.items()
-    ]
+    hosts = [_Host(number, _client(worker, key), run_id) for number, worker in workers.items()]
     question = ask(run_dir)
 
     def settle(host: _Host) -> None:
@@ -210,10 +203,36 @@ def open_job_files(
     return JobFiles(run_dir, hosts, where)
 
 
+def folder_answers(folder: Path, workers: Sequence[Worker], key: WorkerKey) -> dict[str, str]:
+    """Host -> why it does not share ``folder``; empty where it does. Nothing is left in the folder.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+        TransferError: A host cannot be reached.
+    """
+    hosts = [_Host(number, _client(worker, key), "") for number, worker in enumerate(workers)]
+    question = ask(folder)
+
+    def settle(host: _Host) -> None:
+        host.why_apart = judge(question, host.client.host, host.client.share(question))
+
+    try:
+        _on_all(hosts, settle)
+    finally:
+        withdraw(question)
+        for host in hosts:
+            host.client.close()
+    return {host.client.host: host.why_apart for host in hosts}
+
+
+def _client(worker: Worker, key: WorkerKey) -> FileClient:
+    return FileClient(worker.name, functools.partial(_dial, worker, key), stall_s=max(key.silence_s, _STALL_S))
+
+
 def _dial(worker: Worker, key: WorkerKey) -> socket.socket:
     connection = socket.create_connection((worker.address, worker.port), timeout=min(_DIAL_S, key.silence_s))
     try:
-        watch_over(connection, max(key.silence_s, _STALL_S))
+        watch_over(connection, key.silence_s, full_is_silent=True)
         if key.tls is not None:  # peers are dialled by number, and known by who signed their certificates
             connection = key.tls.wrap_socket(connection)
         prove_as_client(connection, key.key, FILES, _DIAL_S)

@@ -14,8 +14,8 @@ from pathlib import Path
 from llamarl.channels.base import ChannelSpec
 from llamarl.checkpoint.platform import joint_facts, platform_facts
 from llamarl.config import RunConfig
-from llamarl.controller.job_files import JobFiles, open_job_files
-from llamarl.errors import ConfigError
+from llamarl.controller.job_files import JobFiles, folder_answers, open_job_files
+from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.roles import present_roles
 from llamarl.runtime.config import HERE, hosts_named, parse_ports
@@ -139,6 +139,23 @@ class JobHosts:
             files.end()
             raise
         return files
+
+    def folder_lines(self, run_dir: Path) -> list[str]:
+        """Which hosts see the place where the run's folder will be, for people; found out by files that are removed again."""
+        if self.config.hosts.run_folder == "own":
+            return ['hosts.run_folder = "own": every host gets a folder of its own, files travel']
+        place = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
+        used = [
+            self.workers.workers[host] for host in sorted({h for ranks in self.where.values() for h in ranks if h >= 0})
+        ]
+        try:
+            answers = folder_answers(place, used, self.key)
+        except LlamaRLError as error:
+            return [f"whether hosts share it is not known: {error}"]
+        return [
+            f"{name}: shared, ranks write into it" if not why else f"{name}: not shared ({why}), files travel"
+            for name, why in answers.items()
+        ]
 
     def runtime(self, adapt: Callable[[WorkerPlan], WorkerPlan] | None = None) -> ProcessRuntime:
         """Processes on the hosts that :meth:`place` chose.

@@ -103,9 +103,10 @@ def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
     prepared = prepare(config)
     pairs = ""
     if prepared.hosts is not None:
-        prepared.hosts.close()
         lines = pair_lines(prepared.graph.channels, prepared.placement.hosts, prepared.hosts.spaces())
-        pairs = "\n\n# between hosts\n" + "\n".join(lines)
+        folders = prepared.hosts.folder_lines(absolute_dir(prepared.config))
+        prepared.hosts.close()
+        pairs = "\n\n# between hosts\n" + "\n".join(lines) + "\n\n# run folder\n" + "\n".join(folders)
     shown, num_default = (to_plain(prepared.config), 0) if every_key else changed_keys(prepared.config)
     rest = f"# and {num_default} keys at their defaults: --every-key prints them\n" if num_default else ""
     return (

@@ -167,6 +167,8 @@ class FileClient:
     def hurry(self) -> None:
         """From now on, try once, and wait a few seconds for an answer."""
         self._tries, self._stall_s = 1, min(self._stall_s, _HURRY_S)
+        if self._frames is not None:
+            self._frames.wait_no_longer_than(self._stall_s)
 
     def close(self) -> None:
         """Hang up."""

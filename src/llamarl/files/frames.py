@@ -111,9 +111,14 @@ class SocketFrames:
     """
 
     def __init__(self, connection: socket.socket, stall_s: float) -> None:
-        self._socket, self._stall_s = connection, stall_s
-        connection.settimeout(stall_s)
+        self._socket = connection
+        self.wait_no_longer_than(stall_s)
         self._buffer = bytearray(CHUNK_BYTES)
+
+    def wait_no_longer_than(self, stall_s: float) -> None:
+        """From now on."""
+        self._stall_s = stall_s
+        self._socket.settimeout(stall_s)
 
     def ask(self, value: Mapping[str, Any]) -> None:
         self._socket.sendall(pack(value))

@@ -33,10 +33,14 @@ class Signs:
     """Something was sent or asked again, and nothing has come since."""
 
 
-def watch_over(connection: socket.socket, silence_s: float) -> None:
+def watch_over(connection: socket.socket, silence_s: float, *, full_is_silent: bool = False) -> None:
     """Let the kernel ask the other host for signs of life, often enough to know after ``silence_s`` that it is gone.
 
     Where nothing is under way the connection then breaks by itself; for the rest see :class:`Silence`.
+
+    Args:
+        full_is_silent: It also breaks by itself where something is under way, though it may be that the other process takes
+            nothing: for who dials again.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -46,7 +50,7 @@ def watch_over(connection: socket.socket, silence_s: float) -> None:
         "TCP_KEEPINTVL": ask_s,
         "TCP_KEEPCNT": 3,
     }
-    if _TCP_INFO is None:
+    if _TCP_INFO is None or full_is_silent:
         options["TCP_USER_TIMEOUT"] = round(1000 * silence_s)
     for name, value in options.items():
         if hasattr(socket, name):  # macOS lacks some
