@@ -1,14 +1,15 @@
 """What distance costs a job, what staleness hides of it, and whether the simulator knows: a generator far from its trainer.
 
     python benchmarks/distance.py --json distance.json                # as root; the bundled model, 50 ms and 100 Mbit/s
-    python benchmarks/distance.py --link 100mbit:100ms --epochs 1
+    python benchmarks/distance.py --generator-s 1.2 --trainer-s 1.2
 
 Two hosts are namespaces that share nothing (network, processes, mounts), joined by ``slow_link.py``: on one the controller, reward
 and trainer, on the other the generator. The same job runs synchronously and at staleness 1, over a link without limit or delay and
 over the slow one, in turn (A B A B); its bits are the same near and far. What a job loses is its mean step far minus near. The
 forecast takes the costs of ticks from the near runs alone, and what the link adds from the simulator.
 
-The trainer makes ``--epochs`` passes over each batch, so that its tick lasts longer than the generator's, as with larger models.
+The model is real and so is all that travels; ticks last as long as ``--generator-s`` and ``--trainer-s`` say
+(``costed_executors.py``), longer than their work, so that what else the machine does is not in the result.
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ def run_job(recipe: str, hosts: Sequence[tuple[str, str]], folder: Path, flags: 
     command = [sys.executable, "-m", "llamarl.cli.main", "train", recipe, "--run.dir", str(folder), *flags]
     command += ["--evaluation.every", "0", "--checkpoint.every", "0", "--checkpoint.at_end", "false"]
     command += ["--generator.threads", "1", "--trainer.threads", "1"]
-    command += ["--generator.max_segments", "1", "--generator.oversubscription", "1.0"]
+    command += ["--generator.max_segments", "1", "--generator.oversubscription", "1.0", "--generator.group_size", "4"]
+    command += ["--schedule.prompts_per_step", "8", "--generator.sampling.max_new_tokens", "48"]
+    for role in ("generator", "trainer"):
+        command += [f"--executors.{role}.factory", f"{Path(__file__).parent}/costed_executors.py:Costed{role.title()}"]
     if not hosts:
         subprocess.run(command, check=True, capture_output=True, timeout=600)
         return
@@ -118,7 +122,8 @@ def forecast_s(near: Path, link: Link, num_ticks: int) -> float:
 def distance(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Near and far, synchronous and at staleness 1."""
     link, near = parse_link(args.link), parse_link("none")
-    flags = ["--run.num_ticks", str(args.ticks), "--trainer.epochs", str(args.epochs)]
+    os.environ |= {"COSTED_GENERATOR_S": str(args.generator_s), "COSTED_TRAINER_S": str(args.trainer_s)}
+    flags = ["--run.num_ticks", str(args.ticks)]
     steps: dict[str, list[float]] = {f"{where} {level}": [] for level in (0, 1) for where in ("near", "far")}
     forecasts: dict[int, list[float]] = {0: [], 1: []}
     links: dict[str, dict[str, float]] = {}
@@ -140,7 +145,8 @@ def distance(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, A
     results = {
         "link": link.words,
         "measured_link": links,
-        "epochs": args.epochs,
+        "generator_s": args.generator_s,
+        "trainer_s": args.trainer_s,
         "step_s": {name: spread(values) for name, values in steps.items()},
         "lost_s": lost,
         "forecast_s": {level: spread(values) for level, values in forecasts.items()},
@@ -162,9 +168,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="where to write the results")
     parser.add_argument("--link", default="100mbit:50ms", help="rate, and round trip as ping tells it")
-    parser.add_argument("--ticks", type=int, default=16)
+    parser.add_argument("--ticks", type=int, default=14)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=2, help="the trainer's passes over a batch")
+    parser.add_argument("--generator-s", type=float, default=1.0, help="of decoding, a tick")
+    parser.add_argument("--trainer-s", type=float, default=1.4, help="of a trainer's tick")
     args = parser.parse_args()
     if os.geteuid() != 0:
         print("as root: hosts are namespaces", file=sys.stderr)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,14 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         action="store_true",
         help="run the recipe for a few ticks, fit this machine to them; keep the result for plans of any model",
     )
+    where.add_argument(
+        "--hosts", metavar="A,B", help="hosts of such devices, as llamarl train takes them (default: the recipe's)"
+    )
+    where.add_argument(
+        "--link",
+        metavar="RATE[:ROUND_TRIP]",
+        help="of a host, each way, such as 10gbit:1ms (default: the hardware's network)",
+    )
     how = parser.add_argument_group("the search")
     how.add_argument("--staleness", help="max_staleness values to plan for (default 0,1,2,4)")
     how.add_argument("--precision", help="generator precisions to try, e.g. bf16,fp8 (default: all the device has)")
@@ -121,14 +130,17 @@ def run(args: argparse.Namespace) -> int:
     model_path = args.model or (question.model if question else None) or _model_source(args)
     if model_path is None:
         raise PlanError("no model: give --model NAME_OR_FOLDER, a recipe, a run folder or a config.json")
-    hardware = _hardware(args)
+    hosts = _host_names(args, config)
+    hardware = _with_link(_hardware(args), args.link)
     measured = _measured(args, hardware)
     if measured and question:
         question = measured.question(question)
     work = workload_of(args, model_path, question, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
     options = options_of(args.precision, segments, max_pipeline=args.max_pipeline, any_tp=bool(args.any_tp))
-    devices = device_count(args.devices, hardware)
+    if hosts and measured:
+        measured = None  # schedules of one machine
+    devices = _num_devices(args, hardware, hosts)
     price = args.price_per_device_hour
     if price is not None and not 0 <= price < math.inf:
         raise PlanError(f"--price-per-device-hour must be >= 0, got {price}")
@@ -137,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     )
     chosen = recommend(plans)
     reasons = [unrunnable] if unrunnable else []
-    unrunnable = "; ".join([*reasons, *why_not_run(chosen, work.model, hardware)]) or None
+    unrunnable = "; ".join([*reasons, *why_not_run(chosen, work.model)]) or None
     if args.picture:
         save_picture(plans, args.picture, f"{work.model.name} on {devices} x {hardware.device.title}")
     if args.recipe and measured:
@@ -145,13 +157,15 @@ def run(args: argparse.Namespace) -> int:
     elif args.recipe:
         if reasons:
             raise PlanError(f"--recipe: {reasons[0]}")
-        _write_recipe(args.recipe, plans, config, model_path, work.model, hardware, options)
+        _write_recipe(args.recipe, plans, config, model_path, work.model, hardware, options, hosts)
     if args.json:
         report = report_json(plans, chosen, work, hardware, price, model_path=_absolute(model_path), options=options)
-        report |= {"measured": measured.as_json() if measured else None, "unrunnable": unrunnable}
+        report |= {"measured": measured.as_json() if measured else None, "unrunnable": unrunnable, "hosts": hosts}
         print(json.dumps(report, indent=1))
     else:
         print(report_text(plans, chosen, work, hardware, price))
+        for line in _host_lines(chosen, hardware, hosts, args.link):
+            print(line)
         if unrunnable:
             print(f"  not yet    llamarl train does not run this plan: {unrunnable}\n             see docs/planner.md")
         if measured:
@@ -164,6 +178,63 @@ def run(args: argparse.Namespace) -> int:
             what = f" ({measured.chosen.name})" if measured and path is args.recipe else ""
             print(f"  wrote      {path}{what}")
     return 0
+
+
+def _host_names(args: argparse.Namespace, config: dict[str, Any] | None) -> list[str]:
+    """Those that take part; empty: one, or as many as the devices need, without names."""
+    from llamarl.runtime.config import host_settings, parse_workers
+
+    own = (config or {}).get("hosts", {})
+    try:
+        words = host_settings(args.hosts).get("workers", []) if args.hosts else list(own.get("workers", []))
+        parse_workers(words)
+        if args.hosts:
+            own.pop("on", None)  # it speaks of other hosts
+    except ValueError as error:
+        raise PlanError(f"--hosts: {error}") from None
+    return words
+
+
+def _with_link(hardware: Hardware, link: str | None) -> Hardware:
+    from llamarl.planner.over_hosts import with_network
+    from llamarl.simulator.links import parse_link
+
+    if link is None:
+        return hardware
+    found = parse_link(link)
+    return with_network(hardware, bytes_per_s=found.bytes_per_s, round_trip_s=found.round_trip_s)
+
+
+def _num_devices(args: argparse.Namespace, hardware: Hardware, hosts: list[str]) -> int:
+    room = hardware.device.devices_per_node * len(hosts)
+    if not hosts:
+        return device_count(args.devices, hardware)
+    if args.devices is not None and args.devices > room:
+        raise PlanError(
+            f"--devices {args.devices}: {len(hosts)} hosts of {hardware.device.devices_per_node} have {room}: name more, or plan for "
+            "fewer"
+        )
+    return room if args.devices is None else int(args.devices)
+
+
+def _host_lines(plan: Plan, hardware: Hardware, hosts: list[str], link: str | None) -> list[str]:
+    """Which hosts the plan takes and what joins them; none where it takes one without a name."""
+    from llamarl.planner.over_hosts import hosts_needed, place_roles
+    from llamarl.planner.weight_traffic import format_bytes
+
+    count = hosts_needed(plan.devices, hardware)
+    if count < 2 and len(hosts) < 2:
+        return []
+    device = hardware.device
+    host_rate = device.inter_node_bytes_per_s * hardware.efficiency.link * device.devices_per_node
+    joined = f"joined by {format_bytes(host_rate)}/s a host" + (f" ({link})" if link else "")
+    if not hosts:
+        return [f"  hosts      {count} of {device.devices_per_node}, {joined}; name them for a recipe: --hosts a,b"]
+    where = place_roles(plan, hardware, hosts)
+    if where is None:
+        return [f"  hosts      {len(hosts)}, {joined}; place the ranks yourself: no even spread of them fits"]
+    placed = "; ".join(f"{name} on {','.join(found)}" for name, found in where.items())
+    return [f"  hosts      {placed}; {joined}"]
 
 
 def _search(
@@ -288,8 +359,10 @@ def _write_recipe(
     model: ModelSpec,
     hardware: Hardware,
     options: Options,
+    hosts: Sequence[str] = (),
 ) -> None:
     from llamarl.engine.config import QUANTIZATIONS
+    from llamarl.planner.over_hosts import hosts_needed, place_roles
     from llamarl.planner.plan_report import system_title
     from llamarl.planner.recipe import plan_settings
     from llamarl.planner.runnable import why_not_run
@@ -301,7 +374,7 @@ def _write_recipe(
     if not runnable:
         raise PlanError("a recipe needs a plan with a layout for each role, and none fits: give more devices")
     plan = recommend(runnable)
-    if reasons := why_not_run(plan, model, hardware):
+    if reasons := why_not_run(plan, model):
         raise PlanError(f"--recipe: llamarl train does not run this plan: {'; '.join(reasons)}")
     precision, kind = plan.generator.layout.precision, "cpu" if cpu else "cuda"
     known = set(QUANTIZATIONS["native", kind]) & set(hardware.device.weight_precisions)
@@ -312,6 +385,10 @@ def _write_recipe(
         )
     folder = _model_folder(model_path)
     settings = plan_settings(plan, folder or model_path, hardware, options.oversubscription)
+    if hosts:
+        settings["hosts"] = {"workers": list(hosts)}
+        if where := place_roles(plan, hardware, hosts):
+            settings["hosts"]["on"] = where
     for role in ("generator", "trainer"):
         if (config or {}).get(role, {}).get("device", "auto") not in ("auto", kind):
             settings[role]["device"] = kind
@@ -322,6 +399,8 @@ def _write_recipe(
         f"Forecast: {plan.step_s:.4g} s a step (generator {plan.generator.time_s:.4g} s, trainer "
         f"{plan.trainer.time.total_s:.4g} s)."
     )
+    if not hosts and (count := hosts_needed(plan.devices, hardware)) > 1:
+        header += f"\nIt takes {count} hosts: llamarl train THIS --hosts A,B,... (docs/hosts.md)."
     if folder is None:
         header += f"\n{_NEEDS_FOLDER.format(shape=model_path)}"
     _write(path, config or {}, settings, header)

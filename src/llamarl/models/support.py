@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["FAMILIES", "NOT_COMPUTED", "NUM_HOSTS", "USES", "Family", "Use", "is_known", "text_part", "why_unsupported"]
+__all__ = ["FAMILIES", "NOT_COMPUTED", "USES", "Family", "Use", "is_known", "text_part", "why_unsupported"]
 
 Use = Literal[
     "generate",
@@ -50,9 +50,6 @@ USES: Mapping[Use, str] = {
     "compiled_kernels": "the engine's compiled loops on CPU (engine.kernels)",
 }
 """What a model can be asked for -> what that is."""
-
-NUM_HOSTS = 1
-"""Hosts that one ``llamarl train`` uses."""
 
 _HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
 """Switches of norms over heads that older families have beside their tensor-parallel plan."""

@@ -168,7 +168,7 @@ def recipe_text(settings: Mapping[str, Any], known: Collection[str], header: str
             lines.extend(["", f"[{section}]"])
         for key, value in own.items():
             text = f"{key} = {_toml(value)}"
-            if f"{section}.{key}" not in known:
+            if f"{section}.{key}" not in known and section not in known:  # a table of the user's own keys holds any
                 if value in (1, "none"):
                     continue  # what an executor does anyway
                 text = f"# {text}   # planned, but not a setting of this version"

@@ -6,8 +6,6 @@ the same table that train itself reads (``models/support.py``).
 
 from __future__ import annotations
 
-from llamarl.models.support import NUM_HOSTS
-from llamarl.planner.hardware import Hardware
 from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.rooflines import tensor_parallel_sizes
 from llamarl.planner.search import Plan
@@ -15,7 +13,7 @@ from llamarl.planner.search import Plan
 __all__ = ["why_not_run"]
 
 
-def why_not_run(plan: Plan, model: ModelSpec, hardware: Hardware) -> list[str]:
+def why_not_run(plan: Plan, model: ModelSpec) -> list[str]:
     """Each reason why ``llamarl train`` does not run ``plan``; none: it does."""
     from llamarl.planner.plan_report import system_title
 
@@ -33,10 +31,4 @@ def why_not_run(plan: Plan, model: ModelSpec, hardware: Hardware) -> list[str]:
         )
     if not (generator.runnable and trainer.runnable):
         reasons.append("it is counted for a system that also cuts vocabulary and experts over its ranks (--any-tp)")
-    node = hardware.device.devices_per_node
-    is_cpu = hardware.device.train_precision == "fp32"  # a device is then a core, and a host may have any number
-    if not is_cpu and (hosts := -(-plan.devices // node)) > NUM_HOSTS:
-        reasons.append(
-            f"{plan.devices} x {hardware.device.title} are {hosts} hosts of {node}, llamarl train runs on {NUM_HOSTS}"
-        )
     return reasons

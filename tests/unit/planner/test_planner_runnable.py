@@ -121,8 +121,6 @@ def ask(line: str) -> int:
     [
         ("--model SINKS --devices 8 --hardware h200 --prompts 32", "architecture 'gpt_oss' is not supported"),
         ("--model NEW --devices 8 --hardware h200 --prompts 32", "whether it computes 'arcee', the check before a run finds out"),
-        ("--model Llama-3.1-70B --devices 256 --hardware h100-sxm --prompts 128",
-         "256 x NVIDIA H100 SXM 80 GB are 32 hosts of 8, llamarl train runs on 1"),
     ],
 )  # fmt: skip
 def test_a_plan_that_train_does_not_run_says_so_and_is_not_written(
