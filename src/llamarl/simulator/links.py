@@ -41,7 +41,7 @@ WEIGHT_ROUND_TRIPS = 4
 HOP_ROUND_TRIPS = 3
 """What a further host is behind the one before it, a block aside: that host's progress, its checksums, the block."""
 
-SEQUENCE_BYTES = 900
+SEQUENCE_BYTES = 250
 """A response travels as its arrays and this: what names it and its score, and the rest of a prompt that is shared."""
 TOKEN_BYTES = 17
 """Of a response: identity, log-prob, version and mask, and four letters of text."""

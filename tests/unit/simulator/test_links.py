@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import pickle
 
+import numpy as np
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
@@ -21,10 +23,12 @@ from llamarl.simulator.links import (
     hand_over_s,
     parse_link,
     parse_links,
+    payload_bytes,
 )
 from llamarl.simulator.scenario import durations_scenario
 from llamarl.simulator.simulate import simulate
 from llamarl.transports import fan_out
+from llamarl.types import Group, Prompt, Response
 
 MB = 1e6
 FLAT = Links(common=Link(bytes_per_s=10 * MB))
@@ -179,3 +183,21 @@ def test_the_verb_places_a_recipe_as_a_run_would(capsys: pytest.CaptureFixture[s
         simulate_verb(f"{RECIPE} --link 1gbit --hardware h100")
     with pytest.raises(PlanError, match="--link"):
         simulate_verb(f"{RECIPE} --hosts a,b --hardware h100")
+
+
+def test_the_bytes_of_a_payload_are_near_what_groups_pickle_to() -> None:
+    groups = []
+    for index in range(8):
+        prompt = Prompt(
+            index=index, tokens=np.zeros(100, np.int32), text="word " * 99 + f"{index}", question="w" * 399 + f"{index}", answer="1", task="t"
+        )
+        responses = tuple(
+            Response(
+                prompt_index=index, sample_index=sample, tokens=np.zeros(64, np.int32),
+                behavior_logprobs=np.zeros(64, np.float32), policy_versions=np.zeros(64, np.int32),
+                loss_mask=np.ones(64, np.bool_), text="word" * 63 + f"{index}{sample}", finish_reason="stop",
+            )
+            for sample in range(8)
+        )  # fmt: skip
+        groups.append(Group(prompt=prompt, responses=responses))
+    assert payload_bytes(64, 64 * 64) == pytest.approx(len(pickle.dumps(groups, protocol=5)), rel=0.15)
