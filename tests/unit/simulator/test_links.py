@@ -189,7 +189,12 @@ def test_the_bytes_of_a_payload_are_near_what_groups_pickle_to() -> None:
     groups = []
     for index in range(8):
         prompt = Prompt(
-            index=index, tokens=np.zeros(100, np.int32), text="word " * 99 + f"{index}", question="w" * 399 + f"{index}", answer="1", task="t"
+            index=index,
+            tokens=np.zeros(100, np.int32),
+            text="word " * 99 + f"{index}",
+            question="w" * 399 + f"{index}",
+            answer="1",
+            task="t",
         )
         responses = tuple(
             Response(
