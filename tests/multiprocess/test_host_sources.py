@@ -14,7 +14,7 @@ import pytest
 from llamarl.errors import ConfigError
 from llamarl.runtime.config import HostsConfig
 from llamarl.runtime.hosts.connection import WorkerKey, ask
-from llamarl.runtime.hosts.sources import open_workers
+from llamarl.runtime.hosts.sources import open_workers, why_ended
 from llamarl.transports.run_key import KEY_BYTES
 
 COMMAND = shlex.join([sys.executable, "-m", "llamarl.cli.main", "worker", "--bind", "127.0.0.1"])
@@ -101,6 +101,22 @@ def test_slurm_gives_the_hosts_of_the_allocation_in_its_order(programs: Path) ->
     finally:
         made.close()
     wait_until_gone(mark)
+
+
+def test_why_a_worker_did_not_come_is_said_with_what_to_do_about_it() -> None:
+    ssh = ["ssh", "-T", "b", "llamarl worker --key -"]
+    refused = why_ended(ssh, 255, ["root@b: Permission denied (publickey).\r\n"])
+    assert refused.startswith(
+        "ssh cannot log in: root@b: Permission denied (publickey). (`ssh -o BatchMode=yes b true`"
+    )
+    lacking = why_ended(ssh, 127, ["bash: line 1: llamarl: command not found\n"])
+    assert lacking.startswith("`llamarl worker --key -` cannot be run there: bash: line 1: llamarl: command not found")
+    several = ["slurmstepd-n1: error: execve(): /x/llamarl: No such file or directory\n"] * 3 + [
+        "srun: error: task 0\n"
+    ] * 9
+    started = why_ended(["srun", "--overlap", "/x/llamarl", "worker"], 2, several)
+    assert started.count("No such file") == 1 and "srun: error" not in started and "hosts.command" in started
+    assert why_ended(ssh, 1, []) == "`llamarl worker --key -` ended with code 1 before its worker listened"
 
 
 def test_outside_an_allocation_slurm_is_refused() -> None:

@@ -40,7 +40,7 @@ class Starter:
     """A program that starts workers elsewhere and ends them with itself: an ssh, an srun."""
 
     process: subprocess.Popen[bytes]
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=4))
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     """What it printed last on stderr, which is printed here too."""
     saying: threading.Thread | None = None
 
@@ -160,13 +160,14 @@ def why_ended(line: Sequence[str], code: int, said: Sequence[str]) -> str:
     Args:
         said: The last lines that it printed on stderr.
     """
-    words = "; ".join(text.strip() for text in said if text.strip())
-    heard = f": {words}" if words else ""
+    lines = list(dict.fromkeys(text.strip() for text in said if text.strip()))
+    lacking = [text for text in lines if "No such file" in text or "not found" in text]  # several hosts speak at once
+    heard = ": " + "; ".join(lacking[:1] or lines[-4:]) if lines else ""
     if line[0] == "ssh" and code == 255:
         host = line[-2]
         return f"ssh cannot log in{heard} (`ssh -o BatchMode=yes {host} true` must succeed without asking for anything)"
     program = line[-1] if line[0] == "ssh" else shlex.join(line)
-    if code in (126, 127) or "No such file" in words or "not found" in words:
+    if code in (126, 127) or lacking:
         return (
             f"`{program}` cannot be run there{heard} (if the program has another path there, name it by hosts.command)"
         )
