@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 SHORT = {"num_ticks": "4", "num_prompts": "8", "prompts_per_step": "4", "max_new_tokens": "24", "every": "2"}
 LONG = {**SHORT, "num_ticks": "100000", "every": "100000"}
 RUN_S = 150.0
-GONE_S = 10.0
+GONE_S = 30.0
 
 
 def documented() -> str:
