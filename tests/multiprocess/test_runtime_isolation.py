@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 NOBODY = 65534
 LISTENS, LISTENS_TCP = 0x10000, "0A"
-RECIPE = HERE.parents[2] / "recipes" / "tiny.toml"
+RECIPE = HERE.parents[1] / "recipes" / "tiny.toml"
 
 
 @dataclass(frozen=True)

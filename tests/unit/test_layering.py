@@ -80,7 +80,15 @@ def test_only_what_reaches_other_hosts_imports_monarch(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["llamarl.config", "llamarl.planner.search", "llamarl.cli.main", "llamarl.types", "llamarl.models.folders"],
+    [
+        "llamarl.config",
+        "llamarl.planner.search",
+        "llamarl.cli.main",
+        "llamarl.types",
+        "llamarl.models.folders",
+        "llamarl.runtime.worker",
+        "llamarl.runtime.local",
+    ],
 )
 def test_light_modules_do_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

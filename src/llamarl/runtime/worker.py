@@ -258,7 +258,8 @@ class Worker:
         if spec.process_group:
             self._leave_process_group = _join_process_group(plan)
         factory = resolve(spec.factory)
-        self.pin()  # again: resolving the factory may have been what imported torch
+        ends = load_module(plan.channel_factory, plan.channel_factory) if plan.channels else None
+        self.pin()  # again: one of these may have been what imported torch
         context = ExecutorContext(
             name=spec.name,
             rank=plan.rank,
@@ -281,8 +282,8 @@ class Worker:
         if plan.restore is not None:
             assert isinstance(executor, Journaled), f"{spec.name!r} gave a journal and takes none"
             executor.restore(read_state(plan.restore), plan.first_tick - 1)
-        if plan.channels:
-            self._open_channels(load_module(plan.channel_factory, plan.channel_factory))
+        if ends is not None:
+            self._open_channels(ends)
         tokens: dict[str, dict[int, Handle]] = {}
         for channel in plan.channels:
             if channel.source == spec.name and channel.delay and not plan.incarnation:

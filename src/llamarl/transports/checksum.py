@@ -13,10 +13,12 @@ changed words cancel by chance only. It is a few elementwise operations, bound b
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 import xxhash
+
+if TYPE_CHECKING:  # bytes are checksummed in processes that compute nothing
+    import torch
 
 __all__ = ["BLOCK_BYTES", "ChecksumKind", "block_digest", "digest", "mix64"]
 
@@ -49,6 +51,8 @@ def mix64(data: torch.Tensor) -> torch.Tensor:
     Args:
         data: uint8 [n], contiguous. Copied first if it does not start at a multiple of 8 bytes.
     """
+    import torch
+
     if data.storage_offset() % 8:
         data = data.clone()
     whole = data.numel() // 8 * 8

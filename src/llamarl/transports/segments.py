@@ -26,14 +26,17 @@ import tempfile
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from llamarl.errors import ChannelError
 from llamarl.transports.network import mine
 from llamarl.transports.segment_server import Endpoint, server_here
+
+if TYPE_CHECKING:  # imported with the first tensor: a rank that computes nothing has segments too
+    import torch
 
 __all__ = [
     "HEADER_BYTES",
@@ -204,6 +207,8 @@ def owner_holds(handle: SegmentHandle) -> bool:
 
 def tensor_over(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:
     """uint8 tensor [n] over the same memory, without a copy. Never write to it if the memory is a reader's."""
+    import torch
+
     with warnings.catch_warnings():  # torch warns that the memory is read-only: that is the point
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(buffer)
