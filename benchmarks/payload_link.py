@@ -144,7 +144,7 @@ def _count(namespace: str, told: Connection) -> None:
 def controller_bytes(trace: Path) -> float:
     """Of a tick: orders and reports of all executors, median over ticks."""
     by_tick: defaultdict[int, float] = defaultdict(float)
-    for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
+    for event in json.loads(trace.read_text(encoding="utf-8")):
         found = event.get("args", {})
         if "controller/bytes" in found:
             by_tick[int(event["name"].split()[-1])] += found["controller/bytes"]
