@@ -211,10 +211,23 @@ class Relays:
     def begin(
         self, handle: SlotHandle, direct: TcpRemote, catalog: Catalog, who: str, clock: Clock, deadline_s: float
     ) -> None:
-        """Begin to fill this host's mirror, if this process is who fills it and has not begun yet; otherwise as ``follow``."""
+        """Begin to fill this host's mirror, if this process is who fills it and has not begun yet; otherwise as ``follow``.
+
+        A mirror of a source that was brought up again since is left alone: its bytes may be what is being served.
+        """
+        known = self._places.get((handle.source_rank, handle.slot))
+        if known is not None and known.address != handle.address:
+            return
         mirror = self._place(handle, direct, clock).mirror
         if mirror is not None and mirror.generation < handle.generation:
             self._fill(handle, direct, catalog, who, clock, deadline_s)
+
+    def drop_stale(self, handle: SlotHandle) -> None:
+        """Free the mirror of a slot whose source was brought up again, before a version of the new one is opened."""
+        known = self._places.get((handle.source_rank, handle.slot))
+        if known is not None and known.address != handle.address:
+            del self._places[handle.source_rank, handle.slot]
+            known.close()
 
     def has_begun(self, handle: SlotHandle) -> bool:
         """Whether this process fills a mirror with this version, or has done so."""

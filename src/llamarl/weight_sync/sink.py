@@ -179,6 +179,8 @@ class Puller:
         who, remote, catalog = self._slot(handle, clock)
         self._opened[handle.source_rank, handle.slot] = handle.generation
         relays = self.relays
+        if relays is not None:
+            relays.drop_stale(handle)
         if relays is not None and isinstance(remote, TcpRemote) and (self._passes_on or relays.has_begun(handle)):
             try:
                 return relays.follow(handle, remote, catalog, who, clock, deadline_s)

@@ -247,3 +247,22 @@ def test_a_version_that_is_still_being_written_is_followed_ahead() -> None:
     handle = source.publish(1, background=True)
     sink.fetch(handle)
     assert torch.equal(sink.load(handle)["w"], source.tensors["w"])
+
+
+def test_a_source_that_was_brought_up_again_is_fetched_ahead_from_the_version_after_the_first_that_is_opened() -> None:
+    old, sink = Source(), LoneSink("b")
+    handle = old.publish(1)
+    sink.fetch(handle)
+    served = sink.load(handle)["w"]
+    new = Source()
+    handle = new.publish(2)
+    mirror = sink.mirror
+    sink.fetch(handle)
+    assert sink.mirror is mirror and torch.equal(served, old.tensors["w"])  # what is served stays as it is
+    assert torch.equal(sink.load(handle)["w"], new.tensors["w"])
+    new.publish(3)
+    handle = new.publish(4)  # the same slot again
+    sink.fetch(handle)
+    before = new.sent(handle.slot)
+    assert torch.equal(sink.load(handle)["w"], new.tensors["w"])
+    assert new.sent(handle.slot) == before
