@@ -235,6 +235,28 @@ def test_a_module_that_fails_exits_or_hangs_at_import_is_refused_at_the_start_by
         RewardPool(dataclasses.replace(config, pool=pool))
 
 
+KILLED = """
+import os, signal
+from pathlib import Path
+starts = Path(__file__).with_name("starts")
+starts.write_text((starts.read_text() if starts.exists() else "") + "x")
+if len(starts.read_text()) <= {deaths}:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_worker_that_is_killed_while_the_pool_starts_is_started_again_but_not_for_ever(config: TaskConfig) -> None:
+    module, pool = Path(config.reward.partition(":")[0]), RewardPoolConfig(num_workers=1)
+    module.write_text(KILLED.format(deaths=2) + REWARDS)
+    with RewardPool(dataclasses.replace(config, pool=pool)) as made:
+        assert made.num_replaced == 2
+    module.write_text(KILLED.format(deaths=99) + REWARDS)
+    module.with_name("starts").unlink()
+    with pytest.raises(ExecutorFailed, match=r"imports task.reward .*rewards.py:reward.*signal 9"):
+        RewardPool(dataclasses.replace(config, pool=pool))
+    assert module.with_name("starts").read_text() == "xxx"
+
+
 PARENT = """
 import sys, threading
 sys.path.insert(0, sys.argv[1])

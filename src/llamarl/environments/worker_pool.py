@@ -257,9 +257,10 @@ class WorkerPool(ABC):
                 return  # it had asked to be replaced
         if not worker.ready:
             deaths = self._start_deaths[worker.number] = self._start_deaths.get(worker.number, 0) + 1
-            if not self._was_ready or deaths >= _MAX_START_DEATHS:
-                raise self._did_not_start(worker, worker.stop())
-            self._replace(worker)  # one like it has started before: somebody killed this one
+            cause = worker.stop()
+            if deaths >= _MAX_START_DEATHS or not (self._was_ready or worker.was_killed):
+                raise self._did_not_start(worker, cause)
+            self._replace(worker)  # one like it has started before, or somebody killed this one
             return
         self.fail_and_replace(worker, "crash", f"the {self.title} worker {worker.stop()}")
 

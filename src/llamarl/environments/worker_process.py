@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from llamarl.environments.config import RewardPoolConfig
 from llamarl.environments.messages import Answered, BrokenReply, Frames, Ready, Refused, Verdicts, parse_reply
@@ -149,15 +150,30 @@ class WorkerProcess:
             self._end = _describe_end(bytes(self._report), self.guardian.returncode)
         return self._end
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended it, or its guardian: somebody else's doing. After :meth:`stop`."""
+        status = _said(bytes(self._report)).get("status", self.guardian.returncode)
+        return status == -signal.SIGKILL
+
 
 def _describe_end(report: bytes, guardian_status: int) -> str:
     """How a worker ended, from its guardian's last words."""
     try:
-        said = json.loads(report)
+        said = _said(report)
         status, output = said["status"], said["output"]
-    except (ValueError, KeyError, TypeError):
+    except KeyError:
         return f"was killed: its guardian {_describe_status(guardian_status)}"
     return "\n".join(["killed" if status is None else _describe_status(status), *output])
+
+
+def _said(report: bytes) -> dict[str, Any]:
+    """The guardian's last words; empty if it had none."""
+    try:
+        said = json.loads(report)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _describe_status(status: int) -> str:
