@@ -111,6 +111,33 @@ def test_trainer_and_critic_that_die_or_hang_repeat_their_ticks_alone_and_every_
     assert checkpoints(run_dir) == checkpoints(undisturbed_with_critic)
 
 
+def test_a_supervised_controller_that_dies_goes_on_from_its_journal_and_nothing_is_generated_anew(
+    llamarl: CommandLine, tmp_path: Path, undisturbed: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    run = llamarl.start(run_dir, {**SETTINGS, "checkpoint.every": 0}, "--supervise")
+    wait_for_rows(run, run_dir, 5)
+    (controller,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    os.kill(int(controller), signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{controller}").exists(), limit_s=10, what="its end")
+    written = rollouts(run_dir)
+    said, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, said
+    told = re.search(r"goes on from its journal: generator after (\d+) ticks, reward after (\d+) ticks", said)
+    assert told is not None, said
+    generated, judged = map(int, told.groups())
+    assert generated >= judged >= 5
+    assert rollouts(run_dir)[:judged] == written[:judged]  # the very files: nobody wrote them again
+    assert what_counts(run_dir) == what_counts(undisturbed)
+    assert not (run_dir / "journal").exists()
+
+
+def rollouts(run_dir: Path) -> list[tuple[str, int, int]]:
+    """Name, inode and time of writing of each tick's file."""
+    files = sorted((run_dir / "rollouts").iterdir())
+    return [(path.name, path.stat().st_ino, path.stat().st_mtime_ns) for path in files]
+
+
 def wait_for_rows(run: subprocess.Popen[str], run_dir: Path, number: int) -> None:
     file = run_dir / "metrics.jsonl"
 

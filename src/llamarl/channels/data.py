@@ -14,6 +14,7 @@ a slot gets new memory each time: who holds the old one reads it as long as it l
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import struct
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from llamarl import types
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.errors import ChannelError
 from llamarl.transports.base import Address, RemoteBuffer, SinkTransport, SourceBuffer, SourceTransport
@@ -32,7 +34,7 @@ from llamarl.transports.deadline import Clock, deadline_clock
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 from llamarl.transports.slots import HEADER_BYTES, SlotHeader, SlotState, Word, header_words, parse_header
 
-__all__ = ["DataHandle", "DataReceiver", "DataSender", "split_by_cost"]
+__all__ = ["DataHandle", "DataReceiver", "DataSender", "names_plain_values", "split_by_cost"]
 
 _ALIGN = 64
 _COPY_CHUNK = 64 << 20  # bytes between two looks at the clock
@@ -339,7 +341,40 @@ def _write(into: torch.Tensor, views: list[memoryview]) -> None:
         memory[end:position] = 0  # padding is part of the checksum
 
 
-def _decode(private: torch.Tensor) -> Any:
+def names_plain_values(token: bytes, num_parts: int) -> None:
+    """Decode a token that was found on a disk, with nothing in it but our own records, arrays and plain values.
+
+    Args:
+        token: All bytes of its slot.
+
+    Raises:
+        ValueError: It names anything else, or is torn.
+    """
+    try:
+        for part in range(num_parts):
+            offset, size, _ = _ENTRY.unpack_from(token, HEADER_BYTES + _ENTRY.size * part)
+            offset += _control_bytes(num_parts)
+            _decode(torch.frombuffer(bytearray(token[offset : offset + size]), dtype=torch.uint8), _Plain)
+    except ValueError:
+        raise
+    except Exception as error:  # torn bytes raise all kinds
+        raise ValueError(f"a token of {len(token)} bytes cannot be read: {error}") from error
+
+
+class _Plain(pickle.Unpickler):
+    """Knows no names but those of records and arrays."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        record = module == types.__name__ and name in types.__all__
+        if record or (module.partition(".")[0] == "numpy" and name in _ARRAY_NAMES):
+            return super().find_class(module, name)
+        raise ValueError(f"a token names {module}.{name}, which is no plain record")
+
+
+_ARRAY_NAMES = {"dtype", "ndarray", "_frombuffer", "_reconstruct", "scalar"}
+
+
+def _decode(private: torch.Tensor, unpickler: type[pickle.Unpickler] | None = None) -> Any:
     memory = private.numpy().data
     (count,) = struct.unpack_from("<Q", memory)
     lengths = struct.unpack_from(f"<{count}Q", memory, 8)
@@ -348,4 +383,6 @@ def _decode(private: torch.Tensor) -> Any:
     for length in lengths:
         views.append(memory[position : position + length])
         position += _aligned(length)
-    return pickle.loads(views[0], buffers=views[1:])
+    if unpickler is None:
+        return pickle.loads(views[0], buffers=views[1:])
+    return unpickler(io.BytesIO(views[0]), buffers=views[1:]).load()

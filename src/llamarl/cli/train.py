@@ -21,6 +21,7 @@ Runs generator, reward and trainer at once, each in its own process, as a recipe
   llamarl train --resume runs/tiny --run.num_ticks 200      the same, and longer
   llamarl train --resume runs/tiny --fork runs/slower --optimizer.lr 1e-5
                                                             a new run from that checkpoint, with other settings
+  llamarl train tiny --supervise                            and resume it by itself when its controller dies
   llamarl train recipes/tiny.toml --schedule.weights latest in-flight weight updates; decisions go to events.jsonl
   llamarl train --replay runs/tiny                          repeat such a run from its event log, bit for bit
   llamarl train recipes/tiny.toml --dry-run                 print the configuration, graph and placement; run nothing
@@ -71,6 +72,12 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         default=[],
         help="with --hosts: which of them an executor gets (also by place: 0-2; here: this machine); may be repeated",
     )
+    parser.add_argument(
+        "--supervise",
+        action="store_true",
+        help="run it below this process and resume it by itself when its controller dies, or fails with progress since the last time, "
+        "at most recovery.max_restarts times within recovery.window_s (docs/survival.md)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--every-key", action="store_true", help="with --dry-run: print keys at their defaults too")
     if full:
@@ -90,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
     hosts = _hosts(args)
     if args.fork and not args.resume:
         raise ConfigError("--fork needs --resume RUN_DIR: the run whose checkpoint the new one begins with")
+    if args.supervise:
+        return _supervise(args, [*overrides, *hosts])
     if args.replay:
         return _replay(args, overrides, hosts)
     if args.resume:
@@ -111,6 +120,25 @@ def run(args: argparse.Namespace) -> int:
     else:
         start_run(config)
     return 0
+
+
+def _supervise(args: argparse.Namespace, overrides: list[str]) -> int:
+    from llamarl.cli.supervise import supervise
+    from llamarl.config import load_config
+    from llamarl.controller.preflight import find_missing
+    from llamarl.errors import ConfigError
+
+    if args.replay or args.fork or args.dry_run or not (args.recipe or args.resume):
+        raise ConfigError("--supervise goes with a recipe or --resume RUN_DIR alone")
+    if args.resume:
+        run_dir = user_path(args.resume, "--resume").resolve()
+        words = ["--resume", str(run_dir), *([args.recipe] if args.recipe else [])]
+        recovery = load_config(run_dir / "config.toml").recovery
+    else:
+        words = [args.recipe]
+        config = load_config(args.recipe, overrides, [find_missing])
+        run_dir, recovery = user_path(config.run.dir, "run.dir").resolve(), config.recovery
+    return supervise(words, overrides, run_dir, max_restarts=recovery.max_restarts, window_s=recovery.window_s)
 
 
 def _hosts(args: argparse.Namespace) -> list[str]:

@@ -47,7 +47,19 @@ from llamarl.controller.replacing import Replacing
 from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.runtime.base import Death, News, ProcessesDied, Report, Restarts, Runtime
 
-__all__ = ["Checkpoints", "Observer", "run_graph"]
+__all__ = ["Checkpoints", "Journal", "Observer", "run_graph"]
+
+
+class Journal(Protocol):
+    """Notes what counts where it outlives the controller."""
+
+    def append(self, report: Report) -> None:
+        """A report that has counted."""
+        ...
+
+    def saved(self, tick: int) -> None:
+        """A checkpoint of the state after ``tick`` is finished."""
+        ...
 
 
 class Observer(Protocol):
@@ -94,11 +106,15 @@ def run_graph(
     observers: Sequence[Observer] = (),
     needs: Callable[[ChannelSpec, int], int] | None = None,
     replacing: Replacing | None = None,
+    resumed: Sequence[Report] = (),
+    journal: Journal | None = None,
 ) -> None:
     """Run every executor of ``graph`` from ``first_tick`` to ``num_ticks``, then return. The caller closes the runtime.
 
     Args:
         needs: Where decisions are known beforehand (a replay): see ``Marking``.
+        resumed: What counted since ``load_from``, in order; the runtime has the same. ``observers`` hear of it first.
+        journal: Gets each report that counts.
         replacing: Brings executors up again whose processes died, where the runtime can; None: a death ends the run.
 
     Raises:
@@ -118,9 +134,16 @@ def run_graph(
     )
     initial = {name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()}
     marking = Marking(graph, first_tick=first_tick, num_ticks=num_ticks, initial_tokens=initial, needs=needs)
+    marking.go_on((report.executor, report.tick, report.outputs) for report in resumed)
+    for report in resumed:
+        for observer in observers:
+            observer.on_report(report)
     restarts = runtime if replacing is not None and isinstance(runtime, Restarts) else None
     orders = Orders(runtime, marking, checkpoints)
     saves = _Saves(graph)
+    for name, done in marking.done_ticks.items():
+        if done > first_tick and not any(report.executor == name and report.journal for report in resumed):
+            orders.again(name, first_tick)
     stop = ""
     while not marking.finished:
         if checkpoints and checkpoints.overdue() and (cut := _next_cut(marking)) < marking.num_ticks:
@@ -133,7 +156,7 @@ def run_graph(
             if restarts is None or replacing is None:
                 raise
             deaths = error.deaths if isinstance(error, ProcessesDied) else (error.as_death(restarts, deadlines.step_s),)
-            _tell_of_checkpoints(restarts, checkpoints, wait=True)
+            _tell_of_checkpoints(restarts, checkpoints, journal, wait=True)
             for redo in replacing.bring_back(restarts, marking, error, deaths, orders.ages_s()):
                 saves.again(redo.executor, redo.first_tick)
                 orders.again(redo.executor, redo.first_tick)
@@ -145,6 +168,8 @@ def run_graph(
         else:
             report = report if replacing is None else replacing.told_of(report)
             marking.complete(report.executor, report.tick, report.outputs)
+            if journal is not None:
+                journal.append(report)
             for observer in observers:
                 observer.on_report(report)
         orders.go_on(report.executor)
@@ -155,7 +180,7 @@ def run_graph(
             for tick, written in saves.complete(report).items():
                 checkpoints.on_saved(tick, written)
             if restarts is not None:
-                _tell_of_checkpoints(restarts, checkpoints)
+                _tell_of_checkpoints(restarts, checkpoints, journal)
         if report.stop and not stop and not has_counted:
             stop = report.stop
             last = _next_cut(marking)
@@ -225,10 +250,14 @@ def _next_cut(marking: Marking) -> int:
     return max([*unfired.values(), *kept])
 
 
-def _tell_of_checkpoints(runtime: Restarts, checkpoints: Checkpoints | None, *, wait: bool = False) -> None:
+def _tell_of_checkpoints(
+    runtime: Restarts, checkpoints: Checkpoints | None, journal: Journal | None, *, wait: bool = False
+) -> None:
     """What is in a checkpoint needs not be held any more."""
     if checkpoints is not None and (done := checkpoints.finished(wait=wait)) is not None:
         runtime.saved(*done)
+        if journal is not None:
+            journal.saved(done[0])
 
 
 class _NoAnswer(DeadlineExceeded):

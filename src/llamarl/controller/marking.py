@@ -9,7 +9,7 @@ so the result of a run does not depend on timing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from llamarl.channels.base import ChannelSpec, Handle
@@ -117,6 +117,26 @@ class Marking:
         for channel in self.graph.outputs[executor]:
             self._tokens[channel.name][tick] = outputs[channel.name]
         self.done_ticks[executor] = tick + 1
+
+    def go_on(self, reports: Iterable[tuple[str, int, Mapping[str, tuple[Handle, ...]]]]) -> None:
+        """Move to where the job was when these, (executor, tick, outputs), had counted, in this order, and nobody was at work.
+        Versions of the weights are not among the outputs: those that still lie on an edge are withdrawn.
+
+        Raises:
+            ValueError: They are not what this job would have done.
+        """
+        lost: list[tuple[str, int]] = []
+        for executor, tick, outputs in reports:
+            self.ready()
+            firing, edges = self._busy.get(executor), {channel.name for channel in self.graph.outputs[executor]}
+            if firing is None or firing.tick != tick or not outputs.keys() <= edges:
+                raise ValueError(f"tick {tick} of {executor!r} cannot have counted by then")
+            lost += [(name, tick) for name in sorted(edges - outputs.keys())]
+            self.complete(executor, tick, {**dict.fromkeys(edges, ()), **outputs})
+        self._busy.clear()
+        for name, tick in lost:
+            if tick in self._tokens[name]:
+                self.withdraw(name, tick)
 
     def withdraw(self, channel: str, tick: int) -> str:
         """Take a token off its edge: it went with its process before it was whole, and is made again. Until then whoever needs it

@@ -14,12 +14,13 @@ from llamarl.checkpoint.platform import platform_differences
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import RunConfig, load_config, read_settings, to_plain, validate
 from llamarl.controller.frozen_models import refuse_other_models
+from llamarl.controller.journaled import go_on_from_journal
 from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.notices import done_again
 from llamarl.controller.preflight import check_reward, find_missing
 from llamarl.controller.products import incomplete_products, write_again
 from llamarl.controller.run import Prepared, absolute_dir, execute, num_rows, prepare, save_settings, settle_rate
-from llamarl.controller.run_folder import CONFIG_FILE, held
+from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held
 from llamarl.controller.settings import RESHARDABLE, differences, explain, settings_on_top
 from llamarl.errors import ConfigError
 from llamarl.import_path import source_file
@@ -141,7 +142,6 @@ def resume_run(config: RunConfig) -> None:
         store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
         for note in store.clean():
             print(f"{store.folder / note} was left by a run that was killed: tidied up", file=sys.stderr)
-        latest = prepared.config.schedule.weights == "latest"
         if not store.list():
             if _is_done(run_dir, prepared.config):
                 print(
@@ -149,9 +149,7 @@ def resume_run(config: RunConfig) -> None:
                 )
                 return
             _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)
-            print(done_again(run_dir, 0, num_rows(run_dir), latest=latest), file=sys.stderr)
-            save_settings(prepared, run_dir)
-            execute(prepared, folder, resume_after_tick=-1, load_from=None)
+            _go_on(prepared, folder, after_tick=-1, load_from=None)
             return
         checkpoint = store.load()
         _refuse(checkpoint.run.get("config", {}), checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
@@ -171,10 +169,22 @@ def resume_run(config: RunConfig) -> None:
             )
             return
         _tell_of_a_rate_of_zero(prepared.config)
-        print(done_again(run_dir, checkpoint.tick + 1, num_rows(run_dir), latest=latest), file=sys.stderr)
-        save_settings(prepared, run_dir)
         store.clean(after_tick=checkpoint.tick)
-        execute(prepared, folder, resume_after_tick=checkpoint.tick, load_from=checkpoint.path)
+        _go_on(prepared, folder, after_tick=checkpoint.tick, load_from=checkpoint.path)
+
+
+def _go_on(prepared: Prepared, folder: RunFolder, *, after_tick: int, load_from: Path | None) -> None:
+    """From the checkpoint, and from the journal of the ticks since then as far as there is one."""
+    run_dir, latest = folder.path, prepared.config.schedule.weights == "latest"
+    resumed = go_on_from_journal(
+        run_dir, folder.identity.run_id, prepared.graph, prepared.config, after_tick=after_tick
+    )
+    if resumed.reports:
+        print(resumed.describe(run_dir), file=sys.stderr)
+    else:
+        print(done_again(run_dir, after_tick + 1, num_rows(run_dir), latest=latest), file=sys.stderr)
+    save_settings(prepared, run_dir)
+    execute(prepared, folder, resume_after_tick=after_tick, load_from=load_from, resumed=resumed)
 
 
 def _is_done(run_dir: Path, config: RunConfig) -> bool:

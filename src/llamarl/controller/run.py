@@ -16,12 +16,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from llamarl.channels.base import ChannelKind
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import GROUP_BASELINES, RunConfig, changed_keys, save_config, to_plain
 from llamarl.controller.controller import run_graph
 from llamarl.controller.frozen_models import record_models
 from llamarl.controller.graph import Graph
 from llamarl.controller.job_hosts import JobHosts, open_hosts, pair_lines
+from llamarl.controller.journaled import keeps_journal
 from llamarl.controller.model_sources import fetch_weights, local, pinned
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, what_is_saved
 from llamarl.controller.preflight import (
@@ -52,6 +54,7 @@ from llamarl.plural import plural
 from llamarl.reading import user_path
 from llamarl.roles import ROLES, present_roles, with_settings
 from llamarl.runtime.base import Report, Runtime
+from llamarl.runtime.journal import Journal, Resumed, remove_journal
 from llamarl.runtime.make_runtime import make_runtime
 from llamarl.runtime.placement import Placement, place
 from llamarl.trainer.config import OptimizerConfig
@@ -136,6 +139,7 @@ def start(prepared: Prepared, *, replay_of: Path | None = None) -> None:
     with held(run_dir) as folder:
         refuse_a_run(run_dir)  # another process may have run here since
         folder.begin()
+        remove_journal(run_dir)
         (run_dir / REPLAY_FILE).unlink(missing_ok=True)  # of a replay that ended before its first tick
         if replay_of is not None:
             take_log(replay_of, run_dir)
@@ -306,8 +310,16 @@ def _staleness(config: RunConfig) -> str:
     return f"{which}max_staleness {staleness}, max_segments {segments}: no token older than {plural(bound, 'version')}"
 
 
-def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | None, load_from: Path | None) -> None:
+def execute(
+    prepared: Prepared,
+    folder: RunFolder,
+    *,
+    resume_after_tick: int | None,
+    load_from: Path | None,
+    resumed: Resumed | None = None,
+) -> None:
     config, graph, run_dir = prepared.config, prepared.graph, folder.path
+    resumed = resumed or Resumed()
     model = config.model
     files = None
     if prepared.hosts is not None:
@@ -342,8 +354,15 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
         ),
         run_config=to_plain(config),
         group_baseline=config.algorithm.advantage in GROUP_BASELINES,
+        written_until=resumed.last_tick,
     )
-    runtime: Runtime = make_runtime(config.run.runtime, restarts=config.recovery.max_restarts > 0)
+    runtime: Runtime = make_runtime(config.run.runtime, restarts=config.recovery.max_restarts > 0, resumed=resumed)
+    journal = None
+    if keeps_journal(config):
+        weights = [channel.name for channel in graph.channels if channel.kind is ChannelKind.WEIGHTS]
+        journal = Journal(
+            run_dir, folder.identity.run_id, weights=weights, number=resumed.next_number, tell=recorder.message
+        )
     if prepared.hosts is not None and files is not None:
         runtime = prepared.hosts.runtime(files.adapt)
     join(prepared.hosts.network(-1) if prepared.hosts is not None else None)
@@ -375,6 +394,8 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
             observers=[_Observe(recorder, events, folder, checkpoints)],
             needs=needs,
             replacing=_replacing(config, recorder),
+            resumed=resumed.reports,
+            journal=journal,
         )
         checkpoints.close()
         stopped = ""
@@ -392,6 +413,8 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume_after_tick: int | N
             raise RunFolderLost(lost) from error
         raise
     finally:
+        if journal is not None:
+            journal.close(done=not stopped)
         runtime.close()
         if files is not None and stopped:
             files.hurry()

@@ -89,6 +89,7 @@ class Recorder:
         trainer: str = "trainer",
         group_baseline: bool = True,
         console: ConsoleReporter | None = None,
+        written_until: int = -1,
     ) -> None:
         """
         Args:
@@ -99,6 +100,8 @@ class Recorder:
             run_config: The resolved configuration, for Weights & Biases.
             trainer: Executor whose ticks are the run's steps.
             group_baseline: Whether a group whose rewards are all equal gives no gradient, for the warnings.
+            written_until: Tick of which the files of ranks (rollouts) stay, though its rows are written again: beyond
+                ``resume_after_tick`` where the run goes on from its journal.
             console: Where to show; made from ``config`` if None.
 
         Raises:
@@ -118,8 +121,8 @@ class Recorder:
         self._sinks: list[RowSink] = []
         self._trace: TraceWriter | None = None
         if resume_after_tick is not None:
-            RolloutWriter(self.run_dir / ROLLOUTS_FOLDER).cut_after(resume_after_tick)
-            cut_trained_after(self.run_dir, resume_after_tick)
+            RolloutWriter(self.run_dir / ROLLOUTS_FOLDER).cut_after(max(resume_after_tick, written_until))
+            cut_trained_after(self.run_dir, max(resume_after_tick, written_until))
         if config.trace:
             path = self.run_dir / TRACE_FILE
             self._trace = TraceWriter(path, executors, resume_after_tick=resume_after_tick)

@@ -121,16 +121,33 @@ class KeptTokens:
         """What an executor read at a tick that has counted."""
         return self._past[executor][tick]
 
-    def take(self, report: Report) -> Report | None:
+    def go_on(self, reports: Iterable[Report]) -> list[Report]:
+        """Take what counted before this process began, in order: states and tokens lie in memory of this one. Weights are not among
+        the tokens, and are made again."""
+        taken = []
+        for report in reports:
+            made = {name for name, source in self._source.items() if source == report.executor}
+            self._missing |= {(name, report.tick) for name in made - report.outputs.keys()}
+            held = self.take(report, is_new=False)
+            assert held is not None, "memory of this process has gone"
+            taken.append(held)
+        return taken
+
+    def take(self, report: Report, *, is_new: bool = True) -> Report | None:
         """Hold what ``report`` names, and let go what its executor has read: the same report with handles that outlive their
         process. Of a tick that has counted before, only tokens that were not whole then are left in it. None if the process
-        has ended before."""
+        has ended before.
+
+        Args:
+            is_new: False: it counted before this process began. Then it may lack the state, which a later one tells, and there
+                is no limit to what is held of what its executor has read.
+        """
         name, tick = report.executor, report.tick
         if tick < self._done[name]:
             return self._take_again(report)
         if name in self._whole:
             try:
-                held = self._hold(report)
+                held = self._hold(report, is_new=is_new)
             except ChannelError:  # it lives, and what it made cannot be held: from now on its death ends the run
                 self._whole -= {name}
             else:
@@ -139,8 +156,9 @@ class KeptTokens:
                 report = held
         self._done[name] = tick + 1
         read = {edge.name: self._tokens.pop((edge.name, tick - edge.delay), None) for edge in self._reads[name]}
-        if name in self._past and name in self._whole:
-            self._remember(name, tick, read)
+        self._missing -= {(edge.name, tick - edge.delay) for edge in self._reads[name]}
+        if name in self._past and (name in self._whole or not is_new):
+            self._remember(name, tick, read, limited=is_new)
         else:
             self._let_go(handle for handles in read.values() for handle in handles or ())
         return report
@@ -183,21 +201,25 @@ class KeptTokens:
             self._missing.discard((name, report.tick))
         return replace(report, outputs=wanted)
 
-    def _remember(self, executor: str, tick: int, read: Mapping[str, tuple[Handle, ...] | None]) -> None:
+    def _remember(
+        self, executor: str, tick: int, read: Mapping[str, tuple[Handle, ...] | None], *, limited: bool
+    ) -> None:
         """Keep what was read, or forget all that was if it becomes too much."""
         past = self._past[executor]
         past[tick] = {name: handles for name, handles in read.items() if handles is not None}
         segments = [_segment(h) for of in past.values() for handles in of.values() for h in handles if h is not None]
-        too_much = len(segments) > MAX_PAST_SEGMENTS or sum(segment.size for segment in segments) > MAX_PAST_BYTES
+        too_much = limited and (
+            len(segments) > MAX_PAST_SEGMENTS or sum(segment.size for segment in segments) > MAX_PAST_BYTES
+        )
         if too_much or len(past[tick]) < len(read):
             for tokens in past.values():
                 self._let_go(handle for handles in tokens.values() for handle in handles)
             past.clear()
             self._past_from[executor] = tick + 1
 
-    def _hold(self, report: Report) -> Report | None:
+    def _hold(self, report: Report, *, is_new: bool) -> Report | None:
         """Raises ChannelError: something of it cannot be held, though its process lives."""
-        journaled = report.executor in self._journaled
+        journaled = report.executor in self._journaled and (is_new or bool(report.journal))
         states = [state for state in report.journal if isinstance(state, KeptState)]
         if journaled and (not states or len(states) < len(report.journal)):
             raise ChannelError("a rank keeps no journal")
@@ -233,7 +255,7 @@ class KeptTokens:
             self._let_go_segments([state.segment for state in before])
         for name, handles in outputs.items():
             self._place(name, report.tick, handles)
-        return replace(report, outputs=outputs)
+        return replace(report, outputs=outputs, journal=self._states.get(report.executor, ()))
 
     def _hold_all(self, handles: Sequence[Handle]) -> tuple[Handle, ...] | None:
         """The handles of a token as this process's descriptors; None if a process has ended.

@@ -13,6 +13,7 @@ from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext, ExecutorSpec
 from llamarl.runtime.base import Runtime
 from llamarl.runtime.inline import InlineRuntime
+from llamarl.runtime.journal import Resumed
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.ranks import Launcher
 from llamarl.runtime.worker import CHANNEL_FACTORY
@@ -31,6 +32,7 @@ def make_runtime(
     deterministic: bool = True,
     hosts: Mapping[str, Any] | None = None,
     restarts: bool = False,
+    resumed: Resumed | None = None,
 ) -> Runtime:
     """The runtime called ``name``: ``local`` (processes), ``inline`` (this process) or ``monarch`` (processes, also on other hosts).
 
@@ -42,6 +44,7 @@ def make_runtime(
         deterministic: Pin repeatable kernels where torch has them.
         hosts: Executor -> Monarch ``HostMesh`` that gets its processes (``monarch``); the others go to this machine.
         restarts: Whether executors are to be brought up again that die (not ``inline``, where nobody can).
+        resumed: See ``ProcessRuntime``.
 
     Raises:
         ConfigError: The name is unknown, does not fit ``hosts``, or Monarch is not installed.
@@ -63,6 +66,7 @@ def make_runtime(
         deterministic=deterministic,
         launchers=_on_hosts(hosts) if name == "monarch" else {},
         restarts=restarts,
+        resumed=resumed,
     )
 
 

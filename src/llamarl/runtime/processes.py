@@ -31,6 +31,7 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.running_time import running_s
 from llamarl.runtime.base import Death, News, Order, ProcessesDied, Report, SetupReport
 from llamarl.runtime.child_process import is_stopped
+from llamarl.runtime.journal import Resumed
 from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.runtime.local import LocalLauncher
 from llamarl.runtime.rank_plans import combine_reports, combine_setups, deaths_alone, executor_failed, plan_workers
@@ -66,6 +67,7 @@ class ProcessRuntime:
         launchers: Executor -> who starts its processes; those without an entry go to this machine.
         networks: Executor -> where each of its ranks is among the hosts; None: the whole job is on one machine.
         adapt: A rank's plan as its host needs it, where folders and files have other paths there.
+        resumed: What counted, since the checkpoint from which the job begins, before the controller of that time died; in order.
         restarts: Whether executors that can be brought up again keep what that needs, and their deaths are told as
             ``ProcessesDied``.
     """
@@ -81,6 +83,7 @@ class ProcessRuntime:
         networks: Mapping[str, Sequence[Network]] | None = None,
         adapt: Callable[[WorkerPlan], WorkerPlan] | None = None,
         restarts: bool = False,
+        resumed: Resumed | None = None,
     ) -> None:
         self._pull_deadline_s = pull_deadline_s
         self._collective_timeout_s = collective_timeout_s
@@ -90,6 +93,7 @@ class ProcessRuntime:
         self._networks = networks
         self._adapt = adapt
         self._restarts = restarts and networks is None
+        self._resumed = resumed if resumed is not None else Resumed()
         self._plans: dict[str, tuple[WorkerPlan, ...]] = {}
         self._kept = KeptTokens()
         self._saved: Path | None = None
@@ -136,6 +140,7 @@ class ProcessRuntime:
         if self._adapt is not None:
             plans = {name: tuple(map(self._adapt, ranks)) for name, ranks in plans.items()}
         self._plans = plans
+        plans = {name: _resumed_plans(ranks, self._resumed.reports) for name, ranks in plans.items()}
         self._failed = (
             True  # until all stand: whatever ends the wait below, Ctrl-C too, leaves a job that cannot close in order
         )
@@ -157,7 +162,10 @@ class ProcessRuntime:
             return stand
         journaled = [name for name, setups in ready.items() if all(setup.journaled for setup in setups)]
         self._kept = KeptTokens(channels, list(plans), journaled, first_tick=first_tick)
-        return self._kept.begin(stand)
+        held = self._kept.begin(stand)
+        self._kept.go_on(self._resumed.reports)
+        self._resumed.release()
+        return held
 
     def fire(self, order: Order) -> None:
         """Send ``order`` to every rank of its executor; returns at once."""
@@ -322,6 +330,17 @@ class ProcessRuntime:
             f"{head} {rank.rank} (pid {rank.pid}), which is at: {place}"
             for rank, place in zip(missing, places, strict=True)
         )
+
+
+def _resumed_plans(plans: tuple[WorkerPlan, ...], resumed: Sequence[Report]) -> tuple[WorkerPlan, ...]:
+    """Ranks that stand after the last of the ticks that counted, where the state after it is known; else as the checkpoint has it."""
+    own = [report for report in resumed if report.executor == plans[0].spec.name]
+    if not own or not own[-1].journal:
+        return plans
+    return tuple(
+        dataclasses.replace(plan, first_tick=own[-1].tick + 1, load_from=None, restore=state)
+        for plan, state in zip(plans, own[-1].journal, strict=True)
+    )
 
 
 def _with_tokens_of_their_own(channel: ChannelSpec) -> ChannelSpec:

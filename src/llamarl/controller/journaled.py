@@ -1,0 +1,100 @@
+"""What of a run's journal a resume can go on from: the ticks that had counted since the checkpoint when the controller died.
+
+RUN/journal ─▶ read_journal ─▶ up to the next tick that is saved ─▶ does this job do that? ─▶ reports in new memory ─▶ execute
+
+Everybody who told of their state after each tick stands where they were; trainer and critic begin with the checkpoint and repeat their
+ticks, as they do when they die alone (docs/survival.md). Ticks from the next one on whose state is saved are left out: each
+executor saves its state when it does that tick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llamarl.channels.base import ChannelKind
+from llamarl.checkpoint.written import why_not_whole, writer_name
+from llamarl.config import RunConfig
+from llamarl.controller.graph import Graph
+from llamarl.controller.marking import Marking
+from llamarl.runtime.base import Report
+from llamarl.runtime.journal import Record, Resumed, read_journal, records_of, remove_journal
+from llamarl.transports.segments import Segment
+
+__all__ = ["go_on_from_journal", "keeps_journal"]
+
+
+def keeps_journal(config: RunConfig) -> bool:
+    """Whether a run writes one, and reads one that it finds."""
+    return bool(config.recovery.max_restarts) and config.run.runtime == "local" and not config.hosts.workers
+
+
+def go_on_from_journal(run_dir: Path, run_id: str, graph: Graph, config: RunConfig, *, after_tick: int) -> Resumed:
+    """What the journal holds of the ticks after a checkpoint; what cannot be used of it is removed.
+
+    Args:
+        after_tick: Of the checkpoint; -1: there is none.
+    """
+    records = [record for record in read_journal(run_dir, run_id) if record.tick > after_tick]
+    num_ticks = config.run.num_ticks
+    ticks = range(after_tick + 1, num_ticks)
+    before = next((tick for tick in ticks if config.checkpoint.is_due(tick, num_ticks)), num_ticks)
+    torn = (r.tick for r in records if r.tick < before and not _files_are_there(run_dir, r))
+    chosen = records_of(records, after_tick=after_tick, before_tick=min(before, *torn, num_ticks))
+    segments: list[Segment] = []
+    reports: tuple[Report, ...] = ()
+    try:
+        if not keeps_journal(config) or config.checkpoint.reshard or config.checkpoint.other_platform:
+            chosen = []
+        _check(chosen, graph, after_tick, num_ticks)
+        reports = _reports(chosen, graph, segments)
+    except (ValueError, KeyError, TypeError) as error:
+        print(f"{run_dir}: the journal is of no use, and the run goes on from its checkpoint: {error}", file=sys.stderr)
+        chosen = []
+    return Resumed(reports, segments, remove_journal(run_dir, chosen))
+
+
+def _files_are_there(run_dir: Path, record: Record) -> bool:
+    written = {writer_name(record.executor, rank): files for rank, files in record.files.items()}
+    return not why_not_whole(run_dir, written, patience_s=0.0)
+
+
+def _check(records: Sequence[Record], graph: Graph, after_tick: int, num_ticks: int) -> None:
+    """Raises ValueError if this job could not have done that, or could not go on from there."""
+    specs = {spec.name: spec for spec in graph.executors}
+    told = {record.executor: record.tells_states for record in records}
+    for record in records:
+        name, ranks = record.executor, record.header["journal"]
+        if name not in specs or record.tells_states != told[name]:
+            raise ValueError(f"{name!r} was another executor then")
+        if told[name] and len(ranks) != specs[name].num_ranks:
+            raise ValueError(f"{name!r} had {len(ranks)} ranks")
+        channels = {channel.name: channel for channel in graph.outputs[name] if channel.kind is not ChannelKind.WEIGHTS}
+        if channels.keys() != record.header["outputs"].keys():
+            raise ValueError(f"{name!r} wrote other channels then")
+        if told[name] and any(channel.delay for channel in graph.outputs[name]):
+            raise ValueError(f"{name!r} writes a channel with a delay, and does not begin at the checkpoint")
+        reads_weights = any(c.kind is ChannelKind.WEIGHTS or c.latest for c in graph.inputs[name])
+        if not told[name] and reads_weights:
+            raise ValueError(f"{name!r} keeps no journal and reads weights, which are not in it")
+    first = after_tick + 1
+    initial = {c.name: {tick: () for tick in range(first - c.delay, first)} for c in graph.channels}
+    marking = Marking(graph, first_tick=first, num_ticks=num_ticks, initial_tokens=initial)
+    marking.go_on((record.executor, record.tick, dict.fromkeys(record.header["outputs"], ())) for record in records)
+
+
+def _reports(records: Sequence[Record], graph: Graph, segments: list[Segment]) -> tuple[Report, ...]:
+    """Tokens that somebody will read yet, and each executor's last state."""
+    last = {record.executor: record for record in records}
+    reports = []
+    for record in records:
+        wanted = []
+        for channel in graph.outputs[record.executor]:
+            reader = last.get(channel.sink)
+            was_read = reader is not None and reader.tells_states and record.tick + channel.delay <= reader.tick
+            if not was_read:
+                wanted.append(channel.name)
+        is_last = record is last[record.executor] and record.tells_states
+        reports.append(record.report(segments, tokens=wanted, states=is_last))
+    return tuple(reports)
