@@ -106,14 +106,12 @@ def run_graph(
     observers: Sequence[Observer] = (),
     needs: Callable[[ChannelSpec, int], int] | None = None,
     replacing: Replacing | None = None,
-    resumed: Sequence[Report] = (),
     journal: Journal | None = None,
 ) -> None:
     """Run every executor of ``graph`` from ``first_tick`` to ``num_ticks``, then return. The caller closes the runtime.
 
     Args:
         needs: Where decisions are known beforehand (a replay): see ``Marking``.
-        resumed: What counted since ``load_from``, in order; the runtime has the same. ``observers`` hear of it first.
         journal: Gets each report that counts.
         replacing: Brings executors up again whose processes died, where the runtime can; None: a death ends the run.
 
@@ -134,6 +132,7 @@ def run_graph(
     )
     initial = {name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()}
     marking = Marking(graph, first_tick=first_tick, num_ticks=num_ticks, initial_tokens=initial, needs=needs)
+    resumed = runtime.resumed() if isinstance(runtime, Restarts) else ()
     marking.go_on((report.executor, report.tick, report.outputs) for report in resumed)
     for report in resumed:
         for observer in observers:

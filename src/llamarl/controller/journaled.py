@@ -27,7 +27,7 @@ __all__ = ["go_on_from_journal", "keeps_journal"]
 
 def keeps_journal(config: RunConfig) -> bool:
     """Whether a run writes one, and reads one that it finds."""
-    return bool(config.recovery.max_restarts) and config.run.runtime == "local" and not config.hosts.workers
+    return bool(config.recovery.max_restarts) and config.run.runtime == "local" and not config.hosts.wanted
 
 
 def go_on_from_journal(run_dir: Path, run_id: str, graph: Graph, config: RunConfig, *, after_tick: int) -> Resumed:

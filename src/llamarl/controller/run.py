@@ -394,7 +394,6 @@ def execute(
             observers=[_Observe(recorder, events, folder, checkpoints)],
             needs=needs,
             replacing=_replacing(config, recorder),
-            resumed=resumed.reports,
             journal=journal,
         )
         checkpoints.close()

@@ -117,6 +117,10 @@ class ProcessesDied(ExecutorFailed):
 class Restarts(Protocol):
     """A runtime that can bring an executor up again while the others work."""
 
+    def resumed(self) -> Sequence[Report]:
+        """After ``start``: what had counted since ``load_from`` when an earlier controller died, in order; the job goes on after it."""
+        ...
+
     def replaceable(self) -> Mapping[str, int]:
         """Executors that can be brought up again -> the first tick that each then does again: its next one, or an earlier one
         where its state lies in a checkpoint alone and what it has read since is held. Every token that somebody may still read

@@ -163,8 +163,9 @@ class ProcessRuntime:
         journaled = [name for name, setups in ready.items() if all(setup.journaled for setup in setups)]
         self._kept = KeptTokens(channels, list(plans), journaled, first_tick=first_tick)
         held = self._kept.begin(stand)
-        self._kept.go_on(self._resumed.reports)
+        reports = self._kept.go_on(self._resumed.reports)
         self._resumed.release()
+        self._resumed = Resumed(tuple(reports))
         return held
 
     def fire(self, order: Order) -> None:
@@ -209,6 +210,10 @@ class ProcessRuntime:
                 if report is not None:  # else its process has died since, which is the next that is heard
                     del self._out[answer.executor, answer.result.tick]
                     return report
+
+    def resumed(self) -> Sequence[Report]:
+        """What counted before this controller began, with tokens that are held."""
+        return self._resumed.reports
 
     def replaceable(self) -> Mapping[str, int]:
         """Executors of which everything that others need outlives their processes -> the first tick that they would do again."""

@@ -30,7 +30,7 @@ from llamarl.controller.recovery import Recovery
 from llamarl.controller.replacing import Replacing
 from llamarl.errors import ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.base import Death, Order
+from llamarl.runtime.base import Death, Order, Report
 
 SETUP, IDLE, WORKS, WRITTEN, DEAD = "setup", "idle", "works", "written", "dead"
 JOURNALED = {"generator", "reward"}
@@ -296,6 +296,9 @@ class World:
 
     def inputs_again(self, name: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
         return self.past[name, tick]
+
+    def resumed(self) -> tuple[Report, ...]:
+        return ()
 
     def overdue(self, executor: str, doing: str, limit_s: float) -> Death: ...
 

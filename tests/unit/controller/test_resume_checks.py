@@ -16,6 +16,7 @@ from llamarl.controller import resume, run
 from llamarl.controller.products import incomplete_products
 from llamarl.errors import ConfigError
 from llamarl.models.exported import ExportFacts, write_export
+from llamarl.runtime.journal import Resumed
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
 
@@ -54,7 +55,7 @@ def test_a_run_without_a_checkpoint_begins_again_under_its_own_configuration_onl
     with pytest.raises(ConfigError, match=r"optimizer\.lr: it has .*, this run 0\.5"):
         resume.resume_run(config(run_dir, lr=0.5))
     resume.resume_run(config(run_dir))
-    assert executed[1:] == [{"resume_after_tick": -1, "load_from": None}]
+    assert executed[1:] == [{"resume_after_tick": -1, "load_from": None, "resumed": Resumed()}]
 
 
 def test_a_run_whose_set_up_failed_can_be_started_again_with_another_setting(
@@ -79,7 +80,8 @@ def test_other_libraries_or_another_processor_are_refused_unless_asked_for(
     assert executed == []
     asked = config(run_dir)
     resume.resume_run(dataclasses.replace(asked, checkpoint=dataclasses.replace(asked.checkpoint, other_platform=True)))
-    assert executed == [{"resume_after_tick": 4, "load_from": run_dir / "checkpoints" / "tick_000004"}]
+    folder = run_dir / "checkpoints" / "tick_000004"
+    assert executed == [{"resume_after_tick": 4, "load_from": folder, "resumed": Resumed()}]
 
 
 def test_the_same_configuration_and_machine_go_on(

@@ -1,0 +1,119 @@
+"""Where a run goes on beyond its checkpoint: as far as the journal holds what this job does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.data import DataSender
+from llamarl.channels.weights import WeightsPayload, WeightsSender
+from llamarl.checkpoint.config import CheckpointConfig
+from llamarl.config import RunConfig
+from llamarl.controller.graph import Graph
+from llamarl.controller.journaled import go_on_from_journal
+from llamarl.controller.marking import Marking
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.base import Report, SetupReport
+from llamarl.runtime.journal import Journal, read_journal
+from llamarl.runtime.kept_states import read_state, write_state
+from llamarl.runtime.kept_tokens import KeptTokens
+
+GROUPS = ChannelSpec(name="groups", kind=ChannelKind.GATHER, source="generator", sink="trainer", capacity=2, kept=True)
+WEIGHTS = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=2, capacity=2)
+GRAPH = Graph(
+    tuple(ExecutorSpec(name=name, factory="tests:none") for name in ("generator", "trainer")), (GROUPS, WEIGHTS)
+)
+
+
+def config(**checkpoint: object) -> RunConfig:
+    base = RunConfig()
+    return replace(
+        base,
+        run=replace(base.run, num_ticks=10),
+        checkpoint=replace(CheckpointConfig(), **checkpoint),  # type: ignore[arg-type]
+    )
+
+
+def journal_of(run_dir: Path, order: list[tuple[str, int]]) -> None:
+    kept, journal = (
+        KeptTokens([GROUPS, WEIGHTS], ["generator", "trainer"], ["generator"]),
+        Journal(run_dir, "mine", weights=["weights"]),
+    )
+    groups = DataSender(GROUPS, rank=0, num_source_ranks=1, num_sink_ranks=1)
+    weights = WeightsSender(WEIGHTS, rank=0, num_source_ranks=1, num_sink_ranks=1)
+    kept.begin({"trainer": SetupReport(executor="trainer", initial_tokens={"weights": {-2: (None,), -1: (None,)}})})
+    for name, tick in order:
+        if name == "generator":
+            segment, state = write_state(f"after {tick}".encode())
+            report = Report(
+                executor=name, tick=tick, outputs={"groups": (groups.send(tick, [tick]),)}, journal=(state,)
+            )
+        else:
+            version = weights.send(tick, WeightsPayload(version=tick + 1, tensors={}))
+            report = Report(executor=name, tick=tick, outputs={"weights": (version,)}, journal=(None,))
+        held = kept.take(report)
+        assert held is not None
+        journal.append(held)
+    journal.close(done=False)
+    groups.close()
+    weights.close()
+    kept.close()
+
+
+COUNTED = [("generator", 0), ("generator", 1), ("trainer", 0), ("generator", 2), ("trainer", 1), ("generator", 3)]
+
+
+def test_a_run_stands_where_it_was_with_the_last_states_and_the_tokens_that_are_yet_to_be_read(tmp_path: Path) -> None:
+    journal_of(tmp_path, COUNTED)
+    resumed = go_on_from_journal(tmp_path, "mine", GRAPH, config(), after_tick=-1)
+    assert [(report.executor, report.tick) for report in resumed.reports] == COUNTED
+    assert [[read_state(s) for s in report.journal] for report in resumed.reports if report.executor == "generator"] == [
+        [], [], [], [b"after 3"],
+    ]  # fmt: skip
+    assert (resumed.last_tick, resumed.next_number) == (3, 6)
+    kept = KeptTokens([GROUPS, WEIGHTS], ["generator", "trainer"], ["generator"])
+    reports = kept.go_on(resumed.reports)
+    resumed.release()
+    assert kept.replaceable() == {"generator": 4, "trainer": 0}
+    assert [len(kept.inputs("trainer", tick)["groups"]) for tick in (0, 1)] == [1, 1]  # to repeat them
+    marking = Marking(GRAPH, first_tick=0, num_ticks=10, initial_tokens={"weights": {-2: (None,), -1: (None,)}})
+    marking.go_on((report.executor, report.tick, report.outputs) for report in reports)
+    assert marking.done_ticks == {"generator": 4, "trainer": 2} and not marking.busy
+    assert marking.withdrawn("trainer") == frozenset()  # versions 1 and 2 were read by ticks 2 and 3
+    kept.close()
+
+
+def test_ticks_from_the_next_saved_one_on_are_done_again_so_that_everyone_saves_it(tmp_path: Path) -> None:
+    journal_of(tmp_path, COUNTED)
+    resumed = go_on_from_journal(tmp_path, "mine", GRAPH, config(every=3), after_tick=-1)
+    assert [(report.executor, report.tick) for report in resumed.reports] == [at for at in COUNTED if at[1] < 2]
+    resumed.release()
+    assert [(record.executor, record.tick) for record in read_journal(tmp_path, "mine")] == COUNTED[:3]
+
+
+@pytest.mark.parametrize("trouble", ["another order", "more ranks", "another channel", "reshard"])
+def test_what_this_job_would_not_have_done_is_of_no_use(
+    tmp_path: Path, trouble: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal_of(tmp_path, COUNTED[1:3] if trouble == "another order" else COUNTED)
+    graph, settings = GRAPH, config(reshard=trouble == "reshard")
+    if trouble == "more ranks":
+        graph = Graph(tuple(replace(spec, num_ranks=2) for spec in GRAPH.executors), GRAPH.channels)
+    elif trouble == "another channel":
+        graph = Graph(GRAPH.executors, (replace(GROUPS, name="others"), WEIGHTS))
+    resumed = go_on_from_journal(tmp_path, "mine", graph, settings, after_tick=-1)
+    assert (resumed.reports, resumed.next_number) == ((), 0)
+    assert read_journal(tmp_path, "mine") == []
+    if trouble in ("more ranks", "another channel"):
+        assert "goes on from its checkpoint" in capsys.readouterr().err
+
+
+def test_a_version_that_was_on_its_edge_is_withdrawn_until_it_is_made_again() -> None:
+    marking = Marking(GRAPH, first_tick=0, num_ticks=10, initial_tokens={"weights": {-2: (None,), -1: (None,)}})
+    marking.go_on((name, tick, {"groups": (tick,)} if name == "generator" else {}) for name, tick in COUNTED[:5])
+    assert marking.withdrawn("trainer") == {("weights", 1)}
+    with pytest.raises(ValueError, match="tick 7 of 'trainer' cannot have counted by then"):
+        marking.go_on([("trainer", 7, {})])
