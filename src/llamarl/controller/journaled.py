@@ -9,6 +9,7 @@ executor saves its state when it does that tick.
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +19,16 @@ from llamarl.checkpoint.written import why_not_whole, writer_name
 from llamarl.config import RunConfig
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
+from llamarl.errors import ChannelError
 from llamarl.runtime.base import Report
 from llamarl.runtime.journal import Record, Resumed, read_journal, records_of, remove_journal
 from llamarl.transports.segments import Segment
 
 __all__ = ["go_on_from_journal", "keeps_journal"]
+
+_MOST_FILES = 1 << 16
+_OTHER_FILES = 400
+"""Left for all else: pipes and sockets of ranks, what the runtime holds."""
 
 
 def keeps_journal(config: RunConfig) -> bool:
@@ -48,8 +54,10 @@ def go_on_from_journal(run_dir: Path, run_id: str, graph: Graph, config: RunConf
         if not keeps_journal(config) or config.checkpoint.reshard or config.checkpoint.other_platform:
             chosen = []
         _check(chosen, graph, after_tick, num_ticks)
-        reports = _reports(chosen, graph, segments)
-    except (ValueError, KeyError, TypeError) as error:
+        reports = _reports(chosen, graph, segments, max_pieces=(_raise_open_files() - _OTHER_FILES) // 2)
+    except (ChannelError, ValueError, KeyError, TypeError) as error:
+        while segments:
+            segments.pop().close()
         print(f"{run_dir}: the journal is of no use, and the run goes on from its checkpoint: {error}", file=sys.stderr)
         chosen = []
     return Resumed(reports, segments, remove_journal(run_dir, chosen))
@@ -84,8 +92,24 @@ def _check(records: Sequence[Record], graph: Graph, after_tick: int, num_ticks: 
     marking.go_on((record.executor, record.tick, dict.fromkeys(record.header["outputs"], ())) for record in records)
 
 
-def _reports(records: Sequence[Record], graph: Graph, segments: list[Segment]) -> tuple[Report, ...]:
-    """Tokens that somebody will read yet, and each executor's last state."""
+def _raise_open_files() -> int:
+    """How many files this process may have open, now that it has asked for as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def _reports(
+    records: Sequence[Record], graph: Graph, segments: list[Segment], *, max_pieces: int
+) -> tuple[Report, ...]:
+    """Tokens that somebody will read yet, and each executor's last state.
+
+    Raises:
+        ValueError: A token is no plain record, or they are more than ``max_pieces``, each of which is a file that is open twice.
+    """
     last = {record.executor: record for record in records}
     reports = []
     for record in records:
@@ -97,4 +121,6 @@ def _reports(records: Sequence[Record], graph: Graph, segments: list[Segment]) -
                 wanted.append(channel.name)
         is_last = record is last[record.executor] and record.tells_states
         reports.append(record.report(segments, tokens=wanted, states=is_last))
+        if len(segments) > max_pieces:
+            raise ValueError(f"it holds more than {max_pieces} pieces, as many as may be open: save more often")
     return tuple(reports)

@@ -111,6 +111,16 @@ def test_what_this_job_would_not_have_done_is_of_no_use(
         assert "goes on from its checkpoint" in capsys.readouterr().err
 
 
+def test_more_pieces_than_may_be_open_are_refused_and_none_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal_of(tmp_path, COUNTED)
+    monkeypatch.setattr("llamarl.controller.journaled._raise_open_files", lambda: 404)
+    resumed = go_on_from_journal(tmp_path, "mine", GRAPH, config(), after_tick=-1)
+    assert resumed.reports == () and resumed.segments == []
+    assert "it holds more than 2 pieces, as many as may be open: save more often" in capsys.readouterr().err
+
+
 def test_a_version_that_was_on_its_edge_is_withdrawn_until_it_is_made_again() -> None:
     marking = Marking(GRAPH, first_tick=0, num_ticks=10, initial_tokens={"weights": {-2: (None,), -1: (None,)}})
     marking.go_on((name, tick, {"groups": (tick,)} if name == "generator" else {}) for name, tick in COUNTED[:5])
