@@ -143,14 +143,15 @@ def test_a_stopped_rank_is_not_dead(hosts: list[LoopbackHost]) -> None:
     assert len(recorder.totals()) == 4
 
 
-def test_a_worker_that_ends_ends_the_job_and_is_named() -> None:
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "asked to end"])
+def test_a_worker_that_ends_ends_the_job_and_is_named(killed: bool) -> None:
     with loopback_hosts("cd") as pair:
 
         class Kill(Recorder):
             def on_report(self, report: Report) -> None:
                 if report.tick == 1 and report.executor == "sink":
                     left.extend(ranks_on(pair))
-                    pair[1].kill()
+                    pair[1].kill() if killed else pair[1].process.terminate()
 
         left: list[int] = []
         executors, channels = job(num_ranks=2)

@@ -61,7 +61,6 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     parser.add_argument(
         "--hosts",
         metavar="a,b,c",
-        default="",
         help="run on these hosts, on which `llamarl worker` runs; ssh:a,b,c starts it there and ends it; slurm does, on every node of "
         "the allocation (docs/hosts.md)",
     )
@@ -146,8 +145,10 @@ def _hosts(args: argparse.Namespace) -> list[str]:
     from llamarl.errors import ConfigError
     from llamarl.runtime.config import host_settings
 
+    if args.hosts is not None and not args.hosts.strip():  # such as a variable of the shell that is not set
+        raise ConfigError("--hosts names no host; --hosts here runs on this machine alone")
     try:
-        given = host_settings(args.hosts, args.on)
+        given = host_settings(args.hosts or "", args.on)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if "workers" in given:  # other hosts: what the recipe puts on its own is forgotten

@@ -105,6 +105,13 @@ class HostFiles:
         """Keep what lies in a run's folder for a day: its user has been told to fetch it."""
         self._folder(handle)
         self._used_s.pop(handle, None)
+        self.let_go([handle])
+
+    def let_go(self, handles: Collection[str]) -> None:
+        """Whoever used these runs may never come back: a day after their last use they may go. Using one again holds it again."""
+        for handle in handles:
+            if (lock := self._locks.pop(handle, None)) is not None:
+                os.close(lock)
 
     def forget_those_left(self, handles: Collection[str] | None = None, *, since_s: float = math.inf) -> None:
         """Forget runs whose controller is gone without a word.

@@ -136,7 +136,7 @@ def host_settings(hosts: str | Sequence[str], on: Sequence[str] = ()) -> dict[st
     """
     given: dict[str, Any] = {}
     if hosts:
-        words = hosts.split(",") if isinstance(hosts, str) else list(hosts)
+        words = [word.strip() for word in (hosts.split(",") if isinstance(hosts, str) else hosts)]
         if words == [HERE]:
             words = []
         kind, colon, rest = (words or [""])[0].partition(":")
@@ -150,7 +150,7 @@ def host_settings(hosts: str | Sequence[str], on: Sequence[str] = ()) -> dict[st
             raise ValueError(f"--on takes EXECUTOR=HOST,HOST, such as generator=a,b, got {word!r}")
         if executor in given.setdefault("on", {}):
             raise ValueError(f"--on names {executor!r} twice: list its hosts once, {executor}=a,b")
-        given["on"][executor] = names.split(",")
+        given["on"][executor] = [name.strip() for name in names.split(",")]
     return given
 
 

@@ -258,6 +258,8 @@ def _listen(network: Network) -> socket.socket:
     for port in range(first, last + 1):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
+            # A port whose last connections are still being wound up is free: an earlier job on a short range has left some.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((network.address, port))
             listener.listen(1024)
         except OSError as raised:

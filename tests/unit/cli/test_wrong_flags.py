@@ -39,6 +39,13 @@ def own_signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize("hosts", ["", " "])
+def test_hosts_of_nothing_do_not_mean_this_machine(capsys: pytest.CaptureFixture[str], hosts: str) -> None:
+    assert refused(capsys, "train", RECIPE, "--hosts", hosts, "--dry-run") == [
+        "llamarl train: --hosts names no host; --hosts here runs on this machine alone"
+    ]
+
+
 TOP_P = "Keep the smallest set of likeliest tokens with at least this probability; 1 keeps all"
 
 

@@ -294,6 +294,29 @@ def test_a_run_that_nobody_has_used_for_a_day_goes_when_another_is_opened(tmp_pa
     assert not old.exists() and held.exists() and new.exists()
 
 
+def test_a_run_that_was_left_or_let_go_goes_a_day_later_from_the_same_worker(host: FarHost) -> None:
+    client = host.client()
+    (left, one), (cut_off, two), (in_use, three) = (client.open_run("id") for _ in range(3))
+    client.leave(left)
+    host.files.let_go([cut_off])
+    client.open_run("another")
+    assert one.exists() and two.exists(), "the day is not over"
+    for folder in (one, two, three):
+        os.utime(folder.parent / ".lock", (1, 1))
+    client.open_run("another")
+    assert not one.exists() and not two.exists() and three.exists(), in_use
+
+
+def test_a_run_that_was_let_go_and_is_used_again_stays(host: FarHost) -> None:
+    client = host.client()
+    handle, folder = client.open_run("id")
+    host.files.let_go([handle])
+    client.list_files(handle)
+    os.utime(folder.parent / ".lock", (1, 1))
+    client.open_run("another")
+    assert folder.exists()
+
+
 def test_a_disk_that_is_too_small_here_says_so_before_anything_is_asked_for(
     host: FarHost, here: Below, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_the_flags_say_what_the_section_says() -> None:
     assert host_settings("here") == {"workers": [], "start": "running", "on": {}}
     assert host_settings("", ["trainer=b"]) == {"on": {"trainer": ["b"]}}
     assert host_settings("") == {}
+    assert host_settings("a, b", ["trainer=a, b"]) == host_settings("a,b", ["trainer=a,b"])
     with pytest.raises(ValueError, match="EXECUTOR=HOST,HOST"):
         host_settings("a", ["trainer"])
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 import stat
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,8 @@ from llamarl.errors import ConfigError
 from llamarl.runtime.config import Worker, parse_ports, parse_worker, parse_workers
 from llamarl.runtime.hosts.addresses import own_address
 from llamarl.runtime.hosts.clock import Ping, best_offset
+from llamarl.runtime.hosts.connection import WorkerKey, ask
+from llamarl.runtime.hosts.hosted_rank import HostedRank
 from llamarl.runtime.hosts.inventory import Inventory, interface_of, take_inventory
 from llamarl.runtime.hosts.keys import parse_key, take_key
 from llamarl.runtime.hosts.wire import Word, message, read_message, unpack
@@ -76,6 +82,16 @@ def test_a_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
         take_key(path)
 
 
+def test_workers_that_begin_at_once_in_one_home_take_the_same_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = take_key(tmp_path / "worker.key")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "exists", lambda _: False)  # as seen before the other had written its own
+        assert take_key(tmp_path / "worker.key") == (first, False)
+    assert [path.name for path in tmp_path.iterdir()] == ["worker.key"]
+
+
 def test_a_wrong_key_is_refused_without_repeating_it() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_key("secret")
@@ -103,6 +119,54 @@ def test_a_message_too_long_or_of_no_kind_is_refused() -> None:
         asyncio.run(read(huge))
     with pytest.raises(ValueError, match="99 is not a valid Word"):
         asyncio.run(read(bytes([99]) + message(Word.PING)[1:]))
+
+
+def test_a_job_ends_at_once_though_nobody_takes_what_its_rank_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_label: str, _environment: object, stdout: int, stderr: int) -> tuple[socket.socket, object]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            return ours, subprocess.Popen(["yes"], stdin=theirs.fileno(), stdout=stdout, stderr=stderr)
+
+    monkeypatch.setattr("llamarl.runtime.hosts.hosted_rank.start_rank", start)
+
+    async def job() -> float:
+        said = asyncio.Event()
+        spoken = 0
+
+        def send(data: bytes) -> None:
+            nonlocal spoken
+            spoken += len(data)
+            if spoken > 1 << 18:
+                said.set()
+
+        rank = HostedRank(1, "talker", {}, send)
+        await asyncio.wait_for(said.wait(), 10.0)
+        began_s = time.monotonic()
+        rank.kill(at_once=True)
+        rank.wait_for_nobody()
+        await asyncio.wait_for(rank.over, 10.0)
+        return time.monotonic() - began_s
+
+    assert asyncio.run(job()) < 3.0
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed ('10.0.0.2', 22222)"), "Connection refused"),
+        (asyncio.IncompleteReadError(b"", 13), "it hung up"),
+        (OSError(errno.ENETUNREACH, "Network is unreachable"), "Network is unreachable"),
+    ],
+)
+def test_why_no_worker_answers_is_said_in_the_systems_words(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(_address: str, _port: int) -> socket.socket:
+        raise error
+
+    monkeypatch.setattr("llamarl.runtime.hosts.connection._connect", refuse)
+    with pytest.raises(ConfigError, match=rf"host b: no worker at \[fd00::2\]:7: {words}$"):
+        ask([Worker("b", "fd00::2", 7)], WorkerKey(b"k" * 32))
 
 
 def test_times_of_a_host_are_read_on_the_controllers_clock() -> None:

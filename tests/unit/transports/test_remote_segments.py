@@ -274,6 +274,18 @@ def test_server_listens_on_its_own_address_and_in_the_port_range() -> None:
         server.close()
 
 
+def test_port_of_a_server_that_hung_up_on_its_readers_is_free_for_the_next() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first = SegmentServer(place("a", ports=(port, port)))
+    with dial(first) as reader:
+        first.close()
+        assert reader.recv(1) == b"", "the end that hangs up first waits in the kernel, on its port"
+    second = SegmentServer(place("a", ports=(port, port)))
+    assert second.endpoint[1] == port
+    second.close()
+
+
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[TlsFiles, TlsFiles]:
     """(Signed by the job's authority, by another one.)"""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import os
 import socket
 import ssl
 import time
@@ -77,15 +78,18 @@ class HostConnection:
         Raises:
             HostLost: Nobody answers, or in time, or not one who holds the key. The message names the host.
         """
-        name, at = self.worker.name, f"{self.worker.address}:{self.worker.port}"
+        name, address = self.worker.name, self.worker.address
+        at = f"[{address}]:{self.worker.port}" if ":" in address else f"{address}:{self.worker.port}"
+        limit_s = _DIAL_S
         try:
-            async with asyncio.timeout(_DIAL_S):
+            async with asyncio.timeout(limit_s):
                 connection = await _connect(self.worker.address, self.worker.port)
                 self._socket = connection
                 watch_over(connection, self._key.silence_s)
                 reader, self._writer = await prove(connection, self._key.key, self._key.tls)
             self._writer.write(message(Word.HELLO, content={"silence_s": self._key.silence_s}))
-            async with asyncio.timeout(_INVENTORY_S):
+            limit_s = _INVENTORY_S
+            async with asyncio.timeout(limit_s):
                 word, _, data = await read_message(reader)
             if word != Word.HELLO:
                 raise ValueError(f"expected its inventory, got {word.name}")
@@ -100,8 +104,8 @@ class HostConnection:
             ) from error
         except TimeoutError as error:
             self.close()
-            raise HostLost(f"host {name}: nothing answers at {at} within {_DIAL_S:g} s") from error
-        except (OSError, EOFError, ValueError, TypeError) as error:
+            raise HostLost(f"host {name}: nothing answers at {at} within {limit_s:g} s") from error
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             self.close()
             raise HostLost(f"host {name}: no worker at {at}: {_words(error)}") from error
         self.here = str(self._writer.get_extra_info("sockname")[0])
@@ -205,6 +209,11 @@ async def _connect(address: str, port: int) -> socket.socket:
 
 
 def _words(error: BaseException) -> str:
+    """Why, as the system says it: asyncio words a refused connection as a call that failed."""
+    if isinstance(error, asyncio.IncompleteReadError):
+        return "it hung up"
+    if isinstance(error, ConnectionError) and error.errno:
+        return os.strerror(error.errno)
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
 
 

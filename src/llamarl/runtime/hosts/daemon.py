@@ -84,7 +84,8 @@ async def serve_host(
         except (OSError, EOFError) as error:  # the controller dials again if it is still there
             say(f"a connection for files broke: {error or type(error).__name__}")
             if not isinstance(error, EOFError | ConnectionResetError):
-                return  # nobody knows what became of it
+                kept.let_go(used)  # nobody knows what became of it
+                return
         writer.close()
         hung_up_s = time.monotonic()
         await asyncio.sleep(_DIALS_AGAIN_S)
@@ -94,6 +95,8 @@ async def serve_host(
     await until.wait()
     keeping.cancel()
     listener.close()
+    for job in jobs:
+        job.hang_up()
     await asyncio.gather(*(job.end() for job in list(jobs)))
     if forget:
         await asyncio.to_thread(kept.forget_those_left)
@@ -147,17 +150,23 @@ class Job:
             why = f"its connection broke: {error.strerror or error}"
         except (ValueError, KeyError, TypeError) as error:
             why = f"it does not keep to the protocol: {error}"
-        if watching is not None:
-            watching.cancel()
-        began = len(self._ranks)
-        await self.end()
+        finally:  # also where this daemon has failed: nobody else ends these ranks
+            if watching is not None:
+                watching.cancel()
+            began = len(self._ranks)
+            await self.end()
         if began:
             self._say(f"controller {self._peer}: {why}; {plural(began, 'process')} of it ended")
+
+    def hang_up(self) -> None:
+        """Before the end of this daemon: the controller is to hear of that, not of ranks that somebody has killed."""
+        self._writer.close()
 
     async def end(self) -> None:
         """Kill every rank and all that they started; return when they are gone."""
         for rank in self._ranks.values():
             rank.kill(at_once=False)
+            rank.wait_for_nobody()
         for at_once in (True, False):
             if over := [rank.over for rank in self._ranks.values() if not rank.over.done()]:
                 await asyncio.wait(over, timeout=_KILL_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from llamarl.runtime.child_process import gone, start_rank
@@ -61,6 +62,12 @@ class HostedRank:
         """The controller has handed on so much of the output."""
         self._ahead[word] -= nbytes
         self._taking[word].set()
+
+    def wait_for_nobody(self) -> None:
+        """The controller takes no output any more: what is still said is read and handed on at once, or to nobody."""
+        for word, taking in self._taking.items():
+            self._ahead[word] = -sys.maxsize
+            taking.set()
 
     def kill(self, *, at_once: bool) -> None:
         """End the process, by its guard or without asking it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 from llamarl.errors import ConfigError
@@ -28,10 +29,17 @@ def take_key(path: Path) -> tuple[bytes, bool]:
     if path.exists():
         return read_key(path), False
     key = new_key()
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(key.hex() + "\n")
+        try:
+            os.link(new, path)  # whole, and never over another: workers of several hosts may begin at once in one home
+        finally:
+            new.unlink()
+    except FileExistsError:
+        return read_key(path), False
     except OSError as error:
         raise ConfigError(f"{path}: cannot write a new key there: {error.strerror}") from error
     return key, True
