@@ -8,7 +8,7 @@ WORKERS ?= 2
 ENVIRONMENTS_VENV ?= .venv-environments
 VERIFIERS_VENV ?= .venv-verifiers
 
-.PHONY: train test test-wheel test-browser test-vllm test-environments test-verifiers test-hosts test-slurm check install clean
+.PHONY: train test test-long test-wheel test-browser test-vllm test-environments test-verifiers test-hosts test-slurm check install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
@@ -17,6 +17,9 @@ test: install  ## the whole CPU suite
 	$(BIN)/python -m pytest tests/unit -n $(WORKERS) --dist worksteal
 	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/browser -n $(WORKERS) --dist loadfile  # whole runs: a file at a time
 	$(BIN)/python -m pytest tests/browser  # apart: a browser's driver leaves an event loop in its process
+
+test-long: install  ## more cases of what the suite shows by one: every page, example, moment of a kill, the wheel
+	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist loadfile
 
 test-wheel:  ## the built wheel in an environment of its own, in an empty folder
 	$(PYTHON) scripts/try_wheel.py

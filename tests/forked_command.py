@@ -18,7 +18,7 @@ from pathlib import Path
 from llamarl.runtime.determinism import environment
 from llamarl.runtime.fork_here import read_on_import
 
-__all__ = ["ENVIRONMENT", "run_llamarl"]
+__all__ = ["ENVIRONMENT", "Started", "run_llamarl"]
 
 ENVIRONMENT = read_on_import(environment(1))
 
@@ -43,30 +43,80 @@ def run_llamarl(
     Raises:
         subprocess.TimeoutExpired: It took longer; it is killed, and its ranks with it.
     """
-    _CONTEXT.set_forkserver_preload(_PRELOADED)
-    with tempfile.TemporaryDirectory(prefix="forked-command-") as name:
-        folder = Path(name)
-        (folder / "in").write_text(stdin or "")
-        child = _CONTEXT.Process(
-            target=_main, args=(folder, list(words), str(cwd or Path.cwd()), {**os.environ, **ENVIRONMENT})
-        )
-        child.start()
-        try:
-            child.join(limit_s)
-            if child.exitcode is None:
-                raise subprocess.TimeoutExpired(["llamarl", *words], limit_s, (folder / "out").read_bytes())
-        finally:
-            child.kill()
-            child.join()
-        out, err = ((folder / stream).read_text(errors="replace") for stream in ("out", "err"))
-        return subprocess.CompletedProcess(["llamarl", *words], child.exitcode, out, err)
+    started = Started(words, cwd=cwd, stdin=stdin)
+    try:
+        code = started.wait(limit_s)
+    finally:
+        started.kill()
+    return subprocess.CompletedProcess(["llamarl", *words], code, started.out, started.err)
 
 
-def _main(folder: Path, words: list[str], cwd: str, environment: dict[str, str]) -> None:
+class Started:
+    """One command under way; like ``subprocess.Popen`` as far as tests look.
+
+    Args:
+        together: What it says on stderr goes where stdout does.
+    """
+
+    def __init__(
+        self, words: Sequence[str], *, cwd: Path | None = None, stdin: str | None = None, together: bool = False
+    ) -> None:
+        _CONTEXT.set_forkserver_preload(_PRELOADED)
+        self.args = ["llamarl", *words]
+        self._keeping = tempfile.TemporaryDirectory(prefix="forked-command-")
+        self._folder = Path(self._keeping.name)
+        (self._folder / "in").write_text(stdin or "")
+        given = (self._folder, list(words), str(cwd or Path.cwd()), {**os.environ, **ENVIRONMENT}, together)
+        self._child = _CONTEXT.Process(target=_main, args=given)
+        self._child.start()
+        assert self._child.pid is not None
+        self.pid = self._child.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.exitcode
+
+    def poll(self) -> int | None:
+        return self._child.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._child.join(timeout)
+        if self._child.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0, self.out)
+        return self._child.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        return self.out, self.err
+
+    def send_signal(self, number: int) -> None:
+        if self._child.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.join()
+
+    @property
+    def out(self) -> str:
+        return self._said("out")
+
+    @property
+    def err(self) -> str:
+        return self._said("err")
+
+    def _said(self, stream: str) -> str:
+        file = self._folder / stream
+        return file.read_text(errors="replace") if file.exists() else ""
+
+
+def _main(folder: Path, words: list[str], cwd: str, environment: dict[str, str], together: bool) -> None:
     for fd, name in enumerate(("in", "out", "err")):
         file = os.open(folder / name, os.O_RDWR | os.O_CREAT | (os.O_APPEND if fd else 0), 0o600)
         os.dup2(file, fd)
         os.close(file)
+    if together:
+        os.dup2(1, 2)
     sys.stdin, sys.stdout, sys.stderr = (
         open(0, closefd=False),
         open(1, "w", encoding="utf-8", closefd=False),

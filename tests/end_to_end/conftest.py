@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_command import run_llamarl
+from forked_command import Started, run_llamarl
 
 from llamarl.observability.keys import KEYS
 
@@ -51,26 +49,9 @@ class CommandLine:
     ) -> subprocess.CompletedProcess[str]:
         return run_llamarl(words, limit_s=limit_s, stdin=stdin)
 
-    def start(self, run_dir: Path, settings: dict[str, Any] | None = None, *flags: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "llamarl.cli.main",
-                "train",
-                str(RECIPE),
-                *flags,
-                *arguments(run_dir, settings or {}),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=_environment(),
-        )
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])}
+    def start(self, run_dir: Path, settings: dict[str, Any] | None = None, *flags: str) -> Started:
+        """A run under way; what it says on either stream is its ``out``."""
+        return Started(["train", str(RECIPE), *flags, *arguments(run_dir, settings or {})], together=True)
 
 
 @pytest.fixture(scope="session")

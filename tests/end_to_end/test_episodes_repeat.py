@@ -73,7 +73,10 @@ def test_episodes_span_weights_and_keep_what_each_turn_was_worth(never_killed: P
 
 @pytest.mark.parametrize(
     "kill",
-    [Kill(target="controller", rows=2, delay_s=0.1), Kill(target="generator", rows=4, delay_s=0.05)],
+    [
+        Kill(target="controller", rows=2, delay_s=0.1),
+        pytest.param(Kill(target="generator", rows=4, delay_s=0.05), marks=pytest.mark.long),
+    ],
     ids=lambda kill: kill.target,
 )
 def test_a_run_killed_inside_its_episodes_resumes_bit_for_bit(tmp_path: Path, never_killed: Path, kill: Kill) -> None:

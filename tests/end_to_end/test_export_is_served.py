@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lora, adapter exported": ADAPTER_ALONE,
     "lora, adapter exported, bfloat16": {**ADAPTER_ALONE, "generator.engine.dtype": '"bfloat16"'},
 }  # fmt: skip
+IN_SHORT = frozenset({"float32", "int8", "lora, adapter handed over to bfloat16"})
 FLOAT32_BASE = frozenset({"lora, adapter handed over to bfloat16", "lora, adapter exported, bfloat16"})
 """Here rounding the base before or after the adapter is added makes a difference."""
 
@@ -67,7 +68,9 @@ def tokens(groups: list[Group]) -> Sampled:
     return [(response.tokens.tolist(), response.behavior_logprobs.tolist()) for response in responses]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in IN_SHORT else pytest.param(case, marks=pytest.mark.long) for case in CASES]
+)
 def test_evaluating_a_run_repeats_its_own_last_evaluation_to_the_token(
     case: str,
     bfloat16_tiny: Path,

@@ -170,6 +170,7 @@ def test_a_state_that_was_altered_or_removed_is_refused_by_name(
     assert found.name in done.stderr and ("is missing" in done.stderr or "was altered" in done.stderr)
 
 
+@pytest.mark.long
 def test_what_hosts_decided_on_the_latest_weights_is_repeated_on_one_machine(
     llamarl: CommandLine, folder: Path, apart: list[LoopbackHost]
 ) -> None:
@@ -184,6 +185,7 @@ def test_what_hosts_decided_on_the_latest_weights_is_repeated_on_one_machine(
     assert_same_run(again, run_dir)
 
 
+@pytest.mark.long
 def test_hosts_that_see_the_folder_use_it(llamarl: CommandLine, folder: Path, one_machine: Path) -> None:
     run_dir = folder / "shared"
     with hosts_apart(folder, []) as hosts:
@@ -195,6 +197,7 @@ def test_hosts_that_see_the_folder_use_it(llamarl: CommandLine, folder: Path, on
     assert not [path.name for path in run_dir.iterdir() if path.name.startswith(".shared")]
 
 
+@pytest.mark.long
 def test_parallel_ranks_on_hosts_that_share_nothing_write_one_checkpoint_between_them(
     llamarl: CommandLine, folder: Path, apart: list[LoopbackHost]
 ) -> None:

@@ -37,15 +37,18 @@ def total(table: list[dict[str, Any]], key: str) -> int:
     "more",
     [
         {},
-        {
-            "trainer.fsdp": 2,
-            "trainer.epochs": 2,
-            "trainer.minibatches": 2,
-            "run.cores": 4,
-            "dynamic_sampling.enabled": "true",
-            "dynamic_sampling.carry_ticks": 1,
-            "trainer.selection.pairs": 1,
-        },
+        pytest.param(
+            {
+                "trainer.fsdp": 2,
+                "trainer.epochs": 2,
+                "trainer.minibatches": 2,
+                "run.cores": 4,
+                "dynamic_sampling.enabled": "true",
+                "dynamic_sampling.carry_ticks": 1,
+                "trainer.selection.pairs": 1,
+            },
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["two replicas", "two trainer ranks and passes, dynamic sampling, a pair of each group"],
 )

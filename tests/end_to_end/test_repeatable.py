@@ -67,7 +67,9 @@ def never_killed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory)
     return run_dir
 
 
-@pytest.mark.parametrize("rows_written", [0, 3, 6])
+@pytest.mark.parametrize(
+    "rows_written", [pytest.param(0, marks=pytest.mark.long), 3, pytest.param(6, marks=pytest.mark.long)]
+)
 def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     llamarl: CommandLine, tmp_path: Path, never_killed: Path, rows_written: int
 ) -> None:

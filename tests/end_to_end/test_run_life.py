@@ -6,11 +6,13 @@ import json
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CommandLine, rows, wait_until
+from conftest import RECIPE, CommandLine, arguments, rows, wait_until
 
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import key_effects
@@ -115,6 +117,7 @@ def test_every_key_that_is_said_to_change_no_bit_is_changed_by_a_test() -> None:
     assert free == OTHER_VALUES.keys() | ELSEWHERE.keys()
 
 
+@pytest.mark.long
 def test_all_free_keys_at_once_change_no_bit(llamarl: CommandLine, tmp_path: Path) -> None:
     common = {"run.num_ticks": 2, "run.runtime": '"inline"', "schedule.max_staleness": 0}
     threads = {
@@ -199,7 +202,9 @@ def test_a_run_whose_folder_is_moved_ends_with_the_cause_and_goes_on_from_where_
 def test_a_run_goes_on_without_its_console(llamarl: CommandLine, tmp_path: Path) -> None:
     """``llamarl train | head -1``."""
     run_dir = tmp_path / "run"
-    process = llamarl.start(run_dir, INLINE | {"run.num_ticks": 2, "observability.console_every": 1})
+    words = arguments(run_dir, INLINE | {"run.num_ticks": 2, "observability.console_every": 1})
+    command = [sys.executable, "-m", "llamarl.cli.main", "train", str(RECIPE), *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()

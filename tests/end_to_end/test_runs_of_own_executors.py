@@ -4,14 +4,12 @@ resumed, or killed and resumed, gives the bits of one that was not."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import REPOSITORY, wait_until
-from forked_command import run_llamarl
+from forked_command import Started, run_llamarl
 from safetensors.torch import load_file
 
 from llamarl.checkpoint.storage import CheckpointStore
@@ -46,7 +44,11 @@ def assert_equal_runs(whole: Path, other: Path, num_ticks: int) -> None:
         assert tensor.equal(load_file(other / "model" / "model.safetensors")[name]), name
 
 
-@pytest.mark.parametrize("example", ["filter", "second_reward", "judge_model", "two_generators", "two_that_follow"])
+@pytest.mark.parametrize(
+    "example",
+    ["filter", "two_generators"]
+    + [pytest.param(name, marks=pytest.mark.long) for name in ("second_reward", "judge_model", "two_that_follow")],
+)
 def test_an_example_runs_and_resumes_like_the_standard_job(example: str, tmp_path: Path) -> None:
     recipe, settings = f"examples/executors/{example}.toml", SMALL
     if example == "two_that_follow":  # the second generator takes the trainer's weights, at its own temperature
@@ -106,13 +108,14 @@ def test_two_generators_sample_prompts_of_their_own_and_say_who_sampled(tmp_path
     assert others == {0, 1, 2} and len(of_teacher) == 2 and not of_teacher & others
 
 
+@pytest.mark.long
 def test_two_generators_that_are_killed_go_on_to_the_same_bits(tmp_path: Path) -> None:
     recipe = "examples/executors/two_generators.toml"
     settings = SMALL | {"run.num_ticks": 400, "run.runtime": "local", "checkpoint.every": 1, "checkpoint.keep": 0}
     words = [
         word for key, value in (settings | {"run.dir": tmp_path / "cut"}).items() for word in (f"--{key}", str(value))
     ]
-    process = subprocess.Popen([sys.executable, "-m", "llamarl.cli.main", "train", recipe, *words], cwd=REPOSITORY)
+    process = Started(["train", recipe, *words], cwd=REPOSITORY)
     try:
         checkpoints = tmp_path / "cut" / "checkpoints"
         wait_until(lambda: any(checkpoints.glob("tick_??????")), limit_s=180, what="a checkpoint")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, wait_until
-from forked_command import run_llamarl
+from forked_command import Started, run_llamarl
 from safetensors.torch import load_file
 
 from llamarl.checkpoint.storage import CheckpointStore
@@ -45,11 +45,11 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(*words: str, **changes: Any) -> list[str]:
     settings = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-    return [sys.executable, "-m", "llamarl.cli.main", "train", *words, *settings]
+    return ["train", *words, *settings]
 
 
 def attempt(*words: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    return run_llamarl(command(*words, **changes)[3:], cwd=REPOSITORY, limit_s=280)
+    return run_llamarl(command(*words, **changes), cwd=REPOSITORY, limit_s=280)
 
 
 def train(*words: str, **changes: Any) -> None:
@@ -84,10 +84,11 @@ def test_a_run_with_a_trained_classifier_is_the_same_in_processes_and_resumed(cl
     assert first["reward"] == pytest.approx(parts["task"] + 0.1 * parts["adds_up"])
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_goes_on_to_the_same_bits(classifier: Path, tmp_path: Path) -> None:
     settings = SMALL | {"reward_model.path": classifier}
     long = {"run.num_ticks": 400, "run.runtime": "local", "checkpoint.every": 1, "checkpoint.keep": 0}
-    process = subprocess.Popen(command(RECIPE, **{**settings, **long, "run.dir": tmp_path / "cut"}), cwd=REPOSITORY)
+    process = Started(command(RECIPE, **{**settings, **long, "run.dir": tmp_path / "cut"}), cwd=REPOSITORY)
     checkpoints = tmp_path / "cut" / "checkpoints"
     try:
         wait_until(lambda: any(checkpoints.glob("tick_??????")), limit_s=180, what="a checkpoint")
@@ -151,6 +152,7 @@ OF_ENGINE = {
 }
 
 
+@pytest.mark.long
 def test_a_run_with_a_judge_on_an_engine_is_the_same_in_processes_and_resumed(classifier: Path, tmp_path: Path) -> None:
     settings = SMALL | OF_ENGINE | {"reward_model.path": classifier, "reward.max_failed_fraction": 1.0}
     train(RECIPE, **settings, **{"run.dir": tmp_path / "whole"})

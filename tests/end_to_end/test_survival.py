@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import CommandLine, rows, wait_until
+from forked_command import Started
 
 from llamarl.checkpoint.snapshot import MANIFEST
 from llamarl.observability.keys import is_timing_key
@@ -42,7 +42,7 @@ def checkpoints(run_dir: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run_dir)): path.read_bytes() for path in files}
 
 
-def kill(run: subprocess.Popen[str], *executors: str, number: int = signal.SIGKILL) -> None:
+def kill(run: Started, *executors: str, number: int = signal.SIGKILL) -> None:
     up: dict[str, int] = {}
     wait_until(
         lambda: bool(up.update(ranks(run.pid)) or all(name in up for name in executors)),
@@ -79,7 +79,7 @@ def test_generator_reward_and_evaluator_die_at_several_moments_and_every_byte_is
     assert set(restarts) >= {"recovery/generator_restarts", "recovery/reward_restarts"}
 
 
-CRITIC = {**SETTINGS, "algorithm.advantage": '"gae"', "run.num_ticks": 7, "checkpoint.every": 3}
+CRITIC = {**SETTINGS, "algorithm.advantage": '"gae"', "run.num_ticks": 9, "checkpoint.every": 3}
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +100,13 @@ def test_trainer_and_critic_that_die_or_hang_repeat_their_ticks_alone_and_every_
     wait_for_rows(run, run_dir, 4)
     kill(run, "critic", number=signal.SIGSTOP)
     wait_for_rows(run, run_dir, 6)
-    kill(run, "trainer", "critic")
+    kill(run, "trainer", "critic")  # neither has done its last tick: the critic is two ahead of the rows at most
     said, _ = run.communicate(timeout=240)
     assert run.returncode == 0, said
     assert said.count("brought up again") == 4, said
     assert re.search(r"'trainer' rank 0 died .*, ticks 0 to \d done again", said), said
     assert re.search(r"'critic' rank 0 died .*: it was stopped \(SIGSTOP\), and gave no answer within 15 s", said), said
-    assert re.search(r"'critic' rank 0 died .*SIGKILL.*, ticks? [35] (to \d )?done again", said), said
+    assert re.search(r"'critic' rank 0 died .*SIGKILL.*, ticks? \d (to \d )?done again", said), said
     assert what_counts(run_dir) == what_counts(undisturbed_with_critic)
     assert checkpoints(run_dir) == checkpoints(undisturbed_with_critic)
 
@@ -138,7 +138,7 @@ def rollouts(run_dir: Path) -> list[tuple[str, int, int]]:
     return [(path.name, path.stat().st_ino, path.stat().st_mtime_ns) for path in files]
 
 
-def wait_for_rows(run: subprocess.Popen[str], run_dir: Path, number: int) -> None:
+def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:
     file = run_dir / "metrics.jsonl"
 
     def there() -> bool:

@@ -20,6 +20,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 SOURCE = DOCS.parent / "src"
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if any(block.mark for block in blocks_of(page))]
 
+FIRST_PAGES = {"quick_start", "your_own_task", "when_it_stops", "turns"}
+
 _SCRIPT = """\
 import os, runpy, shlex, sys
 import llamarl
@@ -37,7 +39,10 @@ def test_the_pages_that_are_run_are_those_that_a_user_begins_with() -> None:
     assert {page.stem for page in PAGES} >= {"quick_start", "your_own_task", "when_it_stops"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, id=p.stem, marks=() if p.stem in FIRST_PAGES else pytest.mark.long) for p in PAGES],
+)
 def test_every_marked_block_of_the_page_does_what_the_page_says(page: Path, tmp_path: Path) -> None:
     environment = _environment(tmp_path / "bin")
     small = small_settings(page)

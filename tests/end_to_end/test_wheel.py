@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_an_installed_wheel_trains_in_an_empty_folder() -> None:
     pytest.importorskip("setuptools")
     site = sysconfig.get_paths()["purelib"]
