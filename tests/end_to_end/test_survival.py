@@ -79,7 +79,7 @@ def test_generator_reward_and_evaluator_die_at_several_moments_and_every_byte_is
     assert set(restarts) >= {"recovery/generator_restarts", "recovery/reward_restarts"}
 
 
-CRITIC = {**SETTINGS, "algorithm.advantage": '"gae"', "run.num_ticks": 9, "checkpoint.every": 3}
+CRITIC = {**SETTINGS, "algorithm.advantage": '"gae"', "run.num_ticks": 11, "checkpoint.every": 3}
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +99,8 @@ def test_trainer_and_critic_that_die_or_hang_repeat_their_ticks_alone_and_every_
     kill(run, "trainer")  # there is no checkpoint yet
     wait_for_rows(run, run_dir, 4)
     kill(run, "critic", number=signal.SIGSTOP)
-    wait_for_rows(run, run_dir, 6)
-    kill(run, "trainer", "critic")  # neither has done its last tick: the critic is two ahead of the rows at most
+    wait_for_rows(run, run_dir, 7)  # two more than the critic may have been ahead: it has been brought up again
+    kill(run, "trainer", "critic")  # neither has done its last tick
     said, _ = run.communicate(timeout=240)
     assert run.returncode == 0, said
     assert said.count("brought up again") == 4, said
