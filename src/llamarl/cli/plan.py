@@ -126,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.planner.runnable import why_not_run
     from llamarl.planner.search import recommend
 
+    if args.recipe:
+        _refuse_to_replace(args.recipe)
     config, question = _read_source(args)
     model_path = args.model or (question.model if question else None) or _model_source(args)
     if model_path is None:
@@ -395,7 +397,7 @@ def _write_recipe(
     if settings["schedule"]["colocated"] and "weights" in (config or {}).get("schedule", {}):
         settings["schedule"]["weights"] = "exact"  # in turns no version arrives inside a tick
     header = (
-        f"Written by llamarl plan: {system_title(plan)}, {plan.devices} x {hardware.device.title}.\n"
+        f"{_OURS}{system_title(plan)}, {plan.devices} x {hardware.device.title}.\n"
         f"Forecast: {plan.step_s:.4g} s a step (generator {plan.generator.time_s:.4g} s, trainer "
         f"{plan.trainer.time.total_s:.4g} s)."
     )
@@ -404,6 +406,27 @@ def _write_recipe(
     if folder is None:
         header += f"\n{_NEEDS_FOLDER.format(shape=model_path)}"
     _write(path, config or {}, settings, header)
+
+
+_OURS = "Written by llamarl plan: "
+"""Begins every recipe of a plan."""
+
+
+def _refuse_to_replace(path: Path) -> None:
+    """Other verbs read --recipe: nobody's own recipe goes because this one writes it.
+
+    Raises:
+        PlanError: The file is there, and no plan has written it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not there; or writing it says why not
+        return
+    if text.strip() and not text.startswith(f"# {_OURS}"):
+        raise PlanError(
+            f"--recipe {path}: is there already, and no plan has written it; plan reads a recipe without the flag "
+            f"(llamarl plan {path}), and --recipe names the file that it writes: give another"
+        )
 
 
 def _write(path: Path, config: dict[str, Any], settings: dict[str, Any], header: str) -> None:

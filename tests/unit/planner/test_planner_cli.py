@@ -150,6 +150,18 @@ def test_a_lone_device_gets_a_co_located_recipe_that_loads(tmp_path: Path) -> No
     assert config.generator.dp * config.generator.tp == config.trainer.fsdp * config.trainer.tp == 1
 
 
+def test_a_recipe_that_no_plan_has_written_is_not_replaced(tmp_path: Path) -> None:
+    asked = "--model SmolLM2-135M --devices 2 --hardware h100 --prompts 8 --group-size 4 --response-tokens 64"
+    planned, own = tmp_path / "planned.toml", tmp_path / "own.toml"
+    own.write_text("[run]\nnum_ticks = 7\n")
+    with pytest.raises(PlanError, match="own.toml: is there already, and no plan has written it"):
+        plan(f"{asked} --recipe {own}")
+    assert own.read_text() == "[run]\nnum_ticks = 7\n"
+    for devices in (2, 4):
+        assert plan(f"{asked} --devices {devices} --recipe {planned}") == 0
+        assert f"{devices} x" in planned.read_text().splitlines()[0]
+
+
 @pytest.mark.parametrize("device", device_names())
 @pytest.mark.parametrize("devices", [1, 8])
 def test_every_device_gets_a_recipe_that_loads(device: str, devices: int, tmp_path: Path) -> None:
