@@ -17,6 +17,7 @@ from llamarl.runtime.config import Worker, parse_ports, parse_worker, parse_work
 from llamarl.runtime.hosts.addresses import own_address
 from llamarl.runtime.hosts.clock import Ping, best_offset
 from llamarl.runtime.hosts.connection import WorkerKey, ask
+from llamarl.runtime.hosts.daemon import _meeting_port
 from llamarl.runtime.hosts.hosted_rank import HostedRank
 from llamarl.runtime.hosts.inventory import Inventory, interface_of, take_inventory
 from llamarl.runtime.hosts.keys import parse_key, take_key
@@ -90,6 +91,22 @@ def test_workers_that_begin_at_once_in_one_home_take_the_same_key(
         patched.setattr(Path, "exists", lambda _: False)  # as seen before the other had written its own
         assert take_key(tmp_path / "worker.key") == (first, False)
     assert [path.name for path in tmp_path.iterdir()] == ["worker.key"]
+
+
+def test_places_where_ranks_meet_do_not_coincide_nor_with_where_segments_are_offered_first() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        last = taken.getsockname()[1]
+        ports = last - 3, last
+        assert [_meeting_port("127.0.0.1", ports, promised) for promised in ([], [last - 1], [last - 1, last - 2])] == [
+            last - 1,
+            last - 2,
+            last - 3,
+        ]
+        with pytest.raises(OSError, match="in use"):
+            _meeting_port("127.0.0.1", ports, range(last - 3, last))
+        with pytest.raises(OSError, match="to meet on all"):
+            _meeting_port("127.0.0.1", ports, range(last - 3, last + 1))
+    assert _meeting_port("127.0.0.1", (0, 0), []) > 0
 
 
 def test_a_wrong_key_is_refused_without_repeating_it() -> None:

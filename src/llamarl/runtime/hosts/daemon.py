@@ -17,7 +17,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from llamarl.files.host_files import HostFiles, default_base
@@ -66,10 +66,11 @@ async def serve_host(
         forget: At the end keep nothing for runs: their controller ends with this daemon.
     """
     jobs: set[Job] = set()
+    promised: set[int] = set()
     kept = files or HostFiles(default_base())
 
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        job = Job(reader, writer, ports=ports, space=space, tls_files=tls_files, say=say)
+        job = Job(reader, writer, ports=ports, space=space, tls_files=tls_files, say=say, promised=promised)
         jobs.add(job)
         try:
             await job.serve()
@@ -103,7 +104,11 @@ async def serve_host(
 
 
 class Job:
-    """The ranks of one controller on this host, for as long as its connection lasts."""
+    """The ranks of one controller on this host, for as long as its connection lasts.
+
+    Args:
+        promised: Ports of meeting places on this host, of all jobs: a rank listens there only once it has started.
+    """
 
     def __init__(
         self,
@@ -114,7 +119,9 @@ class Job:
         space: str,
         tls_files: TlsFiles | None,
         say: Callable[[str], None],
+        promised: set[int],
     ) -> None:
+        self._promised, self._own_promises = promised, set[int]()
         self._reader, self._writer = reader, writer
         self._ports, self._space, self._tls_files, self._say = ports, space, tls_files, say
         self._ranks: dict[int, HostedRank] = {}
@@ -173,6 +180,7 @@ class Job:
             for rank in self._ranks.values():
                 if at_once and not rank.over.done():
                     rank.kill(at_once=True)
+        self._promised -= self._own_promises
         self._stores.close()
         self._writer.close()
 
@@ -227,9 +235,28 @@ class Job:
         if not asked["apart"]:
             return {"place": self._stores.new(str(asked["name"]))}
         try:
-            with listen(self._address, self._ports) as tried:
-                port = tried.getsockname()[1]
+            port = _meeting_port(self._address, self._ports, self._promised)
         except OSError as error:
             return {"why_not": f"no port of {self._ports[0]}-{self._ports[1]} is free on {self._address}: {error}"}
+        self._promised.add(port)
+        self._own_promises.add(port)
         host = f"[{self._address}]" if ":" in self._address else self._address
         return {"place": f"tcp://{host}:{port}"}
+
+
+def _meeting_port(address: str, ports: tuple[int, int], promised: Collection[int]) -> int:
+    """A free port on which nobody is to listen yet. From the upper end of a range: segment servers begin at the lower one.
+
+    Raises:
+        OSError: None is free.
+    """
+    trouble: OSError | None = None
+    for port in range(ports[1], ports[0] - 1, -1):
+        if port in promised:
+            continue
+        try:
+            with listen(address, (port, port)) as tried:
+                return int(tried.getsockname()[1])
+        except OSError as error:
+            trouble = error
+    raise trouble or OSError("ranks are to meet on all of them")
