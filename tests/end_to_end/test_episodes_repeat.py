@@ -86,6 +86,7 @@ def test_a_run_killed_inside_its_episodes_resumes_bit_for_bit(tmp_path: Path, ne
     assert not outcome.differences
 
 
+@pytest.mark.long
 def test_a_run_whose_environments_are_killed_goes_on_to_the_same_bits(
     llamarl: CommandLine, tmp_path: Path, never_killed: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_replies_that_joined_on_arrival_are_repeated_from_the_log(llamarl: Comma
     assert (again / "events.jsonl").read_bytes() == (run / "events.jsonl").read_bytes()
 
 
+@pytest.mark.long
 def test_tasks_with_and_without_environments_are_trained_on_together(llamarl: CommandLine, tmp_path: Path) -> None:
     recipe = tmp_path / "mixed.toml"
     recipe.write_text(

@@ -74,6 +74,7 @@ def test_a_torn_log_is_refused_by_name(
     assert not (tmp_path / "torn").exists()
 
 
+@pytest.mark.long
 def test_a_version_may_be_gone_when_the_next_tick_starts_with_a_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -241,6 +241,7 @@ def test_a_fork_learns_otherwise_from_the_same_state_and_leaves_its_source_alone
     assert replayed.returncode == 2 and "cannot be repeated from tick 0" in replayed.stderr
 
 
+@pytest.mark.long
 def test_a_torn_or_missing_model_is_written_again_from_the_last_checkpoint(
     llamarl: CommandLine, tmp_path: Path
 ) -> None:

@@ -46,8 +46,11 @@ def assert_equal_runs(whole: Path, other: Path, num_ticks: int) -> None:
 
 @pytest.mark.parametrize(
     "example",
-    ["filter", "two_generators"]
-    + [pytest.param(name, marks=pytest.mark.long) for name in ("second_reward", "judge_model", "two_that_follow")],
+    ["two_generators"]
+    + [
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("filter", "second_reward", "judge_model", "two_that_follow")
+    ],
 )
 def test_an_example_runs_and_resumes_like_the_standard_job(example: str, tmp_path: Path) -> None:
     recipe, settings = f"examples/executors/{example}.toml", SMALL

@@ -121,6 +121,7 @@ reads = ["rated_twice"]
 """
 
 
+@pytest.mark.long
 def test_two_reward_models_alone_judge_and_their_shares_add_up(classifier: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     train_classifier(other, steps=1, seed=7)

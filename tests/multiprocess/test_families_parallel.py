@@ -42,6 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_compute_what_one_computes(runs: Path, case: str) -> None:
     family, axis = case.split(":")

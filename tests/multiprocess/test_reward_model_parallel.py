@@ -56,6 +56,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_scores_equal_one_process(scored: Path, family: str, sizes: str) -> None:

@@ -306,6 +306,7 @@ def test_the_end_of_the_controller_is_the_end_of_every_process(tmp_path: Path, s
     assert _gone(pids, within_s=STATED_S)
 
 
+@pytest.mark.long
 def test_a_job_that_was_suspended_for_longer_than_its_deadline_goes_on(tmp_path: Path) -> None:
     program = Program(tmp_path, num_ticks=400, step_s=4.0, source={"step_s": 0.02})
     program.wait_for("report sink 200")
