@@ -1,4 +1,4 @@
-"""For all tests: how hypothesis runs, and that no model hub is asked."""
+"""For all tests: how hypothesis runs, that no model hub is asked, and one thread for each of the processes that share the cores."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 
 from hypothesis import settings
 
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # tests run side by side; threads that wait for each other cost more than they give
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks anybody but a server of its own (``hub_server``)
 
 # Examples that write files take more than hypothesis' 200 ms on a busy machine; slow is not wrong.
