@@ -20,6 +20,8 @@ from llamarl.observability.metrics import METRICS_FILE
 __all__ = ["Struck", "StruckRun", "num_rows", "play", "play_struck"]
 
 _POLL_S = 0.01
+_LOOK_S = 0.5
+"""Between two looks at which processes the run has."""
 _LEAVE_S = 10.0
 """After a run's end: how long its processes may take to be gone."""
 _TAIL = 2000
@@ -129,9 +131,12 @@ def _strike_until_end(
 ) -> bool:
     """Until the process has ended; takes from ``ahead`` what has fallen. Whether the controller was struck."""
     reached: dict[int, float] = {}  # rows -> when there were as many
-    struck = False
+    struck, look_s = False, 0.0
     while process.poll() is None:
         now = time.monotonic()
+        if now >= look_s:  # those who come after the last blow are to be gone at the end too
+            seen.update(target.pid for target in targets(process.pid))
+            look_s = now + _LOOK_S
         if now >= until:
             tell("out of time: ended")
             process.kill()
