@@ -93,6 +93,12 @@ class _Fake:
                 os._exit(7)
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "kill once" | "stop once":
+                assert self.context.run_dir is not None
+                done = self.context.run_dir / f"{self.name}-{self.context.rank}-had-trouble"
+                if not done.exists():
+                    done.touch()
+                    os.kill(os.getpid(), signal.SIGKILL if self.config.trouble == "kill once" else signal.SIGSTOP)
             case "hang":
                 time.sleep(1000)
             case "print":

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +19,11 @@ import pytest
 from runtime_fakes import DELAY, HERE, Config, job
 
 from llamarl.checkpoint.snapshot import FileRecord
+from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
+from llamarl.controller.recovery import Recovery
+from llamarl.controller.replacing import Replacing
 from llamarl.errors import ConfigError, DeadlineExceeded, ExecutorFailed
 from llamarl.runtime.base import Order, Report, Runtime
 from llamarl.runtime.make_runtime import make_runtime, probe_processes
@@ -145,6 +150,66 @@ def test_a_killed_process_is_named_with_its_signal(local: Runtime, trouble_tick:
         ExecutorFailed, match=r"'doubler', rank 1 \(pid \d+\).*process was killed by signal 9 \(SIGKILL"
     ):
         run(local, spec)
+
+
+@pytest.fixture
+def restarting() -> Iterator[Runtime]:
+    made = make_runtime("local", channel_factory=str(HERE), restarts=True)
+    yield made
+    made.close()
+
+
+def test_who_dies_while_the_job_is_set_up_begins_once_more(restarting: Runtime, tmp_path: Path) -> None:
+    told: list[str] = []
+    spec = job(num_ranks=2, source=Config("kill once", -1), doubler=Config("kill once", -1, trouble_rank=1))
+    replacing = Replacing(Recovery(max_restarts=2, window_s=60.0), lambda redo: told.append(redo.describe()))
+    recorder = run(restarting, spec, run_dir=tmp_path, replacing=replacing)
+    assert recorder.metric("sink/total") == by_hand(NUM_TICKS, num_ranks=2)
+    cause = r"died \(setup\): its process was killed by signal 9 \(SIGKILL.*; brought up again \(restart 1\)"
+    assert len(told) == 2
+    assert all(
+        any(re.match(f"{who} {cause}", line) for line in told) for who in ("'source' rank 0", "'doubler' rank 1")
+    )
+
+
+def test_who_is_stopped_while_the_job_is_set_up_begins_once_more(restarting: Runtime, tmp_path: Path) -> None:
+    replacing = Replacing(Recovery(max_restarts=1, window_s=60.0))
+    spec = job(doubler=Config("stop once", -1))
+    recorder = run(restarting, spec, run_dir=tmp_path, replacing=replacing, deadlines=DeadlineConfig(setup_s=4.0))
+    assert recorder.metric("sink/total") == by_hand(NUM_TICKS)
+
+
+def test_a_set_up_that_dies_each_time_ends_the_job_with_its_history(restarting: Runtime, tmp_path: Path) -> None:
+    replacing = Replacing(Recovery(max_restarts=8, window_s=60.0))
+    with pytest.raises(ExecutorFailed, match="the same death at the same tick for the third time") as caught:
+        run(restarting, job(doubler=Config("kill", -1)), run_dir=tmp_path, replacing=replacing)
+    assert str(caught.value).count("'doubler' rank 0, setup (next tick 0)") == 3
+
+
+def test_who_dies_between_standing_ready_and_the_others_set_up_begins_once_more(
+    restarting: Runtime, tmp_path: Path
+) -> None:
+    executors, channels = job(source=Config(step_s=3.0))
+    dead: list[str] = []
+
+    def kill_the_sink() -> None:
+        ranks = restarting._ranks.of["sink"]  # type: ignore[attr-defined]
+        while not ranks[0].pid or ranks[0].doing != "between two ticks":
+            time.sleep(0.01)
+        os.kill(ranks[0].pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_the_sink)
+    replacing = Replacing(Recovery(max_restarts=1, window_s=60.0), lambda redo: dead.append(redo.death.doing))
+    started = restarting.start
+
+    def start(*args: Any, **options: Any) -> Any:
+        threading.Timer(0.2, killer.start).start()
+        return started(*args, **options)
+
+    restarting.start = start  # type: ignore[method-assign]
+    run(restarting, (executors, channels), run_dir=tmp_path, replacing=replacing, num_ticks=2)
+    killer.join(10.0)
+    assert dead == ["between two ticks"]
 
 
 def test_a_process_that_ends_by_itself_is_named_with_its_exit_code(local: Runtime) -> None:

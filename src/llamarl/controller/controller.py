@@ -33,6 +33,7 @@ The standard job at tick k, with s = ``schedule.max_staleness``; nobody waits fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -41,7 +42,7 @@ from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.written import writer_name
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.graph import Graph
-from llamarl.controller.marking import Marking
+from llamarl.controller.marking import Marking, before_the_first_tick
 from llamarl.controller.orders import Orders, SavedTicks
 from llamarl.controller.replacing import Replacing
 from llamarl.errors import DeadlineExceeded, RunStopped
@@ -121,7 +122,8 @@ def run_graph(
         RunStopped: An executor asked for the job to stop; everyone has saved the same tick before.
     """
     deadlines = deadlines or DeadlineConfig()
-    ready = runtime.start(
+    start = partial(
+        runtime.start,
         graph.executors,
         graph.channels,
         run_dir=run_dir,
@@ -130,6 +132,13 @@ def run_graph(
         load_from=load_from,
         deadline_s=deadlines.setup_s,
     )
+    restarts = runtime if replacing is not None and isinstance(runtime, Restarts) else None
+    if restarts is None or replacing is None:
+        ready = start()
+    else:
+        ready = replacing.set_up(
+            start, restarts, before_the_first_tick(graph, first_tick, num_ticks), deadlines.setup_s
+        )
     initial = {name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()}
     marking = Marking(graph, first_tick=first_tick, num_ticks=num_ticks, initial_tokens=initial, needs=needs)
     resumed = runtime.resumed() if isinstance(runtime, Restarts) else ()
@@ -137,7 +146,6 @@ def run_graph(
     for report in resumed:
         for observer in observers:
             observer.on_report(report)
-    restarts = runtime if replacing is not None and isinstance(runtime, Restarts) else None
     orders = Orders(runtime, marking, checkpoints)
     saves = _Saves(graph)
     for name, done in marking.done_ticks.items():

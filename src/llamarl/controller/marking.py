@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from llamarl.channels.base import ChannelSpec, Handle
 from llamarl.controller.graph import Graph
 
-__all__ = ["Firing", "Marking"]
+__all__ = ["Firing", "Marking", "before_the_first_tick"]
 
 
 @dataclass(frozen=True)
@@ -199,3 +199,11 @@ class Marking:
                     f"  {name}: at tick {self.done_ticks[name]}, waits for {'; '.join(self._blockers(name)) or 'nothing'}"
                 )
         return "\n".join(lines)
+
+
+def before_the_first_tick(graph: Graph, first_tick: int, num_ticks: int) -> Marking:
+    """The marking of a job that is being set up: nobody is at work, and what will lie on edges has not been made."""
+    none_yet = {
+        channel.name: dict.fromkeys(range(first_tick - channel.delay, first_tick), ()) for channel in graph.channels
+    }
+    return Marking(graph, first_tick=first_tick, num_ticks=num_ticks, initial_tokens=none_yet)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from llamarl.controller.marking import Marking
 from llamarl.controller.recovery import Recovery, Redo
 from llamarl.errors import DeadlineExceeded, ExecutorFailed, LlamaRLError
-from llamarl.runtime.base import Death, Report, Restarts
+from llamarl.runtime.base import Death, ProcessesDied, Report, Restarts, SetupReport
 
 __all__ = ["Replacing"]
 
@@ -30,6 +31,26 @@ class Replacing:
         self._tell = tell
         self._lost: dict[str, tuple[float, float]] = {}
         """Executor whose next report tells of it -> when its lost work began, and when it died; on ``time.monotonic``."""
+
+    def set_up(
+        self, start: Callable[[], Mapping[str, SetupReport]], runtime: Restarts, marking: Marking, deadline_s: float
+    ) -> Mapping[str, SetupReport]:
+        """Start the job; whoever dies meanwhile begins once more, as the others go on.
+
+        Args:
+            start: ``runtime.start``.
+            marking: Of the job before its first tick; it does not move.
+            deadline_s: For all to stand ready, anew after each death.
+
+        Raises:
+            LlamaRLError: As ``start``, or as ``bring_back``.
+        """
+        while True:
+            try:
+                return start()
+            except ProcessesDied as error:
+                self.bring_back(runtime, marking, error, error.deaths, {})
+                start = partial(runtime.stand, deadline_s)
 
     def bring_back(
         self,

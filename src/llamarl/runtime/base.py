@@ -121,6 +121,11 @@ class Restarts(Protocol):
         """After ``start``: what had counted since ``load_from`` when an earlier controller died, in order; the job goes on after it."""
         ...
 
+    def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
+        """What ``start`` returns, after it raised ``ProcessesDied`` and those that died were replaced: the others have gone on.
+        Raises what ``start`` does."""
+        ...
+
     def replaceable(self) -> Mapping[str, int]:
         """Executors that can be brought up again -> the first tick that each then does again: its next one, or an earlier one
         where its state lies in a checkpoint alone and what it has read since is held. Every token that somebody may still read

@@ -77,8 +77,9 @@ class KeptTokens:
         """Executor -> first tick from which on all that is held."""
         self._whole = self._journaled | self._past.keys()
 
-    def begin(self, ready: Mapping[str, SetupReport]) -> Mapping[str, SetupReport]:
-        """Hold what lies on edges at start: the same reports with handles that outlive their processes."""
+    def begin(self, ready: Mapping[str, SetupReport]) -> Mapping[str, SetupReport] | None:
+        """Hold what lies on edges at start: the same reports with handles that outlive their processes. None if one of these has
+        ended already."""
         held = {}
         for name, report in ready.items():
             tokens: dict[str, dict[int, tuple[Handle, ...]]] = {}
@@ -86,12 +87,12 @@ class KeptTokens:
                 for tick, handles in ticks.items():
                     try:
                         now = self._hold_all(handles)
-                    except ChannelError:
-                        now = None
-                    if now is None:  # its process has ended already, or it cannot be held
+                    except ChannelError:  # it cannot be held: its process' death ends the run
                         self._whole -= {name}
                         now = handles
                     else:
+                        if now is None:
+                            return None
                         self._place(channel, tick, now)
                     tokens.setdefault(channel, {})[tick] = now
             held[name] = replace(report, initial_tokens=tokens)

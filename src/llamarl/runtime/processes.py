@@ -35,7 +35,7 @@ from llamarl.runtime.journal import Resumed
 from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.runtime.local import LocalLauncher
 from llamarl.runtime.rank_plans import combine_reports, combine_setups, deaths_alone, executor_failed, plan_workers
-from llamarl.runtime.ranks import Answer, Launcher, Ranks
+from llamarl.runtime.ranks import Answer, Launcher, Rank, Ranks
 from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
 
@@ -95,10 +95,15 @@ class ProcessRuntime:
         self._restarts = restarts and networks is None
         self._resumed = resumed if resumed is not None else Resumed()
         self._plans: dict[str, tuple[WorkerPlan, ...]] = {}
+        self._channels: tuple[ChannelSpec, ...] = ()
         self._kept = KeptTokens()
         self._saved: Path | None = None
         """The newest finished checkpoint of this run, if there is one."""
         self._incarnations: dict[str, int] = {}
+        self._ready: dict[str, list[RankSetup]] = {}
+        """Executor -> what those of its ranks say that stand ready, until all do."""
+        self._first_tick = 0
+        self._standing = False
         self._pending: deque[Answer | RankFailure] = deque()
         """Heard, and not yet looked at."""
         self._ranks: Ranks | None = None
@@ -119,7 +124,6 @@ class ProcessRuntime:
     ) -> Mapping[str, SetupReport]:
         """Bring all executors up, in parallel."""
         assert self._ranks is None, "start is called once"
-        began = self.now()
         if self._restarts:
             channels = [_with_tokens_of_their_own(channel) for channel in channels]
         plans = plan_workers(
@@ -139,8 +143,9 @@ class ProcessRuntime:
         )
         if self._adapt is not None:
             plans = {name: tuple(map(self._adapt, ranks)) for name, ranks in plans.items()}
-        self._plans = plans
+        self._plans, self._channels, self._first_tick = plans, tuple(channels), first_tick
         plans = {name: _resumed_plans(ranks, self._resumed.reports) for name, ranks in plans.items()}
+        self._ready = {name: [] for name in plans}
         self._failed = (
             True  # until all stand: whatever ends the wait below, Ctrl-C too, leaves a job that cannot close in order
         )
@@ -148,25 +153,44 @@ class ProcessRuntime:
         self._ranks = Ranks(plans, {name: self._launchers.get(name, here) for name in plans})
         _running.add(self)
         self._ranks.bring_up()
-        ready: dict[str, list[RankSetup]] = {name: [] for name in plans}
-        while missing := [name for name, ranks in plans.items() if len(ready[name]) < len(ranks)]:
+        return self.stand(deadline_s)
+
+    def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
+        """Wait until all executors stand ready; to be called again when those that died meanwhile have been replaced."""
+        began = self.now()
+        while missing := [name for name, ranks in self._plans.items() if len(self._ready[name]) < len(ranks)]:
             answer = self._next_answer(began + deadline_s - self.now())
             if answer is None:
-                waited = f"controller waited {self.now() - began:.1f} s for executors to stand ready, limit {deadline_s:g} s:"
-                late = [self._late(name, "setup", began, [setup.rank for setup in ready[name]]) for name in missing]
-                raise DeadlineExceeded("\n".join([waited, *late]))
-            ready[answer.executor].append(answer.result)
-        self._failed = False
-        stand = {name: combine_setups(name, setups) for name, setups in ready.items()}
-        if not self._restarts:
-            return stand
-        journaled = [name for name, setups in ready.items() if all(setup.journaled for setup in setups)]
-        self._kept = KeptTokens(channels, list(plans), journaled, first_tick=first_tick)
+                raise self._not_ready(missing, began, deadline_s)
+            self._ready[answer.executor].append(answer.result)
+        stand: Mapping[str, SetupReport] = {name: combine_setups(name, setups) for name, setups in self._ready.items()}
+        if self._restarts:
+            stand = self._hold_what_lies_on_edges(stand, began + deadline_s)
+        self._failed, self._standing = False, True
+        return stand
+
+    def _hold_what_lies_on_edges(self, stand: Mapping[str, SetupReport], until: float) -> Mapping[str, SetupReport]:
+        journaled = [name for name, setups in self._ready.items() if all(setup.journaled for setup in setups)]
+        self._kept.close()
+        self._kept = KeptTokens(self._channels, list(self._plans), journaled, first_tick=self._first_tick)
         held = self._kept.begin(stand)
+        if held is None:  # a process that stood ready has ended: that is heard within milliseconds, as a failure
+            self._next_answer(until - self.now())
+            raise DeadlineExceeded("what an executor made at its start is gone, and its process has not ended")
         reports = self._kept.go_on(self._resumed.reports)
         self._resumed.release()
         self._resumed = Resumed(tuple(reports))
         return held
+
+    def _not_ready(self, missing: Sequence[str], began: float, limit_s: float) -> DeadlineExceeded | ProcessesDied:
+        ready = {name: [setup.rank for setup in self._ready[name]] for name in missing}
+        waited = f"controller waited {self.now() - began:.1f} s for executors to stand ready, limit {limit_s:g} s:"
+        late = [self._late(name, "setup", began, ready[name]) for name in missing]
+        text = "\n".join([waited, *late])
+        stopped = [name for name in missing if self._stopped(name, ready[name])]
+        if not self._restarts or not stopped:
+            return DeadlineExceeded(text)
+        return ProcessesDied(text, tuple(self._overdue(name, "setup", limit_s, ready[name]) for name in stopped))
 
     def fire(self, order: Order) -> None:
         """Send ``order`` to every rank of its executor; returns at once."""
@@ -217,14 +241,19 @@ class ProcessRuntime:
 
     def replaceable(self) -> Mapping[str, int]:
         """Executors of which everything that others need outlives their processes -> the first tick that they would do again."""
-        return self._kept.replaceable() if self._restarts else {}
+        if not self._restarts:
+            return {}
+        return self._kept.replaceable() if self._standing else dict.fromkeys(self._plans, self._first_tick)
 
     def overdue(self, executor: str, doing: str, limit_s: float) -> Death:
         """What to say of an executor that has not answered within ``limit_s``."""
+        reported = [report.rank for (name, _), out in self._out.items() if name == executor for report in out.replies]
+        return self._overdue(executor, doing, limit_s, reported)
+
+    def _overdue(self, executor: str, doing: str, limit_s: float, reported: Sequence[int]) -> Death:
         assert self._ranks is not None, "nothing is overdue before start"
-        reported = {report.rank for (name, _), out in self._out.items() if name == executor for report in out.replies}
         late = [rank for rank in self._ranks.of[executor] if rank.rank not in reported] or self._ranks.of[executor]
-        stopped = [rank for rank in late if is_stopped(rank.pid)]
+        stopped = self._stopped(executor, reported)
         told = "it was stopped (SIGSTOP), and" if stopped else "it"
         return Death(
             executor=executor,
@@ -235,12 +264,16 @@ class ProcessRuntime:
             from_outside=bool(stopped),
         )
 
+    def _stopped(self, executor: str, reported: Sequence[int]) -> list[Rank]:
+        assert self._ranks is not None, "nothing is stopped before start"
+        return [rank for rank in self._ranks.of[executor] if rank.rank not in reported and is_stopped(rank.pid)]
+
     def stop(self, executor: str) -> frozenset[tuple[str, int]]:
         """End what is left of an executor; which of its tokens were not whole."""
         assert self._ranks is not None, "stop needs a started runtime"
         self._ranks.stop(executor)
         self._out = {key: out for key, out in self._out.items() if key[0] != executor}
-        self._failed = False
+        self._failed = not self._standing
         return self._kept.torn(executor)
 
     def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
@@ -248,8 +281,14 @@ class ProcessRuntime:
         assert self._ranks is not None and not self._closed, "replace needs a started runtime"
         self._out = {key: out for key, out in self._out.items() if key[0] != executor}
         self._incarnations[executor] = incarnation
-        plans = [dataclasses.replace(plan, incarnation=incarnation) for plan in self._plans[executor]]
-        if states := self._kept.state(executor):
+        plans = [
+            dataclasses.replace(plan, incarnation=incarnation, makes_initial_tokens=not self._standing)
+            for plan in self._plans[executor]
+        ]
+        if not self._standing:
+            self._ready[executor] = []
+            plans = list(_resumed_plans(tuple(plans), self._resumed.reports))
+        elif states := self._kept.state(executor):
             plans = [
                 dataclasses.replace(plan, first_tick=first_tick, load_from=None, restore=state)
                 for plan, state in zip(plans, states, strict=True)
@@ -257,7 +296,7 @@ class ProcessRuntime:
         elif plans[0].first_tick < first_tick:  # else as the run began
             plans = [dataclasses.replace(plan, first_tick=first_tick, load_from=self._saved) for plan in plans]
         self._ranks.replace(executor, tuple(plans), incarnation)
-        self._failed = False
+        self._failed = not self._standing
 
     def inputs_again(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
         """What an executor read at a tick that has counted."""

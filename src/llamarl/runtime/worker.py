@@ -89,6 +89,8 @@ class WorkerPlan:
     """Whether the state after each tick is kept where it outlives this rank's process."""
     incarnation: int = 0
     """How often the executor was brought up before in this run: what it finds of itself is from then."""
+    makes_initial_tokens: bool = True
+    """Whether the tokens that lie on its delayed edges at the job's beginning are still to be made."""
     restore: KeptState | None = None
     """The state after ``first_tick - 1``, for a rank that is brought up in the middle of a run."""
 
@@ -286,7 +288,7 @@ class Worker:
             self._open_channels(ends)
         tokens: dict[str, dict[int, Handle]] = {}
         for channel in plan.channels:
-            if channel.source == spec.name and channel.delay and not plan.incarnation:
+            if channel.source == spec.name and channel.delay and plan.makes_initial_tokens:
                 tokens[channel.name] = {
                     tick: self._senders[channel.name].send(tick, executor.initial_token(channel.name, tick))
                     for tick in range(plan.first_tick - channel.delay, plan.first_tick)

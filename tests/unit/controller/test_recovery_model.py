@@ -30,7 +30,7 @@ from llamarl.controller.recovery import Recovery
 from llamarl.controller.replacing import Replacing
 from llamarl.errors import ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.base import Death, Order, Report
+from llamarl.runtime.base import Death, Order, Report, SetupReport
 
 SETUP, IDLE, WORKS, WRITTEN, DEAD = "setup", "idle", "works", "written", "dead"
 JOURNALED = {"generator", "reward"}
@@ -301,6 +301,8 @@ class World:
         return ()
 
     def overdue(self, executor: str, doing: str, limit_s: float) -> Death: ...
+
+    def stand(self, deadline_s: float) -> Mapping[str, SetupReport]: ...
 
     def saved(self, tick: int, folder: Path) -> None: ...
 
