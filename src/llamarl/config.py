@@ -207,7 +207,7 @@ class RunConfig:
     @property
     def groups_per_tick(self) -> int:
         """Groups that all generator replicas together deliver a tick."""
-        return self.dynamic_sampling.groups_per_tick(self.schedule.prompts_per_step, self.generator.dp)
+        return self.dynamic_sampling.groups_per_tick(self.schedule.prompts_per_step, self.generator.num_shards)
 
     @property
     def token_staleness_bound(self) -> int:
@@ -226,7 +226,14 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             f"every advantage would be 0 and nothing learned; set generator.group_size >= 2",
             ("algorithm.advantage",),
         )
-    if config.schedule.prompts_per_step % config.generator.dp:
+    if config.generator.shards and config.schedule.prompts_per_step % config.generator.shards:
+        yield Mistake(
+            "schedule.prompts_per_step",
+            f"({config.schedule.prompts_per_step}) must be a multiple of generator.shards "
+            f"({config.generator.shards}): each shard delivers the same number of groups a tick",
+            ("generator.shards",),
+        )
+    elif not config.generator.shards and config.schedule.prompts_per_step % config.generator.dp:
         yield Mistake(
             "schedule.prompts_per_step",
             f"({config.schedule.prompts_per_step}) must be a multiple of generator.dp "
@@ -255,6 +262,14 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             f"is 'latest', which each generator process decides for itself, but generator.tp is "
             f"{config.generator.tp}: set schedule.weights to 'exact', or generator.tp to 1",
             ("generator.tp",),
+        )
+    if config.schedule.weights == "latest" and config.generator.shards:
+        yield Mistake(
+            "schedule.weights",
+            f"is 'latest', which each generator process decides for itself, but generator.shards is "
+            f"{config.generator.shards}, so that it does not matter which process decodes what: set schedule.weights to 'exact', or "
+            "generator.shards to 0",
+            ("generator.shards",),
         )
     if config.lora.rank and config.lora.hand_over == "adapter" and config.generator.tp > 1:
         yield Mistake(

@@ -52,6 +52,8 @@ class ChannelSpec:
     kept: bool = False
     """Data only: each token gets memory of its own, which is never written again, so that whoever holds it may read it at any later
     time. Else ``capacity + 1`` slots are written in turn."""
+    elastic: bool = False
+    """GATHER and SCATTER: the source's ranks may be another number from token to token. Their order says all."""
     sink_replicas: int = 1
     """Consecutive sink ranks that receive the same part of a SCATTER: the tensor-parallel peers of one data-parallel rank."""
 

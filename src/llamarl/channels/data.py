@@ -18,7 +18,7 @@ import io
 import os
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from llamarl.transports.deadline import Clock, deadline_clock
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 from llamarl.transports.slots import HEADER_BYTES, SlotHeader, SlotState, Word, header_words, parse_header
 
-__all__ = ["DataHandle", "DataReceiver", "DataSender", "names_plain_values", "split_by_cost"]
+__all__ = ["DataHandle", "DataReceiver", "DataSender", "Shares", "names_plain_values", "split_by_cost"]
 
 _ALIGN = 64
 _COPY_CHUNK = 64 << 20  # bytes between two looks at the clock
@@ -55,6 +55,19 @@ class DataHandle:
     pid: int
     num_parts: int
     table_checksum: int
+
+
+class Shares(list[Any]):
+    """A list of items in consecutive shares, each of which a SCATTER splits by itself: so who gets what does not depend on how many
+    shares a source rank has.
+
+    Args:
+        shares: (the part that the first of its leftovers goes to, its items).
+    """
+
+    def __init__(self, shares: Iterable[tuple[int, Sequence[Any]]]) -> None:
+        self.shares = tuple(shares)
+        super().__init__(item for _, items in self.shares for item in items)
 
 
 class DataSender:
@@ -102,7 +115,9 @@ class DataSender:
                     f"got {type(payload).__name__} from {self._spec.source!r} rank {self._rank}"
                 )
             # Ranks start at different parts, so that leftovers of several sources do not all land on part 0.
-            parts = split_by_cost(payload, self._num_parts, first=self._rank)
+            shares = payload.shares if isinstance(payload, Shares) else ((self._rank, payload),)
+            split = [split_by_cost(items, self._num_parts, first=first) for first, items in shares]
+            parts = [[item for share in split for item in share[part]] for part in range(self._num_parts)]
         encoded = [self._encode(tick, part) for part in parts]
         return self._publish(tick, encoded)
 
@@ -200,7 +215,7 @@ class DataReceiver:
             ChannelError: A source is gone, or its bytes are not the ones the handle promises.
             DeadlineExceeded: It took longer than ``deadline_s`` seconds.
         """
-        if len(handles) != self._num_source_ranks:
+        if len(handles) != self._num_source_ranks and not (self._spec.elastic and handles):
             raise ValueError(
                 f"channel {self._spec.name!r} joins {self._num_source_ranks} source ranks, got {len(handles)} handles"
             )

@@ -71,13 +71,24 @@ def _are_tables(value: Any) -> bool:
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
-    """Keys that change bits and differ between two nested configurations. A key that ``saved`` lacks had its default."""
+    """Keys that change bits and differ between two nested configurations. A key that ``saved`` lacks had its default. Replicas of a
+    generator whose shards are counted change none."""
     found = []
     for key, effect in key_effects().items():
         had, asked = _value(saved, key), _value(current, key)
         if effect is not Effect.NO_BITS and had != asked:
             found.append(Difference(key, had, asked, effect))
+    if _shards(saved) == _shards(current) and _value(current, _SHARDS):
+        found = [difference for difference in found if difference.key not in (_SHARDS, _REPLICAS)]
     return found
+
+
+_SHARDS, _REPLICAS = "generator.shards", "generator.dp"
+
+
+def _shards(config: Mapping[str, Any]) -> int:
+    """Shares into which a configuration cuts the generator's work: what bits depend on in the two keys."""
+    return int(_value(config, _SHARDS) or _value(config, _REPLICAS))
 
 
 def explain(

@@ -9,7 +9,7 @@ so a test can drive one executor alone, with plain values and no channel, proces
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from llamarl.roles import ROLES
 
 __all__ = [
     "BaseExecutor",
+    "Elastic",
     "Executor",
     "ExecutorContext",
     "ExecutorSpec",
@@ -83,6 +84,9 @@ class StepResult:
     """One payload a channel that leaves this executor, by channel name."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metric key -> value. Ranks' values are reduced as docs/metrics.md says of the key, or of names that it does not know."""
+    share_metrics: tuple[Mapping[str, float], ...] = ()
+    """Where the work is cut into shares that do not depend on the number of ranks: the metrics of each of this rank's, in order.
+    Those of all ranks are reduced as if each share were a rank; ``metrics`` then holds what is the rank's own, such as times."""
     spans: tuple[tuple[str, float, float], ...] = ()
     """(label, start, end) on ``time.monotonic``, for the trace: what the step spent its time on."""
     stop: str = ""
@@ -131,6 +135,16 @@ class Journaled(Protocol):
 
     def restore(self, state: bytes, tick: int) -> None:
         """Take what ``journal`` gave, after ``setup`` and instead of ``load``, so that tick + 1 gives the same bits."""
+        ...
+
+
+@runtime_checkable
+class Elastic(Journaled, Protocol):
+    """A journaled executor whose ranks may be another number after any tick: what they make together does not depend on it. Its
+    ``load``, too, finds what it needs among the folders of all ranks."""
+
+    def restore_from(self, states: Sequence[bytes], tick: int) -> None:
+        """Instead of ``restore``: take this rank's part out of what ranks gave: it alone, where they are as many as then, else all."""
         ...
 
 

@@ -150,6 +150,12 @@ class GeneratorConfig:
     dp: Annotated[PositiveInt, IN_STATE] = 1
     """Generator replicas; each samples its share of the prompts of a tick."""
 
+    shards: Annotated[NonNegativeInt, IN_STATE] = 0
+    """Shares into which a tick's prompts are cut, each decoded alone; replicas decode dp of them at a time, so with a number here
+    bits do not depend on dp, which may then change on resume and while a run goes on (llamarl scale). At least dp, best a
+    multiple of it, and a divisor of schedule.prompts_per_step; more shards decode smaller batches, which takes longer. 0: as many
+    as replicas."""
+
     tp: Annotated[PositiveInt, IN_STATE] = 1
     """Ranks over which each matrix product of one replica is split (tensor parallelism, the model's own plan).
     The generator runs ``dp * tp`` processes; the evaluator always holds the whole model."""
@@ -162,6 +168,11 @@ class GeneratorConfig:
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())
+
+    @property
+    def num_shards(self) -> int:
+        """Shares into which a tick's prompts are cut."""
+        return self.shards or self.dp
 
     def _mistakes(self) -> Iterator[Mistake]:
         if not 1.0 <= self.oversubscription <= self.max_segments:
@@ -191,6 +202,19 @@ class GeneratorConfig:
                 f"is 'vllm', which runs here on one rank without int8, but tp is {self.tp} and quantization "
                 f"{self.quantization!r}: set tp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'",
                 ("tp", "quantization"),
+            )
+        if 0 < self.shards < self.dp:
+            yield Mistake(
+                "shards",
+                f"is {self.shards}, fewer than the dp {self.dp} replicas: some would have nothing to do; raise it, or lower dp",
+                ("dp",),
+            )
+        if self.shards and self.kv_on_update == "keep":
+            yield Mistake(
+                "shards",
+                f"is {self.shards}, but kv_on_update is 'keep', where the KV cache belongs to one replica's engine: set shards to 0, "
+                "or kv_on_update to 'recompute'",
+                ("kv_on_update",),
             )
         if self.engine.name == "vllm" and self.kv_on_update == "keep":
             yield Mistake(
@@ -449,7 +473,7 @@ class DynamicSamplingConfig:
     waits only as long as its own tokens allow (those of partial rollouts that were quick, and the first ticks')."""
 
     def groups_per_tick(self, prompts_per_step: int, replicas: int) -> int:
-        """Groups that all ``replicas`` together deliver a tick, a multiple of their number."""
+        """Groups that all ``replicas``, or shards, together deliver a tick, a multiple of their number."""
         if not self.enabled:
             return prompts_per_step
         return replicas * math.ceil(round(prompts_per_step * self.oversample, 6) / replicas)

@@ -4,6 +4,8 @@
                                        ▲                                                            │
                                        └───────────── unfinished sequences (no KV cache) ◀──────────┘
 
+once for each of this rank's shards, one after the other; usually it has one (``generator_shard.py``).
+
 A second generator of a recipe's own (``[executors.NAME]`` with this class) samples other prompts of the same task. Without a
 weights channel its model stays as it is, and its responses say so (``Response.sampled_by``).
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import numpy as np
 from safetensors.torch import load_file, save_file
 
 from llamarl.channels.base import ChannelKind
+from llamarl.channels.data import Shares
 from llamarl.config import RunConfig
 from llamarl.engine.base import KeepsKV, Parkable
 from llamarl.engine.episode_ranks import make_environments
@@ -36,11 +39,12 @@ from llamarl.engine.episodes import EpisodeEngine, ReplyTimes, make_player
 from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode_pool import Environments
-from llamarl.environments.episodes import begin_episode, load_episode, save_episode
-from llamarl.errors import ConfigError
+from llamarl.environments.episodes import begin_episode
+from llamarl.errors import CheckpointError, ConfigError
 from llamarl.executors.base import BaseExecutor, ExecutorContext, Feed, StepResult
 from llamarl.executors.device_lease import DeviceLease
 from llamarl.executors.generator_ranks import generator_layout, generator_weights
+from llamarl.executors.generator_shard import ActiveGroup, GeneratorShard, num_sampled, shards_of_rank
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
 from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.version_loader import Served, VersionLoader
@@ -48,8 +52,8 @@ from llamarl.models.loading import load_tokenizer
 from llamarl.observability.ranks import own_metrics
 from llamarl.roles import ROLES
 from llamarl.seeding import derive_seed
-from llamarl.tick_schedule import NEVER, deadlines, num_startable, select_due, urgency_order
-from llamarl.types import Failure, Group, Prompt
+from llamarl.tick_schedule import num_startable, urgency_order
+from llamarl.types import Failure, Group
 
 __all__ = ["GeneratorExecutor"]
 
@@ -58,51 +62,43 @@ _OWN_PROMPTS = 1 << 25
 """Prompt indices of each further generator: the first one's begin at 0, the next one's here."""
 
 
-@dataclass
-class _ActiveGroup:
-    prompt: Prompt
-    admitted_tick: int
-    sequences: list[TokenSequence] = field(default_factory=list)
-    _oldest_version: int | None = None
-
-    @property
-    def oldest_version(self) -> int | None:
-        """Of all its tokens; None while it has none. Versions only grow, so the first one found stays."""
-        if self._oldest_version is None:
-            versions = (v for s in self.sequences for v in s.policy_versions if v >= 0)
-            self._oldest_version = min(versions, default=None)
-        return self._oldest_version
-
-    @property
-    def complete(self) -> bool:
-        return all(s.finished for s in self.sequences)
-
-
 class GeneratorExecutor(BaseExecutor):
     """Samples groups of responses; in: ``weights``; out: ``completions``."""
 
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
         super().__init__(config, context)
-        self._replicas = context.num_ranks // config.generator.tp
-        if not self._replicas or config.groups_per_tick % self._replicas:
+        replicas, tp = context.num_ranks // config.generator.tp, config.generator.tp
+        num_shards = config.generator.shards or replicas
+        if not 1 <= replicas <= num_shards or config.groups_per_tick % num_shards:
             raise ConfigError(
                 f"executor {self.name!r} has {context.num_ranks} ranks for {config.groups_per_tick} groups a tick "
-                f"(schedule.prompts_per_step) and generator.tp {config.generator.tp}: it needs a multiple of its ranks, and a tp of 1"
+                f"(schedule.prompts_per_step), generator.tp {tp} and generator.shards {config.generator.shards}: it needs a "
+                f"multiple of its ranks or, if there are, of its shards, which are as many as its ranks at least, and a tp of 1"
             )
-        self._prompts_per_tick = config.groups_per_tick // self._replicas
         others = [name for name in config.executors if name not in ROLES]
-        self._first_prompt = 0 if self.name in ROLES else _OWN_PROMPTS * (1 + others.index(self.name))
         self._weights = next((c for c in context.reads if c.kind is ChannelKind.WEIGHTS), None)
-        self._replica, tp_rank = divmod(context.rank, config.generator.tp)
+        replica, tp_rank = divmod(context.rank, tp)
         self._is_tp_leader = tp_rank == 0  # its tensor-parallel peers hold the same groups and deliver none
-        self._num_active = int(self._prompts_per_tick * config.generator.oversubscription)
-        self._cursor = 0  # prompts this replica has admitted so far
-        self._active: list[_ActiveGroup] = []  # in order of admission
+        self._prompts_per_tick = config.groups_per_tick // num_shards
+        self.shards = [
+            GeneratorShard(
+                index,
+                num_shards,
+                first_prompt=0 if self.name in ROLES else _OWN_PROMPTS * (1 + others.index(self.name)),
+                prompts_per_tick=self._prompts_per_tick,
+                num_active=int(self._prompts_per_tick * config.generator.oversubscription),
+                max_segments=config.generator.max_segments,
+                new_group=self._new_group,
+            )
+            for index in shards_of_rank(replica, replicas, num_shards)
+        ]
+        """Decoded one after the other, in this order."""
         self._served = Served(0, None)
-        self._completed: list[int] = []  # prompt indices, in order of completion
-        self._inside: set[int] = set()  # prompt indices of groups that the engine has been given
         self._keep_kv = config.generator.kv_on_update == "keep"
         self._policy: SwapPolicy | None = None  # None: the weights edge alone says which version
+        latest = self._weights is not None and self._weights.latest
+        assert len(self.shards) == 1 or not (latest or self._keep_kv), "the configuration has been checked"
+        self._latest_staleness = config.schedule.max_staleness if latest else None
         self._steps = 0  # engine steps of this tick
         self._swaps: list[tuple[int, int]] = []  # (engine step, version) of this tick
         self._sync_spans: list[tuple[str, float, float]] = []
@@ -148,35 +144,25 @@ class GeneratorExecutor(BaseExecutor):
         if weights is not None:
             self._take_weights(tick, weights)
         loaded = time.monotonic()
-        skipped = self.prompts.num_skipped
-        self._admit(tick)
-        before = _num_sampled(self._active)
-        if self._policy is not None and isinstance(self.player, EpisodeEngine):
-            self.player.begin_tick(self._policy.joins(tick))
-        delivered = self._decode(tick, weights)
+        worked = [self._work(shard, tick, weights) for shard in self.shards]
         self._served.check()
         finished = time.monotonic()
         if self._lease is not None:
             self._lease.give_back()
-        carried = _num_sampled(self._active)
-        generated = _num_sampled(delivered) + carried - before
-        groups = [self._to_group(g) for g in delivered]
-        metrics = _metrics(groups, delivered, tick)
-        if self.config.data.too_long == "skip":
-            metrics["prompts/too_long"] = float(self.prompts.num_skipped - skipped)
-        metrics["tokens/generated"] = float(generated)
-        metrics["tokens/carried"] = float(carried)
-        metrics["time/repack_s"] = sum(end - start for label, start, end in self._sync_spans if label == "repack")
-        metrics["rollout/carried"] = float(sum(not s.finished for g in self._active for s in g.sequences))
+        shares = [[self._to_group(group) for group in work.delivered] for work in worked]
+        of_shards = [self._shard_metrics(groups, work, tick) for groups, work in zip(shares, worked, strict=True)]
+        metrics = {
+            "time/repack_s": sum(end - start for label, start, end in self._sync_spans if label == "repack"),
+            "tokens_per_s/generated": sum(work.generated for work in worked) / max(finished - loaded, 1e-9),
+        }
         if isinstance(self.player, EpisodeEngine):
             times = self.player.take_times()
-            metrics |= episode_metrics(groups) | reply_metrics(times)
+            metrics |= reply_metrics(times)
             self._sync_spans += [("environment", start, end) for start, end in times.waits]
-        metrics["tokens_per_s/generated"] = generated / max(finished - loaded, 1e-9)
         events: tuple[Mapping[str, Any], ...] = ()
         if self._policy is not None:
             joins = self.player.joins if isinstance(self.player, EpisodeEngine) else ()
-            event = tick_event(tick, self.context.rank, self._swaps, self._steps, groups, joins)
+            event = tick_event(tick, self.context.rank, self._swaps, self._steps, shares[0], joins)
             self._policy.check(event)
             events = (event.to_plain(),)
             metrics["rollout/swaps"] = float(len(self._swaps) - 1)
@@ -187,7 +173,41 @@ class GeneratorExecutor(BaseExecutor):
         metrics = self.own_keys(metrics)
         if not self._is_tp_leader:
             return StepResult(outputs=self.outputs_of([]), metrics=own_metrics(metrics), spans=spans, events=events)
-        return StepResult(outputs=self.outputs_of(groups), metrics=metrics, spans=spans, events=events)
+        tp = self.config.generator.tp
+        outputs = Shares((shard.index * tp, groups) for shard, groups in zip(self.shards, shares, strict=True))
+        return StepResult(
+            outputs=self.outputs_of(outputs),
+            metrics=metrics,
+            share_metrics=tuple(map(self.own_keys, of_shards)),
+            spans=spans,
+            events=events,
+        )
+
+    def _work(self, shard: GeneratorShard, tick: int, weights: Any) -> _Worked:
+        """A shard's tick, in an engine that holds nothing else."""
+        skipped = self.prompts.num_skipped
+        self._admit(shard, tick)
+        before = num_sampled(shard.active)
+        if self._policy is not None and isinstance(self.player, EpisodeEngine):
+            self.player.begin_tick(self._policy.joins(tick))
+        delivered = self._decode(shard, tick, weights)
+        carried = num_sampled(shard.active)
+        return _Worked(
+            delivered=delivered,
+            generated=num_sampled(delivered) + carried - before,
+            carried=carried,
+            unfinished=sum(not s.finished for g in shard.active for s in g.sequences),
+            skipped=self.prompts.num_skipped - skipped,
+        )
+
+    def _shard_metrics(self, groups: Sequence[Group], work: _Worked, tick: int) -> dict[str, float]:
+        metrics = _metrics(groups, work.delivered, tick)
+        if self.config.data.too_long == "skip":
+            metrics["prompts/too_long"] = float(work.skipped)
+        metrics["tokens/generated"] = float(work.generated)
+        metrics["tokens/carried"] = float(work.carried)
+        metrics["rollout/carried"] = float(work.unfinished)
+        return metrics | (episode_metrics(groups) if isinstance(self.player, EpisodeEngine) else {})
 
     def _take_weights(self, tick: int, weights: Any) -> bool:
         """Serve the version that is due before the next engine step; returns whether it is another one.
@@ -216,16 +236,13 @@ class GeneratorExecutor(BaseExecutor):
             self._sync_spans += [("weight_sync", started, arrived), ("repack", arrived, time.monotonic())]
         return changed
 
-    def _admit(self, tick: int) -> None:
-        while len(self._active) < self._num_active:
-            index = self._first_prompt + self._cursor * self._replicas + self._replica
-            self._cursor += 1
-            self._active.append(self._new_group(index, tick))
+    def _admit(self, shard: GeneratorShard, tick: int) -> None:
+        shard.admit(tick)
         if self.environments is not None:  # the next tick's prompts begin with what their environments say
-            for ahead in range(self._cursor, self._cursor + self._prompts_per_tick):
-                self.prompts.ask_ahead(self._first_prompt + ahead * self._replicas + self._replica)
+            for index in shard.next_prompts():
+                self.prompts.ask_ahead(index)
 
-    def _new_group(self, index: int, tick: int) -> _ActiveGroup:
+    def _new_group(self, index: int, tick: int) -> ActiveGroup:
         prompt = self.prompts.get(index)
         sequences = [
             TokenSequence(
@@ -238,31 +255,26 @@ class GeneratorExecutor(BaseExecutor):
             )
             for sample in range(self.config.generator.group_size)
         ]
-        return _ActiveGroup(prompt, tick, sequences)
+        return ActiveGroup(prompt, tick, sequences)
 
-    def _decode(self, tick: int, weights: Any) -> list[_ActiveGroup]:
+    def _decode(self, shard: GeneratorShard, tick: int, weights: Any) -> list[ActiveGroup]:
         """Decode until the groups to deliver are complete; take them out of the active ones."""
-        by_index = {g.prompt.index: g for g in self._active}
-        self._enter(tick)
-        while (chosen := self._deliverable(tick)) is None:
-            if self._policy is not None and self._steps and self._take_weights(tick, weights):
-                self._enter(tick)
-            for sequence in self.player.step():
-                group = by_index[sequence.prompt_index]
-                if group.complete and group.prompt.index not in self._completed:
-                    self._completed.append(group.prompt.index)
+        first = self._steps
+        self._enter(shard, tick)
+        while (chosen := shard.deliverable(tick, self._deadlines(shard))) is None:
+            if self._policy is not None and self._steps > first and self._take_weights(tick, weights):
+                self._enter(shard, tick)
+            shard.heard_of(self.player.step())
             self._steps += 1
-        self._leave_engine()
-        delivered = [self._active[i] for i in chosen]
-        gone = {g.prompt.index for g in delivered}
-        self._active = [g for g in self._active if g.prompt.index not in gone]
-        self._completed = [i for i in self._completed if i not in gone]
-        self._inside -= gone
-        return delivered
+        self._leave_engine(shard)
+        return shard.take(chosen)
 
-    def _enter(self, tick: int) -> None:
+    def _deadlines(self, shard: GeneratorShard) -> list[int]:
+        return shard.deadlines(latest_staleness=self._latest_staleness)
+
+    def _enter(self, shard: GeneratorShard, tick: int) -> None:
         """Give the engine, in order of admission, the unfinished groups that it may sample and has not got."""
-        groups = self._active
+        groups = shard.active
         if self._policy is not None:
             startable = num_startable(
                 self.engine.policy_version,
@@ -270,122 +282,108 @@ class GeneratorExecutor(BaseExecutor):
                 max_staleness=self.config.schedule.max_staleness,
                 prompts_per_step=self._prompts_per_tick,
             )
-            groups = [groups[i] for i in sorted(urgency_order(self._deadlines())[:startable])]
-        groups = [g for g in groups if g.prompt.index not in self._inside]
+            groups = [groups[i] for i in sorted(urgency_order(self._deadlines(shard))[:startable])]
+        groups = [g for g in groups if g.prompt.index not in shard.inside]
         self.player.add([s for g in groups for s in g.sequences if not s.finished])
-        self._inside.update(g.prompt.index for g in groups)
+        shard.inside.update(g.prompt.index for g in groups)
 
-    def _leave_engine(self) -> None:
+    def _leave_engine(self, shard: GeneratorShard) -> None:
         """At the end of a tick: all leave without their cache, or all that have tokens stay with it."""
         if not self._keep_kv:
             self.player.suspend()
-            self._inside.clear()
+            shard.inside.clear()
             return
         assert isinstance(self.engine, KeepsKV)
-        for group in self._active if self._policy is not None else ():
+        for group in shard.active if self._policy is not None else ():
             if (
-                group.oldest_version is None and group.prompt.index in self._inside
+                group.oldest_version is None and group.prompt.index in shard.inside
             ):  # the next tick may not sample it yet
                 self.engine.withdraw(group.prompt.index)
-                self._inside.remove(group.prompt.index)
+                shard.inside.remove(group.prompt.index)
 
-    def _deadlines(self) -> list[int]:
-        """The last tick at which each active group may leave."""
-        segments = self.config.generator.max_segments
-        if self._policy is None:
-            return [g.admitted_tick + segments - 1 for g in self._active]
-        oldest = [NEVER if g.oldest_version is None else g.oldest_version for g in self._active]
-        admitted = [g.admitted_tick for g in self._active]
-        staleness = self.config.schedule.max_staleness
-        found: list[int] = deadlines(admitted, oldest, max_segments=segments, max_staleness=staleness).tolist()
-        return found
-
-    def _deliverable(self, tick: int) -> list[int] | None:
-        position = {g.prompt.index: i for i, g in enumerate(self._active)}
-        return select_due(
-            self._deadlines(),
-            [position[i] for i in self._completed],
-            tick=tick,
-            prompts_per_step=self._prompts_per_tick,
-        )
-
-    def _to_group(self, active: _ActiveGroup) -> Group:
+    def _to_group(self, active: ActiveGroup) -> Group:
         sampled_by = "" if self._weights is not None else self.name
         responses = (to_response(s, self.tokenizer) for s in active.sequences)
         return Group(prompt=active.prompt, responses=tuple(replace(r, sampled_by=sampled_by) for r in responses))
 
     def save(self, folder: Path, tick: int) -> None:
-        state = self._state(tick)
-        if self._keep_kv:
-            assert isinstance(self.engine, KeepsKV)
-            state["inside"] = sorted(self._inside)
-            state["kv"], tensors = self.engine.kv_state()
-            save_file(dict(tensors), folder / "kv.safetensors")
-        (folder / "generator.json").write_text(json.dumps(state), encoding="utf-8")
+        for shard in self.shards:
+            state = {"tick": tick, **shard.state()}
+            if self._keep_kv:
+                assert isinstance(self.engine, KeepsKV)
+                state["inside"] = sorted(shard.inside)
+                state["kv"], tensors = self.engine.kv_state()
+                save_file(dict(tensors), folder / "kv.safetensors")
+            (folder / _shard_file(shard)).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path, tick: int) -> None:
-        state = json.loads((folder / "generator.json").read_text(encoding="utf-8"))
-        self._take_state(state, tick, f"{folder}")
-        if self._keep_kv:
-            assert isinstance(self.engine, KeepsKV)
-            self._inside = set(state["inside"])
-            sequences = {(s.prompt_index, s.sample_index): s for g in self._active for s in g.sequences}
-            self.engine.load_kv_state(state["kv"], load_file(folder / "kv.safetensors"), sequences)
+        for shard in self.shards:
+            path = _find_state(folder, shard)
+            state = json.loads(path.read_text(encoding="utf-8"))
+            assert state["tick"] == tick, f"{path} holds tick {state['tick']}, not {tick}"
+            shard.take_state(state)
+            if self._keep_kv:
+                assert isinstance(self.engine, KeepsKV)
+                shard.inside = set(state["inside"])
+                sequences = {(s.prompt_index, s.sample_index): s for g in shard.active for s in g.sequences}
+                self.engine.load_kv_state(state["kv"], load_file(folder / "kv.safetensors"), sequences)
 
     def journal(self, tick: int) -> bytes | None:
-        """The carried groups; a KV cache that lives on is not small."""
-        return None if self._keep_kv else json.dumps(self._state(tick)).encode()
+        """The carried groups of its shards; a KV cache that lives on is not small."""
+        if self._keep_kv:
+            return None
+        return json.dumps({"tick": tick, "shards": {shard.index: shard.state() for shard in self.shards}}).encode()
 
     def restore(self, state: bytes, tick: int) -> None:
-        self._take_state(json.loads(state), tick, "the journal")
+        self.restore_from([state], tick)
 
-    def _state(self, tick: int) -> dict[str, Any]:
-        return {
-            "tick": tick,
-            "cursor": self._cursor,
-            "completed": self._completed,
-            "active": [
-                {
-                    "prompt_index": g.prompt.index,
-                    "admitted_tick": g.admitted_tick,
-                    "sequences": [_sequence_state(s) for s in g.sequences],
-                }
-                for g in self._active
-            ],
-        }
-
-    def _take_state(self, state: dict[str, Any], tick: int, where: str) -> None:
-        assert state["tick"] == tick, f"{where} holds tick {state['tick']}, not {tick}"
-        self._cursor = state["cursor"]
-        self._completed = state["completed"]
-        self._active = []
-        for saved in state["active"]:
-            group = self._new_group(saved["prompt_index"], saved["admitted_tick"])
-            for sequence, values in zip(group.sequences, saved["sequences"], strict=True):
-                if sequence.episode is not None:
-                    load_episode(sequence.episode, values.pop("episode"))
-                for name, value in values.items():
-                    setattr(sequence, name, value)
-            self._active.append(group)
+    def restore_from(self, states: Sequence[bytes], tick: int) -> None:
+        """Take the states of this rank's shards, out of what one or several ranks gave."""
+        saved: dict[str, Any] = {}
+        for journal in map(json.loads, states):
+            assert journal["tick"] == tick, f"the journal holds tick {journal['tick']}, not {tick}"
+            saved |= journal["shards"]
+        for shard in self.shards:
+            shard.take_state(saved[str(shard.index)])
 
     def close(self) -> None:
-        self._active = []
+        for shard in self.shards:
+            shard.active = []
         if self.environments is not None:
             self.environments.close()
 
 
-_STATE = ("tokens", "logprobs", "raw_logprobs", "policy_versions", "loss_mask", "finish_reason", "error", "kept_kv")
+@dataclass(frozen=True)
+class _Worked:
+    """What came of a shard's tick."""
+
+    delivered: list[ActiveGroup]
+    generated: int
+    """Tokens that were sampled."""
+    carried: int
+    """Tokens of the groups that stay."""
+    unfinished: int
+    """Sequences that go on at the next tick."""
+    skipped: int
+    """Prompts that were too long."""
 
 
-def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
-    """What a new sequence of the same prompt lacks. Floats survive JSON: Python writes the shortest exact form."""
-    episode = {} if sequence.episode is None else {"episode": save_episode(sequence.episode)}
-    return {name: getattr(sequence, name) for name in _STATE} | episode
+def _shard_file(shard: GeneratorShard) -> str:
+    return f"shard_{shard.index}.json"
 
 
-def _num_sampled(groups: Sequence[_ActiveGroup]) -> int:
-    """Tokens that a policy wrote."""
-    return sum(len(s.tokens) - s.policy_versions.count(-1) for g in groups for s in g.sequences)
+def _find_state(folder: Path, shard: GeneratorShard) -> Path:
+    """In a rank's folder, or, where the ranks were another number when the state was saved, in one beside it.
+
+    Raises:
+        CheckpointError: The state was saved with another number of shards.
+    """
+    name = _shard_file(shard)
+    found = [folder / name, *sorted(folder.parent.glob(f"rank_*/{name}"))]
+    path = next((path for path in found if path.is_file()), None)
+    if path is None:
+        raise CheckpointError(f"{folder.parent} holds no state of shard {shard.index}: it was saved with fewer shards")
+    return path
 
 
 def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -414,7 +412,7 @@ def reply_metrics(times: ReplyTimes) -> dict[str, float]:
     }
 
 
-def _metrics(groups: Sequence[Group], delivered: Sequence[_ActiveGroup], tick: int) -> dict[str, float]:
+def _metrics(groups: Sequence[Group], delivered: Sequence[ActiveGroup], tick: int) -> dict[str, float]:
     lengths = [len(r.tokens) for g in groups for r in g.responses]
     reasons = [r.finish_reason for g in groups for r in g.responses]
     segments = [len(np.unique(r.policy_versions[r.policy_versions >= 0])) for g in groups for r in g.responses]

@@ -11,6 +11,7 @@ The controller's folder is the run. A host's is scratch: nothing in it is needed
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -102,7 +103,8 @@ class HostFolders:
         Raises:
             CheckpointError: As ``send``.
         """
-        self.send(files, checkpoint, lambda number: files_for_ranks(files, self._ranks_on(number)))
+        num_ranks = {name: len(hosts) for name, hosts in self._where.items()}
+        self.send(files, checkpoint, lambda number: files_for_ranks(files, self._ranks_on(number), num_ranks))
 
     def fetch(self, written: Mapping[str, Sequence[FileRecord]], below: Path) -> None:
         at = below.relative_to(self._run_dir)
@@ -168,19 +170,26 @@ class HostFolders:
             raise CheckpointError(f"files of the run in {self._run_dir} could not be moved:\n{lines}") from failed[0]
 
 
-def files_for_ranks(files: Sequence[FileRecord], ranks: Sequence[tuple[str, int]]) -> list[FileRecord]:
-    """Those files of a checkpoint that some ranks read: each rank's own, and what lies beside them for all of the executor.
+def files_for_ranks(
+    files: Sequence[FileRecord], ranks: Sequence[tuple[str, int]], num_ranks: Mapping[str, int]
+) -> list[FileRecord]:
+    """Those files of a checkpoint that some ranks read: each rank's own, and what lies beside them for all of the executor. Where
+    its ranks were another number then, those of all.
 
     Args:
         ranks: (executor, rank).
+        num_ranks: Executor -> its ranks now.
     """
     executors = {executor for executor, _ in ranks}
     own = {f"{executor}/rank_{rank}" for executor, rank in ranks}
+    saved = {tuple(record.path.split("/")[:2]) for record in files}
+    then = Counter(executor for executor, folder in saved if folder.startswith("rank_"))
+    others = {executor for executor in executors if then[executor] != num_ranks[executor]}
     return [
         record
         for record in files
-        if record.path.split("/")[0] in executors
-        and (not record.path.split("/")[1].startswith("rank_") or "/".join(record.path.split("/")[:2]) in own)
+        if (place := record.path.split("/"))[0] in executors
+        and (not place[1].startswith("rank_") or place[0] in others or "/".join(place[:2]) in own)
     ]
 
 

@@ -34,7 +34,14 @@ from llamarl.runtime.child_process import is_stopped
 from llamarl.runtime.journal import Resumed
 from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.runtime.local import LocalLauncher
-from llamarl.runtime.rank_plans import combine_reports, combine_setups, deaths_alone, executor_failed, plan_workers
+from llamarl.runtime.rank_plans import (
+    combine_reports,
+    combine_setups,
+    deaths_alone,
+    executor_failed,
+    plan_workers,
+    with_states,
+)
 from llamarl.runtime.ranks import Answer, Launcher, Rank, Ranks
 from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
@@ -289,10 +296,7 @@ class ProcessRuntime:
             self._ready[executor] = []
             plans = list(_resumed_plans(tuple(plans), self._resumed.reports))
         elif states := self._kept.state(executor):
-            plans = [
-                dataclasses.replace(plan, first_tick=first_tick, load_from=None, restore=state)
-                for plan, state in zip(plans, states, strict=True)
-            ]
+            plans = list(with_states(plans, states, first_tick=first_tick))
         elif plans[0].first_tick < first_tick:  # else as the run began
             plans = [dataclasses.replace(plan, first_tick=first_tick, load_from=self._saved) for plan in plans]
         self._ranks.replace(executor, tuple(plans), incarnation)
@@ -381,10 +385,7 @@ def _resumed_plans(plans: tuple[WorkerPlan, ...], resumed: Sequence[Report]) -> 
     own = [report for report in resumed if report.executor == plans[0].spec.name]
     if not own or not own[-1].journal:
         return plans
-    return tuple(
-        dataclasses.replace(plan, first_tick=own[-1].tick + 1, load_from=None, restore=state)
-        for plan, state in zip(plans, own[-1].journal, strict=True)
-    )
+    return with_states(plans, own[-1].journal, first_tick=own[-1].tick + 1)
 
 
 def _with_tokens_of_their_own(channel: ChannelSpec) -> ChannelSpec:

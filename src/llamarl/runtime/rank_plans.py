@@ -13,10 +13,11 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.import_path import absolute_import_path
 from llamarl.observability.ranks import reduce_over_ranks
 from llamarl.runtime.base import Death, Report, SetupReport
+from llamarl.runtime.kept_states import KeptState
 from llamarl.runtime.worker import RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
 
-__all__ = ["combine_reports", "combine_setups", "deaths_alone", "executor_failed", "plan_workers"]
+__all__ = ["combine_reports", "combine_setups", "deaths_alone", "executor_failed", "plan_workers", "with_states"]
 
 
 def plan_workers(
@@ -89,9 +90,19 @@ def plan_workers(
     return plans
 
 
+def with_states(plans: Sequence[WorkerPlan], states: Sequence[KeptState], *, first_tick: int) -> tuple[WorkerPlan, ...]:
+    """Ranks that begin with the state after ``first_tick - 1``: each with its own, or all with all where they were another number."""
+    own = len(states) == len(plans)
+    return tuple(
+        replace(plan, first_tick=first_tick, load_from=None, restore=(states[i],) if own else tuple(states))
+        for i, plan in enumerate(plans)
+    )
+
+
 def combine_reports(executor: str, ranks: Sequence[RankReport], *, controller_bytes: int) -> Report:
-    """One report of all ranks: handles in rank order, metrics reduced, from the first start to the last end; rank 0's spans."""
+    """One report of all ranks: handles in rank order, metrics of ranks and shares reduced, from the first start to the last end; rank 0's spans."""
     ranks = sorted(ranks, key=lambda report: report.rank)
+    metrics = [of for report in ranks for of in (report.metrics, *report.share_metrics)]
     outputs: Mapping[str, tuple[Handle, ...]] = {
         name: tuple(report.outputs[name] for report in ranks) for name in ranks[0].outputs
     }
@@ -99,7 +110,7 @@ def combine_reports(executor: str, ranks: Sequence[RankReport], *, controller_by
         executor=executor,
         tick=ranks[0].tick,
         outputs=outputs,
-        metrics=reduce_over_ranks(executor, [report.metrics for report in ranks]),
+        metrics=reduce_over_ranks(executor, metrics),
         started_s=min(report.started_s for report in ranks),
         finished_s=max(report.finished_s for report in ranks),
         spans=ranks[0].spans,

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,7 +27,15 @@ from urllib.parse import urlsplit
 from llamarl.channels.base import ChannelKind, ChannelSpec, FetchesAhead, Handle, Receiver, Sender
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.errors import ConfigError, LlamaRLError
-from llamarl.executors.base import Executor, ExecutorContext, ExecutorSpec, Journaled, KeepsTokens, is_journaled
+from llamarl.executors.base import (
+    Elastic,
+    Executor,
+    ExecutorContext,
+    ExecutorSpec,
+    Journaled,
+    KeepsTokens,
+    is_journaled,
+)
 from llamarl.import_path import load_module, resolve
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.determinism import pin
@@ -91,8 +99,9 @@ class WorkerPlan:
     """How often the executor was brought up before in this run: what it finds of itself is from then."""
     makes_initial_tokens: bool = True
     """Whether the tokens that lie on its delayed edges at the job's beginning are still to be made."""
-    restore: KeptState | None = None
-    """The state after ``first_tick - 1``, for a rank that is brought up in the middle of a run."""
+    restore: tuple[KeptState, ...] = ()
+    """The state after ``first_tick - 1``, for a rank that is brought up in the middle of a run: its own, or those of all ranks if they
+    were another number then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +136,8 @@ class RankReport:
     """What it wrote elsewhere in the run's folder (``StepResult.files``), relative to that; flushed."""
     journal: KeptState | None = None
     """Where the state after this tick is kept."""
+    share_metrics: tuple[Mapping[str, float], ...] = ()
+    """See ``StepResult``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,9 +292,8 @@ class Worker:
         if plan.load_from is not None:
             executor.load(rank_folder(self._here(plan.load_from), spec.name, plan.rank), plan.first_tick - 1)
         self._journaled = plan.journal and is_journaled(executor)
-        if plan.restore is not None:
-            assert isinstance(executor, Journaled), f"{spec.name!r} gave a journal and takes none"
-            executor.restore(read_state(plan.restore), plan.first_tick - 1)
+        if plan.restore:
+            self._restore(executor, [read_state(state) for state in plan.restore], plan.first_tick - 1)
         if ends is not None:
             self._open_channels(ends)
         tokens: dict[str, dict[int, Handle]] = {}
@@ -294,6 +304,13 @@ class Worker:
                     for tick in range(plan.first_tick - channel.delay, plan.first_tick)
                 }
         return RankSetup(rank=plan.rank, initial_tokens=tokens, journaled=self._journaled)
+
+    def _restore(self, executor: Executor, states: Sequence[bytes], tick: int) -> None:
+        if isinstance(executor, Elastic):
+            executor.restore_from(states, tick)
+            return
+        assert isinstance(executor, Journaled) and len(states) == 1, f"{self._plan.spec.name!r} takes no such journal"
+        executor.restore(states[0], tick)
 
     def run(self, order: Order) -> RankReport:
         """Fire the executor once."""
@@ -350,6 +367,7 @@ class Worker:
             files=files,
             events=result.events,
             journal=journal,
+            share_metrics=tuple({key: float(v) for key, v in one.items()} for one in result.share_metrics),
         )
 
     def _keep_state(self, executor: Executor, tick: int) -> KeptState | None:

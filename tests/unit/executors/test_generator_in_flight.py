@@ -133,10 +133,10 @@ def test_versions_are_swapped_in_within_a_tick_and_a_log_repeats_them_also_after
 def test_groups_that_would_get_too_old_wait_for_a_newer_version() -> None:
     executor = generator(recipe("recompute"))
     run(executor, [0])
-    assert len(executor._active) == 1  # carried, with tokens of version 0
+    assert len(executor.shards[0].active) == 1  # carried, with tokens of version 0
     executor.step(1, {"weights": Feed(1, 10_000)})  # version 0 only: its tokens must leave in this very tick
-    assert len(executor._active) == 1
-    assert all(not s.tokens for g in executor._active for s in g.sequences)  # nobody who stays was sampled
+    assert len(executor.shards[0].active) == 1
+    assert all(not s.tokens for g in executor.shards[0].active for s in g.sequences)  # nobody who stays was sampled
 
 
 def test_the_policies_are_functions_of_the_moment() -> None:

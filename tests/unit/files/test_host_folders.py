@@ -200,11 +200,16 @@ def _records(*paths: str) -> list[FileRecord]:
 
 
 def test_ranks_need_their_own_files_and_those_beside_them() -> None:
-    files = _records(
-        "generator/rank_0/g", "generator/rank_1/g", "generator/rank_10/g", "trainer/state/a", "trainer/rank_0/b"
-    )
-    needed = files_for_ranks(files, [("generator", 1), ("trainer", 3)])
-    assert [record.path for record in needed] == ["generator/rank_1/g", "trainer/state/a"]
+    own = [f"generator/rank_{rank}/g" for rank in range(11)]
+    files = _records(*own, "trainer/state/a", *(f"trainer/rank_{rank}/b" for rank in range(3)))
+    needed = files_for_ranks(files, [("generator", 1), ("trainer", 2)], {"generator": 11, "trainer": 3})
+    assert [record.path for record in needed] == ["generator/rank_1/g", "trainer/state/a", "trainer/rank_2/b"]
+
+
+def test_ranks_that_are_another_number_now_need_the_files_of_all_that_there_were() -> None:
+    files = _records("generator/rank_0/g", "generator/rank_1/g", "trainer/rank_0/b", "trainer/rank_1/b")
+    needed = files_for_ranks(files, [("generator", 2), ("trainer", 1)], {"generator": 3, "trainer": 2})
+    assert [record.path for record in needed] == ["generator/rank_0/g", "generator/rank_1/g", "trainer/rank_1/b"]
 
 
 @pytest.mark.parametrize(("path", "transient"), [("a.partial", True), ("model.partial/x", True), ("a/partial", False)])

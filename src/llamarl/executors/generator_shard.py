@@ -1,0 +1,198 @@
+"""A share of a tick's prompts that is decoded alone, whichever rank decodes it.
+
+    tick k ─┬─ shard 0: prompts 0, V, 2V, ..   ─┐               rank i of r decodes shards i*V/r .. (i+1)*V/r - 1, one
+            ├─ shard 1: prompts 1, V + 1, ..    ├─▶ groups      after the other, each in an engine that holds no other
+            └─ shard V-1                        ┘   in order    sequence: so what is computed together does not depend on r
+
+What a shard carries from tick to tick (groups in flight, how far it is with its prompts) is its own, and is saved by its number.
+So r may be another one at any tick. V is ``generator.num_shards``: as many as there are replicas, unless a recipe says more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.environments.episodes import load_episode, save_episode
+from llamarl.tick_schedule import NEVER, deadlines, select_due
+from llamarl.types import Prompt
+
+__all__ = ["ActiveGroup", "GeneratorShard", "num_sampled", "shards_of_rank"]
+
+
+def shards_of_rank(rank: int, num_ranks: int, num_shards: int) -> range:
+    """The shards that a rank decodes: consecutive ones, in the order of ranks, at most one more than another rank has.
+
+    Args:
+        rank: Of ``num_ranks`` replicas.
+
+    Raises:
+        ValueError: There are more replicas than shards.
+    """
+    if num_ranks > num_shards:
+        raise ValueError(f"{num_ranks} replicas share {num_shards} shards: some would have none")
+    return range(rank * num_shards // num_ranks, (rank + 1) * num_shards // num_ranks)
+
+
+@dataclass
+class ActiveGroup:
+    """A prompt whose responses are not all delivered."""
+
+    prompt: Prompt
+    admitted_tick: int
+    sequences: list[TokenSequence] = field(default_factory=list)
+    _oldest_version: int | None = None
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of all its tokens; None while it has none. Versions only grow, so the first one found stays."""
+        if self._oldest_version is None:
+            versions = (v for s in self.sequences for v in s.policy_versions if v >= 0)
+            self._oldest_version = min(versions, default=None)
+        return self._oldest_version
+
+    @property
+    def complete(self) -> bool:
+        """Whether every response has ended."""
+        return all(s.finished for s in self.sequences)
+
+
+class GeneratorShard:
+    """The state of one shard, and the rule by which its groups enter and leave. No engine in sight.
+
+    Args:
+        index: Of ``num_shards``.
+        prompts_per_tick: Groups that it delivers a tick.
+        num_active: Groups that it keeps active.
+        max_segments: Policy versions, or under the latest weights ticks, that a response may span.
+        new_group: (prompt index, tick) -> a group without tokens.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        num_shards: int,
+        *,
+        first_prompt: int,
+        prompts_per_tick: int,
+        num_active: int,
+        max_segments: int,
+        new_group: Callable[[int, int], ActiveGroup],
+    ) -> None:
+        self.index = index
+        self._num_shards = num_shards
+        self._first_prompt = first_prompt
+        self._prompts_per_tick = prompts_per_tick
+        self._num_active = num_active
+        self._max_segments = max_segments
+        self._new_group = new_group
+        self.cursor = 0
+        """Prompts that it has admitted so far."""
+        self.active: list[ActiveGroup] = []
+        """In order of admission."""
+        self.completed: list[int] = []
+        """Prompt indices, in order of completion."""
+        self.inside: set[int] = set()
+        """Prompt indices of groups that the engine has been given."""
+
+    def prompt_index(self, number: int) -> int:
+        """Of the shard's ``number``-th prompt."""
+        return self._first_prompt + number * self._num_shards + self.index
+
+    def admit(self, tick: int) -> None:
+        """Take in new prompts until enough groups are active."""
+        while len(self.active) < self._num_active:
+            index = self.prompt_index(self.cursor)
+            self.cursor += 1
+            self.active.append(self._new_group(index, tick))
+
+    def next_prompts(self) -> list[int]:
+        """Those that the next tick admits, if it admits as many as it delivers."""
+        return [self.prompt_index(self.cursor + ahead) for ahead in range(self._prompts_per_tick)]
+
+    def heard_of(self, ended: Sequence[TokenSequence]) -> None:
+        """Sequences have ended."""
+        by_index = {group.prompt.index: group for group in self.active} if ended else {}
+        for sequence in ended:
+            index = sequence.prompt_index
+            if by_index[index].complete and index not in self.completed:
+                self.completed.append(index)
+
+    def deadlines(self, *, latest_staleness: int | None = None) -> list[int]:
+        """The last tick at which each active group may leave.
+
+        Args:
+            latest_staleness: ``schedule.max_staleness`` under the latest weights, where tokens' versions count too.
+        """
+        if latest_staleness is None:
+            return [group.admitted_tick + self._max_segments - 1 for group in self.active]
+        oldest = [NEVER if group.oldest_version is None else group.oldest_version for group in self.active]
+        admitted = [group.admitted_tick for group in self.active]
+        found: list[int] = deadlines(
+            admitted, oldest, max_segments=self._max_segments, max_staleness=latest_staleness
+        ).tolist()
+        return found
+
+    def deliverable(self, tick: int, leave_by: Sequence[int]) -> list[int] | None:
+        """Places of the groups that leave in this tick; None while too few are complete.
+
+        Args:
+            leave_by: As ``deadlines`` says.
+        """
+        position = {group.prompt.index: place for place, group in enumerate(self.active)}
+        completed = [position[index] for index in self.completed]
+        return select_due(list(leave_by), completed, tick=tick, prompts_per_step=self._prompts_per_tick)
+
+    def take(self, places: Sequence[int]) -> list[ActiveGroup]:
+        """The groups at these places leave."""
+        delivered = [self.active[place] for place in places]
+        gone = {group.prompt.index for group in delivered}
+        self.active = [group for group in self.active if group.prompt.index not in gone]
+        self.completed = [index for index in self.completed if index not in gone]
+        self.inside -= gone
+        return delivered
+
+    def state(self) -> dict[str, Any]:
+        """What it carries, as plain values."""
+        return {
+            "cursor": self.cursor,
+            "completed": self.completed,
+            "active": [
+                {
+                    "prompt_index": group.prompt.index,
+                    "admitted_tick": group.admitted_tick,
+                    "sequences": [_sequence_state(sequence) for sequence in group.sequences],
+                }
+                for group in self.active
+            ],
+        }
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state`` gave."""
+        self.cursor = state["cursor"]
+        self.completed = list(state["completed"])
+        self.active = []
+        for saved in state["active"]:
+            group = self._new_group(saved["prompt_index"], saved["admitted_tick"])
+            for sequence, values in zip(group.sequences, saved["sequences"], strict=True):
+                if sequence.episode is not None:
+                    load_episode(sequence.episode, values["episode"])
+                for name in _STATE:
+                    setattr(sequence, name, values[name])
+            self.active.append(group)
+
+
+_STATE = ("tokens", "logprobs", "raw_logprobs", "policy_versions", "loss_mask", "finish_reason", "error", "kept_kv")
+
+
+def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
+    """What a new sequence of the same prompt lacks. Floats survive JSON: Python writes the shortest exact form."""
+    episode = {} if sequence.episode is None else {"episode": save_episode(sequence.episode)}
+    return {name: getattr(sequence, name) for name in _STATE} | episode
+
+
+def num_sampled(groups: Sequence[ActiveGroup]) -> int:
+    """Tokens that a policy wrote."""
+    return sum(len(s.tokens) - s.policy_versions.count(-1) for g in groups for s in g.sequences)

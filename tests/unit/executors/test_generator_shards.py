@@ -1,0 +1,205 @@
+"""A generator whose work is cut into shards: its ranks driven alone, one, two, three and four of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llamarl.config import RunConfig, validate
+from llamarl.controller.standard_graph import llamarl_graph
+from llamarl.errors import CheckpointError, ConfigError
+from llamarl.executors.base import Elastic, ExecutorContext, StepResult
+from llamarl.executors.generator import GeneratorExecutor
+from llamarl.executors.generator_shard import shards_of_rank
+from llamarl.executors.in_flight import digest_of
+from llamarl.observability.keys import is_timing_key
+from llamarl.runtime.rank_plans import combine_reports
+from llamarl.runtime.worker import RankReport
+from llamarl.types import Group
+
+TICKS = 4
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_shards", "shares"),
+    [
+        (1, 4, [[0, 1, 2, 3]]),
+        (2, 4, [[0, 1], [2, 3]]),
+        (3, 4, [[0], [1], [2, 3]]),
+        (4, 4, [[0], [1], [2], [3]]),
+        (3, 8, [[0, 1], [2, 3, 4], [5, 6, 7]]),
+    ],
+)
+def test_ranks_take_consecutive_shards_and_at_most_one_more_than_others(
+    num_ranks: int, num_shards: int, shares: list[list[int]]
+) -> None:
+    assert [list(shards_of_rank(rank, num_ranks, num_shards)) for rank in range(num_ranks)] == shares
+
+
+def test_more_ranks_than_shards_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 replicas share 2 shards"):
+        shards_of_rank(0, 3, 2)
+
+
+def recipe(dp: int, **generator: Any) -> RunConfig:
+    return validate(
+        {
+            "run": {"num_ticks": TICKS},
+            "schedule": {"prompts_per_step": 8, "max_staleness": 1},
+            "generator": {
+                "group_size": 2,
+                "dp": dp,
+                "shards": 4,
+                "max_segments": 2,
+                "oversubscription": 1.5,
+                "device": "cpu",
+                "threads": 1,
+                "sampling": {"max_new_tokens": 24},
+                "engine": {"kv_cache_bytes": 1 << 21},
+                **generator,
+            },
+        }
+    )
+
+
+class Version:
+    """Weights of version v: the first ones times 1 + v / 100."""
+
+    can_map = False
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def load_into(self, tensors: Mapping[str, torch.Tensor], layout: object = None) -> None:
+        if not FIRST:
+            FIRST.update({name: tensor.clone() for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            tensor.copy_(FIRST[name]).mul_(1.0 + 0.01 * self.version)
+
+
+FIRST: dict[str, torch.Tensor] = {}
+
+
+def ranks_of(num_ranks: int, **generator: Any) -> list[GeneratorExecutor]:
+    config = recipe(num_ranks, **generator)
+    graph = llamarl_graph(config)
+    ends = {"reads": graph.inputs["generator"], "writes": graph.outputs["generator"]}
+    ranks = []
+    for rank in range(num_ranks):
+        context = ExecutorContext(
+            name="generator", rank=rank, num_ranks=num_ranks, device="cpu", run_dir=None, seed=0, **ends
+        )
+        ranks.append(GeneratorExecutor(config, context))
+        ranks[-1].setup()
+    return ranks
+
+
+def tick_of(ranks: Sequence[GeneratorExecutor], tick: int) -> tuple[list[Group], Mapping[str, float]]:
+    """Groups in the order of ranks, and the metrics of the executor but for times."""
+    results = [rank.step(tick, {"weights": Version(max(0, tick - 1))}) for rank in ranks]
+    report = combine_reports("generator", [_report(n, tick, r) for n, r in enumerate(results)], controller_bytes=0)
+    groups = [group for result in results for group in result.outputs["completions"]]
+    return groups, {key: value for key, value in sorted(report.metrics.items()) if not is_timing_key(key)}
+
+
+def _report(rank: int, tick: int, result: StepResult) -> RankReport:
+    return RankReport(
+        rank=rank, tick=tick, outputs={}, metrics=result.metrics, share_metrics=result.share_metrics, spans=(),
+        started_s=0.0, finished_s=1.0,
+    )  # fmt: skip
+
+
+Told = tuple[list[int], str, Mapping[str, float]]
+"""Of a tick: prompts, a digest of every token with its log-probability and version, metrics."""
+
+
+def run(moves: Mapping[int, int], move: Callable[..., list[GeneratorExecutor]], **generator: Any) -> list[Told]:
+    """All ticks.
+
+    Args:
+        moves: Tick -> ranks from then on.
+        move: (ranks, their number from now on, last tick) -> those that go on.
+    """
+    told: list[Told] = []
+    ranks: list[GeneratorExecutor] = []
+    for tick in range(TICKS):
+        if tick in moves:
+            ranks = move(ranks, moves[tick], tick - 1) if ranks else ranks_of(moves[tick], **generator)
+        groups, metrics = tick_of(ranks, tick)
+        told.append(([group.prompt.index for group in groups], digest_of(groups), metrics))
+    return told
+
+
+def stay(ranks: list[GeneratorExecutor], num_ranks: int, tick: int) -> list[GeneratorExecutor]:
+    raise AssertionError("nobody moves")
+
+
+def by_journal(ranks: list[GeneratorExecutor], num_ranks: int, tick: int) -> list[GeneratorExecutor]:
+    states = [rank.journal(tick) or b"" for rank in ranks]
+    others = ranks_of(num_ranks)
+    for rank in others:
+        assert isinstance(rank, Elastic)
+        rank.restore_from(states, tick)
+    return others
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Told]:
+    """Four ranks, a shard each."""
+    return run({0: 4}, stay)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_any_number_of_ranks_makes_the_same_groups_in_the_same_order_and_the_same_metrics(
+    alone: list[Told], num_ranks: int
+) -> None:
+    assert run({0: num_ranks}, stay) == alone
+    assert any(metrics["tokens/carried"] for *_, metrics in alone)
+
+
+def test_ranks_that_go_from_two_to_one_to_three_carry_on(alone: list[Told]) -> None:
+    assert run({0: 2, 2: 1, 3: 3}, by_journal) == alone
+
+
+def test_another_number_of_ranks_goes_on_from_saved_states(alone: list[Told], tmp_path: Path) -> None:
+    def by_files(ranks: list[GeneratorExecutor], num_ranks: int, tick: int) -> list[GeneratorExecutor]:
+        for rank, executor in enumerate(ranks):
+            folder = tmp_path / f"{tick}" / f"rank_{rank}"
+            folder.mkdir(parents=True)
+            executor.save(folder, tick)
+        others = ranks_of(num_ranks)
+        for rank, executor in enumerate(others):
+            executor.load(tmp_path / f"{tick}" / f"rank_{rank}", tick)
+        return others
+
+    assert run({0: 2, 2: 3, 3: 1}, by_files) == alone
+
+
+def test_a_shard_that_nobody_saved_is_named(tmp_path: Path) -> None:
+    (executor,) = ranks_of(1)
+    (tmp_path / "rank_0").mkdir()
+    with pytest.raises(CheckpointError, match="holds no state of shard 0: it was saved with fewer shards"):
+        executor.load(tmp_path / "rank_0", 0)
+
+
+def test_each_shard_is_as_many_replicas_without_shards(alone: list[Told]) -> None:
+    assert run({0: 4}, stay, shards=0) == alone
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"generator": {"shards": 2, "dp": 3}}, "generator.shards is 2, fewer than the dp 3 replicas"),
+        ({"generator": {"shards": 5}}, r"must be a multiple of generator.shards \(5\)"),
+        ({"generator": {"shards": 4, "kv_on_update": "keep"}}, "generator.shards is 4, but kv_on_update is 'keep'"),
+        ({"generator": {"shards": 4}, "schedule": {"weights": "latest"}}, "schedule.weights is 'latest'"),
+    ],
+)
+def test_what_shards_do_not_go_with_is_refused(section: dict[str, Any], words: str) -> None:
+    section = {**section, "schedule": {"prompts_per_step": 12, **section.get("schedule", {})}}
+    with pytest.raises(ConfigError, match=words):
+        validate(section)
