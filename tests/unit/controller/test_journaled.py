@@ -111,6 +111,15 @@ def test_what_this_job_would_not_have_done_is_of_no_use(
         assert "goes on from its checkpoint" in capsys.readouterr().err
 
 
+def test_ranks_of_a_source_that_may_be_any_number_go_on_as_another_one(tmp_path: Path) -> None:
+    journal_of(tmp_path, COUNTED)
+    executors = (replace(GRAPH.executors[0], num_ranks=2), GRAPH.executors[1])
+    graph = Graph(executors, (replace(GROUPS, elastic=True), WEIGHTS))
+    resumed = go_on_from_journal(tmp_path, "mine", graph, config(), after_tick=-1)
+    assert [(report.executor, report.tick) for report in resumed.reports] == COUNTED
+    resumed.release()
+
+
 def test_more_pieces_than_may_be_open_are_refused_and_none_stays_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,3 +122,15 @@ def test_what_a_run_saves_of_itself_is_its_whole_configuration() -> None:
         return keys
 
     assert held(to_plain(RunConfig())) == flat
+
+
+def test_replicas_of_a_generator_with_shards_are_no_difference_and_without_them_they_are() -> None:
+    base = ("--schedule.prompts_per_step", "12")
+    shards_4, others = changed(*base, "--generator.shards", "4"), ("--generator.dp", "3", "--generator.shards", "4")
+    assert differences(shards_4, changed(*base, *others)) == []
+    assert [d.key for d in differences(shards_4, changed(*base, "--generator.shards", "6"))] == ["generator.shards"]
+    replicas_2 = changed(*base, "--generator.dp", "2")
+    assert differences(replicas_2, changed(*base, "--generator.dp", "1", "--generator.shards", "2")) == []
+    assert [d.key for d in differences(replicas_2, changed(*base, "--generator.dp", "3"))] == ["generator.dp"]
+    without = differences(shards_4, changed(*base, "--generator.dp", "4", "--generator.shards", "0"))
+    assert {d.key for d in without} == {"generator.shards", "generator.dp"}
