@@ -18,11 +18,13 @@ from pathlib import Path
 from llamarl.runtime.determinism import environment
 from llamarl.runtime.fork_here import read_on_import
 
-__all__ = ["ENVIRONMENT", "Started", "run_llamarl"]
+__all__ = ["ENVIRONMENT", "SERVER", "Started", "run_llamarl"]
 
 ENVIRONMENT = read_on_import(environment(1))
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+SERVER = multiprocessing.get_context("forkserver")
+"""Of this test process: for whoever needs processes that have imported torch, models and executors. There is one, so that what it
+imports does not depend on who asks first."""
 _PRELOADED = [
     "one_thread",
     "forked_command",
@@ -33,6 +35,7 @@ _PRELOADED = [
     f"llamarl.executors.{name}"
     for name in ("critic", "evaluator", "generator", "judge", "reference", "reward", "trainer")
 ]
+SERVER.set_forkserver_preload(_PRELOADED)
 
 
 def run_llamarl(
@@ -61,13 +64,12 @@ class Started:
     def __init__(
         self, words: Sequence[str], *, cwd: Path | None = None, stdin: str | None = None, together: bool = False
     ) -> None:
-        _CONTEXT.set_forkserver_preload(_PRELOADED)
         self.args = ["llamarl", *words]
         self._keeping = tempfile.TemporaryDirectory(prefix="forked-command-")
         self._folder = Path(self._keeping.name)
         (self._folder / "in").write_text(stdin or "")
         given = (self._folder, list(words), str(cwd or Path.cwd()), {**os.environ, **ENVIRONMENT}, together)
-        self._child = _CONTEXT.Process(target=_main, args=given)
+        self._child = SERVER.Process(target=_main, args=given)
         self._child.start()
         assert self._child.pid is not None
         self.pid = self._child.pid

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import SMALL, CommandLine, rows, wait_until
-from killing import kill_environments
+from killing import kill_environments, ranks
 
 from llamarl.observability.events import read_events
 from llamarl.observability.rollouts import read_rollouts
@@ -71,12 +73,25 @@ def test_episodes_span_weights_and_keep_what_each_turn_was_worth(never_killed: P
     assert cut_inside
 
 
+def test_a_generator_that_dies_inside_its_episodes_is_brought_up_again_and_changes_no_bit(
+    llamarl: CommandLine, tmp_path: Path, never_killed: Path
+) -> None:
+    run = llamarl.start(tmp_path / "run", EPISODES)
+    try:
+        wait_until(lambda: len(rows(tmp_path / "run")) >= 2, limit_s=120, what="2 rows")
+        os.kill(ranks(run.pid)["generator"], signal.SIGKILL)
+        said, _ = run.communicate(timeout=200)
+    finally:
+        run.kill()
+    assert run.returncode == 0, said
+    assert said.count("brought up again") == 1, said
+    assert not differences(tmp_path / "run", never_killed)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kill",
-    [
-        Kill(target="controller", rows=2, delay_s=0.1),
-        pytest.param(Kill(target="generator", rows=4, delay_s=0.05), marks=pytest.mark.long),
-    ],
+    [Kill(target="controller", rows=2, delay_s=0.1), Kill(target="generator", rows=4, delay_s=0.05)],
     ids=lambda kill: kill.target,
 )
 def test_a_run_killed_inside_its_episodes_resumes_bit_for_bit(tmp_path: Path, never_killed: Path, kill: Kill) -> None:

@@ -87,6 +87,7 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     assert_same_run(run_dir, never_killed)
 
 
+@pytest.mark.long
 def test_a_finished_run_can_be_prolonged_to_the_bits_of_a_longer_one(
     llamarl: CommandLine, tmp_path: Path, never_killed: Path
 ) -> None:

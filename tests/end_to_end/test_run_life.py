@@ -141,6 +141,7 @@ def eight_ticks(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) 
     return run_dir
 
 
+@pytest.mark.long
 def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_that_the_clock_chose(
     llamarl: CommandLine, tmp_path: Path, eight_ticks: Path
 ) -> None:
@@ -177,6 +178,7 @@ def test_who_stops_a_run_is_told_the_command_that_goes_on_and_it_does(llamarl: C
     assert len(rows(run_dir)) == saved + 1
 
 
+@pytest.mark.long
 def test_a_run_whose_folder_is_moved_ends_with_the_cause_and_goes_on_from_where_it_lies(
     llamarl: CommandLine, tmp_path: Path
 ) -> None:
@@ -216,19 +218,19 @@ def test_a_fork_learns_otherwise_from_the_same_state_and_leaves_its_source_alone
     llamarl: CommandLine, tmp_path: Path
 ) -> None:
     source, fork = tmp_path / "source", tmp_path / "fork"
-    assert llamarl.train(source, STALE | {"run.num_ticks": 3}).returncode == 0
+    assert llamarl.train(source, STALE | {"run.num_ticks": 2}).returncode == 0
     before = contents(source)
     words = ["train", "--resume", str(source), "--optimizer.lr", "0.01"]
     refused = llamarl.run(words)
     assert refused.returncode == 2 and "--fork" in refused.stderr and "optimizer.lr: it has" in refused.stderr
-    done = llamarl.run([*words, "--fork", str(fork), "--run.num_ticks", "5"])
+    done = llamarl.run([*words, "--fork", str(fork), "--run.num_ticks", "4"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert contents(source) == before
-    assert untimed(fork)[:3] == untimed(source) and len(rows(fork)) == 5
-    assert json.loads((fork / "forked_from.json").read_text())["ticks"] == 3
+    assert untimed(fork)[:2] == untimed(source) and len(rows(fork)) == 4
+    assert json.loads((fork / "forked_from.json").read_text())["ticks"] == 2
     # killed and gone on with, it is a run like any other: the checkpoint that it was given carries its own settings
     for made in (fork / "checkpoints").iterdir():
-        if made.name != "tick_000002":
+        if made.name != "tick_000001":
             for path in sorted(made.rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() else path.unlink()
             made.rmdir()

@@ -46,10 +46,10 @@ def assert_equal_runs(whole: Path, other: Path, num_ticks: int) -> None:
 
 @pytest.mark.parametrize(
     "example",
-    ["two_generators"]
+    ["filter"]
     + [
         pytest.param(name, marks=pytest.mark.long)
-        for name in ("filter", "second_reward", "judge_model", "two_that_follow")
+        for name in ("two_generators", "second_reward", "judge_model", "two_that_follow")
     ],
 )
 def test_an_example_runs_and_resumes_like_the_standard_job(example: str, tmp_path: Path) -> None:

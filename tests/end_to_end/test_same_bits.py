@@ -18,6 +18,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +77,35 @@ RANK_0_ONLY = frozenset({"meshes"})
 """Cases in which several generator ranks reported, and the record held those of one: their metrics are not compared."""
 
 
-def run_case(case: str, run_dir: Path) -> None:
-    recipe, changes = CASES[case]
-    settings = {**SMALL, **changes, "run.dir": json.dumps(str(run_dir))}
-    words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-    path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
+_RUN_ALL = """\
+import json, sys
+from forked_command import run_llamarl
+
+if __name__ == "__main__":
+    for words in json.loads(sys.argv[1]):
+        done = run_llamarl(words)
+        if done.returncode:
+            sys.exit(done.stdout + done.stderr)
+"""
+
+
+def run_cases(cases: Sequence[str], folder: Path) -> None:
+    """Each into ``folder / case``, all as forks of one process that has imported torch with the kernels pinned."""
+    program = folder / "run_all.py"
+    program.write_text(_RUN_ALL)
+    jobs = []
+    for case in cases:
+        recipe, changes = CASES[case]
+        settings = {**SMALL, **changes, "run.dir": json.dumps(str(folder / case))}
+        words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+        jobs.append(["train", str(REPOSITORY / "recipes" / recipe), *words])
+    tests = str(REPOSITORY / "tests")
+    path = os.pathsep.join([str(REPOSITORY / "src"), tests, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", "llamarl.cli.main", "train", str(REPOSITORY / "recipes" / recipe), *words],
+        [sys.executable, str(program), json.dumps(jobs)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
         env={**os.environ, **PINNED, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -132,8 +152,8 @@ def torch_version() -> str:
 
 def record(case: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        run_case(case, run_dir)
+        run_dir = Path(folder) / case
+        run_cases([case], Path(folder))
         entry: dict[str, Any] = {"weights": digest_of_weights(run_dir)}
         kinds = {"rollouts": rollout_rows(run_dir)}
         if case not in RANK_0_ONLY:
@@ -144,15 +164,25 @@ def record(case: str) -> dict[str, Any]:
         return entry
 
 
+@pytest.fixture(scope="module")
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of each case that is asked for."""
+    folder = tmp_path_factory.mktemp("same_bits")
+    asked = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+    run_cases(asked, folder)
+    return folder
+
+
+@pytest.mark.timeout(960)  # all of them run in the first
 @pytest.mark.parametrize("case", CASES)
-def test_weights_metrics_and_rollouts_are_those_recorded(case: str, tmp_path: Path) -> None:
+def test_weights_metrics_and_rollouts_are_those_recorded(case: str, request: pytest.FixtureRequest) -> None:
     records = json.loads(RECORD.read_text())
     mine, here = records.get(processor()), torch_version()
     known = [record for record in records.values() if record["torch"] == here]
     if not known:
         pytest.skip(f"recorded with torch {sorted({r['torch'] for r in records.values()})}, this is {here}")
-    run_case(case, tmp_path / "run")
-    found = [equal_parts(tmp_path / "run", record["cases"][case]) for record in ([mine] if mine else known)]
+    run_dir = request.getfixturevalue("ran") / case
+    found = [equal_parts(run_dir, record["cases"][case]) for record in ([mine] if mine else known)]
     if not mine and not any(all(parts.values()) for parts in found):
         pytest.skip(f"recorded on {', '.join(records)}; this is {processor()}, which rounds differently")
     assert any(all(parts.values()) for parts in found), found

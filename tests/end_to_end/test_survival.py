@@ -111,6 +111,7 @@ def test_trainer_and_critic_that_die_or_hang_repeat_their_ticks_alone_and_every_
     assert checkpoints(run_dir) == checkpoints(undisturbed_with_critic)
 
 
+@pytest.mark.long
 def test_a_supervised_controller_that_dies_goes_on_from_its_journal_and_nothing_is_generated_anew(
     llamarl: CommandLine, tmp_path: Path, undisturbed: Path
 ) -> None:

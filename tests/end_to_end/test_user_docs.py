@@ -20,7 +20,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 SOURCE = DOCS.parent / "src"
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if any(block.mark for block in blocks_of(page))]
 
-FIRST_PAGES = {"quick_start", "when_it_stops", "turns"}
+FIRST_PAGES = {"quick_start", "when_it_stops"}
 
 _SCRIPT = """\
 import os, runpy, shlex, sys

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_command import SERVER
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import engine_ranks  # noqa: E402
 from engine_ranks import tiny_model  # noqa: E402
 
-_SERVER = multiprocessing.get_context("forkserver")
 FAMILIES = ("llama", "gemma3_text")
 
 
@@ -24,12 +23,11 @@ FAMILIES = ("llama", "gemma3_text")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """By family: the report of the single rank, then those of two."""
     folder = tmp_path_factory.mktemp("engine_ranks")
-    _SERVER.set_forkserver_preload(["engine_ranks"])
     for family in FAMILIES:
         tiny_model(family, "sdpa").save_pretrained(folder / family)
     for world in (1, 2):
         ranks = [
-            _SERVER.Process(target=engine_ranks.main, args=(rank, world, folder, list(FAMILIES)))
+            SERVER.Process(target=engine_ranks.main, args=(rank, world, folder, list(FAMILIES)))
             for rank in range(world)
         ]
         for rank in ranks:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 from pathlib import Path
+
+from forked_command import SERVER
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import episode_rank_program
 
-_SERVER = multiprocessing.get_context("forkserver")
-
 
 def test_two_ranks_hear_the_same_replies_and_play_what_one_plays_alone(tmp_path: Path) -> None:
-    _SERVER.set_forkserver_preload(["episode_rank_program"])
     ranks = [
-        _SERVER.Process(target=episode_rank_program.main, args=(rank, world, tmp_path))
+        SERVER.Process(target=episode_rank_program.main, args=(rank, world, tmp_path))
         for world, rank in ((1, 0), (2, 0), (2, 1))
     ]
     for rank in ranks:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_command import SERVER
 from safetensors.torch import load_file
 
 HERE = Path(__file__).resolve().parent
@@ -17,7 +17,6 @@ from family_ranks import tiny_model  # noqa: E402
 
 from llamarl.models.support import FAMILIES  # noqa: E402
 
-_SERVER = multiprocessing.get_context("forkserver")
 CASES = [f"{family}:fsdp" for family in FAMILIES]
 CASES += [f"{name}:tp" for name, family in FAMILIES.items() if "tensor_parallel" not in family.lacks]
 
@@ -25,11 +24,10 @@ CASES += [f"{name}:tp" for name, family in FAMILIES.items() if "tensor_parallel"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
-    _SERVER.set_forkserver_preload(["family_ranks"])
     for family in FAMILIES:
         tiny_model(family, "eager").save_pretrained(folder / family)
     for world, cases in ((1, [f"{family}:fsdp" for family in FAMILIES]), (2, CASES)):
-        ranks = [_SERVER.Process(target=family_ranks.main, args=(rank, world, folder, cases)) for rank in range(world)]
+        ranks = [SERVER.Process(target=family_ranks.main, args=(rank, world, folder, cases)) for rank in range(world)]
         for rank in ranks:
             rank.start()
         try:

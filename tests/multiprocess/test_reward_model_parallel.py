@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_command import SERVER
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import reward_model_ranks
 from reward_model_ranks import TEXTS, VOCABULARY
 
-_SERVER = multiprocessing.get_context("forkserver")
 FAMILIES = ("llama", "gemma2")
 SIZES = ("2x1", "1x2", "2x2")
 
 
 def launch(folder: Path, world: int, cases: list[str]) -> None:
-    ranks = [_SERVER.Process(target=reward_model_ranks.main, args=(r, world, folder, cases)) for r in range(world)]
+    ranks = [SERVER.Process(target=reward_model_ranks.main, args=(r, world, folder, cases)) for r in range(world)]
     for rank in ranks:
         rank.start()
     try:
@@ -36,7 +35,6 @@ def launch(folder: Path, world: int, cases: list[str]) -> None:
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    _SERVER.set_forkserver_preload(["reward_model_ranks"])
     for family in FAMILIES:
         torch.manual_seed(0)
         config = AutoConfig.for_model(

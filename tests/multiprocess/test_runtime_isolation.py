@@ -189,7 +189,9 @@ def test_a_run_of_the_tiny_recipe_opens_nothing_and_leaves_nothing_when_it_is_ki
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("killed", ["controller", "guard", "rank"])
+@pytest.mark.parametrize(
+    "killed", ["controller", *(pytest.param(who, marks=pytest.mark.long) for who in ("guard", "rank"))]
+)
 def test_whoever_is_killed_nobody_and_nothing_is_left(tmp_path: Path, killed: str) -> None:
     """Among the processes is one that has left its parent, its session and its signals behind."""
     temporary = tmp_path / "tmp"

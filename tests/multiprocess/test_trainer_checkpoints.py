@@ -5,13 +5,13 @@ A kill in the middle of a write is a real SIGKILL: the child blocks in the libra
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+from forked_command import SERVER
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "unit" / "trainer"))
@@ -21,17 +21,14 @@ from training_fixtures import write_model  # noqa: E402
 
 from llamarl.checkpoint.storage import CheckpointStore  # noqa: E402
 
-_SERVER = multiprocessing.get_context("forkserver")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    _SERVER.set_forkserver_preload(["trainer_ranks", "checkpoint_ranks"])
     return write_model(tmp_path_factory.mktemp("mesh") / "model").parent
 
 
 def _launch(world: int, *arguments: object) -> list[int | None]:
-    ranks = [_SERVER.Process(target=checkpoint_ranks.main, args=(rank, world, *arguments)) for rank in range(world)]
+    ranks = [SERVER.Process(target=checkpoint_ranks.main, args=(rank, world, *arguments)) for rank in range(world)]
     for rank in ranks:
         rank.start()
     try:

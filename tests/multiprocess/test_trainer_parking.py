@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_command import SERVER
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "unit" / "trainer"))
@@ -16,7 +16,6 @@ sys.path.insert(0, str(HERE))
 import parking_ranks  # noqa: E402
 from training_fixtures import write_model  # noqa: E402
 
-_SERVER = multiprocessing.get_context("forkserver")
 WORLD = 2
 CASES = [(2, 1, "float32", False), (2, 1, "bfloat16", True), (1, 2, "float32", False), (1, 2, "bfloat16", False)]
 
@@ -26,8 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, list[
     """[rank][case] -> what each tick of it showed."""
     folder = tmp_path_factory.mktemp("parking")
     write_model(folder / "model", "llama")
-    _SERVER.set_forkserver_preload(["parking_ranks"])
-    ranks = [_SERVER.Process(target=parking_ranks.main, args=(rank, WORLD, folder, CASES)) for rank in range(WORLD)]
+    ranks = [SERVER.Process(target=parking_ranks.main, args=(rank, WORLD, folder, CASES)) for rank in range(WORLD)]
     for rank in ranks:
         rank.start()
     try:

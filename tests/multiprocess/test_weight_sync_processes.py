@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_command import SERVER
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
@@ -89,7 +89,7 @@ class Ranks:
     """Processes that are asked one thing at a time, each answer with a deadline."""
 
     def __init__(self) -> None:
-        self.context = mp.get_context("spawn")
+        self.context = SERVER
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
 

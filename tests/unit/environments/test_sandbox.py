@@ -179,6 +179,7 @@ def test_a_box_ends_when_its_caller_is_interrupted(kind: Kind, monkeypatch: pyte
 
 
 def test_a_box_ends_with_the_process_that_started_it(kind: Kind) -> None:
+    before = children()
     code = f"from llamarl.environments.sandbox.run import run_in_box\nrun_in_box('import time; print(1); time.sleep(60)', kind={kind!r})"
     caller = subprocess.Popen([sys.executable, "-c", code])
     until = time.monotonic() + 20
@@ -187,7 +188,7 @@ def test_a_box_ends_with_the_process_that_started_it(kind: Kind) -> None:
     assert has_program(caller.pid)
     caller.kill()
     caller.wait()  # and that nothing is left, the fixture proves
-    while children() and time.monotonic() < until:
+    while children() - before and time.monotonic() < until:
         with_orphan = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
         if with_orphan is None:
             time.sleep(0.01)
