@@ -5,6 +5,7 @@ RECIPE ?= recipes/tiny.toml
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 WORKERS ?= 2
+UNIT_WORKERS ?= 3
 ENVIRONMENTS_VENV ?= .venv-environments
 VERIFIERS_VENV ?= .venv-verifiers
 
@@ -14,7 +15,7 @@ train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
 
 test: install  ## the whole CPU suite
-	$(BIN)/python -m pytest tests/unit -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest tests/unit -n $(UNIT_WORKERS) --dist worksteal  # some of them wait
 	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/browser -n $(WORKERS) --dist loadfile  # whole runs: a file at a time
 	$(BIN)/python -m pytest tests/browser  # apart: a browser's driver leaves an event loop in its process
 

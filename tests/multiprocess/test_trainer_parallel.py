@@ -26,7 +26,7 @@ from training_fixtures import write_model  # noqa: E402
 
 FAMILIES = ("llama", "qwen3", "gemma2")
 LAYOUTS = ("2x1", "1x2", "2x2")
-SMALLEST = FAMILIES[0]
+SMALLEST, EXPORTED = FAMILIES[:2]
 CASES = [
     pytest.param(family, sizes, marks=() if family == SMALLEST or sizes == "2x2" else pytest.mark.long)
     for family in FAMILIES
@@ -51,9 +51,8 @@ def _launch(folder: Path, world: int, cases: list[str]) -> None:
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All layouts of all families that are asked for, each set of processes started once."""
-    wanted = {
-        family for item in request.session.items if "2x1" in item.name for family in FAMILIES if family in item.name
-    }
+    own = [item for item in request.session.items if item.path == request.path]
+    in_halves = FAMILIES if any(item.get_closest_marker("long") for item in own) else [SMALLEST]
     folder = tmp_path_factory.mktemp("ranks")
     for family in FAMILIES:
         write_model(folder / family, family)
@@ -61,7 +60,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     config.write_text(json.dumps(json.loads(config.read_text()) | {"logits_scaling": 8.0}))
     rounded = "qwen3:{}:bfloat16"
     _launch(folder, 1, [f"{family}:1x1:float32" for family in FAMILIES] + [rounded.format("1x1"), "llama:1x1:plans"])
-    cases = [f"{family}:{sizes}:float32" for family in sorted({SMALLEST} | wanted) for sizes in ("2x1", "1x2")]
+    cases = [f"{family}:{sizes}:float32" for family in in_halves for sizes in ("2x1", "1x2")]
     others = (rounded, "llama:{}:plans", "llama:{}:refusals")
     cases += [kind.format(sizes) for kind in others for sizes in ("2x1", "1x2")]
     _launch(folder, 2, cases)
@@ -115,10 +114,10 @@ def test_ranks_hold_a_share_not_the_model(runs: Path, sizes: str) -> None:
     assert most <= (total - uncut) / (fsdp * tp) + uncut / fsdp + 64  # rows that do not divide evenly
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS)
+@pytest.mark.parametrize("sizes", [pytest.param(s, marks=() if s == "2x2" else pytest.mark.long) for s in LAYOUTS])
 def test_export_from_all_ranks_is_what_they_hold(runs: Path, sizes: str) -> None:
-    reports, parts = _read(runs, "qwen3", sizes)
-    model = AutoModelForCausalLM.from_pretrained(runs / f"qwen3-{sizes}" / "model")
+    reports, parts = _read(runs, EXPORTED, sizes)
+    model = AutoModelForCausalLM.from_pretrained(runs / f"{EXPORTED}-{sizes}" / "model")
     for name, parameter in model.named_parameters():
         for report, tensors in zip(reports, parts, strict=True):
             where = tuple(slice(start, stop) for start, stop in report["boxes"][name])
