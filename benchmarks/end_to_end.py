@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,18 @@ def export_prompts(model: str, count: int) -> list[dict[str, str]]:
     return [{"text": p.text, "answer": p.answer or ""} for p in prompts]
 
 
-def run_llamarl(model: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
+def run_llamarl(
+    model: str,
+    sizes: dict[str, int],
+    steps: int,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """One run of ``steps`` timed steps; ``settings`` and ``environment`` are beside what the comparison fixes."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        settings: dict[str, Any] = {
+        all_settings: dict[str, Any] = {
             "run.dir": json.dumps(str(run_dir)),
             "run.num_ticks": steps + 3,
             "model.path": json.dumps(model),
@@ -114,11 +123,15 @@ def run_llamarl(model: str, sizes: dict[str, int], steps: int) -> dict[str, Any]
             "checkpoint.every_minutes": 0,
             "checkpoint.at_end": "false",
             "observability.console": '"none"',
+            **(settings or {}),
         }
-        words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        words = [word for key, value in all_settings.items() for word in (f"--{key}", str(value))]
         recipe = Path(__file__).resolve().parents[1] / "recipes" / "smollm2.toml"
         subprocess.run(
-            [sys.executable, "-m", "llamarl.cli.main", "train", str(recipe), *words], check=True, timeout=3600
+            [sys.executable, "-m", "llamarl.cli.main", "train", str(recipe), *words],
+            check=True,
+            timeout=3600,
+            env={**os.environ, **(environment or {})},
         )
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     # The last steps run with the generator already idle: they are left out, as are the two of warm-up.

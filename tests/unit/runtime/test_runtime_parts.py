@@ -31,6 +31,15 @@ def test_all_thread_pools_of_a_worker_get_the_same_count() -> None:
     assert set(counts.values()) == {"3"} and {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} <= set(counts)
 
 
+def test_threads_that_wait_for_each_other_sleep_unless_the_user_says_otherwise() -> None:
+    assert environment(2)["OMP_WAIT_POLICY"] == "PASSIVE" and environment(2)["GOMP_SPINCOUNT"] == "0"
+    assert "OMP_WAIT_POLICY" not in environment(1)  # nobody to wait for
+    program = "from llamarl.runtime.determinism import environment; print('OMP_WAIT_POLICY' in environment(2))"
+    said = {**os.environ, "GOMP_SPINCOUNT": "300000"}
+    done = subprocess.run([sys.executable, "-c", program], env=said, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n"
+
+
 def test_lines_keep_their_source_and_a_killed_writers_last_words_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     reader = OutputReader()
     first, second = reader.pipe("trainer", "stdout"), reader.pipe("generator 1", "stderr")
