@@ -126,7 +126,17 @@ class WeightSyncError(ChannelError):
 
 
 class CheckpointError(LlamaRLError):
-    """A checkpoint is torn, altered or could not be written. The message names it and the last good one."""
+    """A checkpoint is torn, altered or could not be written. The message names it and the last good one.
+
+    Args:
+        cause: What is wrong, without what to do; the message where it is not given.
+        mistake: An executor's ``save`` does not do as it must: the next one would fail too.
+    """
+
+    def __init__(self, message: str, *, cause: str = "", mistake: bool = False) -> None:
+        super().__init__(message)
+        self.cause = cause or message
+        self.mistake = mistake
 
 
 class TransferError(LlamaRLError):

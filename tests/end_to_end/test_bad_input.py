@@ -183,7 +183,9 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_ends_the_run_by_name_and_leaves_no_false_checkpoint(llamarl: CommandLine, tiny_disk: Path) -> None:
-    done = llamarl.train(tiny_disk / "run", {"run.num_ticks": 4, "checkpoint.every": 1, "evaluation.every": 0})
+    done = llamarl.train(
+        tiny_disk / "run", {"run.num_ticks": 4, "checkpoint.every": 1, "evaluation.every": 0, "deadlines.disk_s": 1}
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "disk" in done.stderr.lower() and str(tiny_disk) in done.stderr
     finished = [p for p in (tiny_disk / "run" / "checkpoints").glob("tick_*") if p.suffix == ""]

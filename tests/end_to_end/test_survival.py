@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from conftest import CommandLine, rows, wait_until
 from forked_command import Started
 
 from llamarl.checkpoint.snapshot import MANIFEST
+from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.observability.keys import is_timing_key
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -146,3 +150,56 @@ def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:
         return run.poll() is not None or (file.is_file() and file.read_text().count("\n") >= number)
 
     wait_until(there, limit_s=120, what=f"{number} rows")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """64 MB: six times what a checkpoint takes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(file: Path, *, leaving: int) -> None:
+    """Take what is free on the disk, but for so many bytes."""
+    with open(file, "ab", buffering=0) as taken:
+        free = shutil.disk_usage(file.parent).free
+        while free > leaving:
+            os.posix_fallocate(taken.fileno(), taken.seek(0, os.SEEK_END), free - leaving)
+            free = shutil.disk_usage(file.parent).free
+
+
+def test_a_disk_without_room_for_a_checkpoint_and_then_for_a_line_costs_neither_the_run_nor_a_bit(
+    llamarl: CommandLine, small_disk: Path, undisturbed: Path
+) -> None:
+    run_dir, filler = small_disk / "run", small_disk / "filler"
+    fill(filler, leaving=6 << 20)
+    run = llamarl.start(run_dir, {**SETTINGS, "checkpoint.max_failed": 5})
+    wait_until(
+        lambda: run.poll() is not None or "could not be written" in run.out, limit_s=120, what="a failed checkpoint"
+    )
+    wait_until(
+        lambda: (
+            fill(filler, leaving=0)  # again and again: what a failed checkpoint has taken becomes free
+            or run.poll() is not None
+            or "The run waits until it can" in run.out
+        ),
+        limit_s=60,
+        what="a full disk",
+    )
+    filler.unlink()
+    said, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, said
+    assert re.search(
+        r"checkpoint of tick 1 could not be written: .*No space left on device.*There is none before it", said
+    ), said
+    assert what_counts(run_dir) == what_counts(undisturbed)
+    assert CheckpointStore(run_dir / "checkpoints").load().tick == 9
+    assert (
+        checkpoints(run_dir)["checkpoints/tick_000009/trainer/state/__0_0.distcp"]
+        == (checkpoints(undisturbed)["checkpoints/tick_000009/trainer/state/__0_0.distcp"])
+    )

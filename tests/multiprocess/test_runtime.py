@@ -95,6 +95,9 @@ def test_a_saved_job_goes_on_as_if_never_stopped(runtime: Runtime, tmp_path: Pat
         def folder_for(self, tick: int) -> Path | None:
             return tmp_path / str(tick)
 
+        def on_unsaved(self, tick: int, why: str) -> None:
+            raise AssertionError(why)
+
         def on_saved(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
             assert sorted(path.name for path in (tmp_path / str(tick)).iterdir()) == ["doubler", "sink", "source"]
             files = {name: [record.path for record in records] for name, records in written.items()}

@@ -26,6 +26,11 @@ class CheckpointConfig:
     keep: Annotated[NonNegativeInt, NO_BITS] = 2
     """Newest checkpoints kept, 0 for all; older ones are removed once a newer one is proved."""
 
+    max_failed: Annotated[NonNegativeInt, NO_BITS] = 3
+    """Checkpoints that may fail one after the other because the disk is full, slow, read-only or gone; each is told of, and the
+    run goes on to the next one that is due. One more ends it, since what it has done since the last good one is at stake.
+    0: the first ends it."""
+
     at_end: Annotated[bool, NO_BITS] = True
     """Also take one after the last tick, so that the run can be prolonged."""
 

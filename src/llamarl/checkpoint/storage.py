@@ -32,7 +32,7 @@ from llamarl.checkpoint.written import files_below, sync_folder, sync_path, what
 from llamarl.errors import CheckpointError
 from llamarl.reading import read_bytes
 
-__all__ = ["CheckpointStore", "saving"]
+__all__ = ["CheckpointStore", "save_failed", "saving"]
 
 _NAME = re.compile(r"tick_(\d{6,})(\.partial|\.replaced|\.deleted)?")
 
@@ -110,8 +110,9 @@ class CheckpointStore:
                 sync_folder(self.folder.parent)  # the folder itself may be as new as its first checkpoint
         except CheckpointError:
             self.abort(tick)
-            if replaced.exists() and not final.exists():
-                os.rename(replaced, final)
+            with contextlib.suppress(OSError):  # where the disk refuses that too, ``clean`` does it
+                if replaced.exists() and not final.exists():
+                    os.rename(replaced, final)
             raise
         shutil.rmtree(replaced, ignore_errors=True)  # what cannot be removed now is removed by the next clean()
         self._prune(tick)
@@ -197,6 +198,7 @@ class CheckpointStore:
     ) -> tuple[FileRecord, ...]:
         """Every file that was written, each once; all of them and their folders are on the disk."""
         wrong = why_not_whole(folder, written, patience_s=self.patience_s)
+        damaged = bool(wrong)
         records = {record.path: record for files in written.values() for record in files}
         for path in files_below(folder):
             if _relative(folder, path) not in records:
@@ -208,7 +210,9 @@ class CheckpointStore:
             raise CheckpointError(
                 f"cannot finish checkpoint {name}: {folder} does not hold what was written:\n"
                 + "\n".join(f"  - {line}" for line in wrong)
-                + f"\nFinished checkpoints are untouched ({self._names()})."
+                + f"\nFinished checkpoints are untouched ({self._names()}).",
+                cause=f"{folder} does not hold what was written: " + "; ".join(wrong),
+                mistake=not damaged,
             )
         for path in files_below(folder):
             sync_path(path)
@@ -256,7 +260,7 @@ class CheckpointStore:
         try:
             yield
         except OSError as error:
-            raise CheckpointError(_explain(what, where, error, self._names())) from error
+            raise save_failed(what, where, error, self._names()) from error
 
     def _names(self) -> str:
         """Names of the finished checkpoints, for messages."""
@@ -279,22 +283,30 @@ def saving(folder: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(_explain("cannot save the state of an executor", path, error)) from error
+        raise save_failed("cannot save the state of an executor", path, error) from error
+    except CheckpointError:
+        raise
     except Exception as error:
         if "No space left" in str(error) or _free_bytes(path) == 0:
-            raise CheckpointError(_explain("cannot save the state of an executor", path, error)) from error
+            raise save_failed("cannot save the state of an executor", path, error) from error
         raise
 
 
-def _explain(what: str, where: Path, error: BaseException, held: str = "") -> str:
-    """What failed, where, why, how much space there is, what to do."""
+def save_failed(what: str, where: Path, error: BaseException, held: str = "") -> CheckpointError:
+    """What failed, where, why, how much space there is, what to do.
+
+    Args:
+        held: Names of the finished checkpoints.
+    """
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     free = _free_bytes(where)
     space = "" if free is None else f", {free / 1e6:.1f} MB free there"
     kept = f" Finished checkpoints are untouched ({held})." if held else " Finished checkpoints are untouched."
-    return (
-        f"{what}: {where}: {reason}{space}.{kept} Free some space or make the folder writable "
-        f"(or set checkpoint.keep lower), then resume the run."
+    cause = f"{where}: {reason}{space}"
+    return CheckpointError(
+        f"{what}: {cause}.{kept} Free some space or make the folder writable "
+        f"(or set checkpoint.keep lower), then resume the run.",
+        cause=cause,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.strict import NO_BITS, STRICT
@@ -46,6 +46,10 @@ class DeadlineConfig:
     step_s: Annotated[PositiveFloat, NO_BITS] = 1800.0
     """Seconds one executor may spend on one tick. One that takes longer hangs: it is ended and brought up again, as far as
     recovery allows it."""
+
+    disk_s: Annotated[NonNegativeFloat, NO_BITS] = 600.0
+    """Seconds for which the run waits for a disk that refuses its records (metrics, rollouts, events, verdicts): full, read-only or
+    out of reach. Then it ends, since a run whose records are lost must not go on. 0: at once."""
 
     host_silence_s: Annotated[float, NO_BITS, Field(ge=2.0)] = 8.0
     """Seconds after which a host that gives no sign of itself counts as gone, and the job ends. Kernels answer for it: a process

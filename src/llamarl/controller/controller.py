@@ -84,6 +84,10 @@ class Checkpoints(SavedTicks, Protocol):
         """Every executor's state after ``tick`` is written: rank's name -> its files of it, for all ranks that told of any."""
         ...
 
+    def on_unsaved(self, tick: int, why: str) -> None:
+        """Every executor has passed ``tick`` and has written its state, or could not: this one is given up."""
+        ...
+
     def finished(self, *, wait: bool = False) -> tuple[int, Path] | None:
         """Tick and folder of the newest checkpoint of this run that is proved and under its final name.
 
@@ -185,7 +189,10 @@ def run_graph(
             if checkpoints.due(report.tick):
                 saves.begin(report)
             for tick, written in saves.complete(report).items():
-                checkpoints.on_saved(tick, written)
+                if why := saves.why_unsaved(tick):
+                    checkpoints.on_unsaved(tick, why)
+                else:
+                    checkpoints.on_saved(tick, written)
             if restarts is not None:
                 _tell_of_checkpoints(restarts, checkpoints, journal)
         if report.stop and not stop and not has_counted:
@@ -217,6 +224,8 @@ class _Saves:
         self._writing: dict[int, set[str]] = {}
         self._written: dict[int, dict[str, dict[str, Sequence[FileRecord]]]] = {}
         """Tick -> executor -> rank's name -> its files."""
+        self._unsaved: dict[int, dict[str, str]] = {}
+        """Tick -> executor -> why it could not write its state."""
 
     def begin(self, report: Report) -> None:
         """An executor has passed a tick that is saved."""
@@ -230,13 +239,20 @@ class _Saves:
                 self._missing[tick].add(executor)
                 self._writing[tick].discard(executor)
                 self._written.get(tick, {}).pop(executor, None)
+                self._unsaved.get(tick, {}).pop(executor, None)
+
+    def why_unsaved(self, tick: int) -> str:
+        """Of a tick that is complete: why somebody's state of it is not written; empty if all are."""
+        return next(iter(self._unsaved.pop(tick, {}).values()), "")
 
     def complete(self, report: Report) -> dict[int, dict[str, Sequence[FileRecord]]]:
-        """Ticks of which, with this report, every executor's state is written, each once, oldest first -> rank's name -> its
+        """Ticks of which, with this report, every executor's state is written, or could not be, each once, oldest first -> rank's name -> its
         files, as far as ranks have told of them."""
         for tick, ranks in report.saved.items():
             named = {writer_name(report.executor, rank): files for rank, files in ranks.items()}
             self._written.setdefault(tick, {}).setdefault(report.executor, {}).update(named)
+        for tick, why in report.unsaved.items():
+            self._unsaved.setdefault(tick, {})[report.executor] = why
         for tick, names in self._writing.items():
             if tick not in report.saving:
                 names.discard(report.executor)

@@ -27,7 +27,8 @@ from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse
 from llamarl.controller.settings import Difference, differences
 from llamarl.errors import CheckpointError, ConfigError
 from llamarl.observability.events import EVENTS_FILE
-from llamarl.observability.metrics import METRICS_FILE, replace_file
+from llamarl.observability.metrics import METRICS_FILE
+from llamarl.observability.writing import replace_file
 from llamarl.strict import Effect
 
 __all__ = ["FORKED_FROM", "copy_history", "fork_run", "refuse_bound"]

@@ -17,7 +17,7 @@ from llamarl.checkpoint.snapshot import canonical_json, checksum_bytes, checksum
 from llamarl.config import RunConfig
 from llamarl.errors import ConfigError, FileError
 from llamarl.models.folders import companion_files, resolve_model_path
-from llamarl.observability.metrics import replace_file
+from llamarl.observability.writing import replace_file
 from llamarl.reading import read_object
 from llamarl.roles import MODEL_SECTIONS, present_roles
 

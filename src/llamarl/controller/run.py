@@ -50,6 +50,7 @@ from llamarl.observability.job_description import describe_job
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
 from llamarl.observability.recorder import Recorder
 from llamarl.observability.summary import RunSummary
+from llamarl.observability.writing import Patience
 from llamarl.plural import plural
 from llamarl.reading import user_path
 from llamarl.roles import ROLES, present_roles, with_settings
@@ -337,7 +338,8 @@ def execute(
     }
     needs = needs_of(run_dir, config.run.num_ticks)
     platform = prepared.hosts.facts if prepared.hosts is not None else None
-    events = EventLog(run_dir, resume_after_tick, platform=platform)
+    patience = Patience(config.deadlines.disk_s)
+    events = EventLog(run_dir, resume_after_tick, platform=platform, patience=patience)
     recorder = Recorder(
         run_dir,
         config.observability,
@@ -355,6 +357,7 @@ def execute(
         run_config=to_plain(config),
         group_baseline=config.algorithm.advantage in GROUP_BASELINES,
         written_until=resumed.last_tick,
+        disk_s=config.deadlines.disk_s,
     )
     runtime: Runtime = make_runtime(config.run.runtime, restarts=config.recovery.max_restarts > 0, resumed=resumed)
     journal = None

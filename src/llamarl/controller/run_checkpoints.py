@@ -6,6 +6,7 @@ report ─┬─ files ────▶ thread: fetch from hosts with a folder of
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,17 +20,52 @@ from llamarl.controller.run_folder import RunFolder
 from llamarl.errors import CheckpointError
 from llamarl.observability.events import EventLog
 from llamarl.observability.recorder import Recorder
+from llamarl.plural import plural
 from llamarl.running_time import running_s
 from llamarl.runtime.base import Report
 
-__all__ = ["FarFiles", "RunCheckpoints"]
+__all__ = ["FarFiles", "RunCheckpoints", "SlowSaves"]
+
+_SLOW_S = 600.0
+"""Nothing that is written is called slow before, however often checkpoints are taken."""
+
+
+class SlowSaves:
+    """Which checkpoints are being written for longer than it takes until the next one is due. Pure.
+
+    Args:
+        limit_s: Seconds after which one counts as slow, and again after as many more.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._since: dict[int, tuple[float, float]] = {}
+        """Tick -> when writing began, and when it was last told of."""
+
+    def begun(self, tick: int, now_s: float) -> None:
+        """Some of it is being written; only the first word counts."""
+        self._since.setdefault(tick, (now_s, now_s))
+
+    def ended(self, tick: int) -> None:
+        """Well or ill."""
+        self._since.pop(tick, None)
+
+    def overdue(self, now_s: float) -> list[tuple[int, float]]:
+        """(tick, seconds since it was begun) of those to be told of now."""
+        found = []
+        for tick, (began_s, told_s) in self._since.items():
+            if now_s - told_s >= self._limit_s:
+                found.append((tick, now_s - began_s))
+        self._since |= {tick: (now_s - seconds, now_s) for tick, seconds in found}
+        return found
 
 
 class FarFiles(Protocol):
     """What ranks write on hosts that do not share the run's folder. All calls come from one thread."""
 
     def fetch(self, written: Mapping[str, Sequence[FileRecord]], below: Path) -> None:
-        """Bring files into the run's folder, on its disk when this returns; those of ranks that share it are left alone.
+        """Bring files into the run's folder, on its disk when this returns; those of ranks that share it are left alone. A
+        checkpoint's folder is removed there.
 
         Args:
             written: Rank's name -> its files.
@@ -87,8 +123,14 @@ class RunCheckpoints:
         """Ticks that are to be saved by the clock's wish and are not yet."""
         self._since_s: float | None = None
         """When the last checkpoint was written, or the job stood ready; on ``running_s``."""
+        self._given_up: dict[int, str] = {}
+        """Ticks that are not saved although they are due -> why."""
+        self._failed: list[int] = []
+        """Ticks of which the checkpoints have failed since the last good one."""
+        self._slow = SlowSaves(max(_SLOW_S, 60.0 * config.every_minutes))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._finishing: list[Future[object]] = []
+        self._finishing: list[tuple[int | None, Future[object]]] = []
+        """What the thread is at, in order, with the tick where it is a checkpoint."""
         self._last: tuple[int, Path] | None = None
         """Newest one that is proved."""
 
@@ -106,26 +148,50 @@ class RunCheckpoints:
         self._unsaved.add(tick)
 
     def folder_for(self, tick: int) -> Path | None:
-        if not self.due(tick):
+        """
+        Raises:
+            CheckpointError: None can be begun there, and too many have failed before.
+        """
+        if not self.due(tick) or tick in self._given_up:
             return None
         if tick not in self._folders:
             self._folder.check()
-            self._folders[tick] = self._store.begin(tick)
+            try:
+                self._folders[tick] = self._store.begin(tick)
+            except CheckpointError as error:
+                self._given_up[tick] = error.cause
+                return None
         return self._folders[tick]
 
     def on_report(self, report: Report) -> None:
         """Prove the files that a tick has written into the run's folder.
 
         Raises:
-            CheckpointError: One of an earlier report is not there as it was written.
+            CheckpointError: One of an earlier report is not there as it was written, or too many checkpoints have failed.
         """
-        self._raise_failures(wait=False)
+        self._look(wait=False)
         if report.files:
             written = {writer_name(report.executor, rank): files for rank, files in report.files.items()}
-            self._finishing.append(self._thread.submit(self._prove, report.tick, written))
+            self._finishing.append((None, self._thread.submit(self._prove, report.tick, written)))
+        now_s = running_s()
+        for tick in report.saving:
+            self._slow.begun(tick, now_s)
+        for tick, seconds in self._slow.overdue(now_s):
+            self._note_failure(tick, f"it is still being written after {seconds:.0f} s: the disk is slow or gone")
+
+    def on_unsaved(self, tick: int, why: str) -> None:
+        """
+        Raises:
+            CheckpointError: Too many have failed before.
+        """
+        self._look(wait=False)
+        self._give_up(tick, why)
 
     def on_saved(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
-        self._raise_failures(wait=False)
+        self._look(wait=False)
+        if tick in self._given_up:
+            self._give_up(tick, self._given_up[tick])
+            return
         if silent := silent_ranks(self._ranks, written):
             raise CheckpointError(
                 f"the checkpoint of tick {tick} is not whole: {', '.join(silent)} told of no state, not even of an empty one"
@@ -134,16 +200,17 @@ class RunCheckpoints:
         self._since_s = running_s()
         self._recorder.sync()
         self._events.sync()
-        self._finishing.append(self._thread.submit(self._finish, tick, written))
+        self._slow.begun(tick, self._since_s)
+        self._finishing.append((tick, self._thread.submit(self._finish, tick, written)))
 
     def finished(self, *, wait: bool = False) -> tuple[int, Path] | None:
         """Tick and folder of the newest checkpoint that this run has finished.
 
         Raises:
-            CheckpointError: ``wait``, and one cannot be finished.
+            CheckpointError: ``wait``, and too many have failed.
         """
         if wait:
-            self._raise_failures(wait=True)
+            self._look(wait=True)
         return self._last
 
     def _prove(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
@@ -169,12 +236,17 @@ class RunCheckpoints:
         """Return when the last checkpoint is proved, and everything that hosts have written is here. They are still up.
 
         Raises:
-            CheckpointError: One could not be finished.
+            CheckpointError: The one after the last tick could not be finished: no other one will be.
         """
         if self._far is not None:
-            self._finishing.append(self._thread.submit(self._far.sweep))
+            self._finishing.append((None, self._thread.submit(self._far.sweep)))
+        self._look(wait=True)
         self.settle()
-        self._raise_failures(wait=True)
+        if (last := self._num_ticks - 1) in self._given_up:
+            raise CheckpointError(
+                f"all {self._num_ticks} ticks are done, but the checkpoint after the last one could not be written: "
+                f"{self._given_up[last]}. {self._kept()}. Free some space or make the folder writable, then resume the run"
+            )
 
     def settle(self) -> None:
         """Return when nothing is being proved any more, well or ill; what was begun and not finished is removed."""
@@ -184,6 +256,64 @@ class RunCheckpoints:
         for tick in self._folders:
             self._store.abort(tick)
 
-    def _raise_failures(self, *, wait: bool) -> None:
-        while self._finishing and (wait or self._finishing[0].done()):
-            self._finishing.pop(0).result()
+    def _look(self, *, wait: bool) -> None:
+        """Take what the thread has done.
+
+        Raises:
+            CheckpointError: A record of the run is not there as it was written, or too many checkpoints have failed.
+        """
+        while self._finishing and (wait or self._finishing[0][1].done()):
+            tick, future = self._finishing.pop(0)
+            try:
+                future.result()
+            except CheckpointError as error:
+                if tick is None or error.mistake:
+                    raise
+                self._give_up(tick, error.cause)
+            except OSError as error:
+                raise CheckpointError(f"what was written into {self._folder.path} cannot be read: {error}") from error
+            else:
+                if tick is not None:
+                    self._slow.ended(tick)
+                    self._failed.clear()
+
+    def _give_up(self, tick: int, why: str) -> None:
+        """This one will not come; the next that is due is tried."""
+        self._given_up[tick] = why
+        self._unsaved.discard(tick)
+        self._slow.ended(tick)
+        self._since_s = running_s()
+        self._folder.check()
+        self._store.abort(tick)
+        if self._far is not None and tick in self._folders:
+            self._finishing.append((None, self._thread.submit(self._drop_there, self._far, self._folders[tick])))
+        self._note_failure(tick, why)
+
+    def _drop_there(self, far: FarFiles, folder: Path) -> None:
+        with contextlib.suppress(CheckpointError):  # a host that is gone ends the job by another way
+            far.fetch({}, folder)
+
+    def _note_failure(self, tick: int, why: str) -> None:
+        self._failed.append(tick)
+        most = self._config.max_failed
+        if len(self._failed) > most:
+            raise CheckpointError(
+                f"{plural(len(self._failed), 'checkpoint')} in a row could not be written (checkpoint.max_failed = {most}), the "
+                f"last one of tick {tick}: {why}. {self._kept()}. The run ends, so that no more is at stake: free some space or "
+                f"make the folder writable, then resume it"
+            )
+        if tick == self._num_ticks - 1:
+            return  # ``close`` tells of it
+        self._recorder.warn(
+            tick,
+            "checkpoint",
+            f"the checkpoint of tick {tick} could not be written: {why}. {self._kept()}. The run goes on: this is "
+            f"failure {len(self._failed)} of {most} in a row that it goes on after (checkpoint.max_failed)",
+        )
+
+    def _kept(self) -> str:
+        try:
+            newest = next(reversed(self._store.list()), None)
+        except OSError as error:
+            return f"Those before cannot be read ({error.strerror})"
+        return f"The last good one is {newest.name}" if newest is not None else "There is none before it"

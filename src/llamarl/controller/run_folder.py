@@ -20,7 +20,7 @@ from pathlib import Path
 from llamarl.checkpoint.run_identity import RUN_ID_FILE, RunIdentity
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.errors import ConfigError, RunFolderLost
-from llamarl.observability.metrics import replace_file
+from llamarl.observability.writing import replace_file
 from llamarl.roles import ROLES
 
 __all__ = ["CONFIG_FILE", "RunFolder", "held", "make_folder", "refuse_a_run"]
@@ -160,8 +160,11 @@ def held(run_dir: Path) -> Iterator[RunFolder]:
                 ) from error
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # file systems without locks
                 raise
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            raise ConfigError(f"run.dir: cannot write {lock}: {error.strerror}") from error
         folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             yield RunFolder(run_dir, folder)

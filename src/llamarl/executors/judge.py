@@ -27,6 +27,7 @@ from llamarl.executors.judging import to_judge, with_score
 from llamarl.executors.reward import JUDGING_SHARE
 from llamarl.executors.rubric import fill
 from llamarl.executors.verdict_log import VerdictLog
+from llamarl.observability.writing import Patience
 from llamarl.running_time import running_s
 from llamarl.types import Failure, Group, Response
 
@@ -48,7 +49,9 @@ class JudgeExecutor(Stateless, BaseExecutor):
         if self.context.run_dir is not None:
             self._folder = RunIdentity.of(self.context.run_dir)
             file = self.context.run_dir / "verdicts" / f"{self.name}-{self.context.rank}.jsonl"
-            self._log = VerdictLog(file, asked_of=_what_decides(self.settings))
+            self._log = VerdictLog(
+                file, asked_of=_what_decides(self.settings), patience=Patience(self.config.deadlines.disk_s)
+            )
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()

@@ -26,6 +26,7 @@ from llamarl.executors.judging import add_verdicts, asks_models_alone, zero_rewa
 from llamarl.observability.failures import Causes, few_causes, remedy, too_many_failed
 from llamarl.observability.ledger import failed_tokens
 from llamarl.observability.rollouts import RolloutWriter
+from llamarl.observability.writing import Patience
 from llamarl.roles import ROLES
 from llamarl.types import Failure, Group, Score
 
@@ -57,7 +58,7 @@ class RewardExecutor(BaseExecutor):
             self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
         if self.context.run_dir is not None and self.name in ROLES:  # a further one judges what the first has kept
             self._folder = RunIdentity.of(self.context.run_dir)
-            self._writer = RolloutWriter(self.context.run_dir / "rollouts")
+            self._writer = RolloutWriter(self.context.run_dir / "rollouts", Patience(self.config.deadlines.disk_s))
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()

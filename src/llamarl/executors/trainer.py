@@ -27,6 +27,7 @@ from llamarl.executors.generator_ranks import generator_weights
 from llamarl.models.exported import ExportFacts
 from llamarl.observability.ranks import own_metrics
 from llamarl.observability.trained_tokens import write_trained
+from llamarl.observability.writing import Patience
 from llamarl.roles import carries_version
 from llamarl.trainer.narrowing import texts_of
 from llamarl.trainer.sharded_state import in_background
@@ -122,7 +123,9 @@ class TrainerExecutor(BaseExecutor):
         trained = time.monotonic()
         if log is not None and self.context.run_dir is not None:
             self._folder.check()
-            files.append(write_trained(self.context.run_dir, tick, self.name, self.context.rank, log.responses()))
+            patience = Patience(self.config.deadlines.disk_s)
+            rank = self.context.rank
+            files.append(write_trained(self.context.run_dir, tick, self.name, rank, log.responses(), patience))
             self._waits.append(("write trained tokens", trained, time.monotonic()))
         version = self.trainer.policy_version
         self._remember(version)

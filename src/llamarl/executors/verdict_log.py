@@ -18,6 +18,7 @@ from typing import Any
 
 from llamarl.checkpoint.snapshot import canonical_json, checksum_bytes
 from llamarl.executors.asking import Question, Verdict
+from llamarl.observability.writing import Patience, append_all
 
 __all__ = ["VerdictLog"]
 
@@ -25,12 +26,14 @@ __all__ = ["VerdictLog"]
 class VerdictLog:
     """The verdicts of one rank."""
 
-    def __init__(self, path: Path, *, asked_of: Sequence[Any]) -> None:
+    def __init__(self, path: Path, *, asked_of: Sequence[Any], patience: Patience | None = None) -> None:
         """
         Args:
+            patience: With a disk that refuses verdicts; None: none.
             asked_of: Plain values: which judge it is, and how it is asked. What another one said is not taken.
         """
         self._path = path
+        self._patience = patience or Patience()
         self._asked_of = list(asked_of)
         self._found: dict[str, Verdict] = {}
         if path.is_file():
@@ -51,7 +54,11 @@ class VerdictLog:
         return self._found.get(self._key(question))
 
     def keep(self, verdicts: Iterable[tuple[Question, Verdict]]) -> None:
-        """Add scores, and return when they are on the disk."""
+        """Add scores, and return when they are on the disk.
+
+        Raises:
+            LlamaRLError: The disk is full or not writable.
+        """
         lines = []
         for question, verdict in verdicts:
             if verdict.score is not None:
@@ -61,11 +68,15 @@ class VerdictLog:
                 lines.append(json.dumps({**record, "checksum": checksum_bytes(canonical_json(record))}))
         if not lines:
             return
-        self._path.parent.mkdir(exist_ok=True)
-        with open(self._path, "ab") as file:
-            file.write(("\n" + "\n".join(lines) + "\n").encode())  # the line before may be torn
-            file.flush()
-            os.fsync(file.fileno())
+        data = ("\n" + "\n".join(lines) + "\n").encode()  # the line before may be torn
+
+        def write() -> None:
+            self._path.parent.mkdir(exist_ok=True)
+            with open(self._path, "ab", buffering=0) as file:
+                append_all(file.fileno(), data)
+                os.fsync(file.fileno())
+
+        self._patience.write(self._path, write)
 
     def _key(self, question: Question) -> str:
         """Of its words and its place in the run: two responses that read the same are asked about on their own."""

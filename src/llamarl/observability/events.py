@@ -26,7 +26,7 @@ import xxhash
 
 from llamarl.checkpoint.platform import platform_facts
 from llamarl.errors import EventLogError, FileError
-from llamarl.observability.metrics import cannot_write, replace_file
+from llamarl.observability.writing import Patience, cannot_write, replace_file
 from llamarl.reading import parse_json, read_bytes
 
 __all__ = ["EVENTS_FILE", "REPLAY_FILE", "EventLog", "TickEvent", "event_platform", "ranges", "read_events"]
@@ -90,9 +90,11 @@ class EventLog:
         resume_after_tick: int | None = None,
         *,
         platform: Mapping[str, str] | None = None,
+        patience: Patience | None = None,
     ) -> None:
         """
         Args:
+            patience: With a disk that refuses a line; None: none.
             resume_after_tick: Tick of the checkpoint from which the run goes on, -1 if it had none, None if it is new. Lines
                 of later ticks, and a last line that the kill tore, are cut: those ticks are decided anew.
             platform: Of the hosts that hold the ranks (``joint_facts``); None: of this machine.
@@ -103,6 +105,7 @@ class EventLog:
         """
         self.path = Path(run_dir) / EVENTS_FILE
         self._platform = platform
+        self._patience = patience or Patience()
         if resume_after_tick is not None and self.path.exists():
             self._cut_after(resume_after_tick)
 
@@ -111,19 +114,27 @@ class EventLog:
         lines = [_line(event) for event in events]
         if not lines:
             return
+        if not self.path.exists():
+            lines.insert(0, _line({"format": _FORMAT, "platform": dict(self._platform or platform_facts())}))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        file = self._patience.write(self.path, lambda: os.open(self.path, flags, 0o644))
         try:
-            if not self.path.exists():
-                lines.insert(0, _line({"format": _FORMAT, "platform": dict(self._platform or platform_facts())}))
-            with open(self.path, "ab") as file:
-                file.write(b"".join(lines))
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+            self._patience.append(self.path, file, b"".join(lines))
+        finally:
+            os.close(file)
 
     def sync(self) -> None:
-        """Return when the disk has it."""
-        if self.path.exists():
-            with open(self.path, "rb") as file:
-                os.fsync(file.fileno())
+        """Return when the disk has it.
+
+        Raises:
+            LlamaRLError: The disk failed.
+        """
+        try:
+            if self.path.exists():
+                with open(self.path, "rb") as file:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
 
     def _cut_after(self, tick: int) -> None:
         lines = read_bytes(self.path).splitlines(keepends=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from llamarl.checkpoint.platform import platform_facts
 from llamarl.observability.job_description import JobDescription
-from llamarl.observability.metrics import cannot_write, replace_file
+from llamarl.observability.writing import cannot_write, replace_file
 
 __all__ = ["JOB_FILE", "job_record", "write_job"]
 

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from llamarl.errors import ConfigError, FileError, LlamaRLError
 from llamarl.observability.keys import is_integer_key, is_timing_key, key_order
+from llamarl.observability.writing import Patience, cannot_write, replace_file
 from llamarl.reading import parse_json, read_bytes
 
 __all__ = [
@@ -24,11 +25,8 @@ __all__ = [
     "MetricsLog",
     "Row",
     "TickJoin",
-    "append_all",
-    "cannot_write",
     "merge_metrics",
     "read_metrics",
-    "replace_file",
     "row_to_line",
     "strip_timing",
 ]
@@ -74,10 +72,17 @@ class TickJoin(Generic[T]):
 class MetricsLog:
     """Writes rows; see the module. One process writes."""
 
-    def __init__(self, run_dir: str | os.PathLike[str], resume_after_tick: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        resume_after_tick: int | None = None,
+        *,
+        patience: Patience | None = None,
+    ) -> None:
         """
         Args:
             run_dir: The run's folder; made if missing.
+            patience: With a disk that refuses a row; None: none.
             resume_after_tick: Tick of the checkpoint from which the run goes on: later rows are cut. -1 starts over in a
                 folder whose run had no checkpoint yet. None is a new run.
 
@@ -86,6 +91,7 @@ class MetricsLog:
             LlamaRLError: The folder cannot be written.
         """
         self.path = Path(run_dir) / METRICS_FILE
+        self._patience = patience or Patience()
         self.rows: tuple[Row, ...] = ()
         """Rows kept from before the resume."""
         try:
@@ -105,13 +111,10 @@ class MetricsLog:
         """Append one row; returns it as a reader will see it.
 
         Raises:
-            LlamaRLError: The disk is full or not writable.
+            LlamaRLError: The disk is full or not writable, for longer than it is waited for.
         """
         line = row_to_line(row)
-        try:
-            append_all(self._file, line)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        self._patience.append(self.path, self._file, line)
         return json.loads(line)
 
     def sync(self) -> None:
@@ -176,27 +179,6 @@ def strip_timing(row: Mapping[str, Any]) -> Row:
     return {key: value for key, value in row.items() if not is_timing_key(key)}
 
 
-def cannot_write(path: Path, error: OSError) -> LlamaRLError:
-    """What a run says when its folder fails under it."""
-    return LlamaRLError(
-        f"cannot write {path}: {error.strerror}. Checkpoints taken so far are untouched: free some space or make the folder "
-        f"writable, then resume the run"
-    )
-
-
-def append_all(descriptor: int, data: bytes, offset: int | None = None) -> None:
-    """Write all of ``data``, in one call unless the system takes less.
-
-    Raises:
-        OSError: As the system reports.
-    """
-    rest = memoryview(data)
-    while rest:
-        count = os.write(descriptor, rest) if offset is None else os.pwrite(descriptor, rest, offset)
-        rest = rest[count:]
-        offset = None if offset is None else offset + count
-
-
 def _plain(key: str, value: Any) -> float | int | None:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -231,22 +213,3 @@ def _cut_after(path: Path, tick: int) -> tuple[Row, ...]:
     kept = [(row, line) for row, line in _whole_rows(read_bytes(path)) if int(row.get("step") or 0) <= tick]
     replace_file(path, b"".join(line for _, line in kept))
     return tuple(row for row, _ in kept)
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        OSError: As the system reports; then an earlier file is as it was.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.unlink(missing_ok=True)  # what a kill left, or a link to somewhere else
-        with open(partial, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

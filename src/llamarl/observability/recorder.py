@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ from llamarl.observability.summary import RunSummary, SummaryBuilder
 from llamarl.observability.trace import TRACE_FILE, TraceWriter, idle_share
 from llamarl.observability.trained_tokens import cut_trained_after
 from llamarl.observability.warning_log import WARNINGS_FILE, WarningLog
+from llamarl.observability.writing import CannotWrite, Patience
 from llamarl.plural import plural
 
 __all__ = ["Recorder", "ReportLike", "TENSORBOARD_FOLDER", "WEIGHT_SYNC_SPAN"]
@@ -73,6 +75,10 @@ class _Timed:
     """End of the executor's tick before; None for its first."""
 
 
+def _counter(key: str, tick: int, at_s: float, value: float, trace: TraceWriter) -> None:
+    trace.counter(key, tick, at_s, value)
+
+
 class Recorder:
     """See the module. Every executor reports every tick, each in order."""
 
@@ -90,6 +96,7 @@ class Recorder:
         group_baseline: bool = True,
         console: ConsoleReporter | None = None,
         written_until: int = -1,
+        disk_s: float = 0.0,
     ) -> None:
         """
         Args:
@@ -103,6 +110,7 @@ class Recorder:
             written_until: Tick of which the files of ranks (rollouts) stay, though its rows are written again: beyond
                 ``resume_after_tick`` where the run goes on from its journal.
             console: Where to show; made from ``config`` if None.
+            disk_s: Seconds for which a row waits for a disk that refuses it.
 
         Raises:
             ConfigError: A new run in a folder that holds one, or an extra that is not installed.
@@ -114,7 +122,7 @@ class Recorder:
             )
         self.run_dir = Path(run_dir)
         self._trainer = trainer
-        self._log = MetricsLog(self.run_dir, resume_after_tick)
+        self._log = MetricsLog(self.run_dir, resume_after_tick, patience=Patience(disk_s))
         self._warnings = WarningLog(self.run_dir, resume_after_tick)
         self._health = Health(group_baseline=group_baseline, rows=self._log.rows, said=self._warnings.said)
         self._causes = Causes()
@@ -161,17 +169,15 @@ class Recorder:
         self._finishes[report.executor] = report.finished_s
         if self._first_start_s is None or report.started_s < self._first_start_s:
             self._first_start_s = report.started_s
-        if self._trace is not None:
-            self._trace.step(
-                report.executor,
-                report.tick,
-                report.started_s,
-                report.finished_s,
-                spans=report.spans,
-                # Bytes through the controller vary by a few with process ids, so they are no key of metrics.jsonl.
-                args={key: float(value) for key, value in report.metrics.items() if math.isfinite(value)}
-                | {"controller/bytes": float(report.controller_bytes)},
-            )
+        # Bytes through the controller vary by a few with process ids, so they are no key of metrics.jsonl.
+        args = {key: float(value) for key, value in report.metrics.items() if math.isfinite(value)}
+        args |= {"controller/bytes": float(report.controller_bytes)}
+        self._draw(
+            report.tick,
+            lambda trace: trace.step(
+                report.executor, report.tick, report.started_s, report.finished_s, spans=report.spans, args=args
+            ),
+        )
         self.console.on_report(report.executor, report.tick)
         return [self._write(tick, items) for tick, items in self._join.add(report.executor, report.tick, timed)]
 
@@ -179,9 +185,14 @@ class Recorder:
         """Show a line to the user."""
         self.console.message(text)
 
+    def warn(self, tick: int, kind: str, text: str) -> None:
+        """Tell the user, and keep it in ``warnings.jsonl`` where that can be written."""
+        self._keep_warning(tick, kind, text)
+        self.message(f"warning, tick {tick}: {text}")
+
     def restarted(self, tick: int, text: str) -> None:
         """Note that an executor was brought up again, before its ``tick``."""
-        self._warnings.write(tick, "restart", text)
+        self._keep_warning(tick, "restart", text)
         self.message(f"tick {tick}: {text}")
 
     def sync(self) -> None:
@@ -218,8 +229,8 @@ class Recorder:
         if self._closed:
             return
         self._closed = True
-        if self._trace is not None and clocks:
-            self._trace.clocks(clocks)
+        if clocks:
+            self._draw(-1, lambda trace: trace.clocks(clocks))
         for sink in self._sinks:
             sink.close()
         if self._trace is not None:
@@ -233,13 +244,15 @@ class Recorder:
             row["tokens_per_s/generated"] = row["tokens/generated"] / row["time/step_s"]
         written = self._log.write(row)
         self._summary.add(written)
-        for sink in self._sinks:
-            sink.write(written)
-        if self._trace is not None:
-            for key in _CURVES:
-                value = written.get(key)
-                if value is not None:
-                    self._trace.counter(key, tick, items[self._trainer].report.finished_s, value)
+        for sink in list(self._sinks):
+            try:
+                sink.write(written)
+            except CannotWrite as error:  # its rows are in metrics.jsonl, too
+                self._sinks.remove(sink)
+                self.warn(tick, "sink", f"{error.cause}. It gets no more rows; {METRICS_FILE} has them all")
+        curves = {key: value for key in _CURVES if (value := written.get(key)) is not None}
+        for key, value in curves.items():
+            self._draw(tick, partial(_counter, key, tick, items[self._trainer].report.finished_s, value))
         self.console.on_row(written)
         self._warn(written, [timed.report.failures for timed in items.values()])
         self._check_tokens(written)
@@ -250,16 +263,31 @@ class Recorder:
         new = [cause for found in failures for cause in self._causes.add(found)]
         said = ""
         for trouble in self._health.look(row, [cause for found in failures for cause in found]):
-            self._warnings.write(int(row["step"] or 0), trouble.kind, trouble.text)
-            self.message(f"warning, tick {row['step']}: {trouble.text}")
+            self.warn(int(row["step"] or 0), trouble.kind, trouble.text)
             said += trouble.text
         for cause in new:
             if cause not in said:
                 self.message(f"rewards fail, from tick {row['step']}: {cause}")
 
     def _tell_of_a_sink(self, tick: int, text: str) -> None:
-        self._warnings.write(tick, "sink", text)
-        self.message(f"warning, tick {tick}: {text}")
+        self.warn(tick, "sink", text)
+
+    def _keep_warning(self, tick: int, kind: str, text: str) -> None:
+        try:
+            self._warnings.write(tick, kind, text)
+        except CannotWrite as error:  # the user is told all the same
+            self.message(f"warning, tick {tick}: {error.cause}")
+
+    def _draw(self, tick: int, draw: Callable[[TraceWriter], None]) -> None:
+        """Add to the trace. It is for looking at: a disk that refuses it ends the trace, not the run."""
+        if self._trace is None:
+            return
+        try:
+            draw(self._trace)
+        except CannotWrite as error:
+            self._trace.close()
+            self._trace = None
+            self.warn(tick, "trace", f"{error.cause}. It ends here; the run goes on")
 
     def _check_tokens(self, row: Row) -> None:
         """Every row must account for every token, given the one before it; after a gap there is nothing to go by."""

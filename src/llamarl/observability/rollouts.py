@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.errors import DataError, FileError
-from llamarl.observability.metrics import cannot_write, replace_file
+from llamarl.observability.writing import Patience, cannot_write
 from llamarl.reading import parse_json, read_bytes
 from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 
@@ -52,9 +52,14 @@ class Rollout:
 class RolloutWriter:
     """Writes batches into ``RUN/rollouts``."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """``folder`` is made with the first file."""
+    def __init__(self, folder: str | os.PathLike[str], patience: Patience | None = None) -> None:
+        """``folder`` is made with the first file.
+
+        Args:
+            patience: With a disk that refuses a file; None: none.
+        """
         self.folder = Path(folder)
+        self._patience = patience or Patience()
 
     def write(self, tick: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> Path:
         """Write the batch of ``tick``.
@@ -76,11 +81,7 @@ class RolloutWriter:
                     record["advantage"] = _finite(advantages[position][sample])
                 lines.append(json.dumps(record, ensure_ascii=False))
         path = self.folder / f"tick_{tick:06d}.jsonl"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            replace_file(path, "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace"))
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        self._patience.replace(path, "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace"))
         return path
 
     def cut_after(self, tick: int) -> None:

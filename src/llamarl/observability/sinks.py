@@ -15,7 +15,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from llamarl.errors import ConfigError, DataError
 from llamarl.import_path import import_user
-from llamarl.observability.metrics import append_all, cannot_write, replace_file
+from llamarl.observability.writing import append_all, cannot_write, replace_file
 from llamarl.reading import read_text
 
 __all__ = ["RowSink", "TensorBoardSink", "UserSink", "WandbSink"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import FileError
-from llamarl.observability.metrics import append_all, cannot_write, replace_file
+from llamarl.observability.writing import append_all, cannot_write, replace_file
 from llamarl.reading import parse_json, read_bytes
 
 __all__ = ["TRACE_FILE", "TraceWriter", "idle_share"]

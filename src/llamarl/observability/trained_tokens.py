@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.errors import DataError, FileError
-from llamarl.observability.metrics import cannot_write, replace_file
+from llamarl.observability.writing import Patience, cannot_write
 from llamarl.reading import read_bytes
 
 __all__ = ["TRAINED_FOLDER", "TrainedResponse", "cut_trained_after", "read_trained", "trained_files", "write_trained"]
@@ -43,8 +43,18 @@ class TrainedResponse:
     """[T] whether the loss's own bound acted (``ratio/clipped_fraction``)."""
 
 
-def write_trained(run_dir: Path, tick: int, executor: str, rank: int, responses: list[TrainedResponse]) -> Path:
+def write_trained(
+    run_dir: Path,
+    tick: int,
+    executor: str,
+    rank: int,
+    responses: list[TrainedResponse],
+    patience: Patience | None = None,
+) -> Path:
     """Write what one rank saw in a tick; returns the file.
+
+    Args:
+        patience: With a disk that refuses it; None: none.
 
     Raises:
         LlamaRLError: The disk is full or not writable.
@@ -60,11 +70,7 @@ def write_trained(run_dir: Path, tick: int, executor: str, rank: int, responses:
     }
     data = io.BytesIO()
     np.savez(data, allow_pickle=False, **arrays)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, data.getvalue())
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    (patience or Patience()).replace(path, data.getvalue())
     return path
 
 

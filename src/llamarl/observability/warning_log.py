@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import LlamaRLError
-from llamarl.observability.metrics import append_all, cannot_write, replace_file
+from llamarl.observability.writing import append_all, cannot_write, replace_file
 
 __all__ = ["WARNINGS_FILE", "WarningLog", "read_warnings"]
 

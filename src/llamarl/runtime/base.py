@@ -72,6 +72,8 @@ class Report:
     """Ticks whose saved state is still being written; that of every other tick up to this one is written."""
     saved: Mapping[int, Mapping[int, tuple[FileRecord, ...]]] = field(default_factory=dict)
     """Ticks whose saved state is written since the last report -> rank -> its files of it, relative to the checkpoint."""
+    unsaved: Mapping[int, str] = field(default_factory=dict)
+    """Ticks whose state a rank could not write, as was found since the last report -> which rank, and why."""
     files: Mapping[int, tuple[FileRecord, ...]] = field(default_factory=dict)
     """Rank -> what it wrote elsewhere in the run's folder; ranks that wrote nothing are left out."""
     journal: tuple[Handle, ...] = ()

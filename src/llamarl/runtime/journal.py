@@ -116,6 +116,7 @@ class Journal:
     def _stop(self, why: str) -> None:
         if not self._off:
             self._off = why
+            self._work.put(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # the disk may need the room
             self._tell(f"the journal of ticks ends here: {why}. A resume begins at the last checkpoint")
 
     def _write_all(self) -> None:

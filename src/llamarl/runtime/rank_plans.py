@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llamarl.channels.base import ChannelSpec, Handle
+from llamarl.checkpoint.written import writer_name
 from llamarl.errors import ConfigError, ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 from llamarl.import_path import absolute_import_path
@@ -121,6 +122,11 @@ def combine_reports(executor: str, ranks: Sequence[RankReport], *, controller_by
         saved={
             tick: {report.rank: report.saved[tick] for report in ranks if tick in report.saved}
             for tick in sorted({tick for report in ranks for tick in report.saved})
+        },
+        unsaved={
+            tick: f"{writer_name(executor, report.rank)}: {why}"
+            for report in reversed(ranks)
+            for tick, why in report.unsaved.items()
         },
         files={report.rank: report.files for report in ranks if report.files},
         journal=tuple(report.journal for report in ranks),

@@ -5,8 +5,9 @@ executor.save ─▶ written now, or a future ─▶ flushed, size and checksum 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from functools import partial
@@ -39,6 +40,8 @@ class RankSaves:
         """Tick -> folder and what is being written there, beside the ticks that follow."""
         self._written: dict[int, tuple[FileRecord, ...]] = {}
         """Tick -> what was written there, not yet reported."""
+        self._unwritten: dict[int, str] = {}
+        """Tick -> why its state could not be written, not yet reported."""
 
     @property
     def writing(self) -> tuple[int, ...]:
@@ -50,31 +53,40 @@ class RankSaves:
         taken, self._written = self._written, {}
         return taken
 
-    def begin(self, executor: Executor, tick: int, checkpoint: Path) -> None:
-        """Have the executor save its state into ``checkpoint``.
+    def take_unwritten(self) -> Mapping[int, str]:
+        """Ticks whose state could not be written since this was last asked -> why."""
+        taken, self._unwritten = self._unwritten, {}
+        return taken
 
-        Raises:
-            CheckpointError: The disk is full or not writable, or the run's folder is gone.
-        """
-        if not checkpoint.parent.is_dir():  # made again, it would be the folder of no run
-            raise CheckpointError(f"{checkpoint.parent} is not there any more")
+    def begin(self, executor: Executor, tick: int, checkpoint: Path) -> None:
+        """Have the executor save its state into ``checkpoint``. If the disk does not take it, that is noted, and the job goes on."""
         folder = rank_folder(checkpoint, self._executor, self._rank)
 
         def record(beside: Iterable[Path] | None) -> tuple[FileRecord, ...]:
             return record_files(checkpoint, [*files_below(folder), *(beside or ())])
 
-        with saving(folder):
-            if self._again:
+        def make_room() -> None:
+            """At once: what this tick writes into the run's folder may need what a failed save has taken."""
+            with contextlib.suppress(OSError):
                 self._clear(folder)
-            folder.mkdir(parents=True)
-            pending = executor.save(folder, tick)
+
+        with self._noting(tick, folder, make_room):
+            if not checkpoint.parent.is_dir():  # made again, it would be the folder of no run
+                raise CheckpointError(f"{checkpoint.parent} is not there any more")
+            with self._noting(tick, folder):
+                if self._again:
+                    self._clear(folder)
+                folder.mkdir(parents=True)
+            pending = executor.save(
+                folder, tick
+            )  # also where that failed: ranks that write together wait for each other
             if pending is None:
                 self._written[tick] = record(())
             else:
-                self._writing[tick] = folder, _then(pending, record)
+                self._writing[tick] = folder, _then(pending, record, make_room)
 
     def _clear(self, folder: Path) -> None:
-        """Remove what an earlier process had begun: this rank's own part, and on rank 0 the files of all ranks beside it. The
+        """Remove what has been begun: this rank's own part, and on rank 0 the files of all ranks beside it. The
         others write there only together with it."""
         if folder.exists():
             shutil.rmtree(folder)
@@ -84,11 +96,20 @@ class RankSaves:
                     for path in files_below(beside) if beside.is_dir() else [beside]:
                         path.unlink()
 
+    @contextlib.contextmanager
+    def _noting(self, tick: int, folder: Path, then: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """A disk's failure becomes a word in the next report."""
+        try:
+            with saving(folder):
+                yield
+        except CheckpointError as error:
+            self._unwritten.setdefault(tick, error.cause)
+            then()
+
     def finish(self, *, wait: bool) -> None:
-        """Note the states that are written; a failed write is raised here, in the tick that finds it.
+        """Note the states that are written, and those that could not be.
 
         Raises:
-            CheckpointError: The disk is full or not writable.
             DeadlineExceeded: ``wait``, and it takes too long.
         """
         for tick, (folder, pending) in list(self._writing.items()):
@@ -99,9 +120,9 @@ class RankSaves:
                     f"executor {self._executor!r}, rank {self._rank}: the state after tick {tick} is not yet "
                     f"written to {folder.parent} after {self._limit_s:g} s: is the disk slow or gone?"
                 )
-            with saving(folder):
-                self._written[tick] = pending.result()
             del self._writing[tick]
+            with self._noting(tick, folder):
+                self._written[tick] = pending.result()
 
 
 def rank_folder(checkpoint: Path, executor: str, rank: int) -> Path:
@@ -128,7 +149,7 @@ def _done(pending: Future[Any], within_s: float) -> bool:
     return bool(wait_for_futures([pending], timeout=within_s).done)
 
 
-def _then(pending: Future[Any], work: Callable[[Any], T]) -> Future[T]:
+def _then(pending: Future[Any], work: Callable[[Any], T], on_failure: Callable[[], None]) -> Future[T]:
     """What ``work`` makes of a future's result, on the thread that has come to it; the future's failure is its own."""
     after: Future[T] = Future()
 
@@ -136,6 +157,7 @@ def _then(pending: Future[Any], work: Callable[[Any], T]) -> Future[T]:
         try:
             after.set_result(work(done.result()))
         except BaseException as error:  # handed on to whoever asks for the result
+            on_failure()
             after.set_exception(error)
 
     pending.add_done_callback(go_on)

@@ -132,6 +132,8 @@ class RankReport:
     """Ticks whose state is still being written."""
     saved: Mapping[int, tuple[FileRecord, ...]] = field(default_factory=dict)
     """Ticks whose state is written since the last report -> this rank's files of it, relative to the checkpoint; flushed."""
+    unsaved: Mapping[int, str] = field(default_factory=dict)
+    """Ticks whose state could not be written, as was found since the last report -> why."""
     files: tuple[FileRecord, ...] = ()
     """What it wrote elsewhere in the run's folder (``StepResult.files``), relative to that; flushed."""
     journal: KeptState | None = None
@@ -364,6 +366,7 @@ class Worker:
             failures=result.failures,
             saving=self._saves.writing,
             saved=self._saves.take(),
+            unsaved=self._saves.take_unwritten(),
             files=files,
             events=result.events,
             journal=journal,

@@ -103,6 +103,9 @@ class _VirtualCheckpoints:
     def on_saved(self, tick: int, written: Mapping[str, object]) -> None:
         self.last = tick
 
+    def on_unsaved(self, tick: int, why: str) -> None:
+        raise AssertionError("a simulated disk never fails")
+
     def finished(self, *, wait: bool = False) -> tuple[int, Path] | None:
         return None
 

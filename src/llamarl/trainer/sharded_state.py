@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from llamarl.checkpoint.storage import save_failed
 from llamarl.checkpoint.tensor_index import SafeFileSystemReader
 from llamarl.errors import CheckpointError
 from llamarl.models.parallel import ParameterShard
@@ -139,10 +140,7 @@ def write_state(folder: Path, state: StagedState, *, rank: int, group: dist.Proc
         CheckpointError: A rank could not write; every rank raises, naming the cause.
         OSError: This one could not.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    if rank == 0:
-        (folder / _VALUES).write_text(json.dumps(dict(state.values), indent=1), encoding="utf-8")
-    try:
+    try:  # makes the folder, too, and tells every rank of whoever could not
         dcp.save(
             dict(state.shards),
             storage_writer=_Writer(folder),
@@ -151,10 +149,22 @@ def write_state(folder: Path, state: StagedState, *, rank: int, group: dist.Proc
             no_dist=group is None,
         )
     except CheckpointException as error:  # not an Exception, and its text is long
-        causes = "; ".join(f"rank {r}: {failure[0]!r}" for r, failure in sorted(error.failures.items()))
-        raise CheckpointError(f"trainer state cannot be written to {folder}: {causes}") from error
+        causes = (f"rank {r}: {_root_of(failure[0])}" for r, failure in sorted(error.failures.items()))
+        raise save_failed("trainer state cannot be written", folder, OSError(0, "; ".join(causes))) from error
+    if rank == 0:
+        (folder / _VALUES).write_text(json.dumps(dict(state.values), indent=1), encoding="utf-8")
     own = tuple(sorted(folder.glob(f"__{rank}_*")))
     return (folder / _VALUES, folder / _INDEX, *own) if rank == 0 else own
+
+
+def _root_of(error: BaseException) -> str:
+    """The system's word, where there is one below what the library made of it."""
+    below: BaseException | None = error
+    while below is not None:
+        if isinstance(below, OSError) and below.strerror:
+            return below.strerror
+        below = below.__cause__ or below.__context__
+    return repr(error)
 
 
 def read_state(

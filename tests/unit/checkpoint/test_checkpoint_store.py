@@ -256,6 +256,68 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path, same_tic
     assert outcomes[0] == "old" and outcomes[-1] == "new"
 
 
+def _failing(monkeypatch: pytest.MonkeyPatch, at: int, number: int, *, lasting: bool) -> Iterator[int]:
+    """The call that changes the disk and is numbered ``at`` fails; if ``lasting``, so do those after it."""
+    calls = 0
+
+    def wrap(name: str) -> None:
+        original = getattr(os, name)
+
+        def step(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls - 1 == at or (lasting and calls > at):
+                raise OSError(number, os.strerror(number))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, step)
+
+    for name in _STEPS:
+        wrap(name)
+    yield 0
+    yield calls
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["one call", "all from it on"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ENOENT])
+def test_a_disk_that_fails_at_any_call_is_an_error_by_name_and_costs_no_earlier_checkpoint(
+    tmp_path: Path, number: int, lasting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing dies here, so nothing needs to be flushed
+    for at in range(200):
+        folder = tmp_path / str(at)
+        store = CheckpointStore(folder, CheckpointConfig(keep=1))
+        _write(store, 1, "old")
+        failed = False
+        with pytest.MonkeyPatch.context() as patch:
+            counting = _failing(patch, at, number, lasting=lasting)
+            next(counting)
+            partial = folder / "tick_000002.partial"
+            try:
+                store.begin(2)
+                with saving(partial):
+                    (partial / "state.bin").write_text("new")
+                    written = _all_below(partial)
+                store.finish(2, written)
+            except CheckpointError as error:
+                failed = True
+                assert os.strerror(number) in error.cause
+            num_calls = next(counting)
+        survivor = CheckpointStore(folder, CheckpointConfig(keep=1))
+        survivor.clean()
+        loaded = survivor.load()
+        if loaded.tick == 1:
+            assert failed and (loaded.path / "trainer/rank_0/state.bin").read_text() == "old" * 100
+        else:
+            assert (loaded.path / "state.bin").read_text() == "new"
+        store.begin(3)
+        store.finish(3, {})  # the disk works again: nothing stands in the way
+        assert store.load().tick == 3
+        if num_calls <= at:
+            break
+    assert not failed and at > 8
+
+
 def _full_disk_in_fsync(monkeypatch: pytest.MonkeyPatch, partial: Path) -> None:
     def fsync(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -27,6 +27,8 @@ class FakeRuntime:
         self.out: list[tuple[float, Order]] = []
         self.log: list[tuple[str, int, float]] = []
         self.saved: list[tuple[str, int]] = []
+        self.unsaved: dict[tuple[str, int], dict[int, str]] = {}
+        """Executor and tick of a report -> saved ticks that it says it could not write."""
         self.write_for = 0
         """Ticks that the trainer's state takes to be written, beside the ticks that follow."""
 
@@ -67,7 +69,12 @@ class FakeRuntime:
             if order.executor == name == "trainer" and order.tick < tick + self.write_for and not order.flush_saves
         )
         return Report(
-            executor=order.executor, tick=order.tick, outputs=outputs, stop=self.stop_at(order), saving=saving
+            executor=order.executor,
+            tick=order.tick,
+            outputs=outputs,
+            stop=self.stop_at(order),
+            saving=saving,
+            unsaved=self.unsaved.pop((order.executor, order.tick), {}),
         )
 
     def now(self) -> float:
@@ -79,6 +86,7 @@ class FakeRuntime:
 class FakeCheckpoints:
     def __init__(self, every: int) -> None:
         self.every, self.required, self.finished_ticks = every, set[int](), list[int]()
+        self.given_up: dict[int, str] = {}
 
     def due(self, tick: int) -> bool:
         return (tick + 1) % self.every == 0 or tick in self.required
@@ -94,6 +102,9 @@ class FakeCheckpoints:
 
     def on_saved(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
         self.finished_ticks.append(tick)
+
+    def on_unsaved(self, tick: int, why: str) -> None:
+        self.given_up[tick] = why
 
     def finished(self, *, wait: bool = False) -> tuple[int, Path] | None:
         return None
@@ -140,6 +151,18 @@ def test_a_checkpoint_is_not_finished_while_a_state_is_being_written() -> None:
     checkpoints.on_saved = lambda tick, written: finished_at.update({tick: runtime.log[-1][:2]})  # type: ignore[method-assign]
     run_graph(job(1), runtime, num_ticks=9, seed=0, checkpoints=checkpoints)
     assert finished_at == {2: ("trainer", 4), 5: ("trainer", 7), 8: ("trainer", 8)}  # the last tick waits for its own
+
+
+def test_a_state_that_nobody_could_write_gives_its_checkpoint_up_when_all_have_passed_and_the_next_is_taken() -> None:
+    runtime = FakeRuntime({"generator": 1.0, "reward": 1.0, "trainer": 3.0})
+    runtime.unsaved = {("generator", 1): {1: "full"}, ("trainer", 4): {3: "slow"}}
+    runtime.write_for = 1
+    checkpoints = FakeCheckpoints(every=2)
+    given_up_at = {}
+    checkpoints.on_unsaved = lambda tick, why: given_up_at.update({tick: (why, *runtime.log[-1][:2])})  # type: ignore[method-assign]
+    run_graph(job(2), runtime, num_ticks=8, seed=0, checkpoints=checkpoints)
+    assert checkpoints.finished_ticks == [5, 7]
+    assert given_up_at == {1: ("full", "trainer", 2), 3: ("slow", "trainer", 4)}
 
 
 def test_a_tick_beyond_its_deadline_is_named_with_who_waits_for_whom() -> None:

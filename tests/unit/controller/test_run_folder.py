@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -185,3 +186,12 @@ def _hold_and_wait(folder: str, pipe: object) -> None:
     with held(Path(folder)):
         pipe.send("held")  # type: ignore[attr-defined]
         pipe.poll(60)  # type: ignore[attr-defined]
+
+
+def test_a_disk_without_room_for_the_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(ConfigError, match=r"run.dir: cannot write .*\.lock: No space left on device"), held(tmp_path):
+        pass

@@ -12,16 +12,8 @@ import pytest
 
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.observability.keys import KEYS, is_timing_key, key_order, markdown_table
-from llamarl.observability.metrics import (
-    MetricsLog,
-    TickJoin,
-    append_all,
-    merge_metrics,
-    read_metrics,
-    replace_file,
-    row_to_line,
-    strip_timing,
-)
+from llamarl.observability.metrics import MetricsLog, TickJoin, merge_metrics, read_metrics, row_to_line, strip_timing
+from llamarl.observability.writing import append_all, replace_file
 
 
 def test_ticks_leave_in_order_when_the_last_executor_has_reported() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from llamarl.errors import ConfigError
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.metrics import read_metrics, strip_timing
 from llamarl.observability.recorder import Recorder
+from llamarl.observability.warning_log import read_warnings
 
 QUIET = ObservabilityConfig(console="none")
 EXECUTORS = ("generator", "reward", "trainer")
@@ -202,3 +204,32 @@ def test_wandb_that_is_not_installed_is_named_with_its_remedy(tmp_path: Path, mo
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"pip install 'llamarl\[wandb\]'"):
         Recorder(tmp_path, ObservabilityConfig(console="none", wandb=True), EXECUTORS, 1)
+
+
+@pytest.mark.parametrize("what", ["trace", "tensorboard", "warnings"])
+def test_a_disk_that_refuses_what_is_only_looked_at_ends_that_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    recorder = Recorder(tmp_path, ObservabilityConfig(console="plain"), EXECUTORS, 3)
+    _run(recorder, 0, 1)
+    full = os.open("/dev/full", os.O_WRONLY)
+    if what == "trace":
+        assert recorder._trace is not None
+        monkeypatch.setattr(recorder._trace, "_file", full)
+    elif what == "tensorboard":
+        monkeypatch.setattr(recorder._sinks[0], "_file", full)
+        monkeypatch.setattr(recorder._sinks[0]._records._writer, "_descriptor", full)  # type: ignore[attr-defined]
+    else:
+        monkeypatch.setattr(recorder._warnings, "path", Path("/dev/full"))
+        recorder.warn(1, "kind", "something else")
+    _run(recorder, 1, 3)
+    recorder.close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
+    said = capsys.readouterr().out
+    assert said.count("No space left on device") == 1 and "warning, tick 1: " in said
+    if what == "warnings":
+        assert "something else" in said
+    else:
+        (kept,) = read_warnings(tmp_path)
+        assert kept["step"] == 1 and kept["kind"] == {"trace": "trace", "tensorboard": "sink"}[what]
+        assert "resume" not in kept["text"]

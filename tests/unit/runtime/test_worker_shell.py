@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.errors import CheckpointError, ConfigError, DataError, DeadlineExceeded, TrainingDiverged
+from llamarl.errors import ConfigError, DataError, DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.rank_plans import combine_reports, combine_setups, executor_failed, plan_workers
@@ -145,8 +145,19 @@ def test_a_save_in_the_background_is_reported_until_it_is_written(worker: Worker
     threading.Timer(0.05, writing[1].set_result, [None]).start()
     assert run(9, save=True).saving == (9,)  # waited for the one before: only one copy of the state at a time
     writing[2].set_exception(OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(CheckpointError, match="No space left on device.*resume the run"):
-        run(10, flush_saves=True)
+    report = run(10, flush_saves=True)
+    assert "No space left on device" in report.unsaved[9] and report.saving == () and 9 not in report.saved
+
+
+def test_of_ranks_that_could_not_write_the_first_is_named() -> None:
+    def rank(number: int, **unsaved: str) -> RankReport:
+        told = {int(tick[1:]): why for tick, why in unsaved.items()}
+        return RankReport(
+            rank=number, tick=5, outputs={}, metrics={}, spans=(), started_s=0, finished_s=1, unsaved=told
+        )
+
+    whole = combine_reports("me", [rank(2, t4="full"), rank(1, t4="gone"), rank(0, t5="slow")], controller_bytes=0)
+    assert whole.unsaved == {4: "me rank 1: gone", 5: "me rank 0: slow"}
 
 
 def test_settling_waits_no_longer_than_its_limit(worker: Worker, tmp_path: Path) -> None:

@@ -1,0 +1,145 @@
+"""How files of a run's folder are written: whole or not at all, or a line at a time; and what is done when the disk refuses.
+
+A run whose records are lost must not go on, and a disk that refuses today may take them in a minute: somebody makes room, a server
+comes back. So whoever writes what cannot be made again waits for the disk, says so, and ends the run when it has waited too long.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from llamarl.errors import LlamaRLError
+from llamarl.running_time import running_s
+
+__all__ = ["CannotWrite", "Patience", "append_all", "cannot_write", "replace_file"]
+
+T = TypeVar("T")
+
+_MAY_PASS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENFILE, errno.EMFILE}
+)
+"""No room, read-only, or out of reach; a file that is not there, or not ours, stays so."""
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Patience:
+    """With a disk that refuses."""
+
+    limit_s: float = 0.0
+    """Seconds to wait for it; 0: none."""
+    tell: Callable[[str], None] = lambda text: print(f"llamarl: {text}", file=sys.stderr, flush=True)
+
+    def write(self, path: Path, write: Callable[[], T]) -> T:
+        """What ``write`` returns, which is called again while the disk refuses.
+
+        Raises:
+            LlamaRLError: It refuses for too long, or for a reason that does not pass.
+        """
+        began_s, pause_s = None, _FIRST_PAUSE_S
+        while True:
+            try:
+                done = write()
+                break
+            except OSError as error:
+                now_s = running_s()
+                if error.errno not in _MAY_PASS or now_s - (now_s if began_s is None else began_s) >= self.limit_s:
+                    raise cannot_write(path, error) from error
+                if began_s is None:
+                    began_s = now_s
+                    self.tell(
+                        f"cannot write {path}: {error.strerror}. The run waits until it can, {self.limit_s:g} s at most "
+                        f"(deadlines.disk_s); then it ends"
+                    )
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+        if began_s is not None:
+            self.tell(f"{path} could be written after {running_s() - began_s:.0f} s: the run goes on")
+        return done
+
+    def append(self, path: Path, descriptor: int, data: bytes) -> None:
+        """All of ``data`` to an open file, each byte once.
+
+        Raises:
+            LlamaRLError: As ``write``.
+        """
+        rest = memoryview(data)
+
+        def go_on() -> None:
+            nonlocal rest
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+
+        self.write(path, go_on)
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """A file whole or not at all; its folder is made, but not that one's.
+
+        Raises:
+            LlamaRLError: As ``write``.
+        """
+
+        def go_on() -> None:
+            path.parent.mkdir(exist_ok=True)
+            replace_file(path, data)
+
+        self.write(path, go_on)
+
+
+class CannotWrite(LlamaRLError):
+    """What a run says when its folder fails under it.
+
+    Args:
+        cause: What is wrong, without what to do.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(
+            f"{cause}. Checkpoints taken so far are untouched: free some space or make the folder writable, then resume the run"
+        )
+        self.cause = cause
+
+
+def cannot_write(path: Path, error: OSError) -> CannotWrite:
+    """A failed system call as an error for the user."""
+    return CannotWrite(f"cannot write {path}: {error.strerror}")
+
+
+def append_all(descriptor: int, data: bytes, offset: int | None = None) -> None:
+    """Write all of ``data``, in one call unless the system takes less.
+
+    Raises:
+        OSError: As the system reports.
+    """
+    rest = memoryview(data)
+    while rest:
+        count = os.write(descriptor, rest) if offset is None else os.pwrite(descriptor, rest, offset)
+        rest = rest[count:]
+        offset = None if offset is None else offset + count
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: As the system reports; then an earlier file is as it was.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.unlink(missing_ok=True)  # what a kill left, or a link to somewhere else
+        with open(partial, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
