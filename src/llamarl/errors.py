@@ -29,6 +29,7 @@ __all__ = [
     "RunFolderLost",
     "RunInterrupted",
     "RunStopped",
+    "RunTakenOver",
     "StaleTokenError",
     "TrainingDiverged",
     "TransferError",
@@ -153,6 +154,12 @@ class TransferError(LlamaRLError):
 
 class RunFolderLost(LlamaRLError):
     """The run's folder was moved, removed or started over while the run wrote into it. The message says what is left where."""
+
+
+class RunTakenOver(RunFolderLost):
+    """The run's standby host has gone on with it, and this controller, of which it had not heard, has come back."""
+
+    exit_code = 2
 
 
 class EventLogError(LlamaRLError):

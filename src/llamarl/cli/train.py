@@ -72,6 +72,12 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         help="with --hosts: which of them an executor gets (also by place: 0-2; here: this machine); may be repeated",
     )
     parser.add_argument(
+        "--standby",
+        metavar="HOST",
+        help="a host on which `llamarl worker` runs: it keeps a copy of the run's folder, and goes on with the run when this machine is "
+        "gone (docs/survival.md)",
+    )
+    parser.add_argument(
         "--supervise",
         action="store_true",
         help="run it below this process and resume it by itself when its controller dies, or fails with progress since the last time, "
@@ -94,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
     outlive_the_console()
     overrides = list(args.overrides)
     hosts = _hosts(args)
+    if args.standby is not None:
+        overrides.append(f"--hosts.standby={args.standby}")
     if args.fork and not args.resume:
         raise ConfigError("--fork needs --resume RUN_DIR: the run whose checkpoint the new one begins with")
     if args.supervise:

@@ -34,7 +34,7 @@ from llamarl.runtime.hosts.wire import FILES
 from llamarl.runtime.worker import WorkerPlan
 from llamarl.transports.run_key import KeyRefused, prove_as_client
 
-__all__ = ["JobFiles", "folder_answers", "open_job_files"]
+__all__ = ["JobFiles", "client_of", "folder_answers", "open_job_files"]
 
 _DIAL_S = 15.0
 _STALL_S = 30.0
@@ -182,7 +182,7 @@ def open_job_files(
         CheckpointError: The run's folder cannot be written.
         TransferError: A host cannot be reached, or has no room.
     """
-    hosts = [_Host(number, _client(worker, key), run_id) for number, worker in workers.items()]
+    hosts = [_Host(number, client_of(worker, key), run_id) for number, worker in workers.items()]
     question = ask(run_dir)
 
     def settle(host: _Host) -> None:
@@ -210,7 +210,7 @@ def folder_answers(folder: Path, workers: Sequence[Worker], key: WorkerKey) -> d
         CheckpointError: The folder cannot be written.
         TransferError: A host cannot be reached.
     """
-    hosts = [_Host(number, _client(worker, key), "") for number, worker in enumerate(workers)]
+    hosts = [_Host(number, client_of(worker, key), "") for number, worker in enumerate(workers)]
     question = ask(folder)
 
     def settle(host: _Host) -> None:
@@ -225,7 +225,8 @@ def folder_answers(folder: Path, workers: Sequence[Worker], key: WorkerKey) -> d
     return {host.client.host: host.why_apart for host in hosts}
 
 
-def _client(worker: Worker, key: WorkerKey) -> FileClient:
+def client_of(worker: Worker, key: WorkerKey) -> FileClient:
+    """For the files that a worker keeps; it is dialled when it is first asked."""
     return FileClient(worker.name, functools.partial(_dial, worker, key), stall_s=max(key.silence_s, _STALL_S))
 
 

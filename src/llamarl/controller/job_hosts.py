@@ -31,7 +31,7 @@ from llamarl.transports.network import Network, TlsFiles, this_space
 from llamarl.transports.run_key import new_key
 from llamarl.transports.segment_wire import client_tls
 
-__all__ = ["JobHosts", "open_hosts", "pair_lines", "unreachable"]
+__all__ = ["JobHosts", "key_for", "open_hosts", "pair_lines", "unreachable"]
 
 
 @dataclass
@@ -200,11 +200,9 @@ def open_hosts(config: RunConfig) -> JobHosts | None:
     """
     if not config.hosts.wanted:
         return None
-    files = _tls_files(config)
-    tls = client_tls(files) if files is not None else None
     workers = open_workers(config.hosts)
     try:
-        key = WorkerKey(workers.key, tls, config.deadlines.host_silence_s)
+        key = key_for(config, workers.key)
         inventories, here = ask(workers.workers, key)
     except BaseException:
         workers.close()
@@ -212,6 +210,12 @@ def open_hosts(config: RunConfig) -> JobHosts | None:
     hosts = JobHosts(workers, inventories, here, key, config)
     atexit.register(hosts.close)
     return hosts
+
+
+def key_for(config: RunConfig, key: bytes) -> WorkerKey:
+    """By which a run's controller may use workers that hold ``key``."""
+    files = _tls_files(config)
+    return WorkerKey(key, client_tls(files) if files is not None else None, config.deadlines.host_silence_s)
 
 
 def unreachable(addresses: Mapping[str, str]) -> str:

@@ -42,6 +42,7 @@ from llamarl.controller.replay_log import needs_of, take_log
 from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, refuse_a_run
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
+from llamarl.controller.standby import Standby, open_standby
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.errors import ConfigError, LlamaRLError, ModelError, NothingTrained, RunFolderLost, RunStopped
 from llamarl.models.folders import resolve_model_path
@@ -291,7 +292,15 @@ def description(prepared: Prepared) -> dict[str, Any]:
 class _Observe:
     """Reported files, event log and recorder as an observer of the controller; the log before the recorder."""
 
-    def __init__(self, recorder: Recorder, events: EventLog, folder: RunFolder, checkpoints: RunCheckpoints) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        events: EventLog,
+        folder: RunFolder,
+        checkpoints: RunCheckpoints,
+        standby: Standby | None,
+    ) -> None:
+        self._standby = standby
         self._recorder = recorder
         self._events = events
         self._folder = folder
@@ -299,6 +308,8 @@ class _Observe:
 
     def on_report(self, report: Report) -> None:
         self._folder.check()
+        if self._standby is not None:
+            self._standby.check()
         self._checkpoints.on_report(report)
         self._events.append(report.events)
         self._recorder.on_report(report)
@@ -383,7 +394,9 @@ def execute(
         far=None if files is None else files.far,
     )
     stopped = "by an error"
+    standby = None
     try:
+        standby = open_standby(config, prepared.local, run_dir, folder.identity.run_id, recorder.message)
         run_graph(
             graph,
             runtime,
@@ -394,7 +407,7 @@ def execute(
             load_from=load_from,
             deadlines=config.deadlines,
             checkpoints=checkpoints,
-            observers=[_Observe(recorder, events, folder, checkpoints)],
+            observers=[_Observe(recorder, events, folder, checkpoints, standby)],
             needs=needs,
             replacing=_replacing(config, recorder),
             journal=journal,
@@ -421,6 +434,8 @@ def execute(
         if files is not None and stopped:
             files.hurry()
         checkpoints.settle()
+        if standby is not None:
+            standby.close()
         if files is not None:
             files.end()
         if prepared.hosts is not None:

@@ -69,6 +69,19 @@ class FileClient:
         """Remove all that the host keeps for the run."""
         self._ask({"do": "forget", "run": run})
 
+    def keeps(self, run: str) -> bool:
+        """Whether the host has the run folder still."""
+        return bool(self._ask({"do": "keeps", "run": run})["keeps"])
+
+    def stand_by(self, run: str, words: Sequence[str], after_s: float) -> None:
+        """Have the host go on with the run by itself, if this process is gone without having said ``forget``.
+
+        Args:
+            words: For ``llamarl train --resume``.
+            after_s: Seconds without a connection of ours.
+        """
+        self._ask({"do": "stand_by", "run": run, "words": list(words), "after_s": after_s})
+
     def leave(self, run: str) -> None:
         """Have the host keep it for a day, though nobody asks for it any more. A host to which the connection is lost is not dialled
         for that: it does not know what became of us."""

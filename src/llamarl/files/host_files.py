@@ -4,6 +4,7 @@
     BASE/runs/HANDLE/content/   models, data and code that the plan of the run names, by content: links to objects
     BASE/objects/               each file's bytes once, read-only, under its checksum and size; the oldest go beyond a limit
     BASE/incoming/              what is on its way
+    BASE/taken_over/HANDLE/     the folder of a run that this host went on with when its controller was gone; stays
 
 A run's folder goes when its controller says so; when its controller has hung up without a word (``forget_those_left``); and a day
 after it was last used where the controller has said that something in it is still to be fetched, or nobody knows what became of it.
@@ -20,6 +21,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,22 @@ from llamarl.errors import TransferError
 from llamarl.files.below import Below
 from llamarl.files.partial import Partial
 
-__all__ = ["HostFiles", "default_base", "records_from"]
+__all__ = ["HostFiles", "StandBy", "default_base", "records_from"]
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _HANDLE = re.compile(r"[A-Za-z0-9_-]{1,64}\.[0-9a-f]{16}")
 _SUM = re.compile(r"[0-9a-f]{32}")
 _UNUSED_S = 86_400.0
 _MOST_OBJECT_BYTES = 200 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandBy:
+    """How to go on with a run whose controller is gone."""
+
+    words: tuple[str, ...]
+    """For ``llamarl train --resume``."""
+    after_s: float
 
 
 def default_base() -> Path:
@@ -56,6 +67,7 @@ class HostFiles:
         self.base = base
         self._max_object_bytes = max_object_bytes
         self._locks: dict[str, int] = {}
+        self._stand_by: dict[str, StandBy] = {}
         self._used_s: dict[str, float] = {}
         """Runs that were opened here, and when their controllers last asked for something of them; without those that they left."""
 
@@ -96,10 +108,50 @@ class HostFiles:
         """Remove all that is kept for a run; objects stay."""
         folder = self._folder(handle)
         self._used_s.pop(handle, None)
+        self._stand_by.pop(handle, None)
         lock = self._locks.pop(handle, None)
         shutil.rmtree(folder)
         if lock is not None:
             os.close(lock)
+
+    def keeps(self, handle: str) -> bool:
+        """Whether there is such a run."""
+        return bool(_HANDLE.fullmatch(handle)) and (self._runs / handle).is_dir()
+
+    def stand_by(self, handle: str, how: StandBy) -> None:
+        """The run is to be gone on with here, should its controller be gone.
+
+        Raises:
+            TransferError: There is no such run.
+        """
+        self._folder(handle)
+        self._stand_by[handle] = how
+
+    def patience_s(self, handles: Collection[str]) -> float | None:
+        """How long to wait for the controllers of these runs, at most; None where this host stands by for none of them."""
+        waits = [how.after_s for handle, how in self._stand_by.items() if handle in handles]
+        return max(waits, default=None)
+
+    def take_over(self, handles: Collection[str], *, since_s: float) -> list[tuple[Path, StandBy]]:
+        """The folders of those runs for which this host stands by, that nobody has asked for since ``since_s`` on the monotonic clock,
+        and whose controller has not come back under another handle: moved to where they stay."""
+        taken = []
+        for handle, how in list(self._stand_by.items()):
+            used_s = self._used_s.get(handle, math.inf)
+            if handle not in handles or used_s > since_s:
+                continue
+            run_id = handle.rpartition(".")[0]
+            if any(
+                other != handle and other.rpartition(".")[0] == run_id and self._used_s[other] > used_s
+                for other in self._used_s
+            ):
+                continue  # it was started again, and said so
+            place = self.base / "taken_over" / handle
+            place.parent.mkdir(exist_ok=True)
+            os.rename(self._runs / handle / "run", place)
+            self.forget(handle)
+            taken.append((place, how))
+        return taken
 
     def leave(self, handle: str) -> None:
         """Keep what lies in a run's folder for a day: its user has been told to fetch it."""

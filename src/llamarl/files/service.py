@@ -4,6 +4,7 @@
     list     what lies in it                                       get, put       a file out of it, into it
     remove   a file or folder of it                                same, holds, lacks   which content is here already
     keep     a file by its content                                 place          a folder of contents under their names
+    keeps    does this host have the run's folder still?           stand_by       go on with the run if its controller is gone
 
 ``get`` answers with the size and then sends the rest of the file from the offset asked for; ``put`` and ``keep`` answer with the
 offset from which they lack it. The disk is touched on threads: the loop that calls this has other work.
@@ -22,7 +23,7 @@ import xxhash
 from llamarl.checkpoint.shared_folder import FolderQuestion
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.files.frames import StreamFrames
-from llamarl.files.host_files import HostFiles, records_from
+from llamarl.files.host_files import HostFiles, StandBy, records_from
 from llamarl.files.partial import CHUNK_BYTES, Partial
 
 __all__ = ["STALL_S", "serve_files"]
@@ -96,6 +97,12 @@ async def _answer(frames: StreamFrames, files: HostFiles, asked: dict[str, Any])
             return {"run": handle, "folder": str(folder)}
         case "forget":
             await _here(lambda: files.forget(str(asked["run"])))
+            return {}
+        case "keeps":
+            return {"keeps": await _here(lambda: files.keeps(str(asked["run"])))}
+        case "stand_by":
+            words, after_s = [str(word) for word in asked["words"]], float(asked["after_s"])
+            await _here(lambda: files.stand_by(str(asked["run"]), StandBy(words=tuple(words), after_s=after_s)))
             return {}
         case "leave":
             await _here(lambda: files.leave(str(asked["run"])))

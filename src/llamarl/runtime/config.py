@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass as plain_dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
@@ -76,6 +76,13 @@ class HostsConfig:
     """"auto": a host that is seen to read and write the controller's run folder uses it. Every other host gets one of its own, and
     files travel. "own": all get one of their own, such as where the shared one is slow."""
 
+    standby: Annotated[str, NO_BITS] = ""
+    """A host on which `llamarl worker` runs: it keeps a copy of the run's folder, and goes on with the run when this machine is gone.
+    On the command line: --standby HOST."""
+
+    standby_after_s: Annotated[PositiveFloat, NO_BITS] = 30.0
+    """How long it waits for a controller to which the connection is lost."""
+
     allow_unlike: Annotated[bool, NO_BITS] = False
     """Let ranks run on hosts whose processors or library versions differ: to rounding, no longer the bits of one machine."""
 
@@ -108,6 +115,11 @@ class HostsConfig:
                     hosts_named(named, self.workers)
                 except ValueError as error:
                     yield Mistake(f"on.{executor}", f": {error}", ("workers",))
+        if self.standby:
+            try:
+                parse_worker(self.standby)
+            except ValueError as error:
+                yield Mistake("standby", f": {error}")
         if self.port_range:
             try:
                 parse_ports(self.port_range)

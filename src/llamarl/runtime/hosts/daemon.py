@@ -28,6 +28,7 @@ from llamarl.runtime.hosts.door import Door, listen
 from llamarl.runtime.hosts.hosted_rank import HostedRank
 from llamarl.runtime.hosts.inventory import take_inventory
 from llamarl.runtime.hosts.silence import end_when_silent, watch_over
+from llamarl.runtime.hosts.successors import Successors
 from llamarl.runtime.hosts.wire import FILES, PURPOSE, Word, message, read_message, unpack
 from llamarl.runtime.rank_environment import LOOPBACK
 from llamarl.transports.network import TlsFiles
@@ -68,6 +69,7 @@ async def serve_host(
     jobs: set[Job] = set()
     promised: set[int] = set()
     kept = files or HostFiles(default_base())
+    successors = Successors(say)
 
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         job = Job(reader, writer, ports=ports, space=space, tls_files=tls_files, say=say, promised=promised)
@@ -84,11 +86,18 @@ async def serve_host(
             await serve_files(reader, writer, kept, used=used)
         except (OSError, EOFError) as error:  # the controller dials again if it is still there
             say(f"a connection for files broke: {error or type(error).__name__}")
-            if not isinstance(error, EOFError | ConnectionResetError):
+            stands_by = kept.patience_s(used) is not None
+            if not stands_by and not isinstance(error, EOFError | ConnectionResetError):
                 kept.let_go(used)  # nobody knows what became of it
                 return
         writer.close()
         hung_up_s = time.monotonic()
+        patience_s = await asyncio.to_thread(kept.patience_s, used)
+        if patience_s is not None:
+            await asyncio.sleep(patience_s)
+            for folder, how in await asyncio.to_thread(kept.take_over, used, since_s=hung_up_s):
+                await successors.begin(folder, how.words)
+            return
         await asyncio.sleep(_DIALS_AGAIN_S)
         await asyncio.to_thread(kept.forget_those_left, used, since_s=hung_up_s)
 
@@ -98,7 +107,7 @@ async def serve_host(
     listener.close()
     for job in jobs:
         job.hang_up()
-    await asyncio.gather(*(job.end() for job in list(jobs)))
+    await asyncio.gather(*(job.end() for job in list(jobs)), successors.end())
     if forget:
         await asyncio.to_thread(kept.forget_those_left)
 
