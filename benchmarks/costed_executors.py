@@ -11,6 +11,7 @@ from typing import Any
 
 from llamarl.executors.base import StepResult
 from llamarl.executors.generator import GeneratorExecutor
+from llamarl.executors.generator_shard import GeneratorShard
 from llamarl.executors.trainer import TrainerExecutor
 
 __all__ = ["CostedGenerator", "CostedTrainer"]
@@ -23,9 +24,9 @@ def _wait_since(started: float, name: str) -> None:
 class CostedGenerator(GeneratorExecutor):
     """Its tick is the hand-over and COSTED_GENERATOR_S."""
 
-    def _decode(self, tick: int, weights: Any) -> Any:
+    def _decode(self, shard: GeneratorShard, tick: int, weights: Any) -> Any:
         started = time.monotonic()
-        delivered = super()._decode(tick, weights)
+        delivered = super()._decode(shard, tick, weights)
         _wait_since(started, "COSTED_GENERATOR_S")
         return delivered
 

@@ -46,7 +46,7 @@ def test_a_generator_that_keeps_groups_a_tick_too_long_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = GeneratorExecutor._deadlines
-    monkeypatch.setattr(GeneratorExecutor, "_deadlines", lambda self: [tick + 1 for tick in right(self)])
+    monkeypatch.setattr(GeneratorExecutor, "_deadlines", lambda *of: [tick + 1 for tick in right(*of)])
     with pytest.raises(
         ExecutorFailed, match=r"trainer.*StaleTokenError: trainer: tick 5: response 9/0, token 0 was sampled by"
     ):

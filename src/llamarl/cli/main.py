@@ -19,7 +19,7 @@ from llamarl.errors import ConfigError, LlamaRLError, RunInterrupted
 __all__ = ["VERBS", "command", "main"]
 
 VERBS = (
-    "train", "recipes", "new", "eval", "generate", "export", "plan", "plan-sync", "simulate", "report", "watch", "worker", "chaos", "doctor",
+    "train", "recipes", "new", "eval", "generate", "export", "plan", "plan-sync", "simulate", "report", "watch", "scale", "worker", "chaos", "doctor",
     "completion",
 )  # fmt: skip
 _NEED_TEMPORARY_FILES = ("train", "eval", "generate", "worker", "chaos")

@@ -46,9 +46,10 @@ from llamarl.controller.marking import Marking, before_the_first_tick
 from llamarl.controller.orders import Orders, SavedTicks
 from llamarl.controller.replacing import Replacing
 from llamarl.errors import DeadlineExceeded, RunStopped
-from llamarl.runtime.base import Death, News, ProcessesDied, Report, Restarts, Runtime
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.base import Death, News, ProcessesDied, Report, Rescales, Restarts, Runtime
 
-__all__ = ["Checkpoints", "Journal", "Observer", "run_graph"]
+__all__ = ["Checkpoints", "Journal", "Observer", "Scaling", "run_graph"]
 
 
 class Journal(Protocol):
@@ -60,6 +61,14 @@ class Journal(Protocol):
 
     def saved(self, tick: int) -> None:
         """A checkpoint of the state after ``tick`` is finished."""
+        ...
+
+
+class Scaling(Protocol):
+    """Who asks for another number of ranks of an executor."""
+
+    def due(self, marking: Marking, replaceable: Callable[[], Mapping[str, int]]) -> ExecutorSpec | None:
+        """The executor, not at work, that is to be started anew with other ranks now; None: nobody."""
         ...
 
 
@@ -112,6 +121,7 @@ def run_graph(
     needs: Callable[[ChannelSpec, int], int] | None = None,
     replacing: Replacing | None = None,
     journal: Journal | None = None,
+    scaling: Scaling | None = None,
 ) -> None:
     """Run every executor of ``graph`` from ``first_tick`` to ``num_ticks``, then return. The caller closes the runtime.
 
@@ -119,6 +129,7 @@ def run_graph(
         needs: Where decisions are known beforehand (a replay): see ``Marking``.
         journal: Gets each report that counts.
         replacing: Brings executors up again whose processes died, where the runtime can; None: a death ends the run.
+        scaling: Asked before orders are given, where there is ``replacing``.
 
     Raises:
         ExecutorFailed: An executor raised, or its process died and was not brought up again.
@@ -159,6 +170,10 @@ def run_graph(
     while not marking.finished:
         if checkpoints and checkpoints.overdue() and (cut := _next_cut(marking)) < marking.num_ticks:
             checkpoints.require(cut)
+        if scaling is not None and replacing is not None and isinstance(runtime, Rescales):
+            spec = scaling.due(marking, runtime.replaceable)
+            if spec is not None:
+                replacing.rescale(runtime, spec, marking.done_ticks[spec.name])
         for firing in marking.ready():
             orders.give(firing)
         try:

@@ -37,6 +37,8 @@ class Redo:
     executor: str
     incarnation: int
     """Of its new processes; what the earlier ones still say is ignored."""
+    restart: int
+    """How often it has been brought up again, this time included."""
     first_tick: int
     """It is given the state after the tick before this one, which is that of the run's beginning if there is none."""
     next_tick: int
@@ -54,7 +56,7 @@ class Redo:
         again = f", tick{'s' if ticks > 1 else ''} {'' if ticks < 2 else f'{self.first_tick} to '}{last} done again"
         return (
             f"{self.executor!r} rank {death.rank} died ({death.doing}): {death.cause}; brought up again "
-            f"(restart {self.incarnation}){again if ticks else ''}"
+            f"(restart {self.restart}){again if ticks else ''}"
         )
 
 
@@ -81,6 +83,8 @@ class Recovery:
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._incarnations: dict[str, int] = {}
+        self._renewed: dict[str, int] = {}
+        """Executor -> incarnations that no death brought."""
         self._attempts: list[_Attempt] = []
 
     def incarnation(self, executor: str) -> int:
@@ -89,8 +93,15 @@ class Recovery:
 
     @property
     def num_restarts(self) -> Mapping[str, int]:
-        """Executor -> how often it was brought up again; those that never were are left out."""
-        return self._incarnations
+        """Executor -> how often it was brought up again after a death; those that never were are left out."""
+        restarts = {name: count - self._renewed.get(name, 0) for name, count in self._incarnations.items()}
+        return {name: count for name, count in restarts.items() if count}
+
+    def renew(self, executor: str) -> int:
+        """The incarnation of processes that an executor gets though none of it died."""
+        self._renewed[executor] = self._renewed.get(executor, 0) + 1
+        self._incarnations[executor] = self.incarnation(executor) + 1
+        return self._incarnations[executor]
 
     def counts(self, executor: str, incarnation: int, *, held: bool) -> bool:
         """Whether a report is taken.
@@ -149,6 +160,7 @@ class Recovery:
         return Redo(
             executor=name,
             incarnation=self._incarnations[name],
+            restart=self.num_restarts[name],
             first_tick=first_tick,
             next_tick=marking.done_ticks[name],
             firing=marking.refire(name),

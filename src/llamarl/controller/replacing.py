@@ -14,7 +14,8 @@ from functools import partial
 from llamarl.controller.marking import Marking
 from llamarl.controller.recovery import Recovery, Redo
 from llamarl.errors import DeadlineExceeded, ExecutorFailed, LlamaRLError
-from llamarl.runtime.base import Death, ProcessesDied, Report, Restarts, SetupReport
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.base import Death, ProcessesDied, Report, Rescales, Restarts, SetupReport
 
 __all__ = ["Replacing"]
 
@@ -31,6 +32,8 @@ class Replacing:
         self._tell = tell
         self._lost: dict[str, tuple[float, float]] = {}
         """Executor whose next report tells of it -> when its lost work began, and when it died; on ``time.monotonic``."""
+        self._moved: dict[str, float] = {}
+        """Executor that was given other ranks, and whose next report tells of it -> when; on ``time.monotonic``."""
 
     def set_up(
         self, start: Callable[[], Mapping[str, SetupReport]], runtime: Restarts, marking: Marking, deadline_s: float
@@ -99,15 +102,24 @@ class Replacing:
             runtime.replace(name, incarnation=redo.incarnation, first_tick=redo.first_tick)
         return tuple(redos)
 
+    def rescale(self, runtime: Rescales, spec: ExecutorSpec, first_tick: int) -> None:
+        """Start an executor that is not at work anew, with other ranks and the state after ``first_tick - 1``."""
+        self._moved[spec.name] = time.monotonic()
+        runtime.rescale(spec, incarnation=self._recovery.renew(spec.name), first_tick=first_tick)
+
     def told_of(self, report: Report) -> Report:
         """The report, with what a replacement has cost where it is the first after one."""
+        moved_s = self._moved.pop(report.executor, None)
+        if moved_s is not None:
+            spans = (("scale", min(moved_s, report.started_s), report.started_s), *report.spans)
+            report = replace(report, spans=spans)
         lost = self._lost.pop(report.executor, None)
         if lost is None:
             return report
         began_s, died_s = lost
         name = report.executor
         metrics = {
-            f"recovery/{name}_restarts": float(self._recovery.incarnation(name)),
+            f"recovery/{name}_restarts": float(self._recovery.num_restarts[name]),
             f"recovery/{name}_lost_s": max(0.0, report.started_s - began_s),
         }
         span = ("restart", min(died_s, report.started_s), report.started_s)

@@ -9,6 +9,7 @@ depend on them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from llamarl.controller.replacing import Replacing
 from llamarl.controller.replay_log import needs_of, take_log
 from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, refuse_a_run
+from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, rescaled
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.standby import Standby, open_standby
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
@@ -393,6 +395,7 @@ def execute(
         ranks={spec.name: spec.num_ranks for spec in graph.executors},
         far=None if files is None else files.far,
     )
+    replacing = _replacing(config, recorder)
     stopped = "by an error"
     standby = None
     try:
@@ -409,8 +412,9 @@ def execute(
             checkpoints=checkpoints,
             observers=[_Observe(recorder, events, folder, checkpoints, standby)],
             needs=needs,
-            replacing=_replacing(config, recorder),
+            replacing=replacing,
             journal=journal,
+            scaling=None if replacing is None else _scaling(prepared, folder, recorder, checkpoints),
         )
         checkpoints.close()
         stopped = ""
@@ -445,6 +449,22 @@ def execute(
             last = next(reversed(store.list()), None)
             print(f"\n{what_is_saved(run_dir, last, num_rows(run_dir), config.run.num_ticks)}", file=sys.stderr)
     _refuse_nothing(recorder.summary())
+
+
+def _scaling(prepared: Prepared, folder: RunFolder, recorder: Recorder, checkpoints: RunCheckpoints) -> Scaling:
+    """The generator's replicas as ``config.toml`` has them, until somebody asks for others."""
+
+    def took_effect(scaled: Scaled, tick: int) -> None:
+        folder.check()
+        checkpoints.rescaled(SCALABLE, scaled.spec.num_ranks, tick)
+        replicas = {SCALABLE: {"dp": scaled.config.generator.dp}}
+        try:
+            save_settings(dataclasses.replace(prepared, config=with_settings(prepared.config, replicas)), folder.path)
+        except ConfigError as error:
+            recorder.message(f"a resume begins with the replicas that there were: {error}")
+
+    plan = functools.partial(rescaled, prepared.local, prepared.graph)
+    return Scaling(folder.path, plan, took_effect, recorder.message)
 
 
 def _replacing(config: RunConfig, recorder: Recorder) -> Replacing | None:

@@ -16,7 +16,7 @@ from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.errors import ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 
-__all__ = ["Death", "News", "Order", "ProcessesDied", "Report", "Restarts", "Runtime", "SetupReport"]
+__all__ = ["Death", "News", "Order", "ProcessesDied", "Report", "Rescales", "Restarts", "Runtime", "SetupReport"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +157,15 @@ class Restarts(Protocol):
 
     def saved(self, tick: int, folder: Path) -> None:
         """A checkpoint of the state after ``tick`` is finished: what is held to do earlier ticks again may go."""
+        ...
+
+
+@runtime_checkable
+class Rescales(Restarts, Protocol):
+    """One that can also give an executor another number of ranks."""
+
+    def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
+        """As ``replace``, with the ranks of ``spec`` in place of those that there were; all executors stand ready."""
         ...
 
 

@@ -40,6 +40,7 @@ from llamarl.runtime.rank_plans import (
     deaths_alone,
     executor_failed,
     plan_workers,
+    with_ranks,
     with_states,
 )
 from llamarl.runtime.ranks import Answer, Launcher, Rank, Ranks
@@ -301,6 +302,11 @@ class ProcessRuntime:
             plans = [dataclasses.replace(plan, first_tick=first_tick, load_from=self._saved) for plan in plans]
         self._ranks.replace(executor, tuple(plans), incarnation)
         self._failed = not self._standing
+
+    def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
+        """As ``replace``, with other ranks."""
+        self._plans = with_ranks(self._plans, spec)
+        self.replace(spec.name, incarnation=incarnation, first_tick=first_tick)
 
     def inputs_again(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
         """What an executor read at a tick that has counted."""

@@ -18,7 +18,15 @@ from llamarl.runtime.kept_states import KeptState
 from llamarl.runtime.worker import RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
 
-__all__ = ["combine_reports", "combine_setups", "deaths_alone", "executor_failed", "plan_workers", "with_states"]
+__all__ = [
+    "combine_reports",
+    "combine_setups",
+    "deaths_alone",
+    "executor_failed",
+    "plan_workers",
+    "with_ranks",
+    "with_states",
+]
 
 
 def plan_workers(
@@ -89,6 +97,19 @@ def plan_workers(
             for rank in range(spec.num_ranks)
         )
     return plans
+
+
+def with_ranks(plans: Mapping[str, tuple[WorkerPlan, ...]], spec: ExecutorSpec) -> dict[str, tuple[WorkerPlan, ...]]:
+    """The plans of a job on one machine in which one executor has the ranks of ``spec``."""
+
+    def told(plan: WorkerPlan) -> WorkerPlan:
+        changed = {spec.name: spec.num_ranks} if spec.name in plan.num_ranks else {}
+        return replace(plan, num_ranks={**plan.num_ranks, **changed})
+
+    first = told(plans[spec.name][0])
+    spec = replace(spec, factory=first.spec.factory)
+    others = {name: tuple(map(told, ranks)) for name, ranks in plans.items()}
+    return {**others, spec.name: tuple(replace(first, spec=spec, rank=rank) for rank in range(spec.num_ranks))}
 
 
 def with_states(plans: Sequence[WorkerPlan], states: Sequence[KeptState], *, first_tick: int) -> tuple[WorkerPlan, ...]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.channels.data import DataReceiver, DataSender, split_by_cost
+from llamarl.channels.data import DataReceiver, DataSender, Shares, split_by_cost
 from llamarl.channels.ends import make_receiver, make_sender
 from llamarl.errors import ChannelError, DeadlineExceeded
 from llamarl.types import Group, Prompt, Response, Score
@@ -53,6 +53,31 @@ def test_gather_concatenates_in_rank_order_at_every_sink() -> None:
     handles = tuple(s.send(0, [(r, i) for i in range(r)]) for r, s in enumerate(senders))
     for receiver in receivers:
         assert receiver.receive(handles, 5.0) == [(1, 0), (2, 0), (2, 1)]
+
+
+def test_a_source_of_any_number_of_ranks_is_read_in_their_order() -> None:
+    (_, _, _), (receiver,) = ends(ChannelKind.GATHER, 3, 1)
+    with pytest.raises(ValueError, match="joins 3 source ranks, got 2 handles"):
+        receiver.receive((None, None), 5.0)
+    elastic = replace(spec(ChannelKind.GATHER), elastic=True)
+    receiver = DataReceiver(elastic, rank=0, num_source_ranks=3, num_sink_ranks=1)
+    for sources in (1, 4):
+        senders = [DataSender(elastic, rank=r, num_source_ranks=sources, num_sink_ranks=1) for r in range(sources)]
+        handles = tuple(s.send(0, [(sources, r)]) for r, s in enumerate(senders))
+        assert receiver.receive(handles, 5.0) == [(sources, r) for r in range(sources)]
+    with pytest.raises(ValueError, match="got 0 handles"):
+        receiver.receive((), 5.0)
+
+
+@pytest.mark.parametrize("sources", [1, 2, 4])
+def test_who_gets_what_of_a_scatter_depends_on_shares_and_not_on_who_had_them(sources: int) -> None:
+    shares = [(n, [Item(10 * n + i, 5 + (7 * n + 3 * i) % 4) for i in range(3)]) for n in range(4)]
+    alone = [split_by_cost(items, 2, first=first) for first, items in shares]
+    senders, receivers = ends(ChannelKind.SCATTER, sources, 2)
+    each = 4 // sources
+    handles = tuple(s.send(0, Shares(shares[r * each : (r + 1) * each])) for r, s in enumerate(senders))
+    for part, receiver in enumerate(receivers):
+        assert receiver.receive(handles, 5.0) == [item for split in alone for item in split[part]]
 
 
 def test_broadcast_delivers_rank_zero_only() -> None:

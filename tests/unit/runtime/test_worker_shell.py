@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,15 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.errors import ConfigError, DataError, DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
 from llamarl.runtime.base import News, Order
-from llamarl.runtime.rank_plans import combine_reports, combine_setups, executor_failed, plan_workers
+from llamarl.runtime.kept_states import KeptState
+from llamarl.runtime.rank_plans import (
+    combine_reports,
+    combine_setups,
+    executor_failed,
+    plan_workers,
+    with_ranks,
+    with_states,
+)
 from llamarl.runtime.worker import (
     RankFailure,
     RankReport,
@@ -29,6 +37,7 @@ from llamarl.runtime.worker import (
     rank_device,
     stack_of,
 )
+from llamarl.transports.segments import SegmentHandle
 
 CALLS: list[Any] = []
 
@@ -161,7 +170,7 @@ def test_of_ranks_that_could_not_write_the_first_is_named() -> None:
 
 
 def test_settling_waits_no_longer_than_its_limit(worker: Worker, tmp_path: Path) -> None:
-    worker = Worker(dataclasses.replace(worker._plan, collective_timeout_s=0.05))
+    worker = Worker(replace(worker._plan, collective_timeout_s=0.05))
     worker.setup()
     worker._executor.save = lambda folder, tick: Future()  # type: ignore[union-attr,method-assign]
     with pytest.raises(DeadlineExceeded, match="'me', rank 1: the state after tick 5 is not yet written"):
@@ -242,6 +251,22 @@ def test_ranks_are_combined_in_rank_order_whatever_the_order_of_arrival() -> Non
     assert combine_setups("me", setups).initial_tokens == {"w": {-1: ("a", "b")}}
 
 
+def test_metrics_of_shares_are_reduced_as_if_each_were_a_rank_whoever_had_them() -> None:
+    shares = [{"response/length_mean": length, "samples/delivered": n} for length, n in ((0.1, 3), (0.2, 1), (0.7, 2))]
+
+    def reduced(*ranks: list[dict[str, float]]) -> Mapping[str, float]:
+        reports = [
+            replace(rank_report(rank, 1.0), metrics={"time/x_s": float(rank)}, share_metrics=tuple(of))
+            for rank, of in enumerate(ranks)
+        ]
+        return combine_reports("me", reports, controller_bytes=0).metrics
+
+    together = reduced(shares)
+    assert together["samples/delivered"] == 6 and together["response/length_mean"] == pytest.approx(1.9 / 6)
+    assert reduced(shares[:1], shares[1:]) == {**together, "time/x_s": 1.0}
+    assert reduced(*([share] for share in shares)) == {**together, "time/x_s": 2.0}
+
+
 def plan(executors: list[ExecutorSpec], channels: list[ChannelSpec]) -> dict[str, tuple[WorkerPlan, ...]]:
     return plan_workers(
         executors,
@@ -267,6 +292,30 @@ def test_a_rank_is_told_only_of_its_own_channels_and_their_ends() -> None:
     assert [p.rank for p in plans["c"]] == [0, 1, 2]
     assert [c.name for c in plans["a"][0].channels] == ["ab"] and plans["a"][0].num_ranks == {"a": 1, "b": 2}
     assert [c.name for c in plans["b"][0].channels] == ["ab", "bc"]
+
+
+def test_other_ranks_of_an_executor_are_known_to_it_and_to_who_reads_it() -> None:
+    executors = [ExecutorSpec(name=name, factory="m:f", num_ranks=n) for name, n in (("a", 2), ("b", 1), ("c", 1))]
+    channels = [
+        ChannelSpec(name="ab", kind=ChannelKind.GATHER, source="a", sink="b"),
+        ChannelSpec(name="bc", kind=ChannelKind.GATHER, source="b", sink="c"),
+    ]
+    plans = with_ranks(plan(executors, channels), ExecutorSpec(name="a", factory="m:f", num_ranks=3, config="new"))
+    assert [(p.rank, p.spec.num_ranks, p.spec.config, p.num_ranks) for p in plans["a"]] == [
+        (rank, 3, "new", {"a": 3, "b": 1}) for rank in range(3)
+    ]
+    assert plans["b"][0].num_ranks == {"a": 3, "b": 1, "c": 1} and plans["c"][0].num_ranks == {"b": 1, "c": 1}
+
+
+def test_ranks_get_their_own_states_and_those_of_all_where_they_were_another_number() -> None:
+    plans = plan([ExecutorSpec(name="a", factory="m:f", num_ranks=2)], [])["a"]
+    states = [KeptState(SegmentHandle(0, n, 64, b""), 1, 0) for n in range(3)]
+    assert [(p.first_tick, p.restore) for p in with_states(plans, states[:2], first_tick=4)] == [
+        (4, (states[0],)),
+        (4, (states[1],)),
+    ]
+    assert [p.restore for p in with_states(plans, states, first_tick=4)] == [tuple(states)] * 2
+    assert [p.restore for p in with_states(plans, states[:1], first_tick=4)] == [(states[0],)] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""``llamarl scale``: another number of generator replicas while a run goes on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Gives the generator of a run that goes on another number of replicas, between two of its ticks. The bits stay the same: that
+needs generator.shards, of which each replica decodes its share (docs/survival.md).
+
+  llamarl scale runs/tiny generator=4            returns when it took effect, and says from which tick on
+  llamarl scale runs/tiny generator=1 --wait 60  gives up after a minute"""
+
+
+def add_parser(verbs: Any, full: bool = True) -> None:
+    parser = verbs.add_parser(
+        "scale",
+        help="another number of generator replicas while a run goes on",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    if not full:
+        return
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="folder of a run that goes on")
+    parser.add_argument("change", metavar="generator=N", help="the replicas that it shall have (generator.dp)")
+    parser.add_argument(
+        "--wait", metavar="S", type=float, default=600.0, help="longest wait for the tick at work to end (default: 600)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask, and wait for the answer. Raises ConfigError for what is refused."""
+    from llamarl.config import load_config
+    from llamarl.controller.run_folder import CONFIG_FILE
+    from llamarl.controller.scaling import answer_to, ask, why_not_scale, withdraw
+    from llamarl.errors import ConfigError
+
+    executor, _, number = args.change.partition("=")
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"expected generator=N, with N replicas, got {args.change!r}")
+    run_dir: Path = args.run_dir.resolve()
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} holds no run (no {CONFIG_FILE})")
+    if why := why_not_scale(load_config(run_dir / CONFIG_FILE), executor):
+        raise ConfigError(why)
+    request = ask(run_dir, executor, int(number))
+    print("asked; it takes effect when the tick at work has ended", file=sys.stderr)
+    until = time.monotonic() + args.wait
+    try:
+        while (answer := answer_to(run_dir, request)) is None and time.monotonic() < until:
+            time.sleep(0.1)
+    finally:
+        withdraw(run_dir, request)
+    answer = answer or answer_to(run_dir, request)
+    if answer is None:
+        raise ConfigError(
+            f"nobody took the request within {args.wait:g} s, and it is withdrawn. If the run has stopped: llamarl train --resume "
+            f"{run_dir} --generator.dp {number}"
+        )
+    if answer.refused:
+        raise ConfigError(answer.refused)
+    print(f"{executor}: {number} replicas from tick {answer.tick} on")
+    return 0

@@ -1,0 +1,82 @@
+"""Generator replicas come and go while a run goes on, and every byte is that of a run with one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+from conftest import CommandLine, wait_until
+from forked_command import Started
+
+from llamarl.observability.warning_log import read_warnings
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from killing import ranks
+from same_run import assert_same_run
+
+SETTINGS = {
+    "run.num_ticks": 12,
+    "generator.shards": 4,
+    "generator.max_segments": 2,
+    "generator.oversubscription": 2.0,
+    "generator.threads": 1,
+    "evaluation.every": 0,
+    "checkpoint.every": 5,
+}
+
+
+def test_replicas_go_from_two_to_one_to_three_a_rank_and_the_controller_die_and_four_end_the_run(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
+    one, moved = tmp_path / "one", tmp_path / "moved"
+    done = llamarl.train(one, SETTINGS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    run = llamarl.start(moved, {**SETTINGS, "generator.dp": 2})
+    wait_for_rows(run, moved, 1)
+    for replicas in (1, 3):
+        told = llamarl.run(["scale", str(moved), f"generator={replicas}", "--wait", "60"])
+        assert told.returncode == 0, told.stderr
+        assert f"generator: {replicas} replicas from tick " in told.stdout
+    refused = llamarl.run(["scale", str(moved), "generator=5", "--wait", "60"])
+    assert (refused.returncode, "fewer than the dp 5 replicas" in refused.stderr) == (2, True), refused.stderr
+    up = wait_for_ranks(run, 3)
+    os.kill(up["generator 1"], signal.SIGKILL)
+    scaled = [json.loads(line) for line in (moved / "scale.jsonl").read_text().splitlines()]
+    assert [(answer["replicas"], bool(answer["refused"])) for answer in scaled] == [(1, False), (3, False), (5, True)]
+    wait_until(lambda: bool(restarts(moved)), limit_s=60, what="its replacement")
+    wait_for_rows(run, moved, restarts(moved)[0] + 1)
+    os.kill(run.pid, signal.SIGKILL)
+    said, _ = run.communicate(timeout=60)
+    assert "scale generator=3: from tick" in said, said
+    assert re.search(r"'generator' rank 1 died .* \(restart 1\)", said), said  # those that were asked for are none
+
+    done = llamarl.run(["train", "--resume", str(moved), "--generator.dp", "4"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "goes on from its journal: generator after" in done.stderr
+    assert_same_run(one, moved)
+
+
+def restarts(run_dir: Path) -> list[int]:
+    """Ticks before which an executor was brought up again."""
+    return [warning["step"] for warning in read_warnings(run_dir) if warning["kind"] == "restart"]
+
+
+def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:
+    file = run_dir / "metrics.jsonl"
+
+    def there() -> bool:
+        return run.poll() is not None or (file.is_file() and file.read_text().count("\n") >= number)
+
+    wait_until(there, limit_s=120, what=f"{number} rows")
+
+
+def wait_for_ranks(run: Started, replicas: int) -> dict[str, int]:
+    up: dict[str, int] = {}
+    names = {f"generator {rank}" for rank in range(replicas)}
+    wait_until(lambda: bool(up.update(ranks(run.pid)) or names <= up.keys()), limit_s=30, what="its processes")
+    return up
