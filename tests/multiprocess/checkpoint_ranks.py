@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from training_fixtures import make_groups
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import RunConfig
 from llamarl.controller.standard_graph import llamarl_graph
+from llamarl.errors import CheckpointError
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.trainer import TrainerExecutor
 
@@ -87,6 +89,8 @@ def resume(rank: int, folder: Path) -> None:
     whole.expect_saves({SAVED})
     for tick in range(SAVED + 1):
         train(whole, tick)
+    for refused in (0, 2):
+        refused_save(whole, folder / f"refused_by_{refused}", rank, refused)
     own = rank_folder(folder / "checkpoint", rank)
     writing = whole.save(own, SAVED)
     edge = {name: tensor.clone() for name, tensor in whole.initial_token("weights", SAVED - 1).tensors.items()}
@@ -103,6 +107,25 @@ def resume(rank: int, folder: Path) -> None:
         assert (folder / "run" / "model" / "model.safetensors").is_file()
     for name, tensor in whole.trainer.weights.state().items():
         assert torch.equal(tensor, again.trainer.weights.state()[name]), name
+
+
+def refused_save(trainer: TrainerExecutor, root: Path, rank: int, refused: int) -> None:
+    """One rank's disk is full: every rank hears of it, at once, and may save again."""
+    original = dcp.FileSystemWriter.write_data
+
+    def write_data(self: dcp.FileSystemWriter, *args: object, **kwargs: object) -> object:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if rank == refused:
+        dcp.FileSystemWriter.write_data = write_data  # type: ignore[method-assign,assignment]
+    try:
+        trainer.save(rank_folder(root, rank), SAVED).result(timeout=60)
+    except CheckpointError as error:
+        assert f"rank {refused}: No space left on device" in error.cause, error.cause
+    else:
+        raise AssertionError("it was refused")
+    finally:
+        dcp.FileSystemWriter.write_data = original  # type: ignore[method-assign]
 
 
 def reshard(rank: int, folder: Path) -> None:

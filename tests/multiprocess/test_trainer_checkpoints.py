@@ -40,7 +40,9 @@ def _launch(world: int, *arguments: object) -> list[int | None]:
     return [rank.exitcode for rank in ranks]
 
 
-def test_a_mesh_goes_on_bit_for_bit_from_a_state_written_beside_its_training(folder: Path) -> None:
+def test_a_mesh_goes_on_bit_for_bit_from_a_state_written_beside_its_training_also_after_a_full_disk_refused_one(
+    folder: Path,
+) -> None:
     # each rank compares its own parts: see checkpoint_ranks.resume
     assert _launch(4, "resume", folder) == [0] * 4
     # and one process reads what four ranks wrote, the versions on the weights edge included
