@@ -56,7 +56,9 @@ def job(max_staleness: int, middle: str) -> Graph:
 class World:
     """One state of the job, and the runtime of the code that is checked. Small values, copied for each step that may follow."""
 
-    def __init__(self, graph: Graph, num_ticks: int, num_deaths: int, saved: frozenset[int]) -> None:
+    def __init__(
+        self, graph: Graph, num_ticks: int, num_deaths: int, saved: frozenset[int], num_moves: int = 0
+    ) -> None:
         self.graph, self.due = graph, saved
         self.names = [spec.name for spec in graph.executors]
         (weights,) = (channel for channel in graph.channels if channel.delay)
@@ -86,6 +88,7 @@ class World:
         self.met = frozenset[str]()
         """What has happened on the way here, of what does not happen in every run."""
         self.deaths_left = num_deaths
+        self.moves_left, self.asked = num_moves, False
         self.give()
 
     def branch(self) -> World:
@@ -100,6 +103,7 @@ class World:
         other.marking._tokens = {name: dict(tokens) for name, tokens in self.marking._tokens.items()}
         other.recovery = copy(self.recovery)
         other.recovery._incarnations = dict(self.recovery._incarnations)
+        other.recovery._renewed = dict(self.recovery._renewed)
         other.recovery._attempts = list(self.recovery._attempts)
         other.replacing = Replacing(other.recovery)
         other.orders = Orders(other, other.marking, None)  # type: ignore[arg-type]
@@ -109,6 +113,7 @@ class World:
     def key(self) -> tuple[object, ...]:
         return (
             tuple(self.phase.values()), tuple(self.state.values()), tuple(self.words.values()), self.deaths_left,
+            self.moves_left, self.asked,
             tuple(self.recovery.incarnation(name) for name in self.names), tuple(self.marking.done_ticks.values()),
             tuple(sorted((n, f.tick, str(f.inputs)) for n, f in self.marking.busy.items())),
             tuple(self.sent.values()), frozenset(self.slots.items()), frozenset(self.marking._withdrawn),
@@ -126,6 +131,8 @@ class World:
                 yield self._after("hear", name, number)
             if self.deaths_left and self.phase[name] != DEAD:
                 yield self._after("die", name)
+        if self.moves_left and not self.asked:
+            yield self._after("ask")
         for slot, (_, _, whole) in self.slots.items():
             if not whole and self._lives(slot):
                 yield self._after("copied", slot)
@@ -195,11 +202,16 @@ class World:
         self._end(name)
         self.deaths_left -= 1
 
-    def _end(self, name: str) -> None:
+    def ask(self) -> None:
+        """For other ranks of the generator; the controller looks when it wakes next."""
+        self.moves_left, self.asked = self.moves_left - 1, True
+
+    def _end(self, name: str, incarnation: int | None = None) -> None:
+        me = self._me(name) if incarnation is None else (name, incarnation)
         held = {h for tokens in self.marking._tokens.values() for handles in tokens.values() for h in handles}
         held |= {h for inputs in self.past.values() for handles in inputs.values() for h in handles}
         slots = {slot for slot, _ in held}
-        self.slots = {slot: token for slot, token in self.slots.items() if slot[:2] != self._me(name) or slot in slots}
+        self.slots = {slot: token for slot, token in self.slots.items() if slot[:2] != me or slot in slots}
         self.phase[name], self.order[name] = DEAD, None
 
     def take_word(self, name: str, number: int) -> tuple[Any, ...]:
@@ -210,6 +222,12 @@ class World:
     # -- the controller's loop --
 
     def give(self) -> None:
+        if self.asked and "generator" not in self.marking.busy:
+            self.asked = False
+            if self.marking.is_needed("generator"):
+                self.met |= {MOVED if self.phase["generator"] != DEAD else MOVED_DEAD}
+                (spec,) = (spec for spec in self.graph.executors if spec.name == "generator")
+                self.replacing.rescale(self, spec, self.marking.done_ticks["generator"])
         for firing in self.marking.ready():
             self.orders.give(firing)
 
@@ -294,6 +312,10 @@ class World:
         assert self.phase[name] == DEAD, "two processes of one rank"
         self.phase[name], self.state[name], self.sent[name] = SETUP, self.states[name, first_tick - 1], 0
 
+    def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
+        self._end(spec.name, incarnation - 1)
+        self.replace(spec.name, incarnation=incarnation, first_tick=first_tick)
+
     def inputs_again(self, name: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
         return self.past[name, tick]
 
@@ -340,6 +362,7 @@ def explore(first: World) -> tuple[int, list[World], frozenset[str]]:
 
 REPEATED, REMADE = "a tick that has counted is repeated", "a version is made again"
 FOLLOWED = "a reader of a version is brought up again"
+MOVED, MOVED_DEAD = "a generator gets other ranks", "a generator of whose death nobody has heard gets other ranks"
 
 
 @pytest.mark.parametrize(
@@ -371,3 +394,22 @@ def test_whoever_dies_and_whenever_the_job_ends_with_the_tokens_of_the_undisturb
         assert end.counted == undisturbed.counted
         assert end.marking.done_ticks == undisturbed.marking.done_ticks
         assert end.last_saved == max(saved, default=-1)
+
+
+@pytest.mark.parametrize(
+    ("num_deaths", "num_moves", "met"),
+    [(0, 2, {MOVED}), (1, 1, {MOVED, MOVED_DEAD, REPEATED, REMADE, FOLLOWED})],
+)
+def test_whenever_a_generator_gets_other_ranks_and_whoever_dies_meanwhile_the_job_ends_with_the_same_tokens(
+    num_deaths: int, num_moves: int, met: set[str]
+) -> None:
+    graph = job(0, "reward")
+    _, (undisturbed, *_), _ = explore(World(graph, 2, 0, frozenset()))
+    _, ends, found = explore(World(graph, 2, num_deaths, frozenset(), num_moves))
+    assert found == met
+    assert {(end.deaths_left, end.moves_left) for end in ends} == {
+        (deaths, moves) for deaths in range(num_deaths + 1) for moves in range(num_moves + 1)
+    }
+    for end in ends:
+        assert end.counted == undisturbed.counted
+        assert end.marking.done_ticks == undisturbed.marking.done_ticks
