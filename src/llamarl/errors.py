@@ -30,6 +30,7 @@ __all__ = [
     "RunInterrupted",
     "RunStopped",
     "RunTakenOver",
+    "SourceGone",
     "StaleTokenError",
     "TrainingDiverged",
     "TransferError",
@@ -120,6 +121,10 @@ class PlanError(LlamaRLError):
 
 class ChannelError(LlamaRLError):
     """A payload could not be sent or received whole."""
+
+
+class SourceGone(ChannelError):
+    """The process whose memory was to be read has ended, or its host."""
 
 
 class WeightSyncError(ChannelError):

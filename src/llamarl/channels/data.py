@@ -14,6 +14,7 @@ a slot gets new memory each time: who holds the old one reads it as long as it l
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -31,6 +32,7 @@ from llamarl.errors import ChannelError
 from llamarl.transports.base import Address, RemoteBuffer, SinkTransport, SourceBuffer, SourceTransport
 from llamarl.transports.checksum import digest
 from llamarl.transports.deadline import Clock, deadline_clock
+from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 from llamarl.transports.slots import HEADER_BYTES, SlotHeader, SlotState, Word, header_words, parse_header
 
@@ -55,6 +57,8 @@ class DataHandle:
     pid: int
     num_parts: int
     table_checksum: int
+    original: SegmentHandle | None = None
+    """Where the bytes were first, if ``address`` is a copy: sinks that share memory with that read there as long as it is there."""
 
 
 class Shares(list[Any]):
@@ -295,8 +299,14 @@ class DataReceiver:
             if known is not None:
                 known[1].close()
                 del self._open[key]
-            known = self._open[key] = (handle.address, self._transport.open(handle.address, clock(doing)))
+            known = self._open[key] = (handle.address, self._opened(handle, clock, doing))
         return known[1]
+
+    def _opened(self, handle: DataHandle, clock: Clock, doing: str) -> RemoteBuffer:
+        if handle.original is not None and not is_elsewhere(handle.original):
+            with contextlib.suppress(ChannelError):  # its source has gone, or sent others since
+                return self._transport.open(handle.original, clock(doing))
+        return self._transport.open(handle.address, clock(doing))
 
 
 def split_by_cost(items: Sequence[Any], num_parts: int, *, first: int = 0) -> list[list[Any]]:

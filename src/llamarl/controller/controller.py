@@ -2,7 +2,8 @@
 
     Marking (pure: who may fire) ◀──▶ loop ◀──▶ Runtime (where executors live) ; observers hear every report
 
-No payload passes through here: an order and a report carry handles, a few hundred bytes each.
+No payload passes through here: an order and a report carry handles, a few hundred bytes each. (Over hosts the runtime holds copies
+of what a tick makes: ``runtime/brought.py``.)
 
 The standard job at tick k, with s = ``schedule.max_staleness``; nobody waits for anything else:
 
@@ -183,7 +184,8 @@ def run_graph(
                 raise
             deaths = error.deaths if isinstance(error, ProcessesDied) else (error.as_death(restarts, deadlines.step_s),)
             _tell_of_checkpoints(restarts, checkpoints, journal, wait=True)
-            for redo in replacing.bring_back(restarts, marking, error, deaths, orders.ages_s()):
+            readers = error.readers if isinstance(error, ProcessesDied) else ()
+            for redo in replacing.bring_back(restarts, marking, error, deaths, orders.ages_s(), readers=readers):
                 saves.again(redo.executor, redo.first_tick)
                 orders.again(redo.executor, redo.first_tick)
             continue
@@ -200,7 +202,7 @@ def run_graph(
                 observer.on_report(report)
         orders.go_on(report.executor)
         _tell_sinks(graph, runtime, marking, report)
-        if checkpoints:
+        if checkpoints and not report.at_start:
             if checkpoints.due(report.tick):
                 saves.begin(report)
             for tick, written in saves.complete(report).items():

@@ -92,6 +92,16 @@ class JobFiles:
         if load_from is not None:
             self.far.send_state(load_from, Manifest.from_bytes(read_bytes(load_from / MANIFEST)).files)
 
+    def send_state_of(self, executor: str, checkpoint: Path) -> None:
+        """Send one executor's saved state to its hosts again, to be loaded there; any thread.
+
+        Raises:
+            CheckpointError: A file is not as it was written, or a host cannot take it.
+        """
+        if self.far.folders:
+            files = Manifest.from_bytes(read_bytes(checkpoint / MANIFEST)).files
+            self.far.send_state_of(executor, checkpoint, files)
+
     def send_content(self, executors: Sequence[ExecutorSpec]) -> None:
         """Have every model, data file and file of code that the plans name on the hosts whose ranks need it.
 

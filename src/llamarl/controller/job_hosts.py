@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ipaddress
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,9 +24,9 @@ from llamarl.runtime.hosts.connection import WorkerKey, ask
 from llamarl.runtime.hosts.inventory import Inventory
 from llamarl.runtime.hosts.launcher import HostLauncher
 from llamarl.runtime.hosts.sources import Workers, open_workers
+from llamarl.runtime.journal import Resumed
 from llamarl.runtime.placement import ColocatedGroup, Placement, available_cores, available_cuda_devices
 from llamarl.runtime.processes import ProcessRuntime
-from llamarl.runtime.worker import WorkerPlan
 from llamarl.transports.network import Network, TlsFiles, this_space
 from llamarl.transports.run_key import new_key
 from llamarl.transports.segment_wire import client_tls
@@ -157,18 +157,25 @@ class JobHosts:
             for name, why in answers.items()
         ]
 
-    def runtime(self, adapt: Callable[[WorkerPlan], WorkerPlan] | None = None) -> ProcessRuntime:
+    def runtime(
+        self, files: JobFiles | None = None, *, restarts: bool = False, resumed: Resumed | None = None
+    ) -> ProcessRuntime:
         """Processes on the hosts that :meth:`place` chose.
 
         Args:
-            adapt: See ``ProcessRuntime``.
+            files: As :meth:`open_files` made them.
+            restarts: See ``ProcessRuntime``, as for ``resumed``. This process has joined the job's network.
         """
         on_hosts = {name: ranks for name, ranks in self.where.items() if ranks[0] >= 0}
         self.launcher = launcher = HostLauncher(self.workers.workers, on_hosts, self.key)
         return ProcessRuntime(
             launchers=dict.fromkeys(on_hosts, launcher),
             networks={name: [self.network(host) for host in ranks] for name, ranks in self.where.items()},
-            adapt=adapt,
+            adapt=files.adapt if files is not None else None,
+            restarts=restarts,
+            resumed=resumed,
+            send_state=files.send_state_of if files is not None else None,
+            has_lost_its_host=launcher.has_lost,
         )
 
     def clocks(self) -> dict[str, tuple[float, float]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from llamarl.channels.base import ChannelKind
@@ -33,7 +34,7 @@ _OTHER_FILES = 400
 
 def keeps_journal(config: RunConfig) -> bool:
     """Whether a run writes one, and reads one that it finds."""
-    return bool(config.recovery.max_restarts) and config.run.runtime == "local" and not config.hosts.wanted
+    return bool(config.recovery.max_restarts) and config.run.runtime == "local"
 
 
 def go_on_from_journal(run_dir: Path, run_id: str, graph: Graph, config: RunConfig, *, after_tick: int) -> Resumed:
@@ -121,7 +122,8 @@ def _reports(
             if not was_read:
                 wanted.append(channel.name)
         is_last = record is last[record.executor] and record.tells_states
-        reports.append(record.report(segments, tokens=wanted, states=is_last))
+        report = record.report(segments, tokens=wanted, states=is_last)
+        reports.append(replace(report, files={}))  # they are here, and proved; no host has them now
         if len(segments) > max_pieces:
             raise ValueError(f"it holds more than {max_pieces} pieces, as many as may be open: save more often")
     return tuple(reports)

@@ -42,6 +42,8 @@ class Orders:
         self._checkpoints = checkpoints
         self._repeat: dict[str, int] = {}
         """Executor -> the tick, of those that have counted, that it repeats next."""
+        self._begins: dict[str, int] = {}
+        """Executor -> the first tick that it repeats; of earlier ones it makes tokens that are lost."""
         self.since_s: dict[str, float] = {}
         """Executor at work -> when it was told to, on the runtime's clock."""
         self.tick: dict[str, int] = {}
@@ -54,8 +56,11 @@ class Orders:
 
     def again(self, executor: str, first_tick: int) -> None:
         """An executor was brought up again with the state before ``first_tick``: it repeats the ticks from there that have
-        counted, then does the one that was out, if there was one."""
-        self._repeat[executor] = first_tick
+        counted, then does the one that was out, if there was one. Before that it makes those tokens again which lay on edges when
+        that state was saved, and were lost."""
+        lost = (tick for _, tick in self._marking.withdrawn(executor))
+        self._begins[executor] = first_tick
+        self._repeat[executor] = min([first_tick, *lost])
         self.go_on(executor)
 
     def go_on(self, executor: str) -> None:
@@ -67,7 +72,10 @@ class Orders:
         if tick < self._marking.done_ticks[executor]:
             assert isinstance(self._runtime, Restarts)
             self._repeat[executor] = tick + 1
-            self._send(executor, tick, self._runtime.inputs_again(executor, tick), {})
+            if tick < self._begins[executor]:
+                self._fire(Order(executor=executor, tick=tick))
+            else:
+                self._send(executor, tick, self._runtime.inputs_again(executor, tick), {})
             return
         del self._repeat[executor]
         if (firing := self._marking.refire(executor)) is not None:
@@ -101,8 +109,11 @@ class Orders:
             flush_saves=tick == self._marking.num_ticks - 1,
             saves=self._saves_ahead(executor, tick),
         )
+        self._fire(order)
+
+    def _fire(self, order: Order) -> None:
         self._runtime.fire(order)
-        self.since_s[executor], self.tick[executor] = self._runtime.now(), tick
+        self.since_s[order.executor], self.tick[order.executor] = self._runtime.now(), order.tick
 
     def _saves_ahead(self, executor: str, tick: int) -> tuple[int, ...]:
         """Ticks from this one on that are saved while a token that it makes may still lie on an edge."""

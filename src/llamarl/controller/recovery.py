@@ -177,7 +177,7 @@ class Recovery:
         for attempt in attempts:
             name = attempt.death.executor
             if name not in replaceable:
-                return f"{name!r} is not brought up again: what it held is not held elsewhere"
+                return f"{name!r} is not brought up again: its host is gone, or what it held is not held elsewhere"
         same = next((attempt for attempt in attempts if self._repeats(attempt)), None)
         recent = [attempt for attempt in self._attempts if now_s - attempt.at_s <= self._window_s]
         if same is not None:

@@ -62,12 +62,15 @@ class Replacing:
         error: LlamaRLError,
         deaths: Sequence[Death],
         ages_s: Mapping[str, float],
+        *,
+        readers: Sequence[str] = (),
     ) -> tuple[Redo, ...]:
         """Have everyone who died, or does not answer, brought up again, and who was reading what went with them.
 
         Args:
             error: That tells of it.
             ages_s: How long the order of each that is at work has been out.
+            readers: Who failed because of that.
 
         Returns:
             What each is to repeat and to do.
@@ -77,19 +80,22 @@ class Replacing:
         """
         now_s = time.monotonic()
         dead = [death for death in deaths if death.incarnation == self._recovery.incarnation(death.executor)]
-        readers: dict[str, Death] = {}
-        for death in {death.executor: death for death in dead}.values():
-            for channel, tick in sorted(runtime.stop(death.executor)):
+        following: dict[str, Death] = {name: dead[0] for name in readers if dead}
+        to_stop = [*{death.executor: death for death in dead}.items(), *following.items()]
+        stopped = {name for name, _ in to_stop}
+        for name, death in to_stop:
+            for channel, tick in sorted(runtime.stop(name)):
                 sink = marking.withdraw(channel, tick)
-                if sink and all(sink != other.executor for other in dead):
-                    readers[sink] = death
+                if sink and sink not in stopped:
+                    following[sink] = death
+                    stopped.add(sink)
+                    to_stop.append((sink, death))
         replaceable = runtime.replaceable()
         decided = self._recovery.decide(marking, deaths, replaceable=replaceable, now_s=now_s)
         if isinstance(decided, str):
             raise _ended(error, decided)
         redos = list(decided)
-        for sink, death in readers.items():
-            runtime.stop(sink)
+        for sink, death in following.items():
             follower = self._recovery.follow(marking, sink, death, replaceable=replaceable)
             if isinstance(follower, str):
                 raise _ended(error, follower)

@@ -19,7 +19,16 @@ from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.notices import done_again
 from llamarl.controller.preflight import check_reward, find_missing
 from llamarl.controller.products import incomplete_products, write_again
-from llamarl.controller.run import Prepared, absolute_dir, execute, num_rows, prepare, save_settings, settle_rate
+from llamarl.controller.run import (
+    Prepared,
+    absolute_dir,
+    execute,
+    join_network,
+    num_rows,
+    prepare,
+    save_settings,
+    settle_rate,
+)
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held
 from llamarl.controller.settings import RESHARDABLE, differences, explain, settings_on_top
 from llamarl.errors import ConfigError
@@ -176,6 +185,7 @@ def resume_run(config: RunConfig) -> None:
 def _go_on(prepared: Prepared, folder: RunFolder, *, after_tick: int, load_from: Path | None) -> None:
     """From the checkpoint, and from the journal of the ticks since then as far as there is one."""
     run_dir, latest = folder.path, prepared.config.schedule.weights == "latest"
+    join_network(prepared)
     resumed = go_on_from_journal(
         run_dir, folder.identity.run_id, prepared.graph, prepared.config, after_tick=after_tick
     )

@@ -69,6 +69,7 @@ __all__ = [
     "absolute_dir",
     "description",
     "execute",
+    "join_network",
     "num_rows",
     "plan_run",
     "prepare",
@@ -324,6 +325,11 @@ def _staleness(config: RunConfig) -> str:
     return f"{which}max_staleness {staleness}, max_segments {segments}: no token older than {plural(bound, 'version')}"
 
 
+def join_network(prepared: Prepared) -> None:
+    """Say where this process is among the hosts of the job, before any memory of it is made."""
+    join(prepared.hosts.network(-1) if prepared.hosts is not None else None)
+
+
 def execute(
     prepared: Prepared,
     folder: RunFolder,
@@ -372,16 +378,19 @@ def execute(
         written_until=resumed.last_tick,
         disk_s=config.deadlines.disk_s,
     )
-    runtime: Runtime = make_runtime(config.run.runtime, restarts=config.recovery.max_restarts > 0, resumed=resumed)
+    restarts = config.recovery.max_restarts > 0
+    join_network(prepared)
+    runtime: Runtime
+    if prepared.hosts is not None:
+        runtime = prepared.hosts.runtime(files, restarts=restarts, resumed=resumed)
+    else:
+        runtime = make_runtime(config.run.runtime, restarts=restarts, resumed=resumed)
     journal = None
     if keeps_journal(config):
         weights = [channel.name for channel in graph.channels if channel.kind is ChannelKind.WEIGHTS]
         journal = Journal(
             run_dir, folder.identity.run_id, weights=weights, number=resumed.next_number, tell=recorder.message
         )
-    if prepared.hosts is not None and files is not None:
-        runtime = prepared.hosts.runtime(files.adapt)
-    join(prepared.hosts.network(-1) if prepared.hosts is not None else None)
     patience_s = _SHARED_FOLDER_S if files is not None else 0.0
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint, patience_s=patience_s, platform=platform)
     checkpoints = RunCheckpoints(

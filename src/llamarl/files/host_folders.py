@@ -11,6 +11,7 @@ The controller's folder is the run. A host's is scratch: nothing in it is needed
 from __future__ import annotations
 
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,8 @@ class HostFolders:
     def __init__(self, run_dir: Path, folders: Mapping[int, FarFolder], where: Mapping[str, Sequence[int]]) -> None:
         self._run_dir, self.folders, self._where = run_dir, folders, where
         self._here = Below(run_dir)
+        self._lock = threading.Lock()
+        """A host is asked one thing after the other."""
         self._host_of = {
             writer_name(name, rank): host for name, hosts in where.items() for rank, host in enumerate(hosts)
         }
@@ -105,6 +108,27 @@ class HostFolders:
         """
         num_ranks = {name: len(hosts) for name, hosts in self._where.items()}
         self.send(files, checkpoint, lambda number: files_for_ranks(files, self._ranks_on(number), num_ranks))
+
+    def send_state_of(self, executor: str, checkpoint: Path, files: Sequence[FileRecord]) -> None:
+        """Send one executor's saved state, which had been brought here, to the hosts of its ranks; any thread.
+
+        Args:
+            files: Of the checkpoint's manifest.
+
+        Raises:
+            CheckpointError: As ``send``.
+        """
+        below = checkpoint.relative_to(self._run_dir)
+        num_ranks = {name: len(hosts) for name, hosts in self._where.items()}
+
+        def to_host(number: int, folder: FarFolder) -> None:
+            ranks = [(name, rank) for name, rank in self._ranks_on(number) if name == executor]
+            for record in files_for_ranks(files, ranks, num_ranks):
+                path = (below / record.path).as_posix()
+                there = FileRecord(path=path, num_bytes=record.num_bytes, xxh3_128=record.xxh3_128)
+                folder.client.send(checkpoint / record.path, there, run=folder.handle)
+
+        self._on_all(to_host)
 
     def fetch(self, written: Mapping[str, Sequence[FileRecord]], below: Path) -> None:
         at = below.relative_to(self._run_dir)
@@ -159,7 +183,10 @@ class HostFolders:
         """All hosts at once, one thread each; every failure is named."""
         if not self.folders:
             return
-        with ThreadPoolExecutor(max_workers=min(32, len(self.folders)), thread_name_prefix="host-files") as pool:
+        with (
+            self._lock,
+            ThreadPoolExecutor(max_workers=min(32, len(self.folders)), thread_name_prefix="host-files") as pool,
+        ):
             doing = [pool.submit(work, number, folder) for number, folder in self.folders.items()]
         failed = [error for one in doing if (error := one.exception()) is not None]
         for error in failed:

@@ -78,6 +78,8 @@ class Report:
     """Rank -> what it wrote elsewhere in the run's folder; ranks that wrote nothing are left out."""
     journal: tuple[Handle, ...] = ()
     """One a rank: where the state after this tick lies; None where a rank keeps none."""
+    at_start: bool = False
+    """Nothing was done: these are tokens that lay on delayed edges where the executor's present processes began, made again."""
     controller_bytes: int = 0
     """Bytes of order and report as they passed through the controller (0 where nothing is serialized)."""
 
@@ -110,9 +112,14 @@ class Death:
 class ProcessesDied(ExecutorFailed):
     """Processes ended by themselves, and no executor raised. Ends the run unless somebody brings them up again."""
 
-    def __init__(self, message: str, deaths: tuple[Death, ...]) -> None:
+    def __init__(self, message: str, deaths: tuple[Death, ...], readers: tuple[str, ...] = ()) -> None:
+        """
+        Args:
+            readers: Executors that raised because they were reading memory that went.
+        """
         super().__init__(message)
         self.deaths = deaths
+        self.readers = readers
 
 
 @runtime_checkable
@@ -142,7 +149,8 @@ class Restarts(Protocol):
         """End what is left of it, within seconds.
 
         Returns:
-            (channel, tick) of its tokens on edges that were not whole: a version of the weights that was still being copied.
+            (channel, tick) of its tokens on edges that are not whole: a version of the weights that was still being copied, or that
+            lay on another host.
         """
         ...
 

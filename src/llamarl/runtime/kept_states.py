@@ -1,6 +1,8 @@
 """The state of a rank after a tick, in memory that outlives its process once the controller holds it.
 
 rank: executor.journal(k) ─▶ segment ─▶ KeptState in its report ─▶ controller holds the segment ─▶ a new process reads it
+
+On another host the controller holds a copy (:mod:`llamarl.runtime.brought`), which the new process reads over a socket.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import numpy as np
 
 from llamarl.errors import ChannelError
 from llamarl.transports.checksum import digest
-from llamarl.transports.segments import Segment, SegmentHandle, open_segment
+from llamarl.transports.remote_segment import copy_of
+from llamarl.transports.segments import Segment, SegmentHandle, is_elsewhere, open_segment
 
 __all__ = ["MAX_STATE_BYTES", "KeptState", "read_state", "write_state"]
 
@@ -39,13 +42,18 @@ def write_state(state: bytes) -> tuple[Segment, KeptState]:
     return segment, KeptState(segment.handle, len(state), digest(state))
 
 
-def read_state(kept: KeptState) -> bytes:
+def read_state(kept: KeptState, deadline_s: float = 60.0) -> bytes:
     """What was written.
+
+    Args:
+        deadline_s: Where it lies on another host.
 
     Raises:
         ChannelError: It is not there any more, or not what it was.
+        DeadlineExceeded: It did not come in time.
     """
-    segment = open_segment(kept.segment)
+    away = is_elsewhere(kept.segment)
+    segment = copy_of(kept.segment, deadline_s) if away else open_segment(kept.segment)
     try:
         state = bytes(segment.bytes[: kept.nbytes])
     finally:

@@ -5,7 +5,8 @@
                       │            one that contains that tick is finished)
                       └─ state  ─▶ held until that of the executor's next tick is
 
-Only descriptors: no byte of a payload passes through the controller. A report whose process has ended before its tokens could be
+Only descriptors: nothing is copied, but what came from other hosts (:mod:`llamarl.runtime.brought`). Weights on another host are not
+held: they go with their process, and are made again. A report whose process has ended before its tokens could be
 held is not taken: its tick counts as not done (docs/survival.md).
 """
 
@@ -20,7 +21,7 @@ from llamarl.errors import ChannelError
 from llamarl.runtime.base import Report, SetupReport
 from llamarl.runtime.kept_states import KeptState
 from llamarl.transports.held import HeldSegments
-from llamarl.transports.segments import SegmentHandle, open_segment
+from llamarl.transports.segments import SegmentHandle, is_elsewhere, open_segment
 from llamarl.transports.slots import HEADER_BYTES, SlotState, parse_header
 from llamarl.weight_sync.manifest import SlotHandle
 
@@ -86,7 +87,7 @@ class KeptTokens:
             for channel, ticks in report.initial_tokens.items():
                 for tick, handles in ticks.items():
                     try:
-                        now = self._hold_all(handles)
+                        now = self._hold_all(channel, handles)
                     except ChannelError:  # it cannot be held: its process' death ends the run
                         self._whole -= {name}
                         now = handles
@@ -165,7 +166,8 @@ class KeptTokens:
         return report
 
     def torn(self, executor: str) -> frozenset[tuple[str, int]]:
-        """(channel, tick) of tokens of an executor whose processes have ended that were not whole by then. They are let go."""
+        """(channel, tick) of tokens of an executor whose processes have ended that were not whole by then, or lay with them on
+        another host. They are let go."""
         torn = {
             token for token, handles in self._tokens.items()
             if self._source[token[0]] == executor and not all(map(_is_whole, handles))
@@ -191,7 +193,7 @@ class KeptTokens:
         wanted = {name: of for name, of in report.outputs.items() if (name, report.tick) in self._missing}
         for name, handles in list(wanted.items()):
             try:
-                held = self._hold_all(handles)
+                held = self._hold_all(name, handles)
             except ChannelError:
                 self._whole -= {report.executor}
             else:
@@ -229,7 +231,7 @@ class KeptTokens:
         outputs: dict[str, tuple[Handle, ...]] = {}
         try:
             for name, handles in report.outputs.items():
-                held = self._hold_all(handles)
+                held = self._hold_all(name, handles)
                 if held is None:
                     self._let_go(done)
                     return None
@@ -258,8 +260,9 @@ class KeptTokens:
             self._place(name, report.tick, handles)
         return replace(report, outputs=outputs, journal=self._states.get(report.executor, ()))
 
-    def _hold_all(self, handles: Sequence[Handle]) -> tuple[Handle, ...] | None:
-        """The handles of a token as this process's descriptors; None if a process has ended.
+    def _hold_all(self, channel: str, handles: Sequence[Handle]) -> tuple[Handle, ...] | None:
+        """The handles of a token as this process's descriptors; None if a process has ended. Versions of the weights that lie on
+        another host, and can be made again, stay as they are.
 
         Raises:
             ChannelError: They cannot be held; none is.
@@ -267,8 +270,8 @@ class KeptTokens:
         held: list[Handle] = []
         try:
             for handle in handles:
-                if handle is None:
-                    held.append(None)
+                if handle is None or (_is_lent(handle) and self._source[channel] in self._past):
+                    held.append(handle)
                     continue
                 one = self._segments.hold(_segment(handle))
                 if one is None:
@@ -284,7 +287,7 @@ class KeptTokens:
         """A token that is held lies on its edge. Slots that are written again and again stay open besides."""
         self._tokens[channel, tick] = handles
         for handle in handles if channel not in self._kept else ():
-            if handle is not None:
+            if handle is not None and not _is_lent(handle):
                 place = channel, handle.source_rank, handle.slot
                 before = self._recent.get(place)
                 self._segments.hold(handle.address)
@@ -294,7 +297,7 @@ class KeptTokens:
 
     def _let_go(self, handles: Iterable[Handle]) -> None:
         for handle in handles:
-            if handle is not None:
+            if handle is not None and not _is_lent(handle):
                 self._segments.let_go(handle.address)
 
     def _let_go_segments(self, segments: Iterable[SegmentHandle]) -> None:
@@ -312,9 +315,18 @@ def _segment(handle: Handle) -> SegmentHandle:
     raise ChannelError(f"a {type(handle).__name__} cannot be held")
 
 
+def _is_lent(handle: Handle) -> bool:
+    """Whether it is of a version of the weights on another host."""
+    return isinstance(handle, SlotHandle) and isinstance(handle.address, SegmentHandle) and is_elsewhere(handle.address)
+
+
 def _is_whole(handle: Handle) -> bool:
-    """Whether what a held handle promises was written to its end. Data is before its report; a version of the weights may be
-    announced while it is still being copied."""
+    """Whether what the handle of a process that has ended promises is there, written to its end. Data is before its report; a version
+    of the weights may be announced while it is still being copied."""
+    if handle is None:
+        return True
+    if _is_lent(handle):
+        return False
     if not isinstance(handle, SlotHandle) or handle.manifest_checksum is not None:
         return True
     segment = open_segment(handle.address)

@@ -19,17 +19,20 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import queue
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
-from llamarl.errors import DeadlineExceeded
+from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 from llamarl.running_time import running_s
 from llamarl.runtime.base import Death, News, Order, ProcessesDied, Report, SetupReport
+from llamarl.runtime.brought import bring
 from llamarl.runtime.child_process import is_stopped
 from llamarl.runtime.journal import Resumed
 from llamarl.runtime.kept_tokens import KeptTokens
@@ -39,18 +42,23 @@ from llamarl.runtime.rank_plans import (
     combine_setups,
     deaths_alone,
     executor_failed,
+    must_follow_from_a_death,
     plan_workers,
+    readers_of_the_dead,
     with_ranks,
     with_states,
 )
 from llamarl.runtime.ranks import Answer, Launcher, Rank, Ranks
 from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
+from llamarl.transports.segments import Segment
 
 __all__ = ["ProcessRuntime"]
 
 _FOLLOW_UP_S = 0.3
 """After a first failure, how long to listen for the others that came with it, to name the cause and not a consequence."""
+_DEATH_TOLD_S = 5.0
+"""After memory that somebody was reading has gone: how long to listen for the death that this follows from."""
 _CLOSE_IDLE_S = 10.0
 _CLOSE_BUSY_S = 0.5
 
@@ -62,6 +70,8 @@ class _Out:
     sent_s: float
     num_bytes: int
     replies: list[RankReport] = field(default_factory=list)
+    brought: list[Segment] = field(default_factory=list)
+    """Memory of this process that they name, from other hosts."""
 
 
 class ProcessRuntime:
@@ -77,7 +87,9 @@ class ProcessRuntime:
         adapt: A rank's plan as its host needs it, where folders and files have other paths there.
         resumed: What counted, since the checkpoint from which the job begins, before the controller of that time died; in order.
         restarts: Whether executors that can be brought up again keep what that needs, and their deaths are told as
-            ``ProcessesDied``.
+            ``ProcessesDied``. Where they lie on other hosts, these must reach this process, which has joined their network.
+        send_state: Takes an executor and a checkpoint: has the hosts of its ranks hold what they load of it.
+        has_lost_its_host: Whether an executor has nowhere to be brought up again.
     """
 
     def __init__(
@@ -92,6 +104,8 @@ class ProcessRuntime:
         adapt: Callable[[WorkerPlan], WorkerPlan] | None = None,
         restarts: bool = False,
         resumed: Resumed | None = None,
+        send_state: Callable[[str, Path], None] | None = None,
+        has_lost_its_host: Callable[[str], bool] = lambda executor: False,
     ) -> None:
         self._pull_deadline_s = pull_deadline_s
         self._collective_timeout_s = collective_timeout_s
@@ -100,7 +114,11 @@ class ProcessRuntime:
         self._launchers = launchers or {}
         self._networks = networks
         self._adapt = adapt
-        self._restarts = restarts and networks is None
+        self._restarts = restarts
+        self._send_state = send_state
+        self._has_lost_its_host = has_lost_its_host
+        self._for_ranks: Segment | None = None
+        """What ranks of other hosts try to read, to know whether they reach this process."""
         self._resumed = resumed if resumed is not None else Resumed()
         self._plans: dict[str, tuple[WorkerPlan, ...]] = {}
         self._channels: tuple[ChannelSpec, ...] = ()
@@ -149,6 +167,12 @@ class ProcessRuntime:
             networks=self._networks,
             journal=self._restarts,
         )
+        if self._restarts and self._networks is not None:
+            self._for_ranks = Segment(1)
+            plans = {
+                name: tuple(dataclasses.replace(plan, controller=self._for_ranks.handle) for plan in ranks)
+                for name, ranks in plans.items()
+            }
         if self._adapt is not None:
             plans = {name: tuple(map(self._adapt, ranks)) for name, ranks in plans.items()}
         self._plans, self._channels, self._first_tick = plans, tuple(channels), first_tick
@@ -159,6 +183,8 @@ class ProcessRuntime:
         )
         here = LocalLauncher([spec for spec in executors if spec.name not in self._launchers])
         self._ranks = Ranks(plans, {name: self._launchers.get(name, here) for name in plans})
+        if self._for_ranks is not None:
+            self._ranks.bring = partial(bring, deadline_s=self._pull_deadline_s)
         _running.add(self)
         self._ranks.bring_up()
         return self.stand(deadline_s)
@@ -171,17 +197,50 @@ class ProcessRuntime:
             if answer is None:
                 raise self._not_ready(missing, began, deadline_s)
             self._ready[answer.executor].append(answer.result)
+        self._see_who_reaches_us()
         stand: Mapping[str, SetupReport] = {name: combine_setups(name, setups) for name, setups in self._ready.items()}
         if self._restarts:
             stand = self._hold_what_lies_on_edges(stand, began + deadline_s)
         self._failed, self._standing = False, True
         return stand
 
+    def _see_who_reaches_us(self) -> None:
+        """What is held is of use to those alone who reach it."""
+        why = {
+            f"{name!r} rank {setup.rank}": setup.why_unreached
+            for name, setups in self._ready.items()
+            for setup in setups
+            if setup.why_unreached
+        }
+        if not why:
+            return
+        who, first = next(iter(why.items()))
+        text = f"{', '.join(why)} cannot read memory of the controller ({who}: {first})"
+        if self._resumed.reports:
+            raise ExecutorFailed(
+                f"{text}, so this job cannot go on from RUN/journal: remove that, or let them reach it"
+            )
+        print(
+            f"{text}: no process of this job is brought up again. Open hosts.port_range to its hosts, or set "
+            "recovery.max_restarts to 0",
+            file=sys.stderr,
+        )
+        assert self._ranks is not None
+        self._restarts, self._ranks.bring = False, None
+
     def _hold_what_lies_on_edges(self, stand: Mapping[str, SetupReport], until: float) -> Mapping[str, SetupReport]:
         journaled = [name for name, setups in self._ready.items() if all(setup.journaled for setup in setups)]
+        brought: list[Segment] = []
+        if self._for_ranks is not None:
+            for name, setups in self._ready.items():
+                for number, setup in enumerate(setups):
+                    setups[number], copies = bring(setup, max(0.0, until - self.now()))
+                    brought += copies
+                stand = {**stand, name: combine_setups(name, setups)}
         self._kept.close()
         self._kept = KeptTokens(self._channels, list(self._plans), journaled, first_tick=self._first_tick)
         held = self._kept.begin(stand)
+        _close_all_of(brought)
         if held is None:  # a process that stood ready has ended: that is heard within milliseconds, as a failure
             self._next_answer(until - self.now())
             raise DeadlineExceeded("what an executor made at its start is gone, and its process has not ended")
@@ -235,10 +294,12 @@ class ProcessRuntime:
                 continue
             out = self._out[answer.executor, answer.result.tick]
             out.replies.append(answer.result)
+            out.brought += answer.brought
             out.num_bytes += answer.num_bytes
             if len(out.replies) == len(self._ranks.of[answer.executor]):
                 whole = combine_reports(answer.executor, out.replies, controller_bytes=out.num_bytes)
                 report = self._kept.take(whole) if self._restarts else whole
+                _close_all_of(out.brought)
                 if report is not None:  # else its process has died since, which is the next that is heard
                     del self._out[answer.executor, answer.result.tick]
                     return report
@@ -251,7 +312,8 @@ class ProcessRuntime:
         """Executors of which everything that others need outlives their processes -> the first tick that they would do again."""
         if not self._restarts:
             return {}
-        return self._kept.replaceable() if self._standing else dict.fromkeys(self._plans, self._first_tick)
+        held = self._kept.replaceable() if self._standing else dict.fromkeys(self._plans, self._first_tick)
+        return {name: tick for name, tick in held.items() if not self._has_lost_its_host(name)}
 
     def overdue(self, executor: str, doing: str, limit_s: float) -> Death:
         """What to say of an executor that has not answered within ``limit_s``."""
@@ -274,7 +336,8 @@ class ProcessRuntime:
 
     def _stopped(self, executor: str, reported: Sequence[int]) -> list[Rank]:
         assert self._ranks is not None, "nothing is stopped before start"
-        return [rank for rank in self._ranks.of[executor] if rank.rank not in reported and is_stopped(rank.pid)]
+        late = (rank for rank in self._ranks.of[executor] if rank.rank not in reported)
+        return [rank for rank in late if rank.is_here and is_stopped(rank.pid)]
 
     def stop(self, executor: str) -> frozenset[tuple[str, int]]:
         """End what is left of an executor; which of its tokens were not whole."""
@@ -300,7 +363,10 @@ class ProcessRuntime:
             plans = list(with_states(plans, states, first_tick=first_tick))
         elif plans[0].first_tick < first_tick:  # else as the run began
             plans = [dataclasses.replace(plan, first_tick=first_tick, load_from=self._saved) for plan in plans]
-        self._ranks.replace(executor, tuple(plans), incarnation)
+        before = None
+        if self._send_state is not None and (folder := plans[0].load_from) is not None:
+            before = partial(self._send_state, executor, folder)
+        self._ranks.replace(executor, tuple(plans), incarnation, before=before)
         self._failed = not self._standing
 
     def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
@@ -334,6 +400,7 @@ class ProcessRuntime:
         busy = self._failed or bool(self._out)
         self._ranks.end(_CLOSE_BUSY_S if busy else _CLOSE_IDLE_S, orderly=not busy)
         self._kept.close()
+        _close_all_of([] if self._for_ranks is None else [self._for_ranks])
 
     def _next_answer(self, timeout_s: float) -> Answer | None:
         """The next answer; None when the time is over. A failure raises, together with those that came with it."""
@@ -345,16 +412,19 @@ class ProcessRuntime:
             return event
         self._failed = True
         failures, answers = [event], []
-        until = self.now() + _FOLLOW_UP_S
+        awaited = self._restarts and must_follow_from_a_death(failures)
+        until = self.now() + (_DEATH_TOLD_S if awaited else _FOLLOW_UP_S)
         while (follower := self._next_event(until)) is not None:
             if isinstance(follower, RankFailure):
                 failures.append(follower)
+                if awaited and not must_follow_from_a_death(failures):
+                    awaited, until = False, self.now() + _FOLLOW_UP_S
             else:
                 answers.append(follower)
         self._pending.extend(answers)  # they count, should the job go on
         error, deaths = executor_failed(failures), deaths_alone(failures)
         if deaths and self._restarts:
-            raise ProcessesDied(str(error), deaths) from None
+            raise ProcessesDied(str(error), deaths, readers_of_the_dead(failures)) from None
         raise error
 
     def _next_event(self, until: float) -> Answer | RankFailure | None:
@@ -392,6 +462,11 @@ def _resumed_plans(plans: tuple[WorkerPlan, ...], resumed: Sequence[Report]) -> 
     if not own or not own[-1].journal:
         return plans
     return with_states(plans, own[-1].journal, first_tick=own[-1].tick + 1)
+
+
+def _close_all_of(segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        segment.close()
 
 
 def _with_tokens_of_their_own(channel: ChannelSpec) -> ChannelSpec:

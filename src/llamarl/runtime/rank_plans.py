@@ -23,7 +23,9 @@ __all__ = [
     "combine_setups",
     "deaths_alone",
     "executor_failed",
+    "must_follow_from_a_death",
     "plan_workers",
+    "readers_of_the_dead",
     "with_ranks",
     "with_states",
 ]
@@ -151,6 +153,7 @@ def combine_reports(executor: str, ranks: Sequence[RankReport], *, controller_by
         },
         files={report.rank: report.files for report in ranks if report.files},
         journal=tuple(report.journal for report in ranks),
+        at_start=ranks[0].at_start,
         controller_bytes=controller_bytes,
     )
 
@@ -169,9 +172,9 @@ def combine_setups(executor: str, ranks: Sequence[RankSetup]) -> SetupReport:
 
 def deaths_alone(failures: Sequence[RankFailure]) -> tuple[Death, ...]:
     """The processes that ended by themselves, if that explains all of ``failures``: exceptions of their own executor's other ranks
-    follow from it, those of another executor do not. Else none."""
+    follow from it, those of another executor only where it was reading memory that has gone. Else none."""
     dead = {failure.executor for failure in failures if failure.died}
-    if any(failure.executor not in dead for failure in failures):
+    if any(failure.executor not in dead and not failure.source_gone for failure in failures):
         return ()
     return tuple(
         Death(
@@ -185,6 +188,17 @@ def deaths_alone(failures: Sequence[RankFailure]) -> tuple[Death, ...]:
         for f in failures
         if f.died
     )
+
+
+def readers_of_the_dead(failures: Sequence[RankFailure]) -> tuple[str, ...]:
+    """Executors that have not died, and failed because they were reading memory that has gone."""
+    dead = {failure.executor for failure in failures if failure.died}
+    return tuple(dict.fromkeys(f.executor for f in failures if f.source_gone and f.executor not in dead))
+
+
+def must_follow_from_a_death(failures: Sequence[RankFailure]) -> bool:
+    """Whether all that is known so far is that memory has gone, so that a death is still to be heard of."""
+    return all(failure.source_gone and not failure.died for failure in failures)
 
 
 def executor_failed(failures: Sequence[RankFailure]) -> ExecutorFailed:

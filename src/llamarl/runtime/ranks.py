@@ -13,16 +13,18 @@ import contextlib
 import queue
 import sys
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import cloudpickle
 
+from llamarl.errors import LlamaRLError
 from llamarl.runtime.child_process import Killed
 from llamarl.runtime.commands import command_blob
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.worker import RankFailure, RankReport, WorkerPlan, capture
+from llamarl.transports.segments import Segment
 
 __all__ = ["Answer", "Launcher", "Link", "Rank", "Ranks", "on_our_clock"]
 
@@ -30,6 +32,8 @@ _WHERE_S = 3.0
 _STOP_S = 2.0
 _KILL_S = 2.0
 _OUTPUT_S = 1.0
+_TOLD_S = 2.0
+"""After memory of a rank could not be read: how long to listen for its death."""
 
 
 class Link(Protocol):
@@ -94,6 +98,12 @@ class Answer:
     num_bytes: int
     incarnation: int = 0
     """Of the executor."""
+    brought: Sequence[Segment] = ()
+    """Memory of this process that ``result`` names, to be closed when others hold it."""
+
+
+Bring = Callable[[RankReport], tuple[RankReport, Sequence[Segment]]]
+"""Copies what a report names on another host to this one."""
 
 
 @dataclass
@@ -121,6 +131,11 @@ class Rank:
         return self.link.pid if self.link is not None else 0
 
     @property
+    def is_here(self) -> bool:
+        """On this machine."""
+        return self.link is not None and not self.link.host
+
+    @property
     def dead(self) -> bool:
         return self.link is not None and self.link.ended.done()
 
@@ -132,6 +147,9 @@ class Ranks:
         plans: Executor -> the plan of each rank.
         launchers: Executor -> who starts its processes.
     """
+
+    bring: Bring | None = None
+    """Applied to reports as they come, on a thread. Where it fails, that is as if it had not been there."""
 
     def __init__(self, plans: Mapping[str, tuple[WorkerPlan, ...]], launchers: Mapping[str, Launcher]) -> None:
         self.events: queue.SimpleQueue[Answer | RankFailure] = queue.SimpleQueue()
@@ -153,12 +171,23 @@ class Ranks:
         for name, plans in self._plans.items():
             self._submit(self._bring_up(name, plans, self.of[name]))
 
-    def replace(self, executor: str, plans: tuple[WorkerPlan, ...], incarnation: int) -> None:
+    def replace(
+        self,
+        executor: str,
+        plans: tuple[WorkerPlan, ...],
+        incarnation: int,
+        *,
+        before: Callable[[], None] | None = None,
+    ) -> None:
         """End what is left of an executor and start its processes anew; the answers are ``RankSetup``, and it may be told more at
-        once. What its earlier processes still say arrives with their own incarnation."""
-        before, now = self.of[executor], [Rank(executor, plan.rank, incarnation) for plan in plans]
+        once. What its earlier processes still say arrives with their own incarnation.
+
+        Args:
+            before: To be done first, on a thread.
+        """
+        old, now = self.of[executor], [Rank(executor, plan.rank, incarnation) for plan in plans]
         self.of[executor] = now
-        self._submit(self._replace(executor, plans, before, now))
+        self._submit(self._replace(executor, plans, old, now, before))
 
     def stop(self, executor: str) -> None:
         """End what is left of an executor's processes; returns when they have ended, within five seconds."""
@@ -216,10 +245,15 @@ class Ranks:
     # -- io thread: bringing up --
 
     async def _replace(
-        self, name: str, plans: Sequence[WorkerPlan], before: Sequence[Rank], now: Sequence[Rank]
+        self,
+        name: str,
+        plans: Sequence[WorkerPlan],
+        old: Sequence[Rank],
+        now: Sequence[Rank],
+        before: Callable[[], None] | None,
     ) -> None:
-        await self._stop(before)
-        await self._bring_up(name, plans, now)
+        await self._stop(old)
+        await self._bring_up(name, plans, now, before)
 
     async def _stop(self, ranks: Sequence[Rank]) -> None:
         for at_once in (False, True):
@@ -228,10 +262,18 @@ class Ranks:
             if left := [rank.link.ended for rank in ranks if rank.link is not None and not rank.dead]:
                 await asyncio.wait(left, timeout=_KILL_S)
 
-    async def _bring_up(self, name: str, plans: Sequence[WorkerPlan], ranks: Sequence[Rank]) -> None:
+    async def _bring_up(
+        self,
+        name: str,
+        plans: Sequence[WorkerPlan],
+        ranks: Sequence[Rank],
+        before: Callable[[], None] | None = None,
+    ) -> None:
         launcher = self._launchers[name]
         labels = [name] if len(plans) == 1 else [f"{name} {plan.rank}" for plan in plans]
         try:
+            if before is not None:
+                await asyncio.to_thread(before)
             links, rendezvous = await launcher.start(plans, labels, self._output)
         except Exception as error:
             failure = capture(name, 0, "start of its processes", error)
@@ -262,12 +304,20 @@ class Ranks:
             result = None if rank.dead else capture(rank.executor, rank.rank, doing, error)
         else:
             rank.told.remove(doing)
+        brought: Sequence[Segment] = ()
+        if self.bring is not None and isinstance(result, RankReport):
+            try:
+                result, brought = await asyncio.to_thread(self.bring, result)
+            except LlamaRLError:
+                await asyncio.wait({rank.link.ended}, timeout=_TOLD_S)
+                if rank.dead:
+                    return
         if self._ending or result is None:
             return
         if isinstance(result, RankFailure):
             self.events.put(replace(result, incarnation=rank.incarnation))
         else:
-            self.events.put(Answer(rank.executor, result, len(reply), rank.incarnation))
+            self.events.put(Answer(rank.executor, result, len(reply), rank.incarnation, brought))
 
     async def _tell(self, rank: Rank, blob: bytes) -> None:
         if rank.link is None:  # brought up again: its order has what was there, and news is never waited for

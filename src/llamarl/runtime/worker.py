@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, FetchesAhead, Handle, Receiver, Sender
 from llamarl.checkpoint.snapshot import FileRecord
-from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.errors import ConfigError, LlamaRLError, SourceGone
 from llamarl.executors.base import (
     Elastic,
     Executor,
@@ -42,7 +42,8 @@ from llamarl.runtime.determinism import pin
 from llamarl.runtime.kept_states import MAX_STATE_BYTES, KeptState, read_state, write_state
 from llamarl.runtime.rank_saves import RankSaves, rank_folder, record_products
 from llamarl.transports.network import Network, join
-from llamarl.transports.segments import Segment
+from llamarl.transports.remote_segment import RemoteSegment
+from llamarl.transports.segments import Segment, SegmentHandle, is_elsewhere
 
 __all__ = [
     "CHANNEL_FACTORY",
@@ -57,6 +58,7 @@ __all__ = [
 ]
 
 _HERE = os.path.dirname(__file__)
+_REACH_S = 5.0
 CHANNEL_FACTORY = "llamarl.channels.ends"
 """Module with ``make_sender`` and ``make_receiver``."""
 
@@ -102,6 +104,8 @@ class WorkerPlan:
     restore: tuple[KeptState, ...] = ()
     """The state after ``first_tick - 1``, for a rank that is brought up in the middle of a run: its own, or those of all ranks if they
     were another number then."""
+    controller: SegmentHandle | None = None
+    """Memory of the controller that this rank is to try to read; None: nothing will be read from there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +116,8 @@ class RankSetup:
     initial_tokens: Mapping[str, Mapping[int, Handle]] = field(default_factory=dict)
     journaled: bool = False
     """Whether the state after each tick will be kept."""
+    why_unreached: str = ""
+    """Why memory of the controller cannot be read from here; empty: it can, or nobody asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +146,8 @@ class RankReport:
     """Where the state after this tick is kept."""
     share_metrics: tuple[Mapping[str, float], ...] = ()
     """See ``StepResult``."""
+    at_start: bool = False
+    """See ``Report``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +173,8 @@ class RankFailure:
     """Its process ended by itself; nothing was raised."""
     from_outside: bool = False
     """Somebody else ended it."""
+    source_gone: bool = False
+    """It was reading memory of a process that has ended: it follows from that death."""
     incarnation: int = 0
     """Of the executor, as the controller counts."""
 
@@ -187,7 +197,15 @@ def capture(executor: str, rank: int, doing: str, error: BaseException) -> RankF
         at_s=time.monotonic(),
         exit_code=error.exit_code if isinstance(error, LlamaRLError) else 1,
         explained=isinstance(error, LlamaRLError),
+        source_gone=any(isinstance(one, SourceGone) for one in _chain(error)),
     )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those from which it was raised."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def stack_of(thread_name: str) -> str:
@@ -305,7 +323,12 @@ class Worker:
                     tick: self._senders[channel.name].send(tick, executor.initial_token(channel.name, tick))
                     for tick in range(plan.first_tick - channel.delay, plan.first_tick)
                 }
-        return RankSetup(rank=plan.rank, initial_tokens=tokens, journaled=self._journaled)
+        return RankSetup(
+            rank=plan.rank,
+            initial_tokens=tokens,
+            journaled=self._journaled,
+            why_unreached=_why_unreached(plan.controller) if plan.controller is not None else "",
+        )
 
     def _restore(self, executor: Executor, states: Sequence[bytes], tick: int) -> None:
         if isinstance(executor, Elastic):
@@ -319,6 +342,8 @@ class Worker:
         executor = self._executor
         assert executor is not None, "an order came before setup"
         started_s = time.monotonic()
+        if order.tick < self._plan.first_tick:
+            return self._at_start(executor, order.tick, started_s)
         spans: list[tuple[str, float, float]] = []
         inputs: dict[str, Any] = {}
         for name, handles in order.inputs.items():
@@ -371,6 +396,24 @@ class Worker:
             events=result.events,
             journal=journal,
             share_metrics=tuple({key: float(v) for key, v in one.items()} for one in result.share_metrics),
+        )
+
+    def _at_start(self, executor: Executor, tick: int, started_s: float) -> RankReport:
+        """Make tokens once more that lay on delayed edges where this executor begins: those that went with earlier processes."""
+        outputs = {
+            channel.name: self._senders[channel.name].send(tick, executor.initial_token(channel.name, tick))
+            for channel in self._plan.channels
+            if channel.source == self._plan.spec.name and self._plan.first_tick - channel.delay <= tick
+        }
+        return RankReport(
+            rank=self._plan.rank,
+            tick=tick,
+            outputs=outputs,
+            metrics={},
+            spans=(),
+            started_s=started_s,
+            finished_s=time.monotonic(),
+            at_start=True,
         )
 
     def _keep_state(self, executor: Executor, tick: int) -> KeptState | None:
@@ -458,6 +501,15 @@ class _Span:
 
     def __exit__(self, *_: object) -> None:
         self._spans.append((self._label, self._start, time.monotonic()))
+
+
+def _why_unreached(memory: SegmentHandle) -> str:
+    if is_elsewhere(memory):
+        try:
+            RemoteSegment(memory, _REACH_S).close()
+        except LlamaRLError as error:
+            return str(error)
+    return ""
 
 
 def rank_device(spec: ExecutorSpec, rank: int) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.errors import ChannelError, DeadlineExceeded
+from llamarl.errors import ChannelError, DeadlineExceeded, SourceGone
 from llamarl.running_time import running_s
 from llamarl.transports.network import Network, mine
 from llamarl.transports.run_key import KeyRefused, prove_as_client
@@ -41,9 +41,9 @@ from llamarl.transports.segment_wire import (
     limit_waits,
     prepare,
 )
-from llamarl.transports.segments import SegmentHandle
+from llamarl.transports.segments import Segment, SegmentHandle
 
-__all__ = ["STREAMS", "RemoteSegment"]
+__all__ = ["STREAMS", "RemoteSegment", "copy_of"]
 
 STREAMS = 1
 """Connections on which a segment's expected bytes come. More lift a link that one connection does not fill; where cores are few
@@ -180,7 +180,26 @@ class RemoteSegment:
             self._streams[index] = None
 
 
-class _HungUp(ChannelError):
+def copy_of(handle: SegmentHandle, deadline_s: float) -> Segment:
+    """A segment of this process with the bytes of one that lies elsewhere.
+
+    Raises:
+        ChannelError: Its owner is gone, or there is no memory for it here.
+        DeadlineExceeded: They did not come in time.
+    """
+    remote = RemoteSegment(handle, deadline_s)
+    copy = Segment(handle.size)
+    try:
+        remote.read(0, copy.bytes, deadline_s)
+    except BaseException:
+        copy.close()
+        raise
+    finally:
+        remote.close()
+    return copy
+
+
+class _HungUp(SourceGone):
     """The connection ended."""
 
 
@@ -291,15 +310,15 @@ class _Owner:
                 return _Connection(self._dialled(until))
             except TimeoutError as error:
                 _check(until, f"{who}: connecting")
-                raise ChannelError(f"{who}: does not answer; its host is down or not reached from here") from error
+                raise SourceGone(f"{who}: does not answer; its host is down or not reached from here") from error
             except (KeyRefused, ConnectionResetError, ssl.SSLEOFError) as error:
                 if attempt == _DIALS - 1:  # a server that is being flooded hangs up on some
-                    raise ChannelError(
+                    raise SourceGone(
                         f"{who}: cannot be opened ({error}); its owner has ended or is another run's"
                     ) from error
                 time.sleep(_REDIAL_S)
             except OSError as error:
-                raise ChannelError(f"{who}: cannot be opened ({error}); its owner has ended or closed it") from error
+                raise SourceGone(f"{who}: cannot be opened ({error}); its owner has ended or closed it") from error
         raise AssertionError("the last attempt returns or raises")
 
     def _dialled(self, until: float) -> socket.socket:

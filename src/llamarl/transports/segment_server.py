@@ -75,7 +75,8 @@ class SegmentServer:
         self._limits = limits or Limits()
         self._tls = server_tls(network.tls) if network.tls is not None else None
         self._lock = threading.Lock()
-        self._segments: dict[bytes, memoryview] = {}
+        self._segments: dict[bytes, list[memoryview]] = {}
+        """Nonce -> the same pages as often as they were registered, in that order."""
         self._seats: dict[bytes, list[Seat]] = {}
         self.sent_bytes = 0
         """Of segments, to readers, in all."""
@@ -91,15 +92,19 @@ class SegmentServer:
         threading.Thread(target=self._accept, name="llamarl-segments", daemon=True).start()
 
     def register(self, nonce: bytes, memory: memoryview) -> None:
-        """Let the payload ``memory`` be read by who knows ``nonce``."""
+        """Let the payload ``memory`` be read by who knows ``nonce``, until it is withdrawn as often as it was registered: who holds
+        another's segment registers the same pages once more."""
         with self._lock:
-            self._segments[nonce] = memory
+            self._segments.setdefault(nonce, []).append(memory)
 
     def withdraw(self, nonce: bytes) -> None:
-        """From now on nobody can read it. Idempotent."""
+        """Undo one ``register``; after the last nobody can read it. One more does nothing."""
         with self._lock:
-            self._segments.pop(nonce, None)
-            self._seats.pop(nonce, None)
+            if memories := self._segments.get(nonce):
+                del memories[0]
+            if not memories:
+                self._segments.pop(nonce, None)
+                self._seats.pop(nonce, None)
 
     def close(self) -> None:
         """End all connections and listen no more. Idempotent."""
@@ -210,7 +215,8 @@ class SegmentServer:
 
     def _answer(self, connection: socket.socket, nonce: bytes, offset: int, nbytes: int) -> None:
         with self._lock:
-            memory = self._segments.get(nonce)
+            memories = self._segments.get(nonce)
+            memory = memories[-1] if memories else None
         if memory is None:
             return _fail(connection, "its owner has closed it or restarted")
         if nbytes == SEAT:

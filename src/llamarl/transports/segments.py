@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.errors import ChannelError
+from llamarl.errors import ChannelError, SourceGone
 from llamarl.transports.network import mine
 from llamarl.transports.segment_server import Endpoint, server_here
 
@@ -174,12 +174,10 @@ def open_segment(handle: SegmentHandle) -> MappedSegment:
     where = f"segment of process {handle.pid} ({path})"
     try:
         if not handle.path and not os.readlink(path).startswith(f"/memfd:{_MEMFD_NAME}"):
-            raise ChannelError(
-                f"{where}: the descriptor now belongs to something else; its owner closed it or restarted"
-            )
+            raise SourceGone(f"{where}: the descriptor now belongs to something else; its owner closed it or restarted")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ChannelError(f"{where}: cannot be opened ({error}); its owner has ended or closed it") from error
+        raise SourceGone(f"{where}: cannot be opened ({error}); its owner has ended or closed it") from error
     try:
         status = os.fstat(fd)
         total = HEADER_BYTES + handle.size

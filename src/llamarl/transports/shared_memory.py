@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from llamarl.errors import ChannelError
+from llamarl.errors import ChannelError, SourceGone
 from llamarl.transports.checksum import BLOCK_BYTES, ChecksumKind
 from llamarl.transports.deadline import Clock
 from llamarl.transports.segments import MappedSegment, Segment, SegmentHandle, open_segment, owner_holds, tensor_over
@@ -81,7 +81,7 @@ class _Remote:
 
     def check_source(self) -> None:
         if not owner_holds(self._segment.handle):
-            raise ChannelError("the source has ended or closed its buffer")
+            raise SourceGone("the source has ended or closed its buffer")
 
     def close(self) -> None:
         self._data = torch.empty(0, dtype=torch.uint8)

@@ -6,7 +6,8 @@ The job: generator ─▶ reward or critic ─▶ trainer ─▶ (delay s + 1) g
     process     setup ─▶ idle ─▶ at work ─▶ has written its tokens ─▶ has reported ─▶ idle ...   ; it may die in each of them
     its words   reports and the news of its death, heard in any order at all
     tokens      data: memory of its own each; a version of the weights: one of ``capacity`` slots, written again in turn, and still
-                being copied when its tick is reported. What is held stays; what is not held goes with its process
+                being copied when its tick is reported. What is held stays; what is not held goes with its process. Of a trainer
+                on another host no version is held: its slots go with it, and a checkpoint has the versions on its edge
     state       a number that says everything that it has ever read; held after each tick (generator, reward), or in checkpoints
                 alone (critic, trainer), in which case what it has read since the last one is held
 
@@ -57,9 +58,15 @@ class World:
     """One state of the job, and the runtime of the code that is checked. Small values, copied for each step that may follow."""
 
     def __init__(
-        self, graph: Graph, num_ticks: int, num_deaths: int, saved: frozenset[int], num_moves: int = 0
+        self,
+        graph: Graph,
+        num_ticks: int,
+        num_deaths: int,
+        saved: frozenset[int],
+        num_moves: int = 0,
+        far: frozenset[str] = frozenset(),
     ) -> None:
-        self.graph, self.due = graph, saved
+        self.graph, self.due, self.far = graph, saved, far
         self.names = [spec.name for spec in graph.executors]
         (weights,) = (channel for channel in graph.channels if channel.delay)
         first = {t: (("trainer", 0, "weights", t % weights.capacity), t) for t in range(-weights.delay, 0)}
@@ -75,6 +82,8 @@ class World:
         self.orders = Orders(self, self.marking, None)  # type: ignore[arg-type]
         self.phase = dict.fromkeys(self.names, IDLE)
         self.state = {name: hash(name) for name in self.names}
+        self.begins = dict.fromkeys(self.names, 0)
+        """The first tick of its present incarnation."""
         self.sent = {name: weights.delay * (name == "trainer") for name in self.names}
         self.order: dict[str, Order | None] = dict.fromkeys(self.names)
         self.words: dict[str, tuple[tuple[Any, ...], ...]] = {name: () for name in self.names}
@@ -107,7 +116,8 @@ class World:
         other.recovery._attempts = list(self.recovery._attempts)
         other.replacing = Replacing(other.recovery)
         other.orders = Orders(other, other.marking, None)  # type: ignore[arg-type]
-        other.orders._repeat, other.orders.since_s = dict(self.orders._repeat), dict(self.orders.since_s)
+        other.orders._repeat, other.orders._begins = dict(self.orders._repeat), dict(self.orders._begins)
+        other.orders.since_s = dict(self.orders.since_s)
         return other
 
     def key(self) -> tuple[object, ...]:
@@ -118,7 +128,7 @@ class World:
             tuple(sorted((n, f.tick, str(f.inputs)) for n, f in self.marking.busy.items())),
             tuple(self.sent.values()), frozenset(self.slots.items()), frozenset(self.marking._withdrawn),
             tuple(str(order) for order in self.order.values()), tuple(sorted(self.orders._repeat.items())),
-            frozenset(self.states.items()), frozenset(self.saves.items()),
+            frozenset(self.states.items()), frozenset(self.saves.items()), tuple(self.begins.values()),
         )  # fmt: skip
 
     # -- what may happen next --
@@ -151,11 +161,21 @@ class World:
         order = self.order[name]
         if self.phase[name] == WORKS:  # a reader follows a version that is being copied, to its end
             assert order is not None
-            return all(self.slots[slot][2] for handles in order.inputs.values() for slot, _ in handles)
+            return all(self.is_whole(handle) for handles in order.inputs.values() for handle in handles)
         if self.phase[name] == WRITTEN:  # a state is written when the versions up to it are whole
             assert order is not None
-            return order.tick not in self.due or all(self.slots[s][2] for s in self.slots if s[:2] == self._me(name))
+            return (
+                order.tick not in self.due
+                or order.tick < self.begins[name]
+                or all(self.slots[s][2] for s in self.slots if s[:2] == self._me(name))
+            )
         return self.phase[name] == SETUP
+
+    def is_whole(self, handle: Handle) -> bool:
+        """Whether it can be read. One that has gone never will: its reader waits until it is ended."""
+        slot, tick = handle
+        assert slot in self.slots or slot[0] in self.far, f"the token of tick {tick} went with its process"
+        return slot in self.slots and self.slots[slot][2]
 
     def advance(self, name: str) -> None:
         if self.phase[name] == SETUP:
@@ -173,6 +193,9 @@ class World:
     def write(self, name: str) -> None:
         order = self.order[name]
         assert order is not None
+        if order.tick < self.begins[name]:
+            self.write_again(name, order.tick)
+            return
         read = tuple(self.read(handle) for handles in order.inputs.values() for handle in handles)
         self.state[name] = hash((name, order.tick, self.state[name], read))
         for slot in [s for s, (_, _, whole) in self.slots.items() if not whole and s[:2] == self._me(name)]:
@@ -182,6 +205,15 @@ class World:
             value = hash((channel.name, order.tick, self.state[name]))
             self.slots[self._slot(name, channel)] = (order.tick, value, channel.kind is not ChannelKind.WEIGHTS)
         self.phase[name] = WRITTEN
+
+    def write_again(self, name: str, tick: int) -> None:
+        """A token that lay on an edge where this incarnation begins, from the checkpoint or as the run began."""
+        self.sent[name] += 1
+        for number, channel in enumerate(self.graph.outputs[name], 1):
+            value = self.counted[name, tick][number] if tick >= 0 else hash((channel.name, tick))
+            self.slots[self._slot(name, channel)] = (tick, value, True)
+        self.phase[name] = WRITTEN
+        self.met |= {"a version of before its first tick is made again"}
 
     def read(self, handle: Handle) -> int:
         slot, tick = handle
@@ -210,7 +242,7 @@ class World:
         me = self._me(name) if incarnation is None else (name, incarnation)
         held = {h for tokens in self.marking._tokens.values() for handles in tokens.values() for h in handles}
         held |= {h for inputs in self.past.values() for handles in inputs.values() for h in handles}
-        slots = {slot for slot, _ in held}
+        slots = {slot for slot, _ in held if slot[0] not in self.far}
         self.slots = {slot: token for slot, token in self.slots.items() if slot[:2] != me or slot in slots}
         self.phase[name], self.order[name] = DEAD, None
 
@@ -241,7 +273,8 @@ class World:
         if not self.recovery.counts(name, incarnation, held=lives):
             return
         if tick < self.marking.done_ticks[name]:
-            self.met |= {"a tick that has counted is repeated"}
+            if tick >= self.begins[name]:
+                self.met |= {"a tick that has counted is repeated"}
             for channel, handles in outputs:
                 if (channel, tick) in self.marking.withdrawn(name):
                     self.marking.put_back(channel, tick, handles)
@@ -257,8 +290,9 @@ class World:
                 self.states[name, tick] = state
             else:
                 self.past[name, tick] = firing.inputs
+        at_start = tick < self.begins[name]
         self.orders.go_on(name)
-        if tick in self.due:
+        if tick in self.due and not at_start:
             self.saves[tick, name] = state
             self.finish(tick)
         self.give()
@@ -304,13 +338,15 @@ class World:
             for tick, handles in tokens.items()
             for slot, _ in handles
         }
-        torn = {at: slot for at, slot in on_edges.items() if slot[:2] == self._me(name) and not self.slots[slot][2]}
+        mine = {at: slot for at, slot in on_edges.items() if slot[0] == name}
+        torn = {at: slot for at, slot in mine.items() if slot not in self.slots or not self.slots[slot][2]}
         self.slots = {slot: token for slot, token in self.slots.items() if slot not in torn.values()}
         return frozenset(torn)
 
     def replace(self, name: str, *, incarnation: int, first_tick: int) -> None:
         assert self.phase[name] == DEAD, "two processes of one rank"
         self.phase[name], self.state[name], self.sent[name] = SETUP, self.states[name, first_tick - 1], 0
+        self.begins[name] = first_tick
 
     def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
         self._end(spec.name, incarnation - 1)
@@ -360,18 +396,22 @@ def explore(first: World) -> tuple[int, list[World], frozenset[str]]:
     return len(seen), ends, met
 
 
+BEFORE = "a version of before its first tick is made again"
 REPEATED, REMADE = "a tick that has counted is repeated", "a version is made again"
 FOLLOWED = "a reader of a version is brought up again"
 MOVED, MOVED_DEAD = "a generator gets other ranks", "a generator of whose death nobody has heard gets other ranks"
 
 
 @pytest.mark.parametrize(
-    ("middle", "max_staleness", "num_ticks", "num_deaths", "saved", "at_least", "met"),
+    ("middle", "max_staleness", "num_ticks", "num_deaths", "saved", "far", "at_least", "met"),
     [
-        ("reward", 0, 2, 2, (), 1_000, {REPEATED, REMADE, FOLLOWED}),
-        ("reward", 1, 3, 1, (0,), 1_000, {REPEATED}),
-        ("critic", 0, 2, 2, (), 1_000, {REPEATED, REMADE, FOLLOWED}),
-        ("critic", 0, 2, 2, (0,), 1_000, {REPEATED}),
+        ("reward", 0, 2, 2, (), "", 1_000, {REPEATED, REMADE, FOLLOWED}),
+        ("reward", 1, 3, 1, (0,), "", 1_000, {REPEATED}),
+        ("critic", 0, 2, 2, (), "", 1_000, {REPEATED, REMADE, FOLLOWED}),
+        ("critic", 0, 2, 2, (0,), "", 1_000, {REPEATED}),
+        ("reward", 0, 2, 2, (), "trainer", 1_000, {REPEATED, REMADE, FOLLOWED, BEFORE}),
+        ("reward", 1, 3, 1, (0,), "trainer", 1_000, {REPEATED, REMADE, FOLLOWED, BEFORE}),
+        ("critic", 0, 2, 2, (0,), "trainer", 1_000, {REPEATED, REMADE, FOLLOWED, BEFORE}),
     ],
 )
 def test_whoever_dies_and_whenever_the_job_ends_with_the_tokens_of_the_undisturbed_one(
@@ -380,13 +420,14 @@ def test_whoever_dies_and_whenever_the_job_ends_with_the_tokens_of_the_undisturb
     num_ticks: int,
     num_deaths: int,
     saved: tuple[int, ...],
+    far: str,
     at_least: int,
     met: set[str],
 ) -> None:
     graph, due = job(max_staleness, middle), frozenset(saved)
     _, (undisturbed, *same), _ = explore(World(graph, num_ticks, 0, due))
     assert all(end.counted == undisturbed.counted for end in same)
-    num_states, ends, found = explore(World(graph, num_ticks, num_deaths, due))
+    num_states, ends, found = explore(World(graph, num_ticks, num_deaths, due, far=frozenset({far} - {""})))
     assert num_states >= at_least
     assert {end.deaths_left for end in ends} == set(range(num_deaths + 1))  # none, some, all of them have happened
     assert found == met

@@ -172,5 +172,5 @@ def test_restarts_are_counted_within_the_window_only() -> None:
 def test_one_that_cannot_be_brought_up_again_ends_the_run_and_nothing_is_remembered(together: list[str]) -> None:
     recovery = rule()
     why = decide(recovery, begun(), [death(name) for name in together], replaceable={"sink": 0}, now_s=0.0)
-    assert why == "'source' is not brought up again: what it held is not held elsewhere"
+    assert why == "'source' is not brought up again: its host is gone, or what it held is not held elsewhere"
     assert recovery.num_restarts == {} and recovery.incarnation("sink") == 0

@@ -166,6 +166,11 @@ class HostLauncher:
         for connection in self._connections:
             connection.close()
 
+    def has_lost(self, executor: str) -> bool:
+        """Whether a host of its ranks is gone, or its worker. Any thread."""
+        names = {self._workers[host].name for host in self._where.get(executor, ())}
+        return any(one.ended and one.worker.name in names for one in self._connections)
+
     def offsets(self) -> dict[str, tuple[float, float]]:
         """Host -> how far its clock is ahead of the controller's, and by how much that may be wrong; seconds."""
         return {one.worker.name: (one.offset.ahead_s, one.offset.within_s) for one in self._connections}

@@ -1,0 +1,119 @@
+"""Processes on other hosts die, are brought up again there, and the run ends with the bits of one machine that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CommandLine, rows, wait_until
+from forked_command import Started
+from loopback_hosts import KEY, LoopbackHost, loopback_hosts
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from killing import ranks
+from same_run import assert_same_run
+
+SETTINGS = {
+    "run.num_ticks": 9,
+    "generator.max_segments": 2,
+    "generator.oversubscription": 1.5,
+    "checkpoint.every": 3,
+    "evaluation.every": 4,
+}
+ON = {"generator": "0", "reward": "1", "trainer": "1", "evaluator": "0"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("survival_on_hosts")
+    (folder / "key").write_text(KEY.hex())
+    (folder / "key").chmod(0o600)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Path:
+    done = CommandLine().train(folder / "undisturbed", SETTINGS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "undisturbed"
+
+
+@pytest.fixture
+def hosts(folder: Path) -> Iterator[list[LoopbackHost]]:
+    with loopback_hosts("ab", environment={"XDG_CACHE_HOME": str(folder / "cache-{name}")}) as hosts:
+        yield hosts
+
+
+def over(hosts: Sequence[LoopbackHost], folder: Path, run_folder: str = "own") -> dict[str, Any]:
+    names = [f"127.0.0.1:{host.worker.port}" for host in hosts]
+    return {
+        **SETTINGS,
+        "hosts.workers": json.dumps(names),
+        "hosts.key": json.dumps(str(folder / "key")),
+        "hosts.run_folder": json.dumps(run_folder),
+        **{f"hosts.on.{executor}": json.dumps([host]) for executor, host in ON.items()},
+    }
+
+
+def kill(hosts: Sequence[LoopbackHost], *executors: str) -> None:
+    up: dict[str, int] = {}
+
+    def there() -> bool:
+        for host in hosts:
+            up.update(ranks(host.process.pid))
+        return all(name in up for name in executors)
+
+    wait_until(there, limit_s=30, what="its processes")
+    for name in executors:
+        os.kill(up[name], signal.SIGKILL)
+
+
+def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:
+    file = run_dir / "metrics.jsonl"
+
+    def there() -> bool:
+        return run.poll() is not None or (file.is_file() and file.read_text().count("\n") >= number)
+
+    wait_until(there, limit_s=120, what=f"{number} rows")
+
+
+def test_ranks_of_other_hosts_die_at_several_moments_and_every_byte_is_that_of_the_undisturbed_run(
+    llamarl: CommandLine, folder: Path, undisturbed: Path, hosts: list[LoopbackHost]
+) -> None:
+    run_dir = folder / "killed"
+    run = llamarl.start(run_dir, over(hosts, folder))
+    kills = [(1, "generator"), (2, "trainer"), (4, "reward evaluator"), (5, "trainer")]
+    for number, (num_rows, executors) in enumerate(kills):
+        wait_for_rows(run, run_dir, num_rows)
+        time.sleep(0.05 * number)  # another moment of its tick each time
+        kill(hosts, *executors.split())
+    said, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, said
+    assert len(re.findall(r"died .*SIGKILL.*brought up again", said)) == 5, said
+    assert_same_run(run_dir, undisturbed)
+    restarts = {key for row in rows(run_dir) for key in row if key.endswith("_restarts")}
+    assert restarts >= {"recovery/generator_restarts", "recovery/trainer_restarts"}
+
+
+@pytest.mark.long
+def test_a_controller_that_dies_goes_on_from_its_journal_on_other_hosts_too(
+    llamarl: CommandLine, folder: Path, undisturbed: Path, hosts: list[LoopbackHost]
+) -> None:
+    run_dir = folder / "resumed"
+    run = llamarl.start(run_dir, {**over(hosts, folder), "checkpoint.every": 0}, "--supervise")
+    wait_for_rows(run, run_dir, 5)
+    (controller,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    os.kill(int(controller), signal.SIGKILL)
+    said, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, said
+    told = re.search(r"goes on from its journal: generator after (\d+) ticks, reward after (\d+) ticks", said)
+    assert told is not None and min(map(int, told.groups())) >= 4, said
+    assert_same_run(run_dir, undisturbed)
