@@ -185,7 +185,7 @@ class Scaling:
         self._plan = plan
         self._took_effect = took_effect
         self._tell = tell
-        (run_dir / _ASKED).unlink(missing_ok=True)
+        self._looks = self._remove()
 
     def due(self, marking: Marking, replaceable: Callable[[], Mapping[str, int]]) -> ExecutorSpec | None:
         """The executor that is to be started anew now, with other ranks: it has been asked for, and it is not at work.
@@ -193,10 +193,11 @@ class Scaling:
         Args:
             replaceable: As of ``runtime.base.Restarts``.
         """
-        asked = _asked(self._run_dir) if SCALABLE not in marking.busy else None
-        if asked is None:
+        if not self._looks or SCALABLE in marking.busy or (asked := _asked(self._run_dir)) is None:
             return None
-        (self._run_dir / _ASKED).unlink(missing_ok=True)
+        if not self._remove():  # it would be taken again and again
+            self._looks = False
+            return None
         tick = marking.done_ticks[SCALABLE]
         replicas = asked.get("replicas")
         request, executor = str(asked.get("id")), str(asked.get("executor"))
@@ -217,6 +218,16 @@ class Scaling:
         number = replicas if isinstance(replicas, int) else 0
         self._answer(Answer(id=request, executor=executor, replicas=number, tick=tick, refused=refused))
         return None if scaled is None else scaled.spec
+
+    def _remove(self) -> bool:
+        try:
+            (self._run_dir / _ASKED).unlink(missing_ok=True)
+        except OSError as error:
+            self._tell(
+                f"{self._run_dir / _ASKED} cannot be removed ({error.strerror}): requests are not looked at any more"
+            )
+            return False
+        return True
 
     def _answer(self, answer: Answer) -> None:
         asked = f"{answer.executor}={answer.replicas}"

@@ -112,6 +112,14 @@ def test_what_cannot_be_is_refused_and_the_run_goes_on_as_it_is(tmp_path: Path, 
     assert run.due() is None and len(run.said) == 1
 
 
+def test_a_request_that_cannot_be_removed_is_told_of_once_and_ends_the_looking(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    (tmp_path / "scale.json" / "inside").mkdir(parents=True)
+    assert [run.due(), run.due()] == [None, None]
+    assert len(run.said) == 1 and "scale.json cannot be removed" in run.said[0]
+    assert Run(tmp_path).due() is None
+
+
 def test_who_is_done_or_holds_what_nobody_else_does_stays_as_it_is(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.held = {}
