@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,3 +140,47 @@ def test_what_is_not_held_ends_the_journal_and_says_so(tmp_path: Path) -> None:
     segment.close()
     assert len(told) == 1 and "'source' made at tick 0 is not held" in told[0]
     assert not (tmp_path / JOURNAL_FOLDER).exists()
+
+
+def written_while(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[str]:
+    """Two ticks are appended while something of the module is otherwise; what was told."""
+    kept, told = KeptTokens([CHANNEL], ["source", "sink"], ["source"]), list[str]()
+    sender = DataSender(CHANNEL, rank=0, num_source_ranks=1, num_sink_ranks=1)
+    with monkeypatch.context() as patch:
+        for name, value in changes.items():
+            patch.setattr(f"llamarl.runtime.journal.{name}", value, raising=False)
+        journal = Journal(run_dir, "mine", tell=told.append)
+        for tick in range(2):
+            held = kept.take(
+                Report(executor="source", tick=tick, outputs={"groups": (sender.send(tick, [group(tick)]),)})
+            )
+            assert held is not None
+            journal.append(held)
+        until = time.monotonic() + 5.0
+        while (not told or journal.folder.exists()) and time.monotonic() < until:
+            time.sleep(0.01)  # its own thread makes the room
+        assert not journal.folder.exists()
+    sender.close()
+    kept.close()
+    journal.close(done=False)
+    return told
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENOENT])
+def test_a_disk_that_refuses_it_ends_it_once_and_gets_its_room_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    write(tmp_path, 1)
+    assert read_journal(tmp_path, "mine")
+
+    def refuse(*_: object) -> object:
+        raise OSError(number, os.strerror(number))
+
+    (told,) = written_while(tmp_path, monkeypatch, open=refuse)
+    assert f"{os.strerror(number)}. A resume begins at the last checkpoint" in told
+    assert read_journal(tmp_path, "mine") == []
+
+
+def test_a_disk_that_is_too_slow_for_it_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (told,) = written_while(tmp_path, monkeypatch, _MAX_BACKLOG_BYTES=10)
+    assert "the disk is too slow for it. A resume begins at the last checkpoint" in told
