@@ -197,6 +197,7 @@ def test_a_disk_without_room_for_a_checkpoint_and_then_for_a_line_costs_neither_
     assert re.search(
         r"checkpoint of tick 1 could not be written: .*No space left on device.*There is none before it", said
     ), said
+    assert "the disk has only 6." in said, said
     assert what_counts(run_dir) == what_counts(undisturbed)
     assert CheckpointStore(run_dir / "checkpoints").load().tick == 9
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 
@@ -34,8 +35,14 @@ def checkpoint_bytes(config: RunConfig) -> float:
     return total
 
 
-def checkpoint_plan(config: RunConfig, num_bytes: float) -> str:
-    """When checkpoints are taken and what disk they need, in one line."""
+def checkpoint_plan(config: RunConfig, num_bytes: float, *, num_held: int = 0, free_bytes: float = math.inf) -> str:
+    """When checkpoints are taken and what disk they need, in one line.
+
+    Args:
+        num_bytes: That one takes.
+        num_held: That are there already.
+        free_bytes: On the disk of the run's folder.
+    """
     checkpoint = config.checkpoint
     moments = []
     if checkpoint.every_minutes:
@@ -47,10 +54,13 @@ def checkpoint_plan(config: RunConfig, num_bytes: float) -> str:
     if not moments:
         return "none: a run that is stopped cannot be gone on with (checkpoint.every_minutes, every, at_end)"
     size = f"about {format_bytes(num_bytes)} each"
+    # An old one goes when a newer one is there.
+    wanted = max(1, checkpoint.keep + 1 - num_held) if checkpoint.keep else 1
+    short = f"; the disk has only {format_bytes(free_bytes)} left" if free_bytes < wanted * num_bytes else ""
     if checkpoint.keep == 0:
-        return f"{', '.join(moments)}; all are kept, {size}"
-    most = format_bytes((checkpoint.keep + 1) * num_bytes)  # an old one goes when a newer one is there
-    return f"{', '.join(moments)}; the newest {checkpoint.keep} are kept, {size}, at most {most} of disk"
+        return f"{', '.join(moments)}; all are kept, {size}{short}"
+    most = format_bytes((checkpoint.keep + 1) * num_bytes)
+    return f"{', '.join(moments)}; the newest {checkpoint.keep} are kept, {size}, at most {most} of disk{short}"
 
 
 def resume_command(run_dir: Path) -> str:

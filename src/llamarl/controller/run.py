@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from operator import attrgetter
@@ -350,7 +351,12 @@ def execute(
         "algorithm": config.algorithm.name,
         "staleness": _staleness(config),
         **{edge.channel: edge.summary() for edge in prepared.weight_edges},
-        "checkpoints": checkpoint_plan(config, checkpoint_bytes(prepared.local)),
+        "checkpoints": checkpoint_plan(
+            config,
+            checkpoint_bytes(prepared.local),
+            num_held=len(CheckpointStore(run_dir / "checkpoints").list()),
+            free_bytes=shutil.disk_usage(run_dir).free,
+        ),
         **({"hosts": prepared.hosts.summary()} if prepared.hosts is not None else {}),
         **({"run folder": files.summary()} if files is not None else {}),
         "run": str(run_dir),

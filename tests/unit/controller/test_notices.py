@@ -35,6 +35,12 @@ def test_the_plan_says_when_how_many_and_how_much() -> None:
     assert checkpoint_plan(config, 1e9) == (
         "every 10 min, at the end; the newest 2 are kept, about 1.00 GB each, at most 3.00 GB of disk"
     )
+    assert "only" not in checkpoint_plan(config, 1e9, free_bytes=3e9)
+    assert checkpoint_plan(config, 1e9, free_bytes=2.9e9).endswith("of disk; the disk has only 2.90 GB left")
+    assert "only" not in checkpoint_plan(config, 1e9, num_held=2, free_bytes=1e9), "two are there already"
+    assert "only" in checkpoint_plan(config, 1e9, num_held=5, free_bytes=0.9e9)
+    all_kept = load_config(None, ["--checkpoint.keep", "0"])
+    assert checkpoint_plan(all_kept, 1e9, free_bytes=0.9e9).endswith("each; the disk has only 900.00 MB left")
     none = load_config(None, ["--checkpoint.every_minutes", "0", "--checkpoint.at_end", "false"])
     assert checkpoint_plan(none, 1e9).startswith("none: ")
 
