@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
@@ -72,6 +72,14 @@ class EngineConfig:
     max_sequences: PositiveInt = 256
     """Sequences in the running batch; the rest wait in admission order."""
 
+    speculative_tokens: NonNegativeInt = 0
+    """Most tokens of a sequence that are guessed ahead in a step, from what its prompt, it itself and the other responses to its prompt
+    went on with; 0: none. A guess counts if it is what is drawn, so tokens and log-probabilities stay what they are without (in
+    float32; bfloat16 and int8 may round a row otherwise in a larger step). Pays where few long responses are left."""
+
+    speculative_rows: PositiveInt = 8
+    """Rows of a step, sequences and guesses together, up to which it guesses: as many as cost little more than one."""
+
     kernels: Literal["torch", "compiled"] = "torch"
     """What computes between the matrix products of float32 and bfloat16 on CPU. "torch" gives the same bits on every machine of one kind.
     "compiled" builds vector loops with this machine's C++ compiler, once: 1.3 to 1.5 times the tokens a second of a small
@@ -101,6 +109,8 @@ class EngineConfig:
                 f"are for an engine of your own, but name is {self.name!r}; got {sorted(self.options)}",
                 ("name",),
             )
+        if self.speculative_tokens and self.name != "native":
+            yield Mistake("speculative_tokens", f"is for the native engine, but name is {self.name!r}", ("name",))
         if self.max_sequences > self.max_batch_tokens:
             yield Mistake(
                 "max_sequences",

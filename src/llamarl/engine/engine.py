@@ -17,12 +17,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.engine.config import EngineConfig
+from llamarl.engine.drafts import Drafter
 from llamarl.engine.kv_state import export_state, import_state
 from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sampler import sample
-from llamarl.engine.scheduler import Member, Scheduler
+from llamarl.engine.scheduler import Member, Scheduler, StepPlan
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.models.parallel import ParallelLayout
 from llamarl.types import FinishReason
@@ -71,6 +72,9 @@ class NativeEngine:
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
         )
+        self._drafter: Drafter | None = None
+        if config.speculative_tokens:
+            self._drafter = Drafter(max_tokens=config.speculative_tokens, max_rows=config.speculative_rows)
         self._eos = frozenset(_eos_of(self._runner.model) if eos_token_ids is None else eos_token_ids)
         self._policy_version = 0
         self._members: dict[int, Member] = {}
@@ -95,6 +99,8 @@ class NativeEngine:
         """Admit sequences in order; all of them, or on an error none."""
         for sequence in sequences:
             self._check(sequence)
+        if self._drafter is not None and not self._members:
+            self._drafter.forget()  # nothing survives the last sequence
         now = self._clock()
         for sequence in sequences:
             member = self._scheduler.add(sequence)
@@ -104,19 +110,20 @@ class NativeEngine:
 
     def step(self) -> list[TokenSequence]:
         self._expire()
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(self._drafter.drafts if self._drafter is not None else None)
         assert plan.chunks or plan.samples or self._ended or not self._members, "the scheduler made no progress"
         if plan.chunks or plan.samples:
             logits = self._runner.execute(plan)
-            members = [member for member, _ in plan.samples]
             self._count_step(plan.num_tokens)
-            if members:
-                self._append(members, logits)
+            if plan.samples:
+                self._append(plan, logits)
         ended = sorted(self._ended, key=lambda m: m.order)
         self._ended = []
         return [member.sequence for member in ended]
 
     def suspend(self) -> list[TokenSequence]:
+        if self._drafter is not None:
+            self._drafter.forget()
         self._members.clear()
         self._deadlines.clear()
         return self._scheduler.take_all()
@@ -179,6 +186,8 @@ class NativeEngine:
         for member in [m for m in self._members.values() if m.sequence.prompt_index == prompt_index]:
             del self._members[member.order]
             self._deadlines.pop(member.order, None)
+            if self._drafter is not None:
+                self._drafter.ended(member)
             self._scheduler.withdraw(member)
 
     def kv_state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -206,6 +215,7 @@ class NativeEngine:
             "steps": self._steps,
             "tokens_computed": self._tokens_computed,
             "tokens_sampled": self._tokens_sampled,
+            "drafts_drawn": self._drafts_drawn,
             "prompt_tokens_computed": scheduler.prompt_tokens_computed,
             "prompt_tokens_shared": scheduler.prompt_tokens_shared,
             "preemptions": scheduler.num_preemptions,
@@ -231,7 +241,7 @@ class NativeEngine:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _reset_counters(self) -> None:
-        self._steps = self._tokens_computed = self._tokens_sampled = 0
+        self._steps = self._tokens_computed = self._tokens_sampled = self._drafts_drawn = 0
         self._max_blocks_used = self._scheduler.blocks.num_used
         self._scheduler.prompt_tokens_computed = self._scheduler.prompt_tokens_shared = 0
         self._scheduler.num_preemptions = 0
@@ -274,30 +284,48 @@ class NativeEngine:
                 if late:
                     self._finish(self._members[order], "deadline")
 
-    def _append(self, members: list[Member], logits: torch.Tensor) -> None:
-        sequences = [member.sequence for member in members]
+    def _append(self, plan: StepPlan, logits: torch.Tensor) -> None:
+        rows = _rows(plan)
+        sequences = [member.sequence for member, _ in rows]
+        positions = [len(member.sequence.tokens) + ahead for member, ahead in rows]
         draws = self._ranks.share_draws(
-            lambda: sample(
-                logits, [s.params for s in sequences], [s.seed for s in sequences], [len(s.tokens) for s in sequences]
-            ),
-            len(members),
+            lambda: sample(logits, [s.params for s in sequences], [s.seed for s in sequences], positions), len(rows)
         )
-        for i, (member, sequence) in enumerate(zip(members, sequences, strict=True)):
+        goes_on: dict[int, bool] = {}
+        for i, (member, ahead) in enumerate(rows):
+            if ahead and not goes_on[member.order]:
+                continue  # behind a guess that was not drawn, or behind the end
+            goes_on[member.order] = False
             if not draws.ok[i]:
-                sequence.error = (
-                    f"logits are not finite at token {len(sequence.tokens)} under policy version {self._policy_version}"
-                )
-                self._finish(member, "error")
+                self._fail(member)
                 continue
-            sequence.tokens.append(draws.tokens[i])
-            sequence.logprobs.append(draws.logprobs[i])
-            sequence.raw_logprobs.append(draws.raw_logprobs[i])
-            sequence.policy_versions.append(self._policy_version)
-            sequence.loss_mask.append(True)
-            self._tokens_sampled += 1
-            reason = self._finish_reason(sequence)
-            if reason is not None:
-                self._finish(member, reason)
+            token = draws.tokens[i]
+            self._take(member, token, draws.logprobs[i], draws.raw_logprobs[i])
+            if member.order in self._members and (draft := plan.drafts.get(member.order)):
+                goes_on[member.order] = ahead < len(draft) and draft[ahead] == token
+                if goes_on[member.order]:
+                    self._scheduler.drawn(member, 1)
+                    self._drafts_drawn += 1
+                else:
+                    assert self._drafter is not None
+                    self._drafter.was_drawn(member, ahead)
+
+    def _take(self, member: Member, token: int, logprob: float, raw_logprob: float) -> None:
+        """A token was drawn for a sequence."""
+        sequence = member.sequence
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        sequence.raw_logprobs.append(raw_logprob)
+        sequence.policy_versions.append(self._policy_version)
+        sequence.loss_mask.append(True)
+        self._tokens_sampled += 1
+        if (reason := self._finish_reason(sequence)) is not None:
+            self._finish(member, reason)
+
+    def _fail(self, member: Member) -> None:
+        at = f"token {len(member.sequence.tokens)} under policy version {self._policy_version}"
+        member.sequence.error = f"logits are not finite at {at}"
+        self._finish(member, "error")
 
     def _finish_reason(self, sequence: TokenSequence) -> FinishReason | None:
         params, token = sequence.params, sequence.tokens[-1]
@@ -329,10 +357,23 @@ class NativeEngine:
 
     def _finish(self, member: Member, reason: FinishReason) -> None:
         member.sequence.finish_reason = reason
+        if self._drafter is not None:
+            self._drafter.note(member)
+            self._drafter.ended(member)
         del self._members[member.order]
         self._deadlines.pop(member.order, None)
         self._ended.append(member)
         self._scheduler.remove(member)
+
+
+def _rows(plan: StepPlan) -> list[tuple[Member, int]]:
+    """The rows that are sampled: of which sequence, and how many tokens ahead of those that it has."""
+    ahead: dict[int, int] = {}
+    rows = []
+    for member, _ in plan.samples:
+        rows.append((member, ahead.get(member.order, 0)))
+        ahead[member.order] = rows[-1][1] + 1
+    return rows
 
 
 def _eos_of(model: torch.nn.Module) -> list[int]:

@@ -21,7 +21,7 @@ one slot; the plan depends on the order and content of what was added alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.engine.block_manager import BlockManager
@@ -98,7 +98,10 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)
     """Decodes first."""
     samples: list[tuple[Member, int | Prompt]] = field(default_factory=list)
-    """Members that sample in this step, and from where: the last token of chunk i, or the end of a prompt computed earlier."""
+    """Members that sample in this step, and from where: the last token of chunk i, or the end of a prompt computed earlier. One with
+    guesses samples behind each, in order."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """Admission number -> guesses at its next tokens that are computed in this step, each a chunk behind the one before."""
     completed: list[tuple[Prompt, int]] = field(default_factory=list)
     """Prompts whose end is the last token of chunk i."""
 
@@ -217,15 +220,22 @@ class Scheduler:
         self._next_order = next_order
         self.blocks.allocate_again([m.blocks for m in running] + [p.blocks for p in prompts.values()])
 
-    def schedule(self) -> StepPlan:
-        """Decide the next step, and account for it as done."""
+    def schedule(self, guess: Callable[[Sequence[Member]], Mapping[int, list[int]]] | None = None) -> StepPlan:
+        """Decide the next step, and account for it as done, guesses apart: ``drawn`` tells of those.
+
+        Args:
+            guess: Takes the sequences that decode; gives next tokens for some of them, by admission number.
+        """
         plan, preemptions = StepPlan(), self.num_preemptions
         budget = self.max_batch_tokens
+        guesses = guess([member for member in self.running if _decodes(member)]) if guess is not None else {}
         for member in list(self.running):
             # a loop over a copy: an older member may preempt this one before its turn
-            if member.prompt is not None and member.forked and member.num_pending == 1 and budget > 0:
+            if _decodes(member) and budget > 0:
                 if self._make_room(member, 1, plan, scheduled=set()):
                     budget -= self._compute(member, 1, plan, decode=True)
+                    if draft := guesses.get(member.order, [])[: max(0, budget)]:
+                        budget -= self._compute_draft(member, draft, plan)
         scheduled = {member.order for member, _ in plan.samples}
         for member in list(self.running):
             if budget <= 0:
@@ -288,7 +298,7 @@ class Scheduler:
         for member in self.running:
             need = self.blocks.blocks_for(member.sequence.num_tokens + 1)
             if member.forked:
-                promised += need - len(member.blocks) + self._must_copy(member)
+                promised += max(0, need - len(member.blocks)) + self._must_copy(member)
             else:
                 promised += need - len(member.sequence.prompt_tokens) // self._block_size
         return promised
@@ -345,6 +355,24 @@ class Scheduler:
         if member.num_pending == 0:
             plan.samples.append((member, len(plan.chunks) - 1))
         return n
+
+    def _compute_draft(self, member: Member, draft: list[int], plan: StepPlan) -> int:
+        """Guesses behind a sequence's last token, as far as free blocks hold them: nobody is preempted for a guess."""
+        start = member.num_computed
+        room = (len(member.blocks) + self.blocks.num_free) * self._block_size - start
+        draft = draft[:room]
+        self._extend(member.blocks, self.blocks.blocks_for(start + len(draft)) - len(member.blocks), plan)
+        for position, token in enumerate(draft, start):
+            plan.chunks.append(Chunk([token], position, member.blocks, decode=True))
+            plan.samples.append((member, len(plan.chunks) - 1))
+        if draft:
+            plan.drafts[member.order] = draft
+        return len(draft)
+
+    def drawn(self, member: Member, count: int) -> None:
+        """So many of a sequence's guesses were drawn, and are tokens of it now: they are in the cache already. What lies behind them
+        is written over."""
+        member.num_computed += count
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -434,3 +462,7 @@ class Scheduler:
                 self.blocks.release(prompt.blocks)
                 prompt.blocks = []
                 del self._prompts[key]
+
+
+def _decodes(member: Member) -> bool:
+    return member.prompt is not None and member.forked and member.num_pending == 1
