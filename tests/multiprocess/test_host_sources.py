@@ -103,6 +103,17 @@ def test_slurm_gives_the_hosts_of_the_allocation_in_its_order(programs: Path) ->
     wait_until_gone(mark)
 
 
+def test_a_slurm_that_does_not_answer_or_is_not_there_is_named(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.runtime.hosts.sources._SCONTROL_S", 0.2)
+    (programs / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
+    config, allocation = HostsConfig(start="slurm"), {"SLURM_JOB_NODELIST": "n[3-4]"}
+    with pytest.raises(ConfigError, match=r"`scontrol show hostnames 'n\[3-4\]'`: no answer within 0.2 s"):
+        open_workers(config, allocation)
+    monkeypatch.setenv("PATH", str(programs / "nothing"))
+    with pytest.raises(ConfigError, match="`scontrol .*`: No such file or directory"):
+        open_workers(config, allocation)
+
+
 def test_why_a_worker_did_not_come_is_said_with_what_to_do_about_it() -> None:
     ssh = ["ssh", "-T", "b", "llamarl worker --key -"]
     refused = why_ended(ssh, 255, ["root@b: Permission denied (publickey).\r\n"])

@@ -152,11 +152,23 @@ class Shop:
     def _hidden(self) -> None: ...
 
 
+class Silent(Shop):
+    def get_reward(self) -> float:
+        return None  # type: ignore[return-value]
+
+
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 ITEM = TaskItem(question="Buy all apples.", answer="x", metadata={"stock": 5})
+
+
+def test_a_reward_that_is_no_number_is_told_with_what_it_was() -> None:
+    shop = TrlEnvironment(Silent)
+    shop.reset(ITEM, 0)
+    with pytest.raises(TypeError, match=r"Silent.get_reward\(\) returned NoneType None, expected a number"):
+        shop.finish("done")
 
 
 def test_a_class_of_trl_is_played_by_its_methods() -> None:

@@ -103,7 +103,14 @@ class TrlEnvironment(ToolEnvironment):
 
     def _judged(self, reply: str) -> Step:
         if hasattr(self._instance, "get_reward"):
-            return Step(reward=float(waited_for(self._instance.get_reward())), done=True)
+            reward = waited_for(self._instance.get_reward())
+            try:
+                return Step(reward=float(reward), done=True)
+            except (TypeError, ValueError) as error:
+                shown = f"{type(self._instance).__name__}.get_reward()"
+                raise TypeError(
+                    f"{shown} returned {type(reward).__name__} {reward!s:.80}, expected a number"
+                ) from error
         if isinstance(getattr(self._instance, "reward", None), (int, float)):
             return Step(reward=float(self._instance.reward), done=True)
         if self._item.answer is None:

@@ -29,6 +29,7 @@ from llamarl.transports.run_key import new_key, read_key
 __all__ = ["Workers", "open_workers", "why_ended"]
 
 _READY_S = 90.0
+_SCONTROL_S = 60.0
 _END_S = 10.0
 _SAID_S = 0.5
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
@@ -138,10 +139,7 @@ def _by_srun(command: Sequence[str], key: bytes, environment: Mapping[str, str])
             "--hosts slurm: this is no Slurm allocation (SLURM_JOB_NODELIST is not set); run it inside sbatch or salloc, or name the "
             "hosts"
         )
-    listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
-    names = listed.stdout.split()
-    if listed.returncode or not names:
-        raise ConfigError(f"--hosts slurm: `scontrol show hostnames {nodes}` failed: {listed.stderr.strip()}")
+    names = _node_names(nodes)
     made = Workers([], key)
     try:
         made.started.append(_start([*_SRUN, f"--nodes={len(names)}", f"--ntasks={len(names)}", *command], key))
@@ -152,6 +150,19 @@ def _by_srun(command: Sequence[str], key: bytes, environment: Mapping[str, str])
         made.close()
         raise
     return made
+
+
+def _node_names(nodes: str) -> list[str]:
+    """What a list such as ``a[1-3]`` names."""
+    asked = ["scontrol", "show", "hostnames", nodes]
+    try:
+        listed = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=_SCONTROL_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = getattr(error, "strerror", None) or f"no answer within {_SCONTROL_S:g} s"
+        raise ConfigError(f"--hosts slurm: `{shlex.join(asked)}`: {why}") from error
+    if listed.returncode or not listed.stdout.split():
+        raise ConfigError(f"--hosts slurm: `{shlex.join(asked)}` failed: {listed.stderr.strip()}")
+    return listed.stdout.split()
 
 
 def why_ended(line: Sequence[str], code: int, said: Sequence[str]) -> str:
