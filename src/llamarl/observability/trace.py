@@ -94,7 +94,8 @@ class TraceWriter:
         spans: Iterable[tuple[str, float, float]] = (),
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """One tick of one executor. ``spans`` (label, start, end) lie on the same clock; what reaches out of the tick is cut.
+        """One tick of one executor. ``spans`` (label, start, end) lie on the same clock; what reaches out of the tick is cut, and
+        what ended before it, such as the bringing up of its ranks, lies there.
 
         Raises:
             LlamaRLError: The file cannot be written.
@@ -102,7 +103,8 @@ class TraceWriter:
         details = {"tick": tick} | dict(args or {})
         events = [self._slice(f"tick {tick}", "tick", lane, started_s, finished_s, details)]
         for label, start, end in sorted(spans, key=lambda span: (span[1], -span[2])):
-            start, end = max(start, started_s), min(end, finished_s)
+            if not (start < end <= started_s and self._origin_s is not None and start >= self._origin_s):
+                start, end = max(start, started_s), min(end, finished_s)
             if end >= start:
                 events.append(self._slice(label, "span", lane, start, end, {"tick": tick}))
         self._append(events)
