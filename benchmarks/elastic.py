@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=int, nargs="+", default=[2, 4, 8], help="each against one shard")
     parser.add_argument("--rounds", type=int, default=12, help="of bundled:tiny, each a tick of either")
-    parser.add_argument("--rounds-135m", type=int, default=6, help="the same of the other, of 4 shards alone; 0: none")
+    parser.add_argument("--rounds-135m", type=int, default=10, help="the same of the other, of 4 shards alone; 0: none")
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args()
     pin(1, deterministic=True)
