@@ -50,7 +50,7 @@ async def look():
         "catches_usr1": bool(caught >> (signal.SIGUSR1 - 1) & 1),
     }
     ours.close()
-    await asyncio.wait_for(child.ended(asyncio.create_task(asyncio.sleep(0))), 30)
+    await asyncio.wait_for(child.code(asyncio.create_task(asyncio.sleep(0))), 30)
     server.kill()
     told["left"] = [pid for pid in (rank, child.pid, server._process.pid) if Path(f"/proc/{pid}").exists()]
     print(json.dumps(told))

@@ -15,6 +15,7 @@ import pytest
 
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import children
+from llamarl.runtime.child_process import cause_of_death
 from llamarl.runtime.children import (
     ForkedChild,
     ForkServer,
@@ -56,7 +57,7 @@ class Rank:
         return int(self.control.recv(4096)[9:] or 0)
 
     async def cause(self) -> str:
-        return await asyncio.wait_for(self.child.ended(asyncio.create_task(asyncio.sleep(0))), WAIT_S)
+        return cause_of_death(await asyncio.wait_for(self.child.code(asyncio.create_task(asyncio.sleep(0))), WAIT_S))
 
 
 async def fork(server: ForkServer, label: str = "trainer") -> Rank:

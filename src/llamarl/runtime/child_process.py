@@ -124,12 +124,14 @@ class Killed(str):
     """The cause of a death, in words, where somebody else sent the signal: processes do not send these to themselves."""
 
 
-def cause_of_death(returncode: int) -> str:
+def cause_of_death(returncode: int | None) -> str:
     """What ended a process, in words; ``Killed`` where that was SIGKILL or SIGTERM.
 
     Args:
-        returncode: As ``subprocess`` tells it: the exit code, or minus the signal.
+        returncode: As ``subprocess`` tells it: the exit code, or minus the signal. None: it went with the process that had forked it.
     """
+    if returncode is None:
+        return "the process that had forked it has ended, and it with that"
     if returncode >= 0:
         return f"its process exited with code {returncode}"
     number = -returncode

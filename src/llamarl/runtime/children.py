@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.child_process import cause_of_death, gone
+from llamarl.runtime.child_process import gone
 from llamarl.runtime.fork_here import ForkOfThis, fork_this_process, ready
 from llamarl.runtime.fork_server import ANSWER, ENDED, STARTED
 
@@ -28,6 +28,7 @@ __all__ = [
     "ForkedChild",
     "PlainChild",
     "fork_server",
+    "forked",
     "forks_work",
     "shared_modules",
     "shares_imports",
@@ -46,8 +47,9 @@ class Child(Protocol):
 
     pid: int
 
-    async def ended(self, reading: asyncio.Task[None]) -> str:
-        """Return when it has ended and is buried: its cause, in words. ``reading`` ends when its control socket does."""
+    async def code(self, reading: asyncio.Task[None]) -> int | None:
+        """Return when it has ended and is buried: its exit code, or minus the signal; None: it went with the process that had forked it.
+        ``reading`` ends when its control socket does."""
         ...
 
     def signal(self, number: int) -> None:
@@ -62,9 +64,9 @@ class PlainChild:
         self.pid = process.pid
         self._process = process
 
-    async def ended(self, reading: asyncio.Task[None]) -> str:
+    async def code(self, reading: asyncio.Task[None]) -> int | None:
         await gone(self._process, reading)
-        return cause_of_death(self._process.returncode)
+        return self._process.returncode
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -78,11 +80,11 @@ class ForkedChild:
         self._code = code
         self._pidfd = os.pidfd_open(pid)  # its number may be another's once the server has buried it
 
-    async def ended(self, reading: asyncio.Task[None]) -> str:
+    async def code(self, reading: asyncio.Task[None]) -> int | None:
         code = await self._code
         fd, self._pidfd = self._pidfd, -1
         os.close(fd)
-        return "the process that had forked it has ended, and it with that" if code is None else cause_of_death(code)
+        return code
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, OSError):
@@ -175,6 +177,19 @@ class ForkServer:
             self._requests.close()
             for waiting in (*self._starting, *self._codes.values()):
                 _settle(waiting, None)
+
+
+async def forked(server: ForkServer, label: str, stdout: int, stderr: int) -> tuple[socket.socket, Child] | None:
+    """This process's end of the socket to the rank, and its guard; None if the server does not fork."""
+    ours, theirs = socket.socketpair()
+    child = None
+    try:
+        with theirs:
+            child = await server.fork(label, theirs.fileno(), stdout, stderr)
+    finally:
+        if child is None:
+            ours.close()
+    return None if child is None else (ours, child)
 
 
 def _start(requests: int, modules: Collection[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -19,8 +19,8 @@ import socket
 from collections.abc import Sequence
 
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.child_process import Stores, start_rank
-from llamarl.runtime.children import Child, ForkServer, PlainChild, fork_server, shared_modules, shares_imports
+from llamarl.runtime.child_process import Stores, cause_of_death, start_rank
+from llamarl.runtime.children import Child, ForkServer, PlainChild, fork_server, forked, shared_modules, shares_imports
 from llamarl.runtime.framed_link import FramedLink
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.rank_environment import rank_environment
@@ -62,7 +62,8 @@ class LocalLink(FramedLink):
 
     async def _watch(self, reading: asyncio.Task[None]) -> None:
         """Wait for the process to end, let what it said before be read, tell those who wait for more."""
-        cause = await self._child.ended(reading)
+        code = await self._child.code(reading)
+        cause = cause_of_death(code)
         await asyncio.wait({reading}, timeout=_DRAIN_S)
         reading.cancel()
         self._writer.close()
@@ -107,7 +108,7 @@ class LocalLauncher:
         server = self._server(plan.spec.threads) if shares_imports(plan.spec) else None
         pipes = {stream: output.pipe(label, stream) for stream in ("stdout", "stderr")}
         try:
-            started = await _fork(server, label, **pipes) if server is not None else None
+            started = await forked(server, label, **pipes) if server is not None else None
             if started is None:
                 control, process = start_rank(label, rank_environment(plan.spec.threads), **pipes)
                 started = control, PlainChild(process)
@@ -123,16 +124,3 @@ class LocalLauncher:
             modules = shared_modules(self._specs, threads)
             self._servers[threads] = fork_server(modules, rank_environment(threads))
         return self._servers[threads]
-
-
-async def _fork(server: ForkServer, label: str, stdout: int, stderr: int) -> tuple[socket.socket, Child] | None:
-    """This process's end of the socket to the rank, and its guard; None if the server does not fork."""
-    ours, theirs = socket.socketpair()
-    child = None
-    try:
-        with theirs:
-            child = await server.fork(label, theirs.fileno(), stdout, stderr)
-    finally:
-        if child is None:
-            ours.close()
-    return None if child is None else (ours, child)

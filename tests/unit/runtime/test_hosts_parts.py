@@ -156,7 +156,7 @@ def test_a_job_ends_at_once_though_nobody_takes_what_its_rank_says(monkeypatch: 
             if spoken > 1 << 18:
                 said.set()
 
-        rank = HostedRank(1, "talker", {}, send)
+        rank = await HostedRank.start(1, "talker", {}, None, send)
         await asyncio.wait_for(said.wait(), 10.0)
         began_s = time.monotonic()
         rank.kill(at_once=True)

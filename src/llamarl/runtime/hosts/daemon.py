@@ -24,6 +24,7 @@ from llamarl.files.host_files import HostFiles, default_base
 from llamarl.files.service import serve_files
 from llamarl.plural import plural
 from llamarl.runtime.child_process import Stores
+from llamarl.runtime.children import ForkServer, forks_work
 from llamarl.runtime.hosts.door import Door, listen
 from llamarl.runtime.hosts.hosted_rank import HostedRank
 from llamarl.runtime.hosts.inventory import take_inventory
@@ -134,6 +135,11 @@ class Job:
         self._reader, self._writer = reader, writer
         self._ports, self._space, self._tls_files, self._say = ports, space, tls_files, say
         self._ranks: dict[int, HostedRank] = {}
+        self._servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
+        """Environment of ranks -> who forks those that may be forks."""
+        self._starting: dict[int, asyncio.Task[None]] = {}
+        self._early: dict[int, list[tuple[Word, bytes]]] = {}
+        """What has come for ranks that are being started."""
         self._stores = Stores()
         self._peer = str(writer.get_extra_info("peername")[0])
         self._address = str(writer.get_extra_info("sockname")[0])
@@ -180,6 +186,8 @@ class Job:
 
     async def end(self) -> None:
         """Kill every rank and all that they started; return when they are gone."""
+        if self._starting:
+            await asyncio.wait(self._starting.values(), timeout=_KILL_S)
         for rank in self._ranks.values():
             rank.kill(at_once=False)
             rank.wait_for_nobody()
@@ -189,6 +197,8 @@ class Job:
             for rank in self._ranks.values():
                 if at_once and not rank.over.done():
                     rank.kill(at_once=True)
+        for server in self._servers.values():
+            server.kill()
         self._promised -= self._own_promises
         self._stores.close()
         self._writer.close()
@@ -200,6 +210,8 @@ class Job:
     def _obey(self, word: Word, number: int, data: bytes) -> None:
         rank = self._ranks.get(number)
         match word:
+            case Word.BYTES | Word.KILL if number in self._starting:
+                self._early[number].append((word, data))
             case Word.BYTES if rank is not None:
                 rank.write(data)
             case Word.TAKEN if rank is not None:
@@ -212,21 +224,39 @@ class Job:
             case Word.PING:
                 self._send(message(Word.PONG, number, {"monotonic_s": time.monotonic()}))
             case Word.START:
-                self._start(number, unpack(data))
+                self._early[number] = []
+                self._starting[number] = asyncio.create_task(self._start(number, unpack(data)))
             case Word.MEET:
                 self._send(message(Word.PLACE, number, self._meeting_place(unpack(data))))
             case _:
                 raise ValueError(f"{word.name} is not for a daemon")
 
-    def _start(self, number: int, order: Mapping[str, Any]) -> None:
+    async def _start(self, number: int, order: Mapping[str, Any]) -> None:
+        environment = self._environment(order)
         try:
-            self._ranks[number] = HostedRank(number, str(order["label"]), self._environment(order), self._send)
+            server = self._server([str(name) for name in order["modules"]], environment)
+            rank = await HostedRank.start(number, str(order["label"]), environment, server, self._send)
         except OSError as error:
             self._send(message(Word.STARTED, number, {"why_not": str(error)}))
             return
+        finally:
+            del self._starting[number]
+            early = self._early.pop(number)
+        self._ranks[number] = rank
         if len(self._ranks) == 1:
             self._say(f"controller {self._peer} begins a job here")
-        self._send(message(Word.STARTED, number, {"pid": self._ranks[number].pid}))
+        self._send(message(Word.STARTED, number, {"pid": rank.pid}))
+        for word, data in early:
+            self._obey(word, number, data)
+
+    def _server(self, modules: Collection[str], environment: Mapping[str, str]) -> ForkServer | None:
+        """Who forks ranks with this environment, once it has imported what the first of them needs; None where they may not be forks."""
+        if not modules or not forks_work():
+            return None
+        key = frozenset(environment.items())
+        if key not in self._servers:
+            self._servers[key] = ForkServer(tuple(modules), environment)
+        return self._servers[key]
 
     def _environment(self, order: Mapping[str, Any]) -> dict[str, str]:
         listens = LOOPBACK

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from llamarl.runtime.child_process import gone, start_rank
+from llamarl.runtime.child_process import start_rank
+from llamarl.runtime.children import Child, ForkServer, PlainChild, forked
 from llamarl.runtime.hosts.wire import CHUNK, Word, message
 
 __all__ = ["HostedRank"]
@@ -20,21 +23,39 @@ _AHEAD = 1 << 18
 
 
 class HostedRank:
-    """Starts at once; on the daemon's main thread, since the kernel ends a process with the thread that started it.
+    """Made by ``start``, on the daemon's main thread, since the kernel ends a process with the thread that started it.
 
     Args:
         number: By which the controller calls it.
+        control: This end of the socket to the rank.
+        pipes: Read ends of what it prints.
         send: Takes what goes to the controller; returns when there is room for more.
     """
 
-    def __init__(
-        self, number: int, label: str, environment: Mapping[str, str], send: Callable[[bytes], object]
-    ) -> None:
-        self.number, self.label = number, label
-        self._send = send
+    @classmethod
+    async def start(
+        cls,
+        number: int,
+        label: str,
+        environment: Mapping[str, str],
+        server: ForkServer | None,
+        send: Callable[[bytes], object],
+    ) -> HostedRank:
+        """Start its process.
+
+        Args:
+            server: Whose fork it is to be, where that forks; None: a process of its own.
+
+        Raises:
+            OSError: The system gives no process.
+        """
         pipes = {word: os.pipe() for word in (Word.OUTPUT, Word.ERRORS)}
         try:
-            self._control, self._process = start_rank(label, environment, pipes[Word.OUTPUT][1], pipes[Word.ERRORS][1])
+            ends = {"stdout": pipes[Word.OUTPUT][1], "stderr": pipes[Word.ERRORS][1]}
+            started = await forked(server, label, **ends) if server is not None else None
+            if started is None:
+                control, process = start_rank(label, environment, **ends)
+                started = control, PlainChild(process)
         except BaseException:
             for read, _ in pipes.values():
                 os.close(read)
@@ -42,12 +63,24 @@ class HostedRank:
         finally:
             for _, write in pipes.values():
                 os.close(write)
-        self.pid = self._process.pid
+        return cls(number, *started, {word: read for word, (read, _) in pipes.items()}, send)
+
+    def __init__(
+        self,
+        number: int,
+        control: socket.socket,
+        child: Child,
+        pipes: Mapping[Word, int],
+        send: Callable[[bytes], object],
+    ) -> None:
+        self.number = number
+        self._control, self._child, self._send = control, child, send
+        self.pid = child.pid
         self._taking = {word: asyncio.Event() for word in pipes}
         self._ahead = dict.fromkeys(pipes, 0)
         self._writer: asyncio.StreamWriter | None = None
         self._early: list[bytes] = []
-        pumps = [asyncio.ensure_future(self._pump(word, read)) for word, (read, _) in pipes.items()]
+        pumps = [asyncio.ensure_future(self._pump(word, read)) for word, read in pipes.items()]
         self.over = asyncio.ensure_future(self._live(pumps))
         """Done when the process has ended and all that it said is handed on."""
 
@@ -72,21 +105,18 @@ class HostedRank:
     def kill(self, *, at_once: bool) -> None:
         """End the process, by its guard or without asking it."""
         with contextlib.suppress(OSError):
-            if at_once:
-                self._process.kill()
-            else:
-                self._process.terminate()
+            self._child.signal(signal.SIGKILL if at_once else signal.SIGTERM)
 
     async def _live(self, pumps: Sequence[asyncio.Future[None]]) -> None:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._control)
         for data in self._early:
             self._writer.write(data)
         relaying = asyncio.create_task(self._relay(reader))
-        await gone(self._process, relaying)
+        code = await self._child.code(relaying)
         await asyncio.wait({relaying}, timeout=_DRAIN_S)
         relaying.cancel()
         self._writer.close()
-        self._send(message(Word.ENDED, self.number, {"returncode": self._process.returncode}))
+        self._send(message(Word.ENDED, self.number, {"returncode": -signal.SIGKILL if code is None else code}))
         await asyncio.wait(pumps)
 
     async def _relay(self, reader: asyncio.StreamReader) -> None:

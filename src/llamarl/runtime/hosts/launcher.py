@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from llamarl.runtime.child_process import cause_of_death
+from llamarl.runtime.children import shares_imports
 from llamarl.runtime.config import Worker
 from llamarl.runtime.determinism import environment
 from llamarl.runtime.framed_link import FramedLink
@@ -154,7 +155,13 @@ class HostLauncher:
             link = HostLink(connections[host], label, output)
             self._links[host][link.number] = link
             links.append(link)
-        order = {"folders": _own_folders(), "environment": dict(environment(plans[0].spec.threads)), "apart": apart}
+        spec = plans[0].spec
+        order = {
+            "folders": _own_folders(),
+            "environment": dict(environment(spec.threads)),
+            "apart": apart,
+            "modules": [spec.factory.rpartition(":")[0]] if shares_imports(spec) else [],
+        }
         started = (link.start({**order, "label": label}) for link, label in zip(links, labels, strict=True))
         await asyncio.gather(*started)
         return links, rendezvous
