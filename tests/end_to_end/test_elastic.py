@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import CommandLine, wait_until
 from forked_command import Started
 
@@ -29,6 +30,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.long  # in short: tests/unit/executors/test_generator_shards.py
 def test_replicas_go_from_two_to_one_to_three_a_rank_and_the_controller_die_and_four_end_the_run(
     llamarl: CommandLine, tmp_path: Path
 ) -> None:

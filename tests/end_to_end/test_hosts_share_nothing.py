@@ -139,6 +139,7 @@ def test_nothing_of_the_run_stays_on_the_hosts(folder: Path, run_apart: Path) ->
         assert list((folder / f"cache-{name}" / "llamarl" / "worker" / "runs").iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_resume_on_the_other_host_gives_the_same_bits(
     llamarl: CommandLine, folder: Path, one_machine: Path, run_apart: Path, apart: list[LoopbackHost]
 ) -> None:
