@@ -103,6 +103,22 @@ def test_ranks_of_other_hosts_die_at_several_moments_and_every_byte_is_that_of_t
     assert restarts >= {"recovery/generator_restarts", "recovery/trainer_restarts"}
 
 
+def test_hosts_that_are_gone_are_replaced_by_the_spare_one_and_every_byte_is_that_of_the_undisturbed_run(
+    llamarl: CommandLine, folder: Path, undisturbed: Path
+) -> None:
+    run_dir = folder / "moved"
+    with loopback_hosts("cde", environment={"XDG_CACHE_HOME": str(folder / "cache-{name}")}) as three:
+        run = llamarl.start(run_dir, over(three, folder))
+        wait_for_rows(run, run_dir, 4)
+        three[1].kill()  # reward and trainer
+        wait_for_rows(run, run_dir, 6)
+        three[0].kill()  # generator and evaluator
+        said, _ = run.communicate(timeout=240)
+        assert run.returncode == 0, said
+        assert len(re.findall(r"the worker on host .* has ended, or its host; brought up again", said)) == 4, said
+        assert_same_run(run_dir, undisturbed)
+
+
 @pytest.mark.long
 def test_a_controller_that_dies_goes_on_from_its_journal_on_other_hosts_too(
     llamarl: CommandLine, folder: Path, undisturbed: Path, hosts: list[LoopbackHost]

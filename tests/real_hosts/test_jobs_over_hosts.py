@@ -252,6 +252,29 @@ def test_a_host_that_is_cut_off_ends_the_command_and_nothing_is_left_on_either_s
     wait_for_none_left(three)
 
 
+def test_a_rank_that_is_killed_and_a_host_that_is_cut_off_for_good_change_no_bit_where_there_is_a_spare_one(
+    folder: Path, key: Path, three: list[NamespaceHost]
+) -> None:
+    words = ("tiny", *SMALL, "--run.num_ticks", "9", "--checkpoint.every", "3")
+    train(folder / "undisturbed", *words)
+    run_dir = folder / "disturbed"
+    where = ("--on", "generator=0", "--on", "reward=0", "--on", "trainer=1", "--on", "evaluator=1")
+    controller = begin(train_words(run_dir, *words, *where, hosts=three, key=key), run_dir)
+    os.kill(max(three[0].ranks()), signal.SIGKILL)
+    while (run_dir / "metrics.jsonl").read_text().count("\n") < 5:
+        assert controller.poll() is None, controller.communicate()
+        time.sleep(0.1)
+    three[1].cut_off()
+    cut_s = time.monotonic()
+    _, errors = controller.communicate(timeout=200.0)
+    print(f"the command ended {time.monotonic() - cut_s:.1f} s after a host was cut off")
+    assert controller.returncode == 0, errors
+    assert_same_run(folder / "undisturbed", run_dir)
+    told = [json.loads(line)["text"] for line in (run_dir / "warnings.jsonl").read_text().splitlines()]
+    assert len([text for text in told if "does not answer" in text and "brought up again" in text]) == 2, told
+    wait_for_none_left(three)
+
+
 def test_a_killed_controller_leaves_nothing_on_any_host(folder: Path, key: Path, three: list[NamespaceHost]) -> None:
     controller = long_job(folder, key, three)
     assert three[0].ranks() and three[2].ranks()

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llamarl.checkpoint.shared_folder import ask, judge, withdraw
-from llamarl.checkpoint.snapshot import MANIFEST, Manifest
+from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest
 from llamarl.config import RunConfig, to_plain, validate
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.files.client import FileClient
 from llamarl.files.content import Content, content_of, paths_in, provide, same_there, with_paths
-from llamarl.files.host_folders import FarFolder, HostFolders, records_of
+from llamarl.files.host_folders import FarFolder, HostFolders, Line, records_of
 from llamarl.observability.events import REPLAY_FILE
 from llamarl.reading import read_bytes
 from llamarl.runtime.config import Worker
@@ -49,6 +49,8 @@ class _Host:
     number: int
     client: FileClient
     run_id: str
+    reports: Line
+    sends: Line
     why_apart: str = ""
     """Why it does not share the run's folder; empty: it does."""
     handle: str = ""
@@ -73,8 +75,14 @@ class JobFiles:
 
     def __init__(self, run_dir: Path, hosts: Sequence[_Host], where: Mapping[str, Sequence[int]]) -> None:
         self._run_dir, self._where = run_dir, where
+        self._paths: dict[str, list[str]] = {}
+        """Executor -> what its plan names."""
         self._hosts = {host.number: host for host in hosts}
-        apart = {h.number: FarFolder(h.client, h.open_run(), h.folder) for h in hosts if h.why_apart}
+        apart = {
+            h.number: FarFolder(h.client, h.open_run(), h.folder, reports=h.reports, sends=h.sends)
+            for h in hosts
+            if h.why_apart
+        }
         self.far = HostFolders(run_dir, apart, where)
 
     def send_saved(self, load_from: Path | None) -> None:
@@ -92,15 +100,35 @@ class JobFiles:
         if load_from is not None:
             self.far.send_state(load_from, Manifest.from_bytes(read_bytes(load_from / MANIFEST)).files)
 
-    def send_state_of(self, executor: str, checkpoint: Path) -> None:
-        """Send one executor's saved state to its hosts again, to be loaded there; any thread.
+    def send_again(self, executor: str, load_from: Path | None) -> None:
+        """Have what an executor reads on the hosts where its ranks are now: content that its plan names, its saved state. Any thread.
 
         Raises:
             CheckpointError: A file is not as it was written, or a host cannot take it.
+            TransferError: A host cannot be reached, or has no room.
         """
-        if self.far.folders:
-            files = Manifest.from_bytes(read_bytes(checkpoint / MANIFEST)).files
-            self.far.send_state_of(executor, checkpoint, files)
+        for number in sorted(set(self._where[executor]) & self._hosts.keys()):
+            host = self._hosts[number]
+            for path in self._paths.get(executor, ()):
+                if path not in host.paths:
+                    with host.sends.use() as client:
+                        _provide(host, client, path, _content)
+        if load_from is not None and self.far.folders:
+            files = Manifest.from_bytes(read_bytes(load_from / MANIFEST)).files
+            self.far.send_state_of(executor, load_from, files)
+
+    def bring(self, executor: str, rank: int, files: Sequence[FileRecord]) -> None:
+        """Bring what a rank has written into the run's folder, before its report counts; any thread.
+
+        Raises:
+            TransferError: It did not come.
+        """
+        self.far.bring(executor, rank, files)
+
+    def lose(self, number: int) -> None:
+        """A host is gone: nothing more is asked of it. Any thread."""
+        self.far.lose(number)
+        self._hurry(number)
 
     def send_content(self, executors: Sequence[ExecutorSpec]) -> None:
         """Have every model, data file and file of code that the plans name on the hosts whose ranks need it.
@@ -109,18 +137,13 @@ class JobFiles:
             TransferError: A host cannot take one, or it changed meanwhile.
         """
         specs = {spec.name: spec for spec in executors}
-        named = {name: paths_in(_plain(spec)) for name, spec in specs.items()}
+        named = self._paths = {name: paths_in(_plain(spec)) for name, spec in specs.items()}
 
-        @functools.cache
-        def content(path: str) -> Content:
-            return content_of(Path(path).expanduser())
+        content = functools.cache(_content)
 
         def to_host(host: _Host) -> None:
             for path in dict.fromkeys(p for n, hosts in self._where.items() if host.number in hosts for p in named[n]):
-                place = Path(path).expanduser().absolute()
-                if not same_there(host.client, place):
-                    place = provide(host.client, content(path), host.open_run)
-                host.paths[path] = host.paths[str(Path(path).expanduser().resolve())] = str(place)
+                _provide(host, host.client, path, content)
 
         _on_all(list(self._hosts.values()), to_host)
 
@@ -148,8 +171,13 @@ class JobFiles:
 
     def hurry(self) -> None:
         """The run has failed: a host that does not answer is not asked again."""
-        for host in self._hosts.values():
-            host.client.hurry()
+        for number in self._hosts:
+            self._hurry(number)
+
+    def _hurry(self, number: int) -> None:
+        if (host := self._hosts.get(number)) is not None:
+            for one in (host.client, host.sends, host.reports):
+                one.hurry()
 
     def end(self) -> None:
         """Bring what is left, let the hosts forget the run, and hang up. What cannot be brought is told, with where it lies."""
@@ -170,7 +198,8 @@ class JobFiles:
             if host.handle:
                 with contextlib.suppress(TransferError):  # it forgets by itself a day later
                     (host.client.forget if forget else host.client.leave)(host.handle)
-            host.client.close()
+            for one in (host.reports, host.sends, host.client):
+                one.close()
 
 
 def open_job_files(
@@ -192,7 +221,7 @@ def open_job_files(
         CheckpointError: The run's folder cannot be written.
         TransferError: A host cannot be reached, or has no room.
     """
-    hosts = [_Host(number, client_of(worker, key), run_id) for number, worker in workers.items()]
+    hosts = [_host(number, worker, key, run_id) for number, worker in workers.items()]
     question = ask(run_dir)
 
     def settle(host: _Host) -> None:
@@ -213,6 +242,11 @@ def open_job_files(
     return JobFiles(run_dir, hosts, where)
 
 
+def _host(number: int, worker: Worker, key: WorkerKey, run_id: str) -> _Host:
+    again = functools.partial(client_of, worker, key)
+    return _Host(number, again(), run_id, Line(again), Line(again))
+
+
 def folder_answers(folder: Path, workers: Sequence[Worker], key: WorkerKey) -> dict[str, str]:
     """Host -> why it does not share ``folder``; empty where it does. Nothing is left in the folder.
 
@@ -220,7 +254,7 @@ def folder_answers(folder: Path, workers: Sequence[Worker], key: WorkerKey) -> d
         CheckpointError: The folder cannot be written.
         TransferError: A host cannot be reached.
     """
-    hosts = [_Host(number, client_of(worker, key), "") for number, worker in enumerate(workers)]
+    hosts = [_host(number, worker, key, "") for number, worker in enumerate(workers)]
     question = ask(folder)
 
     def settle(host: _Host) -> None:
@@ -233,6 +267,18 @@ def folder_answers(folder: Path, workers: Sequence[Worker], key: WorkerKey) -> d
         for host in hosts:
             host.client.close()
     return {host.client.host: host.why_apart for host in hosts}
+
+
+def _content(path: str) -> Content:
+    return content_of(Path(path).expanduser())
+
+
+def _provide(host: _Host, client: FileClient, path: str, content: Callable[[str], Content]) -> None:
+    """Have a file or folder that a plan names on a host."""
+    place = Path(path).expanduser().absolute()
+    if not same_there(client, place):
+        place = provide(client, content(path), lambda: client.open_run(host.run_id)[0])
+    host.paths[path] = host.paths[str(Path(path).expanduser().resolve())] = str(place)
 
 
 def client_of(worker: Worker, key: WorkerKey) -> FileClient:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import atexit
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamarl.channels.base import ChannelSpec
 from llamarl.checkpoint.platform import joint_facts, platform_facts
 from llamarl.config import RunConfig
+from llamarl.controller.host_places import HostPlaces
 from llamarl.controller.job_files import JobFiles, folder_answers, open_job_files
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.executors.base import ExecutorSpec
@@ -52,6 +53,10 @@ class JobHosts:
     """Versions and processors of the machines that hold ranks, once :meth:`place` has been called."""
     launcher: HostLauncher | None = None
     """Once :meth:`runtime` has been called."""
+    machines: Sequence[Machine] = ()
+    """The hosts, once :meth:`place` has been called."""
+    on_gpus: Collection[str] = ()
+    """Executors on GPUs, likewise."""
 
     def place(self, executors: Sequence[ExecutorSpec], colocated: ColocatedGroup | None) -> Placement:
         """Give every rank a host, and there cores and a device.
@@ -96,7 +101,10 @@ class JobHosts:
             )
         if trouble := unreachable({machines[host].name: self._address(host) for host in used}):
             raise ConfigError(trouble)
-        return place_on_hosts(executors, here, hosts, self.where, colocated=colocated)
+        placement = place_on_hosts(executors, here, hosts, self.where, colocated=colocated)
+        self.machines = hosts
+        self.on_gpus = [spec.name for spec in placement.executors if spec.device.startswith("cuda")]
+        return placement
 
     def spaces(self) -> dict[str, str]:
         """Machine -> whose memory is within reach there."""
@@ -123,6 +131,8 @@ class JobHosts:
             CheckpointError, TransferError: A file is not as it was written, or a host cannot take it.
         """
         used = {host for ranks in self.where.values() for host in ranks if host >= 0}
+        if self.config.recovery.max_restarts:  # any of them may have to take the place of another
+            used |= set(range(len(self.workers.workers)))
         files = open_job_files(
             run_dir,
             run_id,
@@ -167,15 +177,23 @@ class JobHosts:
             restarts: See ``ProcessRuntime``, as for ``resumed``. This process has joined the job's network.
         """
         on_hosts = {name: ranks for name, ranks in self.where.items() if ranks[0] >= 0}
-        self.launcher = launcher = HostLauncher(self.workers.workers, on_hosts, self.key)
+        on_lost = files.lose if files is not None else lambda host: None
+        self.launcher = launcher = HostLauncher(self.workers.workers, self.where, self.key, on_lost)
+        places = HostPlaces(
+            self.where,
+            self.machines,
+            self.on_gpus,
+            launcher,
+            files,
+            self.network,
+            allow_unlike=self.config.hosts.allow_unlike,
+        )
         return ProcessRuntime(
             launchers=dict.fromkeys(on_hosts, launcher),
             networks={name: [self.network(host) for host in ranks] for name, ranks in self.where.items()},
-            adapt=files.adapt if files is not None else None,
+            places=places,
             restarts=restarts,
             resumed=resumed,
-            send_state=files.send_state_of if files is not None else None,
-            has_lost_its_host=launcher.has_lost,
         )
 
     def clocks(self) -> dict[str, tuple[float, float]]:

@@ -7,6 +7,7 @@ What was half way goes on where it stopped. All calls block and come from one th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -178,10 +179,11 @@ class FileClient:
         return bool(self._ask({"do": "same", "path": str(path), "files": [list(one) for one in files]})["same"])
 
     def hurry(self) -> None:
-        """From now on, try once, and wait a few seconds for an answer."""
+        """From now on, try once, and wait a few seconds for an answer. Any thread."""
         self._tries, self._stall_s = 1, min(self._stall_s, _HURRY_S)
-        if self._frames is not None:
-            self._frames.wait_no_longer_than(self._stall_s)
+        if (frames := self._frames) is not None:
+            with contextlib.suppress(OSError):  # it has been closed since
+                frames.wait_no_longer_than(self._stall_s)
 
     def close(self) -> None:
         """Hang up."""

@@ -10,10 +10,11 @@ The controller's folder is the run. A host's is scratch: nothing in it is needed
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +25,42 @@ from llamarl.errors import CheckpointError, TransferError
 from llamarl.files.below import Below
 from llamarl.files.client import FarFile, FileClient
 
-__all__ = ["FarFolder", "HostFolders", "files_for_ranks", "is_transient", "records_of", "where_to_put"]
+__all__ = ["FarFolder", "HostFolders", "Line", "files_for_ranks", "is_transient", "records_of", "where_to_put"]
 
 CHECKPOINTS = "checkpoints"
 _OURS = (CHECKPOINTS, ".run_id", ".incoming", ".lock")
 """In a run folder, not brought by a sweep."""
+_TOLD_S = 3.0
+"""After files could not be had of a host: how long to listen whether it is gone."""
 OF_HOSTS = "hosts"
 """Below it, in ``RUN/hosts/NAME``, lies what a host wrote under a name that is taken in the controller's folder."""
+
+
+@dataclass
+class Line:
+    """A further connection to a host, for who must not wait for others. It lasts as long as the job: a host forgets a run some time
+    after a connection that asked for it has ended."""
+
+    make: Callable[[], FileClient]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _client: FileClient | None = None
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[FileClient]:
+        """One at a time."""
+        with self._lock:
+            self._client = self._client or self.make()
+            yield self._client
+
+    def hurry(self) -> None:
+        """As that of ``FileClient``."""
+        if (client := self._client) is not None:
+            client.hurry()
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._client is not None:
+            self._client.close()
 
 
 @dataclass
@@ -46,6 +76,14 @@ class FarFolder:
     """Path there -> what it was when it was last brought; None: as its rank had told, and so for good."""
     places: dict[str, str] = field(default_factory=dict)
     """Path there -> path here, of what a sweep has brought."""
+    reports: Line | None = None
+    """For files that come before their report counts."""
+    sends: Line | None = None
+    """For states that are sent while the job goes on."""
+    gone: threading.Event = field(default_factory=threading.Event)
+    """Set when the host is: nothing more comes from there."""
+    told: dict[str, FileRecord] = field(default_factory=dict)
+    """Path there -> what a rank has told of it, of files that came before its report counted."""
 
 
 class HostFolders:
@@ -60,11 +98,6 @@ class HostFolders:
     def __init__(self, run_dir: Path, folders: Mapping[int, FarFolder], where: Mapping[str, Sequence[int]]) -> None:
         self._run_dir, self.folders, self._where = run_dir, folders, where
         self._here = Below(run_dir)
-        self._lock = threading.Lock()
-        """A host is asked one thing after the other."""
-        self._host_of = {
-            writer_name(name, rank): host for name, hosts in where.items() for rank, host in enumerate(hosts)
-        }
         shutil.rmtree(run_dir / ".incoming", ignore_errors=True)  # of a run that was killed
 
     def folder_of(self, executor: str, rank: int) -> Path | None:
@@ -110,7 +143,7 @@ class HostFolders:
         self.send(files, checkpoint, lambda number: files_for_ranks(files, self._ranks_on(number), num_ranks))
 
     def send_state_of(self, executor: str, checkpoint: Path, files: Sequence[FileRecord]) -> None:
-        """Send one executor's saved state, which had been brought here, to the hosts of its ranks; any thread.
+        """Send one executor's saved state, which had been brought here, to the hosts where its ranks are now; any thread.
 
         Args:
             files: Of the checkpoint's manifest.
@@ -123,20 +156,52 @@ class HostFolders:
 
         def to_host(number: int, folder: FarFolder) -> None:
             ranks = [(name, rank) for name, rank in self._ranks_on(number) if name == executor]
-            for record in files_for_ranks(files, ranks, num_ranks):
-                path = (below / record.path).as_posix()
-                there = FileRecord(path=path, num_bytes=record.num_bytes, xxh3_128=record.xxh3_128)
-                folder.client.send(checkpoint / record.path, there, run=folder.handle)
+            wanted = files_for_ranks(files, ranks, num_ranks)
+            if not wanted or folder.sends is None:
+                return
+            with folder.sends.use() as client:
+                for record in wanted:
+                    path = (below / record.path).as_posix()
+                    there = FileRecord(path=path, num_bytes=record.num_bytes, xxh3_128=record.xxh3_128)
+                    client.send(checkpoint / record.path, there, run=folder.handle)
 
         self._on_all(to_host)
+
+    def bring(self, executor: str, rank: int, files: Sequence[FileRecord]) -> None:
+        """Bring what a rank has written into the run's folder before its report counts; any thread.
+
+        Raises:
+            TransferError: As ``fetch``.
+        """
+        folder = self.folders.get(self._where[executor][rank])
+        if folder is None or folder.reports is None:
+            return
+        with folder.reports.use() as client:
+            for record in files:
+                client.fetch(folder.handle, record.path, self._here, record)
+                folder.brought[record.path], folder.told[record.path] = None, record
+
+    def lose(self, number: int) -> None:
+        """A host is gone: nothing of it is waited for. Any thread."""
+        if (folder := self.folders.get(number)) is not None:
+            folder.gone.set()
 
     def fetch(self, written: Mapping[str, Sequence[FileRecord]], below: Path) -> None:
         at = below.relative_to(self._run_dir)
         of_host: dict[int, list[FileRecord]] = {}
+        host_of = {
+            writer_name(name, rank): host for name, hosts in self._where.items() for rank, host in enumerate(hosts)
+        }
+        come = [folder.told for folder in self.folders.values()] if below == self._run_dir else []
         for writer, records in written.items():
-            of_host.setdefault(self._host_of[writer], []).extend(records)
+            missing = [one for one in records if not any(told.pop(one.path, None) == one for told in come)]
+            of_host.setdefault(host_of[writer], []).extend(missing)
 
         def from_host(number: int, folder: FarFolder) -> None:
+            if folder.gone.is_set():
+                if of_host.get(number):
+                    raise TransferError(f"host {folder.client.host} is gone, and what it had not sent")
+                return
             for record in of_host.get(number, ()):
                 path = (at / record.path).as_posix()
                 folder.client.fetch(folder.handle, path, self._here, _at(record, path))
@@ -148,6 +213,14 @@ class HostFolders:
 
     def sweep(self) -> None:
         def from_host(number: int, folder: FarFolder) -> None:
+            try:
+                if not folder.gone.is_set():
+                    all_of(folder)
+            except TransferError:
+                if not folder.gone.wait(_TOLD_S):
+                    raise
+
+        def all_of(folder: FarFolder) -> None:
             for found in folder.client.list_files(folder.handle, skip=_OURS):
                 known = found.path in folder.brought and folder.brought[found.path] in (None, found)
                 if known or is_transient(found.path):
@@ -183,10 +256,7 @@ class HostFolders:
         """All hosts at once, one thread each; every failure is named."""
         if not self.folders:
             return
-        with (
-            self._lock,
-            ThreadPoolExecutor(max_workers=min(32, len(self.folders)), thread_name_prefix="host-files") as pool,
-        ):
+        with ThreadPoolExecutor(max_workers=min(32, len(self.folders)), thread_name_prefix="host-files") as pool:
             doing = [pool.submit(work, number, folder) for number, folder in self.folders.items()]
         failed = [error for one in doing if (error := one.exception()) is not None]
         for error in failed:

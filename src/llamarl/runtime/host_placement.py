@@ -10,14 +10,14 @@ ranks of an executor get the same number of threads, the least that any of its h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.placement import ColocatedGroup, Placement, place
 
-__all__ = ["Machine", "place_on_hosts", "spread", "unlike"]
+__all__ = ["Machine", "place_on_hosts", "spread", "stand_in", "unlike"]
 
 _ALWAYS_ALIKE = ("llamarl", "python")
 
@@ -83,6 +83,37 @@ def _fill(num_ranks: int, hosts: Sequence[int], unit: int) -> tuple[int, ...]:
     for place_in_list, host in enumerate(hosts):
         found += [host] * unit * (each + (place_in_list < more))
     return tuple(found)
+
+
+def stand_in(
+    lost: int,
+    hosts: Sequence[Machine],
+    where: Mapping[str, Sequence[int]],
+    *,
+    gone: Collection[int],
+    on_gpus: Collection[str] = (),
+    allow_unlike: bool = False,
+) -> int | None:
+    """The host that takes the place of one that is gone, with all its ranks, each on the device with the same number: alike in what
+    decides bits, with fewest ranks, the first of those.
+
+    Args:
+        where: As :func:`spread` gives it.
+        gone: Hosts that are not there.
+        on_gpus: Executors on GPUs: they go where no other such executor is and at least as many GPUs are.
+
+    Returns:
+        None: there is none.
+    """
+    used = Counter(host for ranks in where.values() for host in ranks)
+    with_gpus = {host for name in on_gpus for host in where.get(name, ())}
+
+    def fits(host: int) -> bool:
+        if host in gone or unlike([hosts[lost], hosts[host]], allow=allow_unlike):
+            return False
+        return lost not in with_gpus or (host not in with_gpus and hosts[host].cuda_devices >= hosts[lost].cuda_devices)
+
+    return min((host for host in range(len(hosts)) if fits(host)), key=lambda host: (used[host], host), default=None)
 
 
 def unlike(machines: Sequence[Machine], *, allow: bool) -> list[str]:

@@ -22,7 +22,7 @@ import queue
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from llamarl.runtime.child_process import is_stopped
 from llamarl.runtime.journal import Resumed
 from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.runtime.local import LocalLauncher
+from llamarl.runtime.places import Places
 from llamarl.runtime.rank_plans import (
     combine_reports,
     combine_setups,
@@ -84,12 +85,10 @@ class ProcessRuntime:
         deterministic: Pin repeatable kernels in the workers.
         launchers: Executor -> who starts its processes; those without an entry go to this machine.
         networks: Executor -> where each of its ranks is among the hosts; None: the whole job is on one machine.
-        adapt: A rank's plan as its host needs it, where folders and files have other paths there.
+        places: The hosts of the job, where some may go and others take their places.
         resumed: What counted, since the checkpoint from which the job begins, before the controller of that time died; in order.
         restarts: Whether executors that can be brought up again keep what that needs, and their deaths are told as
             ``ProcessesDied``. Where they lie on other hosts, these must reach this process, which has joined their network.
-        send_state: Takes an executor and a checkpoint: has the hosts of its ranks hold what they load of it.
-        has_lost_its_host: Whether an executor has nowhere to be brought up again.
     """
 
     def __init__(
@@ -101,11 +100,9 @@ class ProcessRuntime:
         deterministic: bool = True,
         launchers: Mapping[str, Launcher] | None = None,
         networks: Mapping[str, Sequence[Network]] | None = None,
-        adapt: Callable[[WorkerPlan], WorkerPlan] | None = None,
+        places: Places | None = None,
         restarts: bool = False,
         resumed: Resumed | None = None,
-        send_state: Callable[[str, Path], None] | None = None,
-        has_lost_its_host: Callable[[str], bool] = lambda executor: False,
     ) -> None:
         self._pull_deadline_s = pull_deadline_s
         self._collective_timeout_s = collective_timeout_s
@@ -113,10 +110,8 @@ class ProcessRuntime:
         self._deterministic = deterministic
         self._launchers = launchers or {}
         self._networks = networks
-        self._adapt = adapt
+        self._places = places
         self._restarts = restarts
-        self._send_state = send_state
-        self._has_lost_its_host = has_lost_its_host
         self._for_ranks: Segment | None = None
         """What ranks of other hosts try to read, to know whether they reach this process."""
         self._resumed = resumed if resumed is not None else Resumed()
@@ -173,10 +168,10 @@ class ProcessRuntime:
                 name: tuple(dataclasses.replace(plan, controller=self._for_ranks.handle) for plan in ranks)
                 for name, ranks in plans.items()
             }
-        if self._adapt is not None:
-            plans = {name: tuple(map(self._adapt, ranks)) for name, ranks in plans.items()}
         self._plans, self._channels, self._first_tick = plans, tuple(channels), first_tick
         plans = {name: _resumed_plans(ranks, self._resumed.reports) for name, ranks in plans.items()}
+        if self._places is not None:
+            plans = {name: tuple(map(self._places.adapt, ranks)) for name, ranks in plans.items()}
         self._ready = {name: [] for name in plans}
         self._failed = (
             True  # until all stand: whatever ends the wait below, Ctrl-C too, leaves a job that cannot close in order
@@ -184,10 +179,16 @@ class ProcessRuntime:
         here = LocalLauncher([spec for spec in executors if spec.name not in self._launchers])
         self._ranks = Ranks(plans, {name: self._launchers.get(name, here) for name in plans})
         if self._for_ranks is not None:
-            self._ranks.bring = partial(bring, deadline_s=self._pull_deadline_s)
+            self._ranks.bring = self._bring
         _running.add(self)
         self._ranks.bring_up()
         return self.stand(deadline_s)
+
+    def _bring(self, executor: str, report: RankReport) -> tuple[RankReport, Sequence[Segment]]:
+        """What a rank made, to this machine; any thread."""
+        if self._places is not None:
+            self._places.bring_files(executor, report)
+        return bring(report, self._pull_deadline_s)
 
     def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
         """Wait until all executors stand ready; to be called again when those that died meanwhile have been replaced."""
@@ -313,7 +314,7 @@ class ProcessRuntime:
         if not self._restarts:
             return {}
         held = self._kept.replaceable() if self._standing else dict.fromkeys(self._plans, self._first_tick)
-        return {name: tick for name, tick in held.items() if not self._has_lost_its_host(name)}
+        return {name: tick for name, tick in held.items() if self._places is None or self._places.has_place(name)}
 
     def overdue(self, executor: str, doing: str, limit_s: float) -> Death:
         """What to say of an executor that has not answered within ``limit_s``."""
@@ -363,10 +364,13 @@ class ProcessRuntime:
             plans = list(with_states(plans, states, first_tick=first_tick))
         elif plans[0].first_tick < first_tick:  # else as the run began
             plans = [dataclasses.replace(plan, first_tick=first_tick, load_from=self._saved) for plan in plans]
-        before = None
-        if self._send_state is not None and (folder := plans[0].load_from) is not None:
-            before = partial(self._send_state, executor, folder)
-        self._ranks.replace(executor, tuple(plans), incarnation, before=before)
+        if self._places is None:
+            self._ranks.replace(executor, tuple(plans), incarnation)
+        else:
+            networks = self._places.settle(executor)
+            plans = [dataclasses.replace(plan, network=at) for plan, at in zip(plans, networks, strict=True)]
+            prepared = partial(_prepared, self._places, plans)
+            self._ranks.replace(executor, tuple(plans), incarnation, prepared=prepared)
         self._failed = not self._standing
 
     def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
@@ -462,6 +466,12 @@ def _resumed_plans(plans: tuple[WorkerPlan, ...], resumed: Sequence[Report]) -> 
     if not own or not own[-1].journal:
         return plans
     return with_states(plans, own[-1].journal, first_tick=own[-1].tick + 1)
+
+
+def _prepared(places: Places, plans: Sequence[WorkerPlan]) -> list[WorkerPlan]:
+    """Plans for the hosts where ranks are now, which hold what these read."""
+    places.prepare(plans[0].spec.name, plans[0].load_from)
+    return [places.adapt(plan) for plan in plans]
 
 
 def _close_all_of(segments: Sequence[Segment]) -> None:

@@ -102,8 +102,8 @@ class Answer:
     """Memory of this process that ``result`` names, to be closed when others hold it."""
 
 
-Bring = Callable[[RankReport], tuple[RankReport, Sequence[Segment]]]
-"""Copies what a report names on another host to this one."""
+Bring = Callable[[str, RankReport], tuple[RankReport, Sequence[Segment]]]
+"""Copies what a report of an executor names on another host to this one."""
 
 
 @dataclass
@@ -177,17 +177,17 @@ class Ranks:
         plans: tuple[WorkerPlan, ...],
         incarnation: int,
         *,
-        before: Callable[[], None] | None = None,
+        prepared: Callable[[], Sequence[WorkerPlan]] | None = None,
     ) -> None:
         """End what is left of an executor and start its processes anew; the answers are ``RankSetup``, and it may be told more at
         once. What its earlier processes still say arrives with their own incarnation.
 
         Args:
-            before: To be done first, on a thread.
+            prepared: Called first, on a thread: the plans as they are to be.
         """
         old, now = self.of[executor], [Rank(executor, plan.rank, incarnation) for plan in plans]
         self.of[executor] = now
-        self._submit(self._replace(executor, plans, old, now, before))
+        self._submit(self._replace(executor, plans, old, now, prepared))
 
     def stop(self, executor: str) -> None:
         """End what is left of an executor's processes; returns when they have ended, within five seconds."""
@@ -250,10 +250,10 @@ class Ranks:
         plans: Sequence[WorkerPlan],
         old: Sequence[Rank],
         now: Sequence[Rank],
-        before: Callable[[], None] | None,
+        prepared: Callable[[], Sequence[WorkerPlan]] | None,
     ) -> None:
         await self._stop(old)
-        await self._bring_up(name, plans, now, before)
+        await self._bring_up(name, plans, now, prepared)
 
     async def _stop(self, ranks: Sequence[Rank]) -> None:
         for at_once in (False, True):
@@ -267,17 +267,18 @@ class Ranks:
         name: str,
         plans: Sequence[WorkerPlan],
         ranks: Sequence[Rank],
-        before: Callable[[], None] | None = None,
+        prepared: Callable[[], Sequence[WorkerPlan]] | None = None,
     ) -> None:
         launcher = self._launchers[name]
         labels = [name] if len(plans) == 1 else [f"{name} {plan.rank}" for plan in plans]
         try:
-            if before is not None:
-                await asyncio.to_thread(before)
+            if prepared is not None:
+                plans = await asyncio.to_thread(prepared)
             links, rendezvous = await launcher.start(plans, labels, self._output)
         except Exception as error:
             failure = capture(name, 0, "start of its processes", error)
-            self.events.put(replace(failure, incarnation=ranks[0].incarnation))
+            lost = isinstance(error, ConnectionError)  # a host: as if its ranks had begun, and died with it
+            self.events.put(replace(failure, incarnation=ranks[0].incarnation, died=lost, from_outside=lost))
             return
         for rank, plan, link in zip(ranks, plans, links, strict=True):
             rank.link = link
@@ -307,7 +308,7 @@ class Ranks:
         brought: Sequence[Segment] = ()
         if self.bring is not None and isinstance(result, RankReport):
             try:
-                result, brought = await asyncio.to_thread(self.bring, result)
+                result, brought = await asyncio.to_thread(self.bring, rank.executor, result)
             except LlamaRLError:
                 await asyncio.wait({rank.link.ended}, timeout=_TOLD_S)
                 if rank.dead:

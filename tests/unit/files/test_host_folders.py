@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from file_server import FarHost, far_host
 
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.storage import CheckpointStore
-from llamarl.checkpoint.written import record_files
+from llamarl.checkpoint.written import record_files, writer_name
 from llamarl.errors import CheckpointError
-from llamarl.files.host_folders import FarFolder, HostFolders, files_for_ranks, is_transient, where_to_put
+from llamarl.files.host_folders import FarFolder, HostFolders, Line, files_for_ranks, is_transient, where_to_put
 
 WHERE = {"generator": (0, 1), "trainer": (0, 1), "reward": (-1,)}
 
@@ -220,3 +221,34 @@ def test_what_gets_another_name_when_it_is_whole_is_not_brought_before(path: str
 def test_a_name_that_is_taken_gets_a_place_of_its_host() -> None:
     assert where_to_put("a/b", "c", taken=False) == "a/b"
     assert where_to_put("a/b", "c", taken=True) == "hosts/c/a/b"
+
+
+def test_what_came_before_its_report_counted_is_not_asked_for_again_and_a_host_that_is_gone_is_passed_over(
+    two: Two,
+) -> None:
+    for number, host in enumerate(two.hosts):
+        two.far.folders[number].reports = Line(partial(host.client, "ab"[number]))
+    record, log = two.write(0, "rollouts/tick_000000.jsonl", b"rows"), two.write(1, "log", b"lines")
+    two.far.bring("generator", 0, [record])
+    assert (two.run_dir / record.path).read_bytes() == b"rows"
+    two.far.lose(0)
+    two.far.fetch({writer_name("generator", 0): [record]}, two.run_dir)
+    late = replace(record, path="rollouts/tick_000001.jsonl")
+    with pytest.raises(CheckpointError, match="host a is gone"):
+        two.far.fetch({writer_name("generator", 0): [late]}, two.run_dir)
+    two.far.sweep()
+    assert (two.run_dir / log.path).read_bytes() == b"lines"
+
+
+def test_a_state_goes_to_the_host_where_its_rank_is_now(two: Two) -> None:
+    where = dict(WHERE)
+    far = HostFolders(two.run_dir, two.far.folders, where)
+    two.far.folders[1].sends = Line(partial(two.hosts[1].client, "b"))
+    checkpoint = two.run_dir / "checkpoints" / "tick_000001"
+    record = put(checkpoint, "generator/rank_0/state", b"carried")
+    far.send_state_of("trainer", checkpoint, [record])
+    assert not (two.of(1) / "checkpoints" / "tick_000001").exists()
+    where["generator"] = (1, 1)
+    far.send_state_of("generator", checkpoint, [record])
+    assert (two.of(1) / "checkpoints/tick_000001/generator/rank_0/state").read_bytes() == b"carried"
+    assert not (two.of(0) / "checkpoints" / "tick_000001").exists()

@@ -10,7 +10,7 @@ from llamarl.controller.job_hosts import pair_lines, unreachable
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.config import host_settings, hosts_named
-from llamarl.runtime.host_placement import Machine, place_on_hosts, spread, unlike
+from llamarl.runtime.host_placement import Machine, place_on_hosts, spread, stand_in, unlike
 from llamarl.runtime.placement import ColocatedGroup
 
 FACTS = {"llamarl": "1", "python": "3.11.7", "torch": "2.13", "processor": "x86 avx2"}
@@ -167,3 +167,28 @@ def test_a_mistake_in_the_hosts_names_its_key(given: dict[str, object], key: str
     with pytest.raises(ConfigError) as caught:
         load_config(None, given)
     assert key in [mistake.key for mistake in caught.value.mistakes]
+
+
+def test_the_place_of_a_host_that_is_gone_is_taken_by_the_one_with_fewest_ranks() -> None:
+    hosts = [machine(name) for name in "abcd"]
+    where = {"g": (0, 1), "t": (1,), "r": (2,), "e": (-1,)}
+    assert stand_in(1, hosts, where, gone={1}) == 3, "d has none"
+    assert stand_in(1, hosts, where, gone={1, 3}) == 0, "a and c have one each"
+    assert stand_in(1, hosts, where, gone={0, 1, 3}) == 2
+    assert stand_in(1, hosts, where, gone={0, 1, 2, 3}) is None
+
+
+def test_a_host_that_would_give_other_bits_takes_no_place() -> None:
+    hosts = [machine("a"), machine("b", processor="arm"), machine("c")]
+    where = {"g": (0,), "t": (2,)}
+    assert stand_in(0, hosts, where, gone={0}) == 2, "b has no ranks, but another processor"
+    assert stand_in(0, hosts, where, gone={0}, allow_unlike=True) == 1
+    assert stand_in(0, hosts, where, gone={0, 2}) is None
+
+
+def test_ranks_on_gpus_go_where_as_many_are_free() -> None:
+    hosts = [machine("a", cuda_devices=4), machine("b", cuda_devices=2), machine("c", cuda_devices=4), machine("d")]
+    where = {"g": (0, 0), "t": (1,), "r": (3,)}
+    assert stand_in(0, hosts, where, gone={0}, on_gpus=["g", "t"]) == 2
+    assert stand_in(0, hosts, where, gone={0, 2}, on_gpus=["g", "t"]) is None, "b has too few, and d none"
+    assert stand_in(3, hosts, where, gone={3}, on_gpus=["g", "t"]) == 2, "ranks without a GPU go anywhere"

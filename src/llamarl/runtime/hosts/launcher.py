@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from llamarl.runtime.child_process import cause_of_death
+from llamarl.runtime.child_process import Killed, cause_of_death
 from llamarl.runtime.children import shares_imports
 from llamarl.runtime.config import Worker
 from llamarl.runtime.determinism import environment
@@ -129,11 +129,21 @@ class HostLauncher:
 
     Args:
         workers: The hosts.
-        where: Executor -> for each of its ranks, which of ``workers`` has it.
+        where: Executor -> for each of its ranks, which of ``workers`` has it. Looked at whenever one is started.
+        on_lost: Told of a host that is gone, on the io thread.
     """
 
-    def __init__(self, workers: Sequence[Worker], where: Mapping[str, Sequence[int]], key: WorkerKey) -> None:
-        self._workers, self._where, self._key = workers, where, key
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        where: Mapping[str, Sequence[int]],
+        key: WorkerKey,
+        on_lost: Callable[[int], None] = lambda host: None,
+    ) -> None:
+        self._workers, self._where, self._key, self._on_lost = workers, where, key, on_lost
+        self.lost: set[int] = set()
+        """Hosts that are gone. They stay so, whatever becomes of them."""
+        self._closing = False
         self._opening: dict[int, asyncio.Task[HostConnection]] = {}
         self._connections: list[HostConnection] = []
         self._links: dict[int, dict[int, HostLink]] = {}
@@ -163,20 +173,21 @@ class HostLauncher:
             "modules": [spec.factory.rpartition(":")[0]] if shares_imports(spec) else [],
         }
         started = (link.start({**order, "label": label}) for link, label in zip(links, labels, strict=True))
-        await asyncio.gather(*started)
+        try:
+            await asyncio.gather(*started)
+        except BaseException:
+            for link in links:
+                link.kill(at_once=True)
+            raise
         return links, rendezvous
 
     async def stop(self) -> None:
         await asyncio.gather(*(link.ended for links in self._links.values() for link in links.values()))
 
     def close(self) -> None:
+        self._closing = True
         for connection in self._connections:
             connection.close()
-
-    def has_lost(self, executor: str) -> bool:
-        """Whether a host of its ranks is gone, or its worker. Any thread."""
-        names = {self._workers[host].name for host in self._where.get(executor, ())}
-        return any(one.ended and one.worker.name in names for one in self._connections)
 
     def offsets(self) -> dict[str, tuple[float, float]]:
         """Host -> how far its clock is ahead of the controller's, and by how much that may be wrong; seconds."""
@@ -195,14 +206,24 @@ class HostLauncher:
             links[number].take(word, data)
 
         def on_end(cause: str) -> None:
+            self._lose(host)
             for link in links.values():
-                link.finish(cause, streams=True)
+                link.finish(Killed(cause), streams=True)
 
         connection = HostConnection(self._workers[host], self._key, on_message, on_end)
         self._connections.append(connection)
-        await connection.open()
-        await connection.keep_time()
+        try:
+            await connection.open()
+            await connection.keep_time()
+        except HostLost:
+            self._lose(host)
+            raise
         return connection
+
+    def _lose(self, host: int) -> None:
+        if host not in self.lost and not self._closing:
+            self.lost.add(host)
+            self._on_lost(host)
 
     async def _meeting_place(self, connection: HostConnection, name: str, *, apart: bool) -> str:
         asked = {"name": name, "apart": apart}

@@ -1,0 +1,87 @@
+"""Where the ranks of a job are once hosts of it have gone: for each another host, with all its ranks.
+
+connection to a host ends ─▶ launcher.lost ─▶ stand_in (pure) ─▶ settle: from now on its ranks are there
+                                                                 prepare: files that they read go there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from llamarl.controller.job_files import JobFiles
+from llamarl.errors import CheckpointError, TransferError
+from llamarl.runtime.host_placement import Machine, stand_in
+from llamarl.runtime.hosts.launcher import HostLauncher
+from llamarl.runtime.worker import RankReport, WorkerPlan
+from llamarl.transports.network import Network
+
+__all__ = ["HostPlaces"]
+
+
+class HostPlaces:
+    """Implements :class:`llamarl.runtime.places.Places`.
+
+    Args:
+        where: Executor -> the host of each rank, -1 for the controller's machine. Changed in place, as ``files`` and ``launcher`` have
+            it too.
+        hosts: Those that the user has named, in that order.
+        on_gpus: Executors on GPUs.
+        allow_unlike: Whether the other host may differ in what decides bits.
+    """
+
+    def __init__(
+        self,
+        where: dict[str, tuple[int, ...]],
+        hosts: Sequence[Machine],
+        on_gpus: Collection[str],
+        launcher: HostLauncher,
+        files: JobFiles | None,
+        network: Callable[[int], Network],
+        *,
+        allow_unlike: bool,
+    ) -> None:
+        self._where, self._hosts, self._on_gpus = where, hosts, on_gpus
+        self._launcher, self._files, self._network = launcher, files, network
+        self._allow_unlike = allow_unlike
+
+    def adapt(self, plan: WorkerPlan) -> WorkerPlan:
+        return plan if self._files is None else self._files.adapt(plan)
+
+    def has_place(self, executor: str) -> bool:
+        return all(self._other(host) is not None for host in self._lost(executor))
+
+    def settle(self, executor: str) -> Sequence[Network]:
+        for host in self._lost(executor):
+            other = self._other(host)
+            assert other is not None, "has_place has said that there is one"
+            for name, ranks in self._where.items():
+                self._where[name] = tuple(other if at == host else at for at in ranks)
+        return [self._network(host) for host in self._where[executor]]
+
+    def prepare(self, executor: str, load_from: Path | None) -> None:
+        if self._files is None:
+            return
+        try:
+            self._files.send_again(executor, load_from)
+        except (CheckpointError, TransferError) as error:
+            if self._lost(executor):
+                raise ConnectionError(str(error)) from error
+            raise
+
+    def bring_files(self, executor: str, report: RankReport) -> None:
+        if self._files is not None and report.files:
+            self._files.bring(executor, report.rank, report.files)
+
+    def _lost(self, executor: str) -> list[int]:
+        return sorted(set(self._where[executor]) & self._launcher.lost)
+
+    def _other(self, host: int) -> int | None:
+        return stand_in(
+            host,
+            self._hosts,
+            self._where,
+            gone=self._launcher.lost,
+            on_gpus=self._on_gpus,
+            allow_unlike=self._allow_unlike,
+        )

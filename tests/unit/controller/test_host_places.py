@@ -1,0 +1,72 @@
+"""A host that is gone: all its ranks, and whatever is asked of the job's hosts, are with another one from then on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from other_space import place
+
+from llamarl.controller.host_places import HostPlaces
+from llamarl.errors import TransferError
+from llamarl.runtime.host_placement import Machine
+
+
+class Launcher:
+    def __init__(self, *lost: int) -> None:
+        self.lost = set(lost)
+
+
+class Files:
+    """The part of ``JobFiles`` that sends."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.sent: list[tuple[str, Path | None]] = []
+        self.takes_down: int | None = None
+        self._launcher = launcher
+
+    def send_again(self, executor: str, load_from: Path | None) -> None:
+        self.sent.append((executor, load_from))
+        if self.takes_down is not None:
+            self._launcher.lost |= {self.takes_down} - {-1}
+            raise TransferError("it did not come")
+
+
+def places(where: dict[str, tuple[int, ...]], launcher: Launcher, files: Files | None = None) -> HostPlaces:
+    hosts = [Machine(name, 8, 0, {"llamarl": "1"}) for name in "abc"]
+    unchecked: Any = (launcher, files)
+    return HostPlaces(
+        where, hosts, (), *unchecked, lambda host: place(("a", "b", "c", "here")[host]), allow_unlike=False
+    )
+
+
+def test_all_ranks_of_a_host_that_is_gone_move_together_and_others_stay() -> None:
+    where = {"generator": (0, 1), "trainer": (1, 1), "reward": (-1,)}
+    launcher = Launcher()
+    found = places(where, launcher)
+    assert found.settle("trainer") == [place("b"), place("b")], "nothing is gone"
+    launcher.lost.add(1)
+    assert all(found.has_place(name) for name in where)
+    assert found.settle("trainer") == [place("c"), place("c")]
+    assert where == {"generator": (0, 2), "trainer": (2, 2), "reward": (-1,)}
+    assert found.settle("generator") == [place("a"), place("c")]
+
+
+def test_where_no_host_is_left_only_those_without_ranks_on_it_have_a_place() -> None:
+    found = places({"generator": (0,), "trainer": (1,), "reward": (-1,)}, Launcher(0, 1, 2))
+    assert [found.has_place(name) for name in ("generator", "trainer", "reward")] == [False, False, True]
+
+
+def test_a_host_that_goes_while_files_are_sent_to_it_is_gone_like_any_other(tmp_path: Path) -> None:
+    launcher = Launcher()
+    files = Files(launcher)
+    found = places({"trainer": (1,)}, launcher, files)
+    found.prepare("trainer", tmp_path)
+    assert files.sent == [("trainer", tmp_path)]
+    files.takes_down = -1
+    with pytest.raises(TransferError):  # it is there, and cannot take them
+        found.prepare("trainer", tmp_path)
+    files.takes_down = 1
+    with pytest.raises(ConnectionError, match="it did not come"):
+        found.prepare("trainer", tmp_path)
