@@ -103,6 +103,7 @@ def test_ranks_of_other_hosts_die_at_several_moments_and_every_byte_is_that_of_t
     assert restarts >= {"recovery/generator_restarts", "recovery/trainer_restarts"}
 
 
+@pytest.mark.long  # beside make test-hosts, which cuts links for good
 def test_hosts_that_are_gone_are_replaced_by_the_spare_one_and_every_byte_is_that_of_the_undisturbed_run(
     llamarl: CommandLine, folder: Path, undisturbed: Path
 ) -> None:
