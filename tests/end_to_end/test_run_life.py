@@ -56,6 +56,7 @@ OTHER_VALUES: dict[str, Any] = {
     "checkpoint.keep": 5,
     "checkpoint.at_end": "false",
     "checkpoint.background": "false",
+    "checkpoint.max_failed": 9,
     "checkpoint.reshard": "true",
     "checkpoint.other_platform": "true",
     "observability.console": '"none"',
@@ -66,6 +67,7 @@ OTHER_VALUES: dict[str, Any] = {
     "deadlines.setup_s": 599.0,
     "deadlines.step_s": 1799.0,
     "deadlines.host_silence_s": 29.0,
+    "deadlines.disk_s": 61.0,
     "recovery.max_restarts": 3,
     "recovery.window_s": 60.0,
 }
@@ -84,6 +86,7 @@ ELSEWHERE = {
         ),
         "runs over hosts: test_hosts_share_nothing.py, tests/real_hosts",
     ),
+    **dict.fromkeys(("hosts.standby", "hosts.standby_after_s"), "test_standby.py"),
     "observability.wandb": "needs an account",
     "observability.wandb_project": "needs an account",
 }

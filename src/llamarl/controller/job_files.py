@@ -59,9 +59,10 @@ class _Host:
     paths: dict[str, str] = field(default_factory=dict)
     """A file or folder as the plan names it, and after that by its full path here -> its path there."""
 
-    def open_run(self) -> str:
+    def open_run(self, client: FileClient | None = None) -> str:
+        """The handle of its folder of the run; made by ``client``, or by its own, when it is first asked for."""
         if not self.handle:
-            self.handle, self.folder = self.client.open_run(self.run_id)
+            self.handle, self.folder = (client or self.client).open_run(self.run_id)
         return self.handle
 
 
@@ -277,7 +278,7 @@ def _provide(host: _Host, client: FileClient, path: str, content: Callable[[str]
     """Have a file or folder that a plan names on a host."""
     place = Path(path).expanduser().absolute()
     if not same_there(client, place):
-        place = provide(client, content(path), lambda: client.open_run(host.run_id)[0])
+        place = provide(client, content(path), lambda: host.open_run(client))
     host.paths[path] = host.paths[str(Path(path).expanduser().resolve())] = str(place)
 
 
