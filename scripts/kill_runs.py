@@ -69,6 +69,7 @@ CASES: Mapping[str, Case] = {
         | {"generator.dp": 2, "generator.tp": 2, "trainer.fsdp": 2, "trainer.tp": 2}
         | {"evaluation.every": 0, "run.cores": 8, "run.num_ticks": 6},
     ),
+    "shards": Case(recipe="tiny", changes=PARTIAL | {"generator.dp": 2, "generator.shards": 4, "run.cores": 4}),
     "critic": Case(recipe="ppo_critic", changes=PARTIAL),
     "judge": Case(recipe=str(ROOT / "examples/executors/judge_model.toml")),
     "episodes": Case(
