@@ -117,7 +117,7 @@ class Awkward:
             case "die once" if not self._died_before():
                 os.kill(os.getpid(), signal.SIGKILL)
             case "drift":
-                self.heard += int(time.monotonic_ns() % 1000)
+                self.heard += time.monotonic_ns()  # never the same twice
             case "exit":
                 raise SystemExit(3)
 

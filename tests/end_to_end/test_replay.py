@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from llamarl.cli.main import main
 from llamarl.executors.in_flight import Logged
 from llamarl.observability.events import EventLog, read_events
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from holding_sink import HOLD_AT, hold_at, let_go
+
 SETTINGS = {
     "schedule.weights": '"latest"',
     "schedule.max_staleness": 1,
@@ -23,18 +27,20 @@ SETTINGS = {
     "checkpoint.every": 2,
     "evaluation.every": 0,
     "run.num_ticks": 5,
-}
+} | HOLD_AT
 
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("latest") / "run"
+    hold_at(run_dir, row=3)
     process = llamarl.start(run_dir, SETTINGS)
     try:
         wait_until(lambda: len(rows(run_dir)) >= 3, limit_s=240, what="3 rows")
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
+        let_go(run_dir)
     assert len(rows(run_dir)) < 5  # it was in fact cut short
     done = llamarl.train(run_dir, SETTINGS, "--resume", str(run_dir))
     assert done.returncode == 0, done.stdout + done.stderr

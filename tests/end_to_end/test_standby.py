@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from conftest import CommandLine, rows, wait_until
 from loopback_hosts import KEY, LoopbackHost, loopback_hosts
 from test_survival import what_counts
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from holding_sink import HOLD_AT, hold_at, let_go
 
 SETTINGS = {
     "run.num_ticks": 8,
@@ -44,10 +48,13 @@ def test_a_run_whose_controller_is_killed_goes_on_at_its_standby_to_the_same_bit
     llamarl: CommandLine, tmp_path: Path, host: LoopbackHost
 ) -> None:
     assert llamarl.train(tmp_path / "undisturbed", SETTINGS).returncode == 0
-    run = llamarl.start(tmp_path / "run", SETTINGS, *standby(host, tmp_path))
+    hold_at(tmp_path / "run", row=5)
+    run = llamarl.start(tmp_path / "run", SETTINGS | HOLD_AT, *standby(host, tmp_path))
     wait_until(lambda: len(rows(tmp_path / "run")) >= 5 or run.poll() is not None, limit_s=120, what="5 rows")
     time.sleep(1.5)  # for the copy, which is a second behind
+    assert run.poll() is None and len(rows(tmp_path / "run")) == 5
     os.kill(run.pid, signal.SIGKILL)
+    let_go(tmp_path / "run")
     wait_until(lambda: bool(taken_over(tmp_path)), limit_s=60, what="the standby")
     (copy,) = taken_over(tmp_path)
     wait_until(lambda: (copy / "model" / "model.safetensors").exists(), limit_s=200, what="the end of the run")
