@@ -89,10 +89,10 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def strike(case: Case, undisturbed: Path, folder: Path, *, kills: int, hangs: int, seed: int) -> dict[str, Any]:
+def strike(case: Case, undisturbed: Path, alone_s: float, folder: Path, *, kills: int, hangs: int, seed: int) -> dict[str, Any]:
     """One run under blows: what it was, in plain data."""
     trial = Trial(recipe=case.recipe, overrides=case.words(), kills=kills, hangs=hangs, seed=seed, limit_s=_LIMIT_S)
-    outcome, unlike = strike_and_compare(trial, undisturbed, folder / "struck", tell=lambda line: None)
+    outcome, unlike = strike_and_compare(trial, undisturbed, alone_s, folder / "struck", tell=lambda line: None)
     if not case.repeats:
         replayed = folder / "replayed"
         words = ["--replay", str(folder / "struck"), "--run.dir", str(replayed)]
@@ -126,7 +126,7 @@ def main() -> int:
     kills = args.kills or (0 if args.hangs else 20)
     left, bad, began = {"kills": kills, "hangs": args.hangs}, 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill-runs-") as name:
-        folder, undisturbed = Path(name), {}
+        folder, undisturbed, alone_s = Path(name), {}, {}
         for number, case_name in enumerate(itertools.cycle(args.cases)):
             if not any(left.values()) or time.monotonic() - began > args.until:
                 break
@@ -134,10 +134,12 @@ def main() -> int:
             if case_name not in undisturbed:
                 undisturbed[case_name] = folder / f"undisturbed_{case_name}"
                 words = [case.recipe, *case.words(), "--run.dir", str(undisturbed[case_name])]
-                play(words, folder / f"undisturbed_{case_name}.log", limit_s=_LIMIT_S)
+                alone_s[case_name] = play(words, folder / f"undisturbed_{case_name}.log", limit_s=_LIMIT_S)
             now = {kind: min(count, args.a_run) for kind, count in left.items()}
             with tempfile.TemporaryDirectory(dir=folder) as run:
-                result = strike(case, undisturbed[case_name], Path(run), **now, seed=args.seed + number)
+                result = strike(
+                    case, undisturbed[case_name], alone_s[case_name], Path(run), **now, seed=args.seed + number
+                )
             left = {kind: count - now[kind] for kind, count in left.items()}
             failed = bool(result["failures"] or result["left_over"] or result["differences"])
             bad += failed

@@ -51,16 +51,16 @@ def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None]) -> int:
             tell(f"undisturbed, a second time: differs ({', '.join(unlike)}): this recipe does not repeat itself")
             return 1
         tell("undisturbed, a second time: equal")
-    outcome, unlike = strike_and_compare(trial, undisturbed, folder / "struck", tell)
+    outcome, unlike = strike_and_compare(trial, undisturbed, alone_s, folder / "struck", tell)
     tell("")
     tell(_verdict(outcome, unlike, alone_s, folder / "struck"))
     return int(bool(unlike or outcome.failures or outcome.left_over))
 
 
 def strike_and_compare(
-    trial: Trial, undisturbed: Path, run_dir: Path, tell: Callable[[str], None]
+    trial: Trial, undisturbed: Path, alone_s: float, run_dir: Path, tell: Callable[[str], None]
 ) -> tuple[StruckRun, list[str]]:
-    """The struck run in ``run_dir``, which is new, and what of it differs from the run in ``undisturbed``."""
+    """The struck run in ``run_dir``, which is new, and what of it differs from the run in ``undisturbed``, which took ``alone_s``."""
     rows = read_metrics(undisturbed)
     if not rows:
         raise ConfigError(f"{undisturbed} has no row of metrics: run.num_ticks is 0?")
@@ -71,6 +71,7 @@ def strike_and_compare(
     words += ["--recovery.max_restarts", str(10 * struck)]
     if trial.hangs:
         words += ["--deadlines.step_s", f"{max(20.0, 20 * tick_s):.0f}"]
+        words += ["--deadlines.setup_s", f"{max(30.0, 2 * alone_s):.0f}"]
     log = run_dir.with_name(run_dir.name + ".log")
     outcome = play_struck(
         words, run_dir, log, blows, limit_s=trial.limit_s, only=trial.only, tell=lambda line: tell(f"  {line}")

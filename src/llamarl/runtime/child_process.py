@@ -6,6 +6,7 @@ Used by the controller (:mod:`llamarl.runtime.local`) and by the daemon of anoth
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -80,12 +81,25 @@ async def gone(process: subprocess.Popen[bytes], reading: asyncio.Task[None]) ->
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal, and waits to be told to go on."""
-    try:
+    """Whether a process was stopped by a signal, and waits to be told to go on; or a child of its own was.
+
+    Of a rank that has not said who it is, no more is known than its guard: the rank is its child.
+    """
+    return any(_state(one) in ("T", "t") for one in (pid, *_children(pid)))
+
+
+def _state(pid: int) -> str:
+    with contextlib.suppress(OSError, IndexError):  # it has ended, or nothing can tell
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):  # it has ended, or nothing can tell
-        return False
+            return stat.read().rpartition(b")")[2].split()[0].decode()
+    return ""
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/task/{pid}/children", "rb") as children:
+            return [int(child) for child in children.read().split()]
+    return []
 
 
 class Stores:
