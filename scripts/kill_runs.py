@@ -89,7 +89,9 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def strike(case: Case, undisturbed: Path, alone_s: float, folder: Path, *, kills: int, hangs: int, seed: int) -> dict[str, Any]:
+def strike(
+    case: Case, undisturbed: Path, alone_s: float, folder: Path, *, kills: int, hangs: int, seed: int
+) -> dict[str, Any]:
     """One run under blows: what it was, in plain data."""
     trial = Trial(recipe=case.recipe, overrides=case.words(), kills=kills, hangs=hangs, seed=seed, limit_s=_LIMIT_S)
     outcome, unlike = strike_and_compare(trial, undisturbed, alone_s, folder / "struck", tell=lambda line: None)
