@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
 from forked_command import run_llamarl
@@ -21,28 +22,57 @@ SMALL = [
 ]
 
 
-def llamarl_command(folder: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llamarl.cli.main", *words]
+_PROGRAM = """
+import json, sys
+from llamarl.cli.main import main
+for words in json.loads(sys.argv[1]):
+    code = main(words)
+    print(code, end=chr(12), flush=True)
+    print(end=chr(12), file=sys.stderr, flush=True)
+"""
+
+
+@dataclass
+class Done:
+    """One command, and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def commands(folder: Path, environment: dict[str, str], *all_words: list[str]) -> list[Done]:
+    """One after another in a Python of their own: the Hub's client reads its environment when it is imported."""
     cleared = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
-    return subprocess.run(
-        command, cwd=folder, env=cleared | environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    ran = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, json.dumps(all_words)],
+        cwd=folder, env=cleared | environment, capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    said = zip(ran.stdout.split(chr(12))[:-1], ran.stderr.split(chr(12))[:-1], strict=True)
+    return [Done(int(out[-1]), out[:-1], err) for out, err in said]
 
 
 def test_a_run_of_a_hub_model_records_its_commit_and_goes_on_offline_after_the_branch_has_moved(tmp_path: Path) -> None:
     with serving() as hub:
         commit = hub.commit("lab/tiny", files_of(TINY))
         online = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache")}
-        words = ["tiny", "--model.path", "lab/tiny", "--run.dir", "run", *SMALL]
-        dry = llamarl_command(tmp_path, online, "train", "--dry-run", *words, "--run.num_ticks", "1")
+        words = ["tiny", "--model.path", "lab/tiny", "--run.dir", "run", *SMALL, "--run.num_ticks", "1"]
+        (dry,) = commands(tmp_path, online, ["train", "--dry-run", *words])
         assert dry.returncode == 0, dry.stderr
         assert f'revision = "{commit}"' in dry.stdout
         assert "model.safetensors" not in hub.fetched()
-        begun = llamarl_command(tmp_path, online, "train", *words, "--run.num_ticks", "1")
+        begun, asked = commands(
+            tmp_path,
+            online,
+            ["train", *words],
+            ["generate", "lab/tiny", "--revision", commit, "--prompt", "a1 b2 ="],
+        )
         assert begun.returncode == 0, begun.stderr
+        assert asked.returncode == 0, asked.stderr
         hub.commit("lab/tiny", files_of(TINY) | {"config.json": b"{}"})
-        offline = online | {"HF_HUB_OFFLINE": "1"}
-        ended = llamarl_command(tmp_path, offline, "train", "--resume", "run", "--run.num_ticks", "2")
+        (ended,) = commands(
+            tmp_path, online | {"HF_HUB_OFFLINE": "1"}, ["train", "--resume", "run", "--run.num_ticks", "2"]
+        )
         assert ended.returncode == 0, ended.stderr
         recorded = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["model"]
         assert (recorded["path"], recorded["revision"]) == ("lab/tiny", commit)
@@ -53,7 +83,5 @@ def test_a_run_of_a_hub_model_records_its_commit_and_goes_on_offline_after_the_b
             for run in ("run", "plain")
         ]
         assert losses[0] == losses[1]  # the bundled model's own folder gives the same bits
-        asked = llamarl_command(tmp_path, online, "generate", "lab/tiny", "--revision", commit, "--prompt", "a1 b2 =")
-        assert asked.returncode == 0, asked.stderr
-        planned = llamarl_command(tmp_path, online, "plan", "--model", "lab/tiny", "--devices", "2")
+        (planned,) = commands(tmp_path, online, ["plan", "--model", "lab/tiny", "--devices", "2"])
         assert "config.json" in planned.stderr  # what main is now holds no model

@@ -34,37 +34,39 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert weights(one) == weights(other)
 
 
-def test_two_asynchronous_runs_with_partial_rollouts_give_the_same_bits(llamarl: CommandLine, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        done = llamarl.train(tmp_path / name, {**PARTIAL, "schedule.max_staleness": 1})
-        assert done.returncode == 0, done.stdout + done.stderr
-    table = rows(tmp_path / "one")
-    assert [row["step"] for row in table] == list(range(6))
-    assert max(row["rollout/segments_max"] for row in table) == 2  # responses were in fact cut and resumed
-    assert max(row["staleness/max"] for row in table) == 2  # max_staleness + max_segments - 1
-    assert_same_run(tmp_path / "one", tmp_path / "two")
-
-
-def test_another_seed_gives_another_run(llamarl: CommandLine, tmp_path: Path) -> None:
-    for seed in (0, 1):
-        done = llamarl.train(tmp_path / str(seed), {"run.seed": seed, "run.num_ticks": 2, "run.runtime": '"inline"'})
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert weights(tmp_path / "0") != weights(tmp_path / "1")
-
-
-def test_the_inline_runtime_gives_the_bits_of_the_processes(llamarl: CommandLine, tmp_path: Path) -> None:
-    for runtime in ("inline", "local"):
-        done = llamarl.train(tmp_path / runtime, {"run.num_ticks": 3, "run.runtime": f'"{runtime}"'})
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert_same_run(tmp_path / "inline", tmp_path / "local")
-
-
 @pytest.fixture(scope="module")
 def never_killed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("never_killed") / "run"
     done = llamarl.train(run_dir, RESUMABLE)
     assert done.returncode == 0, done.stdout + done.stderr
     return run_dir
+
+
+def test_two_asynchronous_runs_with_partial_rollouts_give_the_same_bits(
+    llamarl: CommandLine, tmp_path: Path, never_killed: Path
+) -> None:
+    done = llamarl.train(tmp_path / "two", RESUMABLE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = rows(never_killed)
+    assert [row["step"] for row in table] == list(range(8))
+    assert max(row["rollout/segments_max"] for row in table) == 2  # responses were in fact cut and resumed
+    assert max(row["staleness/max"] for row in table) == 3  # max_staleness + max_segments - 1
+    assert_same_run(tmp_path / "two", never_killed)
+
+
+def test_another_seed_gives_another_run(llamarl: CommandLine, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        done = llamarl.train(tmp_path / str(seed), {"run.seed": seed, "run.num_ticks": 1, "run.runtime": '"inline"'})
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert weights(tmp_path / "0") != weights(tmp_path / "1")
+
+
+def test_the_inline_runtime_gives_the_bits_of_the_processes(
+    llamarl: CommandLine, tmp_path: Path, never_killed: Path
+) -> None:
+    done = llamarl.train(tmp_path / "inline", RESUMABLE | {"run.runtime": '"inline"'})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(tmp_path / "inline", never_killed)
 
 
 @pytest.mark.parametrize(
