@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 from conftest import RECIPE, SMALL, rows
+from forked_command import ENVIRONMENT, SERVER
 from other_space import place
 
 from llamarl.config import load_config
@@ -15,6 +17,7 @@ from llamarl.controller import run as run_module
 from llamarl.controller.run import start_run
 from llamarl.errors import ExecutorFailed
 from llamarl.observability.keys import is_timing_key
+from llamarl.runtime.fork_here import this_process_is_ours
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.transports.network import Network
 
@@ -26,9 +29,8 @@ SPREAD = {
 }
 
 
-def train(
-    run_dir: Path, networks: dict[str, list[Network]] | None, monkeypatch: pytest.MonkeyPatch, **more: object
-) -> None:
+def train(run_dir: Path, networks: dict[str, list[Network]] | None, **more: object) -> str:
+    """The run, in a process that has imported torch; what an executor's failure said, or nothing."""
     settings = SMALL | {
         "run.num_ticks": 3,
         "run.dir": json.dumps(str(run_dir)),
@@ -39,19 +41,36 @@ def train(
         **more,
     }
     words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module, "make_runtime", lambda name, **_: ProcessRuntime(networks=networks))
+    failure = run_dir.with_name("failure")
+    process = SERVER.Process(target=_train, args=(words, networks, failure))
+    process.start()
+    process.join(240)
+    ended = process.exitcode
+    process.kill()
+    assert ended == 0
+    return failure.read_text()
+
+
+def _train(words: list[str], networks: dict[str, list[Network]] | None, failure: Path) -> None:
+    os.environ.update(ENVIRONMENT)
+    this_process_is_ours()
+    run_module.make_runtime = lambda name, **_: ProcessRuntime(networks=networks)  # type: ignore[assignment]
+    said = ""
+    try:
         start_run(load_config(RECIPE, words))
+    except ExecutorFailed as error:
+        said = str(error)
+    failure.write_text(said)
 
 
 def untimed(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in rows(run_dir)]
 
 
-def test_a_job_over_four_spaces_gives_the_bits_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_over_four_spaces_gives_the_bits_of_one_machine(tmp_path: Path) -> None:
     one, four = tmp_path / "one", tmp_path / "four"
-    train(one, None, monkeypatch)
-    train(four, SPREAD, monkeypatch)
+    assert train(one, None) == ""
+    assert train(four, SPREAD) == ""
     assert untimed(four) == untimed(one) and len(untimed(one)) == 3
     files = sorted(path.relative_to(one) for folder in ("model", "rollouts") for path in (one / folder).rglob("*"))
     assert any(path.name == "model.safetensors" for path in files) and len(files) > 5
@@ -60,6 +79,6 @@ def test_a_job_over_four_spaces_gives_the_bits_of_one_machine(tmp_path: Path, mo
             assert (four / path).read_bytes() == (one / path).read_bytes(), path
 
 
-def test_an_executor_with_another_key_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ExecutorFailed, match="channel 'completions': 'reward' rank 0 cannot read.*another run's"):
-        train(tmp_path / "run", {**SPREAD, "reward": [place("c", key=bytes(32))]}, monkeypatch)
+def test_an_executor_with_another_key_reads_nothing(tmp_path: Path) -> None:
+    said = train(tmp_path / "run", {**SPREAD, "reward": [place("c", key=bytes(32))]})
+    assert re.search("channel 'completions': 'reward' rank 0 cannot read.*another run's", said), said
