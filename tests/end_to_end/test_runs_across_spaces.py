@@ -17,6 +17,7 @@ from llamarl.controller import run as run_module
 from llamarl.controller.run import start_run
 from llamarl.errors import ExecutorFailed
 from llamarl.observability.keys import is_timing_key
+from llamarl.runtime.early_start import start_fork_servers
 from llamarl.runtime.fork_here import this_process_is_ours
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.transports.network import Network
@@ -55,9 +56,10 @@ def _train(words: list[str], networks: dict[str, list[Network]] | None, failure:
     os.environ.update(ENVIRONMENT)
     this_process_is_ours()
     run_module.make_runtime = lambda name, **_: ProcessRuntime(networks=networks)  # type: ignore[assignment]
-    said = ""
+    config, said = load_config(RECIPE, words), ""
+    start_fork_servers(config)
     try:
-        start_run(load_config(RECIPE, words))
+        start_run(config)
     except ExecutorFailed as error:
         said = str(error)
     failure.write_text(said)
