@@ -4,8 +4,7 @@ BIN := $(VENV)/bin
 RECIPE ?= recipes/tiny.toml
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
-WORKERS ?= 2
-UNIT_WORKERS ?= 3
+WORKERS ?= 3
 ENVIRONMENTS_VENV ?= .venv-environments
 VERIFIERS_VENV ?= .venv-verifiers
 
@@ -15,8 +14,8 @@ train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
 
 test: install  ## the whole CPU suite
-	$(BIN)/python -m pytest tests/unit -n $(UNIT_WORKERS) --dist worksteal  # some of them wait
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/browser -n $(WORKERS) --dist loadfile  # whole runs: a file at a time
+	$(BIN)/python -m pytest tests/unit -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/browser -n $(WORKERS) --dist loadfile --no-loadscope-reorder  # whole runs: a file at a time, the longest first
 	$(BIN)/python -m pytest tests/browser  # apart: a browser's driver leaves an event loop in its process
 
 test-long: install  ## more cases of what the suite shows by one: every page, example, moment of a kill, the wheel
