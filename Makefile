@@ -2,13 +2,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/tiny.toml
+CHAOS ?= --kills 144 --hangs 16
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 WORKERS ?= 3
 ENVIRONMENTS_VENV ?= .venv-environments
 VERIFIERS_VENV ?= .venv-verifiers
 
-.PHONY: train test test-long test-wheel test-browser test-vllm test-environments test-verifiers test-hosts test-slurm check install clean
+.PHONY: train test test-long chaos test-wheel test-browser test-vllm test-environments test-verifiers test-hosts test-slurm check install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
@@ -20,6 +21,9 @@ test: install  ## the whole CPU suite
 
 test-long: install  ## more cases of what the suite shows by one: every page, example, moment of a kill, the wheel
 	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist loadfile
+
+chaos: install  ## real jobs of eight kinds under random deaths and hangs: 20 runs, minutes; the whole thousand: CHAOS="--kills 1000"
+	$(BIN)/python scripts/kill_runs.py --a-run 8 $(CHAOS)
 
 test-wheel:  ## the built wheel in an environment of its own, in an empty folder
 	$(PYTHON) scripts/try_wheel.py

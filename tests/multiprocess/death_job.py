@@ -1,0 +1,161 @@
+"""A small job over the real channels whose executors say what they carry, and one run of it under random deaths.
+
+source ─▶ two doublers ─▶ sink ─▶ (two ticks later) source. ``play`` runs in a process that has imported torch, of which ranks are forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from forked_command import ENVIRONMENT
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.controller.config import DeadlineConfig
+from llamarl.controller.controller import run_graph
+from llamarl.controller.graph import Graph
+from llamarl.controller.recovery import Recovery
+from llamarl.controller.replacing import Replacing
+from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
+from llamarl.runtime import children, local
+from llamarl.runtime.base import Report
+from llamarl.runtime.fork_here import this_process_is_ours
+from llamarl.runtime.make_runtime import make_runtime
+from llamarl.runtime.rank_environment import rank_environment
+
+DELAY = 2
+NUM_TICKS = 12
+_STEP_S = 0.02
+
+
+def by_hand(num_ticks: int) -> list[int]:
+    """The sink's total after each tick."""
+    total, back, totals = 0, [0] * DELAY, []
+    for tick in range(num_ticks):
+        first, second = tick + back[tick], 3 * tick  # source's own total is 3 a tick
+        total += 2 * (first + second)
+        back.append(total % 1009)
+        totals.append(total)
+    return totals
+
+
+class _Counter:
+    def __init__(self, config: object, context: ExecutorContext) -> None:
+        self.context, self.total = context, 0
+
+    def setup(self) -> None:
+        pass
+
+    def initial_token(self, channel: str, source_tick: int) -> Any:
+        return np.zeros(1, np.int64)
+
+    def journal(self, tick: int) -> bytes | None:
+        return str(self.total).encode()
+
+    def restore(self, state: bytes, tick: int) -> None:
+        self.total = int(state)
+
+    def save(self, folder: Path, tick: int) -> None:
+        raise AssertionError("this job has no checkpoints")
+
+    def load(self, folder: Path, tick: int) -> None:
+        raise AssertionError("this job has no checkpoints")
+
+    def close(self) -> None:
+        pass
+
+
+class Source(_Counter):
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
+        time.sleep(_STEP_S)
+        numbers = [np.array([tick + int(inputs["back"][0])]), np.array([self.total])]
+        self.total += 3
+        return StepResult(outputs={"numbers": numbers})
+
+
+class Doubler(_Counter):
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
+        time.sleep(_STEP_S)
+        return StepResult(outputs={"doubled": [2 * number for number in inputs["numbers"]]})
+
+
+class Sink(_Counter):
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
+        time.sleep(_STEP_S)
+        self.total += sum(int(number[0]) for number in inputs["doubled"])
+        return StepResult(outputs={"back": np.array([self.total % 1009])}, metrics={"sink/total": float(self.total)})
+
+
+def graph() -> Graph:
+    here = Path(__file__).resolve()
+    return Graph(
+        tuple(
+            ExecutorSpec(name=name, factory=f"{here}:{kind}", num_ranks=ranks, threads=1)
+            for name, kind, ranks in (("source", "Source", 1), ("doubler", "Doubler", 2), ("sink", "Sink", 1))
+        ),
+        (
+            ChannelSpec(name="numbers", kind=ChannelKind.SCATTER, source="source", sink="doubler", capacity=2),
+            ChannelSpec(name="doubled", kind=ChannelKind.GATHER, source="doubler", sink="sink", capacity=2),
+            ChannelSpec(
+                name="back", kind=ChannelKind.BROADCAST, source="sink", sink="source", delay=DELAY, capacity=DELAY
+            ),
+        ),
+    )
+
+
+class _Totals:
+    def __init__(self) -> None:
+        self.of: dict[int, int] = {}
+
+    def on_report(self, report: Report) -> None:
+        if report.executor == "sink":
+            assert report.tick not in self.of, "a tick counted twice"
+            self.of[report.tick] = int(report.metrics["sink/total"])
+
+
+def play(seed: int, kills: int, out: Path) -> None:
+    """One run; to ``out``: the sink's totals after each tick, and how many processes were struck."""
+    os.environ.update(ENVIRONMENT)
+    this_process_is_ours()
+    children.shares_imports = local.shares_imports = lambda spec: True  # these import nothing that a fork may not have
+    children.start_early(children.shared_modules(graph().executors, 1), rank_environment(1), may_be_a_fork=True)
+    totals, struck = _run(seed, kills)
+    out.write_text(json.dumps([[totals[tick] for tick in sorted(totals)], struck]))
+
+
+def _run(seed: int, kills: int) -> tuple[dict[int, int], int]:
+    totals, over, struck = _Totals(), threading.Event(), [0]
+    runtime = make_runtime("local", restarts=True)
+
+    def strike() -> None:
+        rng = random.Random(seed)
+        while struck[0] < kills and not over.wait(rng.uniform(0.0, 2 * _STEP_S * NUM_TICKS / kills)):
+            ranks = runtime._ranks  # type: ignore[attr-defined]
+            up = [rank.pid for of in (ranks.of.values() if ranks else ()) for rank in of if rank.pid]
+            for pid in rng.sample(up, min(len(up), 1 + (rng.random() < 0.2))):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    struck[0] += 1
+
+    striking = threading.Thread(target=strike)
+    replacing = Replacing(Recovery(max_restarts=1000, window_s=60.0))
+    deadlines = DeadlineConfig(setup_s=30.0, step_s=30.0)
+    striking.start()
+    try:
+        run_graph(
+            graph(), runtime, num_ticks=NUM_TICKS, seed=0, observers=[totals], replacing=replacing, deadlines=deadlines
+        )
+    finally:
+        over.set()
+        striking.join()
+        runtime.close()
+    return totals.of, struck[0]

@@ -1,0 +1,26 @@
+"""Twenty runs of a small job whose processes are killed at random moments, two at a time now and then; ``make chaos`` kills real ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from death_job import NUM_TICKS, by_hand, play
+from forked_command import SERVER
+
+NUM_RUNS, KILLS = 20, 5
+
+
+def test_twenty_runs_under_random_deaths_end_with_what_was_worked_by_hand(tmp_path: Path) -> None:
+    all_struck = 0
+    for seed in range(NUM_RUNS):
+        process = SERVER.Process(target=play, args=(seed, KILLS, tmp_path / "out"))
+        process.start()
+        process.join(60)
+        ended = process.exitcode
+        process.kill()
+        assert ended == 0, seed
+        totals, struck = json.loads((tmp_path / "out").read_text())
+        assert totals == by_hand(NUM_TICKS), seed
+        all_struck += struck
+    assert all_struck >= NUM_RUNS * KILLS / 2  # the others' run had ended
