@@ -10,7 +10,7 @@ from pathlib import Path
 
 from namespace_hosts import NamespaceHost
 
-__all__ = ["SMALL", "begin", "train", "train_words", "wait_for_none_left"]
+__all__ = ["SMALL", "begin", "left_on", "train", "train_words", "wait_for_none_left"]
 
 SMALL = (
     *("--run.num_ticks", "4", "--checkpoint.every", "2", "--evaluation.every", "2", "--evaluation.num_prompts", "8"),
@@ -54,13 +54,18 @@ def wait_for_none_left(hosts: Sequence[NamespaceHost], *, workers: bool = False,
         workers: No ``llamarl worker`` either.
     """
     began = time.monotonic()
-    while left := {host.name: found for host in hosts if (found := _left(host, workers))}:
+    while left := {host.name: found for host in hosts if (found := left_on(host, workers=workers))}:
         assert time.monotonic() - began < limit_s, left
         time.sleep(0.1)
     return time.monotonic() - began
 
 
-def _left(host: NamespaceHost, workers: bool) -> list[str]:
+def left_on(host: NamespaceHost, *, workers: bool = False) -> list[str]:
+    """Processes and files of jobs that are on a host now.
+
+    Args:
+        workers: Whether ``llamarl worker`` counts among them.
+    """
     marks = ("llamarl.runtime", "llamarl worker", "llamarl.cli.main") if workers else ("llamarl.runtime",)
     running = [words for words in host.commands().values() if any(mark in words for mark in marks)]
     kept = () if workers else ("/tmp/cache/llamarl/worker/",)  # for the next job of a worker that stays

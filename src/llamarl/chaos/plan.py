@@ -9,21 +9,23 @@ from typing import Literal
 
 __all__ = ["Blow", "Target", "choose", "plan_blows"]
 
-Kind = Literal["kill", "hang"]
+Kind = Literal["kill", "hang", "cut"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A process of the run."""
+    """A process of the run, or a host of it."""
 
     name: str
-    """``controller``, ``environments`` or a rank's, such as ``generator`` or ``trainer[1]``."""
-    pid: int
+    """``controller``, ``environments`` or a rank's, such as ``generator`` or ``trainer[1]``; or what the host is called."""
+    pid: int = 0
+    """Of a process."""
+    is_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blow:
-    """SIGKILL or SIGSTOP to one process, or to two at once."""
+    """SIGKILL or SIGSTOP to one process, or to two at once; or one or two hosts that are cut off."""
 
     kind: Kind
     rows: int
@@ -33,12 +35,12 @@ class Blow:
     """One a victim, in [0, 1): its place among those that may be struck."""
 
     def describe(self) -> str:
-        what = {"kill": "SIGKILL", "hang": "SIGSTOP"}[self.kind]
+        what = {"kill": "SIGKILL", "hang": "SIGSTOP", "cut": "cut"}[self.kind]
         return f"{what} {self.delay_s:.2f} s after row {self.rows}"
 
 
 def plan_blows(
-    *, num_ticks: int, tick_s: float, kills: int, hangs: int, seed: int, pairs: float = 0.1
+    *, num_ticks: int, tick_s: float, kills: int, hangs: int, seed: int, cuts: int = 0, pairs: float = 0.1
 ) -> tuple[Blow, ...]:
     """Blows spread evenly over a run, in the order in which they fall.
 
@@ -48,18 +50,20 @@ def plan_blows(
             anywhere in a tick.
         kills: Processes that are killed, altogether.
         hangs: Processes that are stopped, altogether.
-        pairs: Share of blows that strike two processes at once.
+        cuts: Hosts that are cut off, altogether.
+        pairs: Share of blows that strike two processes, or hosts, at once.
     """
     rng = random.Random(seed)
     blows: list[Blow] = []
-    for kind, total in (("kill", kills), ("hang", hangs)):
+    totals: tuple[tuple[Kind, int], ...] = (("kill", kills), ("hang", hangs), ("cut", cuts))
+    for kind, total in totals:
         left = total
         while left > 0:
             victims = 2 if left > 1 and rng.random() < pairs else 1
             left -= victims
             blows.append(
                 Blow(
-                    kind="kill" if kind == "kill" else "hang",
+                    kind=kind,
                     rows=rng.randrange(max(1, num_ticks - 1)),
                     delay_s=rng.uniform(0.0, 2 * tick_s),
                     draws=tuple(rng.random() for _ in range(victims)),
@@ -71,10 +75,10 @@ def plan_blows(
 def choose(blow: Blow, there: Sequence[Target]) -> tuple[Target, ...]:
     """The victims among ``there``, all of them different; fewer where there are fewer.
 
-    A process that hangs is a rank: one of environments is killed by its pool's own deadline, and a controller that is stopped is
+    What is cut off is a host, all else strikes a process. A process that hangs is a rank: one of environments is killed by its pool's own deadline, and a controller that is stopped is
     nobody's to restart.
     """
-    left = sorted(there, key=lambda target: (target.name, target.pid))
+    left = sorted((one for one in there if one.is_host == (blow.kind == "cut")), key=lambda one: (one.name, one.pid))
     if blow.kind == "hang":
         left = [target for target in left if target.name not in ("controller", "environments")]
     chosen = []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamarl.chaos.plan import Blow, Target, choose
-from llamarl.chaos.processes import alive, targets, wait_for_end
+from llamarl.chaos.processes import Reach, ThisMachine, alive, wait_for_end
 from llamarl.errors import LlamaRLError
 from llamarl.observability.metrics import METRICS_FILE
 
@@ -33,10 +31,12 @@ class Struck:
     victims: tuple[Target, ...]
     rows: int
     """Of metrics, that the run had at that moment."""
+    how: str
+    """What was done to them, in words."""
 
     def describe(self) -> str:
-        names = ", ".join(target.name for target in self.victims) or "nobody (the run had ended)"
-        return f"{'killed' if self.blow.kind == 'kill' else 'stopped'} {names} after {self.rows} rows"
+        names = ", ".join(target.name for target in self.victims) or "nobody (there was nobody left to strike)"
+        return f"{self.how} {names} after {self.rows} rows"
 
 
 @dataclass(kw_only=True)
@@ -80,6 +80,7 @@ def play_struck(
     blows: Sequence[Blow],
     *,
     limit_s: float,
+    reach: Reach | None = None,
     only: Collection[str] = (),
     most_failures: int = 3,
     tell: Callable[[str], None] = lambda line: None,
@@ -88,6 +89,7 @@ def play_struck(
 
     Args:
         run_dir: Its folder.
+        reach: Who is struck, and how; None: the processes below its controller.
         limit_s: Of all of it, from the first start.
         only: Names of executors, ``controller`` or ``environments``: nobody else is struck. Empty: anybody.
         most_failures: Ends that should not have been, after which it is given up.
@@ -95,10 +97,11 @@ def play_struck(
     """
     outcome, until = StruckRun(), time.monotonic() + limit_s
     began, ahead, seen = time.monotonic(), list(blows), set[int]()
-    arguments = list(words)
+    reach = reach or ThisMachine()
+    arguments = [*words, *reach.words(resumed=False)]
     while True:
         with _started(arguments, log) as process:
-            controller_struck = _strike_until_end(process, run_dir, ahead, outcome, until, only, seen, tell)
+            controller_struck = _strike_until_end(process, run_dir, reach, ahead, outcome, until, only, seen, tell)
             code = process.returncode
         if code == 0:
             break
@@ -112,7 +115,7 @@ def play_struck(
             break
         wait_for_end(seen, _LEAVE_S)  # the folder's lock is free, but ranks may be on their way out
         if (run_dir / METRICS_FILE).is_file():
-            arguments = ["--resume", str(run_dir)]
+            arguments = ["--resume", str(run_dir), *reach.words(resumed=True)]
         tell("resumed")
     outcome.seconds = time.monotonic() - began
     outcome.left_over = frozenset(wait_for_end(seen, _LEAVE_S))
@@ -122,6 +125,7 @@ def play_struck(
 def _strike_until_end(
     process: subprocess.Popen[bytes],
     run_dir: Path,
+    reach: Reach,
     ahead: list[Blow],
     outcome: StruckRun,
     until: float,
@@ -135,7 +139,7 @@ def _strike_until_end(
     while process.poll() is None:
         now = time.monotonic()
         if now >= look_s:  # those who come after the last blow are to be gone at the end too
-            seen.update(target.pid for target in targets(process.pid))
+            seen.update(target.pid for target in reach.there(process.pid) if not target.is_host)
             look_s = now + _LOOK_S
         if now >= until:
             tell("out of time: ended")
@@ -147,10 +151,11 @@ def _strike_until_end(
         for earlier in range(rows):
             reached.setdefault(earlier, since)
         if ahead and rows >= ahead[0].rows and now >= reached[ahead[0].rows] + ahead[0].delay_s:
-            there = targets(process.pid)
-            seen.update(target.pid for target in there)
-            if len(there) > 1:  # its ranks are there: not at its start
-                hit = _strike(ahead.pop(0), there, rows, only)
+            there = reach.there(process.pid)
+            pids = {target.pid for target in there if not target.is_host}
+            seen |= pids
+            if len(pids) > 1:  # its ranks are there: not at its start
+                hit = _strike(reach, ahead.pop(0), there, rows, only)
                 outcome.struck.append(hit)
                 tell(hit.describe())
                 struck = struck or any(target.name == "controller" for target in hit.victims)
@@ -158,13 +163,10 @@ def _strike_until_end(
     return struck
 
 
-def _strike(blow: Blow, there: Sequence[Target], rows: int, only: Collection[str]) -> Struck:
-    allowed = [target for target in there if not only or target.name.partition("[")[0] in only]
+def _strike(reach: Reach, blow: Blow, there: Sequence[Target], rows: int, only: Collection[str]) -> Struck:
+    allowed = [one for one in there if not only or one.is_host or one.name.partition("[")[0] in only]
     victims = choose(blow, allowed)
-    for target in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(target.pid, signal.SIGKILL if blow.kind == "kill" else signal.SIGSTOP)
-    return Struck(blow=blow, victims=victims, rows=rows)
+    return Struck(blow=blow, victims=victims, rows=rows, how=reach.strike(blow, victims))
 
 
 def num_rows(run_dir: Path) -> int:

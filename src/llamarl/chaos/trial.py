@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llamarl.chaos.compare import differences
 from llamarl.chaos.plan import plan_blows
+from llamarl.chaos.processes import Reach
 from llamarl.chaos.runs import StruckRun, num_rows, play, play_struck
 from llamarl.errors import ConfigError
 from llamarl.observability.metrics import read_metrics
@@ -23,6 +24,8 @@ class Trial:
     overrides: tuple[str, ...] = ()
     kills: int = 10
     hangs: int = 0
+    cuts: int = 0
+    """Of hosts."""
     seed: int = 0
     only: tuple[str, ...] = ()
     again: bool = False
@@ -58,15 +61,26 @@ def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None]) -> int:
 
 
 def strike_and_compare(
-    trial: Trial, undisturbed: Path, alone_s: float, run_dir: Path, tell: Callable[[str], None]
+    trial: Trial,
+    undisturbed: Path,
+    alone_s: float,
+    run_dir: Path,
+    tell: Callable[[str], None],
+    reach: Reach | None = None,
 ) -> tuple[StruckRun, list[str]]:
-    """The struck run in ``run_dir``, which is new, and what of it differs from the run in ``undisturbed``, which took ``alone_s``."""
+    """The struck run in ``run_dir``, which is new, and what of it differs from the run in ``undisturbed``, which took ``alone_s``.
+
+    Args:
+        reach: Who is struck, and how; None: the processes below its controller.
+    """
     rows = read_metrics(undisturbed)
     if not rows:
         raise ConfigError(f"{undisturbed} has no row of metrics: run.num_ticks is 0?")
     tick_s = max(0.05, sum(float(row.get("time/step_s") or 0.0) for row in rows) / len(rows))
-    blows = plan_blows(num_ticks=len(rows), tick_s=tick_s, kills=trial.kills, hangs=trial.hangs, seed=trial.seed)
-    struck = trial.kills + trial.hangs
+    blows = plan_blows(
+        num_ticks=len(rows), tick_s=tick_s, kills=trial.kills, hangs=trial.hangs, cuts=trial.cuts, seed=trial.seed
+    )
+    struck = trial.kills + trial.hangs + trial.cuts
     words = [trial.recipe, *trial.overrides, "--run.dir", str(run_dir)]
     words += ["--recovery.max_restarts", str(10 * struck)]
     if trial.hangs:
@@ -74,7 +88,14 @@ def strike_and_compare(
         words += ["--deadlines.setup_s", f"{max(30.0, 2 * alone_s):.0f}"]
     log = run_dir.with_name(run_dir.name + ".log")
     outcome = play_struck(
-        words, run_dir, log, blows, limit_s=trial.limit_s, only=trial.only, tell=lambda line: tell(f"  {line}")
+        words,
+        run_dir,
+        log,
+        blows,
+        limit_s=trial.limit_s,
+        reach=reach,
+        only=trial.only,
+        tell=lambda line: tell(f"  {line}"),
     )
     return outcome, differences(run_dir, undisturbed)
 
