@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,8 @@ def reward(prompt, response, answer):
     if response == "orphan":
         os.fork()
         time.sleep(3600)
+    if response == "slow":
+        time.sleep(0.5)
     if response == "torch":
         return float("torch" in sys.modules)
     if response == "pid":
@@ -123,7 +126,7 @@ def test_results_come_back_in_order_with_the_functions_values(config: TaskConfig
     ("text", "kind", "words"),
     [
         ("raise", "exception", "KeyError: 'no such thing'"),
-        ("kill", "crash", "signal 9"),
+        ("kill", "crash", "(3 times in a row)"),
         ("exit", "crash", "exited with status 3"),
         ("nan", "not_a_number", "nan"),
         ("inf", "not_a_number", "-inf"),
@@ -195,6 +198,21 @@ def test_an_idle_worker_that_dies_costs_no_sample(config: TaskConfig) -> None:
         assert _wait_until(lambda: not _alive(pid))
         outcomes = _outcomes(pool.score([_group(0, "x")])[0])
     assert outcomes == [Score(value=6.0)]
+
+
+def test_a_worker_that_is_killed_from_outside_at_its_work_costs_no_verdict(config: TaskConfig) -> None:
+    with RewardPool(config, num_workers=1) as pool:
+
+        def kill() -> None:
+            assert _wait_until(lambda: pool._workers[0].job is not None)
+            os.kill(pool._workers[0].pid or 0, signal.SIGKILL)
+
+        killing = threading.Thread(target=kill)
+        killing.start()
+        outcomes = _outcomes(pool.score([_group(0, "slow", "x")])[0])
+        killing.join()
+        assert pool.num_replaced == 1
+    assert outcomes == [Score(value=9.0), Score(value=6.0)]
 
 
 def test_workers_do_not_import_torch(config: TaskConfig) -> None:

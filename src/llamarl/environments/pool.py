@@ -4,9 +4,10 @@
                  └─────────────────────────▶ worker 1 ─┴─▶ groups with an outcome on every response, in order
 
 What can go wrong with user code, and what comes of it: an exception, a NaN or a non-number fails the sample; a sample over
-its time has its worker killed and replaced; a worker that dies is replaced and its sample failed. A failed sample is a
-typed ``Failure``, never a zero. A verdict depends on the sample alone, not on the worker or the moment that judged it:
-every reply names the job that it answers, and is dropped where that is not the one the worker has.
+its time has its worker killed and replaced; a worker that dies is replaced and its sample failed, or judged again where SIGKILL
+ended it, which may have come from outside. A failed sample is a typed ``Failure``, never a zero. A verdict depends on the sample
+alone, not on the worker or the moment that judged it: every reply names the job that it answers, and is dropped where that is not
+the one the worker has.
 
 Of an episode with an environment (``episodes``) the reward is the sum of its turns'; functions of the user's own judge its last
 reply, and their value is added. Where there are none, no worker is started for it.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,6 +33,9 @@ __all__ = ["RewardPool", "split_into_batches"]
 
 Sample = tuple[Prompt, tuple[str, ...], list[int]]
 """What a worker judges: prompt, the policy's words, and their tokens."""
+
+_MAX_KILLS = 3
+"""Of workers that judged the same samples: judges that take all memory are killed each time."""
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +102,7 @@ class RewardPool(WorkerPool):
         self._samples: list[Sample] = []
         self._pending: deque[tuple[int, ...]] = deque()
         self._outcomes: dict[int, Score | Failure] = {}
+        self._kills: Counter[tuple[int, ...]] = Counter()
         needed = any(not task.environment or task.judges for task in tasks.values() or (task_config,))
         self.start((task_config.pool.num_workers if num_workers is None else num_workers) if needed else 0)
 
@@ -116,6 +121,7 @@ class RewardPool(WorkerPool):
         if self._closed:
             raise ValueError("the reward pool is closed")
         self._samples, self._outcomes = [], {}
+        self._kills.clear()
         to_judge: list[list[int]] = []
         places: list[list[int | None]] = []
         for group in groups:
@@ -171,6 +177,14 @@ class RewardPool(WorkerPool):
         return True
 
     def on_failed(self, worker: WorkerProcess, job: Job, kind: FailureKind, detail: str) -> None:
+        """Samples whose worker was killed are judged again, before all others."""
+        if kind == "crash" and worker.was_killed:
+            self._kills[job.samples] += 1
+            if self._kills[job.samples] < _MAX_KILLS:
+                self._pending.appendleft(job.samples)
+                return
+            first, *rest = detail.splitlines()
+            detail = "\n".join([f"{first} ({_MAX_KILLS} times in a row)", *rest])
         self._outcomes.update((sample, Failure(kind=kind, detail=detail)) for sample in job.samples)
 
     def _is_judged(self, group: Group) -> bool:
