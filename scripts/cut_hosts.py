@@ -61,7 +61,7 @@ class Case:
     job: Job
     on: Mapping[str, str]
     hosts: int
-    """With those to spare."""
+    """With those to spare; more where more are cut off."""
     tls: bool = False
     shared: bool = False
     """Whether the hosts see the run's folder."""
@@ -162,7 +162,7 @@ def strike(
             tls = [f"--hosts.tls_{name}={json.dumps(str(path))}" for name, path in named.items()]
         if case.shared:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp", prefix="cut-hosts-")))
-        hosts = stack.enter_context(namespace_hosts(case.hosts, args.net, flags=flags))
+        hosts = stack.enter_context(namespace_hosts(max(case.hosts, cuts + 1), args.net, flags=flags))
         reach = CutHosts(hosts, random.Random(seed), args.ways)
         over = ["--hosts", ",".join(host.at for host in hosts), "--hosts.key", str(key), *tls]
         over += [word for name, at in case.on.items() for word in ("--on", f"{name}={at}")]

@@ -33,8 +33,11 @@ class Trial:
     limit_s: float = 3600.0
 
 
-def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None]) -> int:
+def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None], reach: Reach | None = None) -> int:
     """Both runs below ``folder``.
+
+    Args:
+        reach: Who is struck, and how; None: the processes below its controller. The undisturbed run goes to the same hosts.
 
     Returns:
         0 where the struck run ended by itself with the undisturbed one's bits and left nothing behind, else 1.
@@ -43,7 +46,7 @@ def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None]) -> int:
         LlamaRLError: The undisturbed run failed.
     """
     undisturbed = folder / "undisturbed"
-    words = [trial.recipe, *trial.overrides]
+    words = [trial.recipe, *trial.overrides, *(reach.words(resumed=False) if reach is not None else ())]
     tell(f"undisturbed: llamarl train {' '.join(words)}")
     alone_s = play([*words, "--run.dir", str(undisturbed)], folder / "undisturbed.log", limit_s=trial.limit_s)
     tell(f"undisturbed: {num_rows(undisturbed)} ticks in {alone_s:.1f} s")
@@ -54,7 +57,7 @@ def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None]) -> int:
             tell(f"undisturbed, a second time: differs ({', '.join(unlike)}): this recipe does not repeat itself")
             return 1
         tell("undisturbed, a second time: equal")
-    outcome, unlike = strike_and_compare(trial, undisturbed, alone_s, folder / "struck", tell)
+    outcome, unlike = strike_and_compare(trial, undisturbed, alone_s, folder / "struck", tell, reach)
     tell("")
     tell(_verdict(outcome, unlike, alone_s, folder / "struck"))
     return int(bool(unlike or outcome.failures or outcome.left_over))
@@ -102,8 +105,10 @@ def strike_and_compare(
 
 def _verdict(outcome: StruckRun, unlike: list[str], alone_s: float, run_dir: Path) -> str:
     victims = [target for hit in outcome.struck for target in hit.victims]
+    hosts = sum(target.is_host for target in victims)
+    cut = f" and {plural(hosts, 'host')} cut off" if hosts else ""
     lines = [
-        f"{plural(len(victims), 'process')} struck, {outcome.resumes} times resumed; {outcome.seconds:.1f} s instead of {alone_s:.1f} s"
+        f"{plural(len(victims) - hosts, 'process')} struck{cut}, {outcome.resumes} times resumed; {outcome.seconds:.1f} s instead of {alone_s:.1f} s"
     ]
     lost = _lost(run_dir)
     if lost:

@@ -1,9 +1,14 @@
-"""``llamarl chaos``: a recipe twice, once left alone and once under random deaths and hangs; do the bits agree?"""
+"""``llamarl chaos``: a recipe twice, once left alone and once under random deaths, hangs and lost hosts; do the bits agree?"""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llamarl.chaos.trial import Trial
 
 __all__ = ["add_parser", "run"]
 
@@ -14,8 +19,16 @@ by --resume. Then the two are compared: weights, rollouts and metrics (times apa
 
   llamarl chaos tiny --kills 10                     ten deaths in one run of the bundled recipe
   llamarl chaos my.toml --kills 20 --hangs 5        hangs too: each is taken for dead at deadlines.step_s
+  llamarl chaos tiny --hosts 3 --cuts 2             over three workers, started here for the trial; two of them go
+  llamarl chaos my.toml --hosts a,b,c --cuts 1      over workers that you run: their links alone are cut
   llamarl chaos tiny --only generator,reward        nobody else is struck
   llamarl chaos tiny --run.num_ticks 12 --seed 7    keys of the recipe as for llamarl train; other moments
+
+With --hosts both runs go over hosts, each executor to the one that has fewest. --hosts N starts workers on this machine, on the loopback and
+without shared memory, and ends them: --kills and --hangs strike their ranks too, and a host that is cut is killed at once, its worker and
+all below it. Hosts that you name are reached by --cuts alone; --kills strikes what runs here, the controller. Their connections to it go
+through a process of this machine, and a cut ends them and takes no more; that is heard at once, where a cable that is pulled is silence
+(deadlines.host_silence_s). A host that was cut stays so: others take its place, so one must be left.
 
 Exit status 0: every bit is the undisturbed run's, and nothing of the runs is left. 1: not so. A recipe whose rewards are random, or that
 reads the clock, differs from itself undisturbed: --again finds out. docs/survival.md says what is computed after a death, and why."""
@@ -32,8 +45,14 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     if not full:
         return
     parser.add_argument("recipe", help="name of a bundled recipe, or a file")
-    parser.add_argument("--kills", type=int, default=10, help="processes that are killed (default 10)")
+    parser.add_argument(
+        "--kills", type=int, help="processes that are killed (default 10; 0 with hosts that you name, or with --cuts)"
+    )
     parser.add_argument("--hangs", type=int, default=0, help="ranks that are stopped for good (default 0)")
+    parser.add_argument(
+        "--hosts", default="", metavar="N|a,b", help="start N workers here, or use those on hosts a and b"
+    )
+    parser.add_argument("--cuts", type=int, default=0, help="hosts that are cut off for good (default 0)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims (default 0)")
     parser.add_argument(
         "--only", default="", metavar="a,b", help="strike these alone: executors, controller, environments"
@@ -51,16 +70,21 @@ def run(args: argparse.Namespace) -> int:
     """Raises ConfigError for bad input, LlamaRLError where the undisturbed run fails."""
     import sys
     import tempfile
-    from pathlib import Path
 
-    from llamarl.chaos.trial import Trial, try_recipe
+    from llamarl.chaos.hosts import why_not_these_hosts
+    from llamarl.chaos.trial import Trial
     from llamarl.errors import ConfigError
 
-    for name in ("kills", "hangs"):
+    if args.kills is None:
+        named = args.hosts and not args.hosts.isdecimal()
+        args.kills = 0 if named or args.cuts else 10
+    for name in ("kills", "hangs", "cuts"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name} must be 0 or more, got {getattr(args, name)}")
-    if not args.kills + args.hangs:
-        raise ConfigError("--kills 0 and --hangs 0: nobody would be struck")
+    if not args.kills + args.hangs + args.cuts:
+        raise ConfigError("--kills 0, --hangs 0 and --cuts 0: nobody would be struck")
+    if why_not := why_not_these_hosts(args.hosts, kills=args.kills, hangs=args.hangs, cuts=args.cuts):
+        raise ConfigError(why_not)
     if not sys.platform.startswith("linux"):
         raise ConfigError("llamarl chaos finds a run's processes in /proc: Linux only")
     if any(word.startswith("--run.dir") for word in args.overrides):
@@ -70,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         overrides=tuple(args.overrides),
         kills=args.kills,
         hangs=args.hangs,
+        cuts=args.cuts,
         seed=args.seed,
         only=tuple(name for name in args.only.split(",") if name),
         again=args.again,
@@ -84,6 +109,16 @@ def run(args: argparse.Namespace) -> int:
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"--keep: {folder} is not empty")
         folder.mkdir(parents=True, exist_ok=True)
-        return try_recipe(trial, folder, tell)
+        return _try(trial, args.hosts, folder, tell)
     with tempfile.TemporaryDirectory(prefix="llamarl-chaos-") as name:
-        return try_recipe(trial, Path(name), tell)
+        return _try(trial, args.hosts, Path(name), tell)
+
+
+def _try(trial: Trial, hosts: str, folder: Path, tell: Callable[[str], None]) -> int:
+    from llamarl.chaos.hosts import hosts_for
+    from llamarl.chaos.trial import try_recipe
+
+    if not hosts:
+        return try_recipe(trial, folder, tell)
+    with hosts_for(hosts, folder) as reach:
+        return try_recipe(trial, folder, tell, reach)

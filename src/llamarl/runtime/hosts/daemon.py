@@ -140,6 +140,7 @@ class Job:
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._early: dict[int, list[tuple[Word, bytes]]] = {}
         """What has come for ranks that are being started."""
+        self._ended = False
         self._stores = Stores()
         self._peer = str(writer.get_extra_info("peername")[0])
         self._address = str(writer.get_extra_info("sockname")[0])
@@ -186,6 +187,7 @@ class Job:
 
     async def end(self) -> None:
         """Kill every rank and all that they started; return when they are gone."""
+        self._ended = True
         if self._starting:
             await asyncio.wait(self._starting.values(), timeout=_KILL_S)
         for rank in self._ranks.values():
@@ -199,6 +201,8 @@ class Job:
                     rank.kill(at_once=True)
         for server in self._servers.values():
             server.kill()
+        if self._starting:  # slower than that: with the end of its server each ends, or begins and is killed
+            await asyncio.wait(self._starting.values(), timeout=_KILL_S)
         self._promised -= self._own_promises
         self._stores.close()
         self._writer.close()
@@ -242,6 +246,11 @@ class Job:
         finally:
             del self._starting[number]
             early = self._early.pop(number)
+        if self._ended:  # nobody is there any more for whom it was to start
+            rank.wait_for_nobody()
+            rank.kill(at_once=True)
+            await rank.over
+            return
         self._ranks[number] = rank
         if len(self._ranks) == 1:
             self._say(f"controller {self._peer} begins a job here")
