@@ -154,7 +154,7 @@ def _strike_until_end(
             there = reach.there(process.pid)
             pids = {target.pid for target in there if not target.is_host}
             seen |= pids
-            if len(pids) > 1:  # its ranks are there: not at its start
+            if len(pids) > 1 or rows:  # its ranks are there, on this machine or on hosts: not at its start
                 hit = _strike(reach, ahead.pop(0), there, rows, only)
                 outcome.struck.append(hit)
                 tell(hit.describe())

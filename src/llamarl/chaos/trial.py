@@ -59,7 +59,7 @@ def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None], reach: R
         tell("undisturbed, a second time: equal")
     outcome, unlike = strike_and_compare(trial, undisturbed, alone_s, folder / "struck", tell, reach)
     tell("")
-    tell(_verdict(outcome, unlike, alone_s, folder / "struck"))
+    tell(_verdict(outcome, unlike, alone_s, folder / "struck", wanted=trial.kills + trial.hangs + trial.cuts))
     return int(bool(unlike or outcome.failures or outcome.left_over))
 
 
@@ -103,13 +103,15 @@ def strike_and_compare(
     return outcome, differences(run_dir, undisturbed)
 
 
-def _verdict(outcome: StruckRun, unlike: list[str], alone_s: float, run_dir: Path) -> str:
+def _verdict(outcome: StruckRun, unlike: list[str], alone_s: float, run_dir: Path, *, wanted: int) -> str:
     victims = [target for hit in outcome.struck for target in hit.victims]
     hosts = sum(target.is_host for target in victims)
     cut = f" and {plural(hosts, 'host')} cut off" if hosts else ""
     lines = [
         f"{plural(len(victims) - hosts, 'process')} struck{cut}, {outcome.resumes} times resumed; {outcome.seconds:.1f} s instead of {alone_s:.1f} s"
     ]
+    if len(victims) < wanted:
+        lines.append(f"{wanted - len(victims)} more were to be struck: the run had ended, or nobody was left")
     lost = _lost(run_dir)
     if lost:
         lines.append("brought up again: " + ", ".join(f"{name} {count} times" for name, count in sorted(lost.items())))

@@ -32,9 +32,14 @@ from llamarl.checkpoint.written import files_below, sync_folder, sync_path, what
 from llamarl.errors import CheckpointError
 from llamarl.reading import read_bytes
 
-__all__ = ["CheckpointStore", "save_failed", "saving"]
+__all__ = ["CheckpointStore", "being_written", "save_failed", "saving"]
 
 _NAME = re.compile(r"tick_(\d{6,})(\.partial|\.replaced|\.deleted)?")
+
+
+def being_written(tick: int) -> str:
+    """What the folder of a checkpoint is called that is not finished."""
+    return f"tick_{tick:06d}.partial"
 
 
 class CheckpointStore:
@@ -67,7 +72,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: The disk is full or not writable; the message says what to do.
         """
-        partial = self._path(tick, ".partial")
+        partial = self.folder / being_written(tick)
         with self._failing(f"cannot begin checkpoint {self._path(tick).name}", partial):
             if partial.exists():  # this tick was begun before and never finished
                 shutil.rmtree(partial)

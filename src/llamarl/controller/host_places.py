@@ -6,6 +6,7 @@ connection to a host ends ─▶ launcher.lost ─▶ stand_in (pure) ─▶ set
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from llamarl.transports.network import Network
 
 __all__ = ["HostPlaces"]
 
+_LOOK_S = 0.05
+
 
 class HostPlaces:
     """Implements :class:`llamarl.runtime.places.Places`.
@@ -28,6 +31,7 @@ class HostPlaces:
         hosts: Those that the user has named, in that order.
         on_gpus: Executors on GPUs.
         allow_unlike: Whether the other host may differ in what decides bits.
+        told_s: How long it may take to hear that a host is gone.
     """
 
     def __init__(
@@ -40,10 +44,11 @@ class HostPlaces:
         network: Callable[[int], Network],
         *,
         allow_unlike: bool,
+        told_s: float = 0.0,
     ) -> None:
         self._where, self._hosts, self._on_gpus = where, hosts, on_gpus
         self._launcher, self._files, self._network = launcher, files, network
-        self._allow_unlike = allow_unlike
+        self._allow_unlike, self._told_s = allow_unlike, told_s
 
     def adapt(self, plan: WorkerPlan) -> WorkerPlan:
         return plan if self._files is None else self._files.adapt(plan)
@@ -65,13 +70,20 @@ class HostPlaces:
         try:
             self._files.send_again(executor, load_from)
         except (CheckpointError, TransferError) as error:
-            if self._lost(executor):
+            if self._hears_of_a_loss(executor):
                 raise ConnectionError(str(error)) from error
             raise
 
     def bring_files(self, executor: str, report: RankReport) -> None:
-        if self._files is not None and report.files:
-            self._files.bring(executor, report.rank, report.files)
+        if self._files is not None:
+            self._files.bring(executor, report)
+
+    def _hears_of_a_loss(self, executor: str) -> bool:
+        """Whether a host of it is gone; files may break off before that is known."""
+        until = time.monotonic() + self._told_s
+        while not (lost := self._lost(executor)) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        return bool(lost)
 
     def _lost(self, executor: str) -> list[int]:
         return sorted(set(self._where[executor]) & self._launcher.lost)

@@ -18,20 +18,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llamarl.checkpoint.shared_folder import ask, judge, withdraw
-from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest
+from llamarl.checkpoint.snapshot import MANIFEST, Manifest
+from llamarl.checkpoint.storage import being_written
 from llamarl.config import RunConfig, to_plain, validate
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.files.client import FileClient
 from llamarl.files.content import Content, content_of, paths_in, provide, same_there, with_paths
-from llamarl.files.host_folders import FarFolder, HostFolders, Line, records_of
+from llamarl.files.host_folders import CHECKPOINTS, FarFolder, HostFolders, Line, records_of
 from llamarl.observability.events import REPLAY_FILE
 from llamarl.reading import read_bytes
 from llamarl.runtime.config import Worker
 from llamarl.runtime.hosts.connection import WorkerKey
 from llamarl.runtime.hosts.silence import watch_over
 from llamarl.runtime.hosts.wire import FILES
-from llamarl.runtime.worker import WorkerPlan
+from llamarl.runtime.worker import RankReport, WorkerPlan
 from llamarl.transports.run_key import KeyRefused, prove_as_client
 
 __all__ = ["JobFiles", "client_of", "folder_answers", "open_job_files"]
@@ -118,13 +119,16 @@ class JobFiles:
             files = Manifest.from_bytes(read_bytes(load_from / MANIFEST)).files
             self.far.send_state_of(executor, load_from, files)
 
-    def bring(self, executor: str, rank: int, files: Sequence[FileRecord]) -> None:
-        """Bring what a rank has written into the run's folder, before its report counts; any thread.
+    def bring(self, executor: str, report: RankReport) -> None:
+        """Bring what a rank has written into the run's folder, before its report counts; any thread. Of its saved states that of
+        this very tick: after the last one nobody would write it again, should its host go.
 
         Raises:
             TransferError: It did not come.
         """
-        self.far.bring(executor, rank, files)
+        self.far.bring(executor, report.rank, report.files)
+        if (state := report.saved.get(report.tick)) is not None:
+            self.far.bring(executor, report.rank, state, f"{CHECKPOINTS}/{being_written(report.tick)}")
 
     def lose(self, number: int) -> None:
         """A host is gone: nothing more is asked of it. Any thread."""

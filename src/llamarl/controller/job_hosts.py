@@ -178,7 +178,7 @@ class JobHosts:
         """
         on_hosts = {name: ranks for name, ranks in self.where.items() if ranks[0] >= 0}
         on_lost = files.lose if files is not None else lambda host: None
-        self.launcher = launcher = HostLauncher(self.workers.workers, self.where, self.key, on_lost)
+        self.launcher = launcher = HostLauncher(self.workers.workers, self.where, self.key, on_lost, spares=restarts)
         places = HostPlaces(
             self.where,
             self.machines,
@@ -187,6 +187,7 @@ class JobHosts:
             files,
             self.network,
             allow_unlike=self.config.hosts.allow_unlike,
+            told_s=2 * self.config.deadlines.host_silence_s,
         )
         return ProcessRuntime(
             launchers=dict.fromkeys(on_hosts, launcher),

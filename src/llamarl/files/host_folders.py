@@ -167,17 +167,20 @@ class HostFolders:
 
         self._on_all(to_host)
 
-    def bring(self, executor: str, rank: int, files: Sequence[FileRecord]) -> None:
+    def bring(self, executor: str, rank: int, files: Sequence[FileRecord], below: str = "") -> None:
         """Bring what a rank has written into the run's folder before its report counts; any thread.
+
+        Args:
+            below: Folder in the run's that the records' paths are relative to.
 
         Raises:
             TransferError: As ``fetch``.
         """
         folder = self.folders.get(self._where[executor][rank])
-        if folder is None or folder.reports is None:
+        if folder is None or folder.reports is None or not files:
             return
         with folder.reports.use() as client:
-            for record in files:
+            for record in (_at(one, (Path(below) / one.path).as_posix()) for one in files):
                 client.fetch(folder.handle, record.path, self._here, record)
                 folder.brought[record.path], folder.told[record.path] = None, record
 
@@ -192,9 +195,14 @@ class HostFolders:
         host_of = {
             writer_name(name, rank): host for name, hosts in self._where.items() for rank, host in enumerate(hosts)
         }
-        come = [folder.told for folder in self.folders.values()] if below == self._run_dir else []
+        come = [folder.told for folder in self.folders.values()]
         for writer, records in written.items():
-            missing = [one for one in records if not any(told.pop(one.path, None) == one for told in come)]
+            paths = [(at / one.path).as_posix() for one in records]
+            came = [
+                any([told.pop(path, None) == _at(one, path) for told in come])  # all of them forget it
+                for one, path in zip(records, paths, strict=True)
+            ]
+            missing = [one for one, is_here in zip(records, came, strict=True) if not is_here]
             of_host.setdefault(host_of[writer], []).extend(missing)
 
         def from_host(number: int, folder: FarFolder) -> None:
@@ -207,7 +215,11 @@ class HostFolders:
                 folder.client.fetch(folder.handle, path, self._here, _at(record, path))
                 folder.brought[path] = None
             if at.parts[:1] == (CHECKPOINTS,):
-                folder.client.remove(folder.handle, at.as_posix())
+                try:
+                    folder.client.remove(folder.handle, at.as_posix())
+                except TransferError:
+                    if not folder.gone.wait(_TOLD_S):  # of a host that is gone nothing is needed any more
+                        raise
 
         self._on_all(from_host)
 

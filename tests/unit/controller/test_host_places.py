@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,19 @@ class Files:
             raise TransferError("it did not come")
 
 
-def places(where: dict[str, tuple[int, ...]], launcher: Launcher, files: Files | None = None) -> HostPlaces:
+def places(
+    where: dict[str, tuple[int, ...]], launcher: Launcher, files: Files | None = None, told_s: float = 0.0
+) -> HostPlaces:
     hosts = [Machine(name, 8, 0, {"llamarl": "1"}) for name in "abc"]
     unchecked: Any = (launcher, files)
     return HostPlaces(
-        where, hosts, (), *unchecked, lambda host: place(("a", "b", "c", "here")[host]), allow_unlike=False
+        where,
+        hosts,
+        (),
+        *unchecked,
+        lambda host: place(("a", "b", "c", "here")[host]),
+        allow_unlike=False,
+        told_s=told_s,
     )
 
 
@@ -68,5 +77,15 @@ def test_a_host_that_goes_while_files_are_sent_to_it_is_gone_like_any_other(tmp_
     with pytest.raises(TransferError):  # it is there, and cannot take them
         found.prepare("trainer", tmp_path)
     files.takes_down = 1
+    with pytest.raises(ConnectionError, match="it did not come"):
+        found.prepare("trainer", tmp_path)
+
+
+def test_files_that_break_off_before_the_host_is_known_to_be_gone_are_a_loss_once_it_is(tmp_path: Path) -> None:
+    launcher = Launcher()
+    files = Files(launcher)
+    files.takes_down = -1
+    found = places({"trainer": (1,)}, launcher, files, told_s=30.0)
+    threading.Timer(0.1, launcher.lost.add, (1,)).start()
     with pytest.raises(ConnectionError, match="it did not come"):
         found.prepare("trainer", tmp_path)

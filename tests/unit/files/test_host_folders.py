@@ -240,6 +240,24 @@ def test_what_came_before_its_report_counted_is_not_asked_for_again_and_a_host_t
     assert (two.run_dir / log.path).read_bytes() == b"lines"
 
 
+def test_a_state_that_came_with_its_tick_outlives_its_host_though_the_rank_has_another_one_now(two: Two) -> None:
+    where = dict(WHERE)
+    far = HostFolders(two.run_dir, two.far.folders, where)
+    for number, host in enumerate(two.hosts):
+        far.folders[number].reports = Line(partial(host.client, "ab"[number]))
+    written = _save(two, 9)
+    at = "checkpoints/tick_000009.partial"
+    for executor in ("generator", "trainer"):
+        far.bring(executor, 0, written[f"{executor} rank 0"], at)
+    far.lose(0)
+    for executor in ("generator", "trainer"):
+        where[executor] = (1, 1)
+    far.fetch(written, two.run_dir / at)
+    assert len(two.store.verify(two.store.finish(9, written, {}).path).manifest.files) == 5
+    with pytest.raises(CheckpointError, match="host b: .* is not there"):
+        far.fetch({"generator rank 0": written["generator rank 0"]}, two.run_dir / at)
+
+
 def test_a_state_goes_to_the_host_where_its_rank_is_now(two: Two) -> None:
     where = dict(WHERE)
     far = HostFolders(two.run_dir, two.far.folders, where)

@@ -131,6 +131,7 @@ class HostLauncher:
         workers: The hosts.
         where: Executor -> for each of its ranks, which of ``workers`` has it. Looked at whenever one is started.
         on_lost: Told of a host that is gone, on the io thread.
+        spares: Whether hosts without ranks are watched over too, as they may get some.
     """
 
     def __init__(
@@ -139,11 +140,14 @@ class HostLauncher:
         where: Mapping[str, Sequence[int]],
         key: WorkerKey,
         on_lost: Callable[[int], None] = lambda host: None,
+        *,
+        spares: bool = False,
     ) -> None:
         self._workers, self._where, self._key, self._on_lost = workers, where, key, on_lost
         self.lost: set[int] = set()
         """Hosts that are gone. They stay so, whatever becomes of them."""
         self._closing = False
+        self._spares = spares
         self._opening: dict[int, asyncio.Task[HostConnection]] = {}
         self._connections: list[HostConnection] = []
         self._links: dict[int, dict[int, HostLink]] = {}
@@ -154,6 +158,8 @@ class HostLauncher:
     ) -> tuple[list[HostLink], str]:
         name = plans[0].spec.name
         hosts = self._where[name]
+        for host in range(len(self._workers)) if self._spares else ():
+            self._connection(host)
         opened = await asyncio.gather(*(self._connection(host) for host in dict.fromkeys(hosts)))
         connections = dict(zip(dict.fromkeys(hosts), opened, strict=True))
         apart = len(connections) > 1
@@ -196,7 +202,8 @@ class HostLauncher:
     def _connection(self, host: int) -> asyncio.Task[HostConnection]:
         """One for all executors."""
         if host not in self._opening:
-            self._opening[host] = asyncio.create_task(self._open(host))
+            task = self._opening[host] = asyncio.create_task(self._open(host))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # of a spare nobody may ask
         return self._opening[host]
 
     async def _open(self, host: int) -> HostConnection:
