@@ -134,6 +134,18 @@ def test_an_environment_that_does_not_repeat_is_found_out_when_it_is_played_agai
     assert "turn 1 was answered otherwise when it was played again" in failure(again).detail
 
 
+@pytest.mark.parametrize("words", [1, 400_000], ids=["sent at once", "more than a socket takes"])
+def test_time_in_which_nobody_looks_is_not_the_environments(log: Path, words: int) -> None:
+    first, second = ask("a", key=1), ask("b " * words, key=2)
+    with EpisodePool(config("Awkward", log=str(log)), timeout_s=0.5) as pool:
+        pool.ask(first)
+        pool.ask(second)
+        assert step(pool.wait(first)).text == "1 a"  # the second is handed out when this is there
+        time.sleep(1.0)
+        assert step(pool.wait(second)).text == f"1 {'b ' * words}"
+        assert pool.num_replaced == 0
+
+
 def test_slow_tools_run_side_by_side_and_nobody_waits_to_ask() -> None:
     with EpisodePool(config("Ledgers", num_workers=4, delay_s=0.5)) as pool:
         started = time.monotonic()

@@ -132,6 +132,7 @@ class WorkerPool(ABC):
         self._hand_out()
         watched = [worker for worker in self._workers if worker.job is not None or not worker.ready]
         nearest = min([end, *(worker.deadline for worker in watched)])
+        moved: set[WorkerProcess] = set()
         for key, events in self._selector.select(max(0.0, nearest - running_s())):
             worker = key.data
             if self._workers[worker.number] is not worker:
@@ -146,10 +147,15 @@ class WorkerPool(ABC):
                     self._watch_jobs(worker)
             if events & selectors.EVENT_READ:
                 self._read(worker)
+            moved.add(worker)
         now = running_s()
         for worker in list(self._workers):
             if (worker.job is not None or not worker.ready) and now >= worker.deadline:
-                self._expired(worker)
+                if worker in moved and worker.job is not None and not worker.had_more_time:
+                    # it had waited for this process, which had not looked: between two ticks minutes can pass
+                    worker.had_more_time, worker.deadline = True, now + self._timeout_s
+                else:
+                    self._expired(worker)
         self._hand_out()
 
     def fail_and_replace(self, worker: WorkerProcess, kind: FailureKind, detail: str) -> None:
@@ -194,6 +200,7 @@ class WorkerPool(ABC):
                 continue
             job, request = self.next_job(worker)
             worker.assign(job, request, self._timeout_s)
+            worker.write()  # at once: nobody may turn to it for a while
             self._watch_jobs(worker)
 
     def _watch_jobs(self, worker: WorkerProcess) -> None:

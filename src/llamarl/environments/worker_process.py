@@ -52,6 +52,7 @@ class WorkerProcess:
         self.outbox = memoryview(hello)
         self.started = running_s()
         self.deadline = self.started + config.startup_timeout_s
+        self.had_more_time = False
         self._frames = Frames()
         self._report = bytearray()
         self._end: str | None = None
@@ -75,6 +76,7 @@ class WorkerProcess:
         self.outbox = memoryview(request)
         self.started = running_s()
         self.deadline = self.started + timeout_s
+        self.had_more_time = False
 
     def died_idle(self) -> bool:
         """Whether a worker without a job has ended: the kernel closed its socket."""
