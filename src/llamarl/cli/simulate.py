@@ -56,6 +56,7 @@ _EPILOG = """\
 examples:
   llamarl simulate --durations 6,5,5 --staleness 0,1,2
   llamarl simulate --durations 6,1,4 --staleness 1,2 --weights exact,latest
+  llamarl simulate recipes/tiny.toml --staleness 0,1 --parts 1,4
   llamarl simulate recipes/tiny.toml --staleness 0,1,2 --trace trace.json
   llamarl simulate runs/tiny/config.toml --response-tokens file:runs/tiny/rollouts
   llamarl simulate recipes/tiny.toml --staleness 0,1 --hosts a,b --on generator=b --on trainer=a --link 100mbit:50ms
@@ -93,6 +94,14 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     how.add_argument("--weights", help="exact (default), latest, or exact,latest: which version makes a batch")
     how.add_argument(
         "--kv-on-update", choices=("recompute", "keep"), help="what latest does with the cache at a new version"
+    )
+    how.add_argument(
+        "--parts", help="parts of a tick that are trained while others decode, such as 1,4; not yet in runs (default 1)"
+    )
+    how.add_argument(
+        "--longest-first",
+        action="store_true",
+        help="groups start in the order of their lengths, as if these were known",
     )
     how.add_argument("--max-segments", type=int, help="versions a response may span; 1: no partial rollouts")
     how.add_argument("--oversubscription", type=float, help="active groups in units of a step's, 1 to max-segments")
@@ -137,13 +146,18 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.simulator.simulation_report import result_to_dict, results_text, save_simulation_picture, save_trace
 
     scenarios = [
-        _with_weights(_varied(scenario, args), weights, args)
+        _with_weights(_varied(scenario, args), weights, parts, args)
         for scenario in _scenarios(args)
         for weights in _policies(args, scenario)
+        for parts in _parts(args, scenario)
     ]
     if args.kv_on_update and not any(scenario.weights == "latest" for scenario in scenarios):
         raise PlanError(
             f"--kv-on-update {args.kv_on_update}: with exact weights no version changes inside a tick: add --weights latest"
+        )
+    if args.longest_first or any(scenario.parts > 1 for scenario in scenarios):
+        to_stderr(
+            "not yet: llamarl train hands a tick on whole, in the order of its prompts; docs/simulator.md says what is simulated"
         )
     results = [simulate(scenario) for scenario in scenarios]
     if args.trace:
@@ -180,9 +194,17 @@ def _policies(args: argparse.Namespace, scenario: Scenario) -> list[str]:
     return policies
 
 
-def _with_weights(scenario: Scenario, weights: str, args: argparse.Namespace) -> Scenario:
+def _parts(args: argparse.Namespace, scenario: Scenario) -> list[int]:
+    words = args.parts.split(",") if args.parts else [str(scenario.parts)]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise PlanError(f"--parts {args.parts!r}: expected numbers of at least 1 joined by commas, such as 1,4")
+    return [int(word) for word in words]
+
+
+def _with_weights(scenario: Scenario, weights: str, parts: int, args: argparse.Namespace) -> Scenario:
     kv = args.kv_on_update or scenario.kv_on_update
     changes: dict[str, Any] = {"weights": weights, "kv_on_update": kv if weights == "latest" else "recompute"}
+    changes |= {"parts": parts, "longest_first": args.longest_first}
     return dataclasses.replace(scenario, **changes)
 
 

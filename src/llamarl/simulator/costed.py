@@ -37,7 +37,10 @@ class CostedReward:
         batch: Batch = inputs["completions"]
         rng = np.random.default_rng([self.scenario.seed, _REWARD, tick])
         duration = self.scenario.reward.batch_s(batch.sequences, rng)
-        return TimedStep(duration_s=duration, outputs={"scored": batch}, spans=(("score", 0.0, duration),))
+        ahead_s = tuple(duration * tokens / batch.tokens for tokens in batch.parts)
+        return TimedStep(
+            duration_s=duration, outputs={"scored": batch}, spans=(("score", 0.0, duration),), ahead_s=ahead_s
+        )
 
     def save(self) -> Any:
         return None
@@ -60,7 +63,8 @@ class CostedTrainer:
         s = self.scenario
         batch: Batch = inputs["scored"]
         rng = np.random.default_rng([s.seed, _TRAINER, tick])
-        duration = s.trainer.batch_s(batch.tokens) * float(jitter(s.variation.trainer_jitter, 1, rng)[0])
+        factor = float(jitter(s.variation.trainer_jitter, 1, rng)[0])
+        duration = s.trainer.batch_s(batch.tokens) * factor
         staleness = {self._version - version: tokens for version, tokens in batch.tokens_of_version.items()}
         self._version += 1
         metrics = {f"{STALENESS_METRIC}{lag}": float(tokens) for lag, tokens in sorted(staleness.items())}
@@ -70,6 +74,7 @@ class CostedTrainer:
             outputs={"weights": self._version},
             metrics=metrics,
             spans=(("train", 0.0, duration),),
+            ahead_s=tuple(s.trainer.token_s * tokens * factor for tokens in batch.parts),
         )
 
     def save(self) -> Any:

@@ -37,6 +37,7 @@ from llamarl.tick_schedule import (
     constant_batches,
     deadlines,
     num_startable,
+    part_of,
     plan_tick,
     urgency_order,
 )
@@ -58,6 +59,8 @@ class Batch:
     """Prompt and response tokens."""
     tokens_of_version: Mapping[int, int]
     """Policy version -> response tokens that it sampled."""
+    parts: tuple[int, ...] = ()
+    """Prompt and response tokens of each part, in order; none: the tick is not cut."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +175,9 @@ class CostedGenerator:
         shape = (s.replicas, new, s.group_size)
         rng = np.random.default_rng([s.seed, _LENGTHS, tick])
         lengths = s.lengths.sample(s.replicas * new * s.group_size, rng).reshape(shape)
+        if s.longest_first:
+            order = np.argsort(-lengths.max(axis=2), axis=1, kind="stable")
+            lengths = np.take_along_axis(lengths, order[:, :, None], axis=1)
 
         def extend(array: Ints, values: Ints | int) -> Ints:
             return np.concatenate([array, np.broadcast_to(values, (s.replicas, new, *array.shape[2:]))], axis=1)
@@ -274,9 +280,11 @@ class CostedGenerator:
         tokens = int(leaving.length.sum())
         self._carried = groups.where(~leaves)
         duration = float(finish.max())
+        parts_s, of_parts = self._parts() if s.parts > 1 else ((), ())
         return TimedStep(
             duration_s=duration,
-            outputs={"completions": Batch(sequences, tokens + sequences * s.prompt_tokens, versions)},
+            outputs={"completions": Batch(sequences, tokens + sequences * s.prompt_tokens, versions, of_parts)},
+            parts_s=parts_s,
             metrics={
                 "tokens/generated": float(groups.written.sum() - self._before),
                 "rollout/carried": float((self._carried.written < self._carried.length).sum()),
@@ -286,6 +294,23 @@ class CostedGenerator:
             },
             spans=(*self._spans, ("generate", s.weights_load_s, duration)),
         )
+
+    def _parts(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """When each part of the tick is complete in all replicas, and its prompt and response tokens. No version comes in a tick that
+        is cut, so its one plan says all."""
+        s, plan = self.scenario, self._plan.schedule
+        done = np.where(plan.leaves, plan.completed_at, NEVER)
+        order = np.argsort(done, axis=1, kind="stable")[:, : self._deliver]
+        steps = np.clip(np.take_along_axis(done, order, axis=1) - self._plans * _PLAN, 0, plan.stop[:, None])
+        tokens = self._groups.length.sum(axis=2) + s.group_size * s.prompt_tokens
+        tokens = np.take_along_axis(tokens, order, axis=1)
+        part = np.array([part_of(place, num_groups=self._deliver, parts=s.parts) for place in range(self._deliver)])
+        ready, counts = [], []
+        for number in range(s.parts):
+            last = int(np.flatnonzero(part == number)[-1])
+            ready.append(float((self._plan.decode_from_s + self._decoded_s(plan, steps[:, last])).max()))
+            counts.append(int(tokens[:, part == number].sum()))
+        return tuple(ready), tuple(counts)
 
     def save(self) -> Any:
         """Arrays are replaced, never changed, so the references are the state."""

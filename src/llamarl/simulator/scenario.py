@@ -63,6 +63,12 @@ class Scenario:
     """As ``generator.kv_on_update``; only ``latest`` simulates "keep"."""
     max_segments: int = 1
     oversubscription: float = 1.0
+    parts: int = 1
+    """Into how many parts a tick's groups are cut, in the order in which they are complete: each is judged and its gradients are
+    computed while later groups are still being decoded. No run does that yet: 1 is what they do."""
+    longest_first: bool = False
+    """Groups that a tick admits start in the order of their longest response, as if it were known; else as they come. It matters
+    where there are fewer slots than sequences."""
     replicas: int = 1
     slots: int = 1 << 20
     """Sequences that a replica decodes at once."""
@@ -86,6 +92,14 @@ class Scenario:
             raise PlanError(f"a simulation needs at least 1 tick, got {self.num_ticks}")
         if self.slots < 1:
             raise PlanError(f"a replica needs at least 1 slot, got {self.slots}")
+        most = self.prompts_per_step // self.replicas
+        if not 1 <= self.parts <= most:
+            raise PlanError(f"a tick of {most} groups a replica is cut into 1 to {most} parts, got {self.parts}")
+        if self.parts > 1 and self.weights == "latest":
+            raise PlanError(
+                'parts are simulated with weights "exact" only: under "latest", versions that arrive within a tick change which '
+                "groups leave it"
+            )
         for name in ("weights_latency_s", "weights_load_s"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"{name} must be >= 0 seconds, got {getattr(self, name)}")

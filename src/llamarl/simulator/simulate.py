@@ -23,7 +23,7 @@ from llamarl.planner.step_time import closed_form_period, mean_staleness
 from llamarl.runtime.base import Report
 from llamarl.simulator.costed import STALENESS_METRIC
 from llamarl.simulator.scenario import Failures, Scenario
-from llamarl.simulator.virtual_clock import Snapshots, VirtualClockRuntime
+from llamarl.simulator.virtual_clock import AHEAD, Snapshots, VirtualClockRuntime
 
 __all__ = ["SimulationResult", "simulate"]
 
@@ -191,6 +191,21 @@ def _around(scenario: Scenario, role_s: Mapping[str, float]) -> dict[str, float]
     }
 
 
+def _at_work(report: Report) -> list[tuple[float, float]]:
+    """When the executor worked at this tick."""
+    ahead = [(start, end) for label, start, end in report.spans if label == AHEAD]
+    return [*ahead, (report.started_s, report.finished_s)]
+
+
+def _ahead_s(report: Report) -> float:
+    """What of it was done before its order came."""
+    return sum(
+        min(end, report.started_s) - start
+        for label, start, end in report.spans
+        if label == AHEAD and start < report.started_s
+    )
+
+
 def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_s: float) -> SimulationResult:
     last = {(report.executor, report.tick): report for report in reports}  # of a repeated tick, the one that counted
     final = scenario.num_ticks - 1
@@ -209,11 +224,11 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
     roles = ("generator", "reward", "trainer")
     steady = {role: [last[role, tick] for tick in range(warm, final + 1)] for role in roles}
     role_s = {
-        role: sum(report.finished_s - report.started_s for report in found) / len(found)
+        role: sum(report.finished_s - report.started_s + _ahead_s(report) for report in found) / len(found)
         for role, found in steady.items()
     }
     idle = {
-        role: idle_share([(r.started_s, r.finished_s) for r in reports if r.executor == role], window(role))
+        role: idle_share([at for r in reports if r.executor == role for at in _at_work(r)], window(role))
         for role in roles
     }
     begin, end = window("generator")

@@ -27,6 +27,8 @@ def policy_title(result: SimulationResult) -> str:
     name = "synchronous" if s.max_staleness == 0 else f"staleness {s.max_staleness}"
     if s.weights == "latest":
         name = f"latest, at most {s.max_staleness}" + (", KV kept" if s.kv_on_update == "keep" else "")
+    name += f", {s.parts} parts" if s.parts > 1 else ""
+    name += ", longest first" if s.longest_first else ""
     return name + (f", partial x{s.oversubscription:g} in {s.max_segments}" if s.max_segments > 1 else "")
 
 
@@ -95,6 +97,8 @@ def result_to_dict(result: SimulationResult) -> dict[str, Any]:
         "kv_on_update": s.kv_on_update,
         "max_segments": s.max_segments,
         "oversubscription": s.oversubscription,
+        "parts": s.parts,
+        "longest_first": s.longest_first,
         "replicas": s.replicas,
         "devices": {"generator": s.generator_devices, "trainer": s.trainer_devices},
         "num_ticks": s.num_ticks,

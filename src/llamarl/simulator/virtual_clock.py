@@ -21,7 +21,7 @@ from llamarl.executors.base import ExecutorContext, ExecutorSpec
 from llamarl.import_path import resolve
 from llamarl.runtime.base import News, Order, Report, SetupReport
 
-__all__ = ["RevisingExecutor", "Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
+__all__ = ["AHEAD", "RevisingExecutor", "Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
 
 Snapshots = dict[tuple[Path, str], Any]
 """(folder, executor) -> state. A virtual checkpoint lies in memory; its folder is only a name."""
@@ -37,6 +37,11 @@ class TimedStep:
     metrics: Mapping[str, float] = field(default_factory=dict)
     spans: tuple[tuple[str, float, float], ...] = ()
     """(label, start, end), seconds after the start of the tick."""
+    parts_s: tuple[float, ...] = ()
+    """Seconds after the start of the tick at which each part of its outputs is there, in order; none: all are at the end."""
+    ahead_s: tuple[float, ...] = ()
+    """Of ``duration_s``, what each part of the inputs takes, in order. It may be done before the tick's order comes, once the part is
+    there and the tick before is done."""
 
 
 class VirtualExecutor(Protocol):
@@ -68,6 +73,8 @@ class _Token:
 
     payload: Any
     ready_s: float
+    parts_ready_s: tuple[float, ...] = ()
+    """When each of its parts arrives, in order."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +85,32 @@ class _Firing:
     step: TimedStep
     started_s: float
     work_from_s: float
-    """When its payloads have been read."""
+    """When its payloads have been read, and what was begun ahead is done."""
+    ahead: tuple[tuple[float, float], ...] = ()
+    """From when to when each part was done that was begun before."""
 
     @property
     def finished_s(self) -> float:
         return self.work_from_s + self.step.duration_s
+
+
+AHEAD = "ahead"
+"""Label of spans in which parts of a tick were done before its order came."""
+
+
+def _rest_of(step: TimedStep, done_s: Sequence[float]) -> TimedStep:
+    """A tick of which some parts are done: its other parts follow, then the rest, and it hands on each part when it is done.
+
+    Args:
+        done_s: When each of them was done, in seconds after the rest begins, so at most 0.
+    """
+    left_s, ready = 0.0, list(done_s)
+    for part_s in step.ahead_s[len(done_s) :]:
+        left_s += part_s
+        ready.append(left_s)
+    duration_s = step.duration_s - sum(step.ahead_s[: len(done_s)])
+    spans = tuple((label, start, max(start, end - step.duration_s + duration_s)) for label, start, end in step.spans)
+    return replace(step, duration_s=max(0.0, duration_s), parts_s=tuple(ready), spans=spans)
 
 
 class VirtualClockRuntime:
@@ -116,6 +144,8 @@ class VirtualClockRuntime:
         self._executors: dict[str, VirtualExecutor] = {}
         self._out: list[tuple[float, int, _Firing]] = []  # by when the controller hears of their end
         self._fired = 0
+        self._free_s: dict[str, float] = {}
+        """Executor -> end of its last tick."""
         self._news: list[tuple[float, int, str, Any]] = []
         self._told = 0
 
@@ -168,8 +198,29 @@ class VirtualClockRuntime:
         if order.save_to is not None:
             self._snapshots[order.save_to, order.executor] = executor.save()
         work_from = start + sum(self._pull_s.get(name, 0.0) for name in order.inputs)
-        self._push(_Firing(order, step, start, work_from), self._fired)
+        arrivals = next((token.parts_ready_s for token in tokens.values() if token.parts_ready_s), ())
+        ahead = self._done_ahead(order.executor, step.ahead_s, arrivals, before_s=start)
+        if ahead:
+            work_from = max(work_from, ahead[-1][1])
+        if step.ahead_s:
+            step = _rest_of(step, [end - work_from for _, end in ahead])
+        self._push(_Firing(order, step, start, work_from, ahead), self._fired)
         self._fired += 1
+
+    def _done_ahead(
+        self, executor: str, seconds: Sequence[float], arrivals: Sequence[float], *, before_s: float
+    ) -> tuple[tuple[float, float], ...]:
+        """Parts that are begun before the tick's order comes, one after the other: from when to when. Far from each other, executors
+        get a tick whole."""
+        at = self._free_s.get(executor, self._clock)
+        done: list[tuple[float, float]] = []
+        for part_s, arrived_s in zip(seconds, arrivals, strict=False):
+            begin = max(at, arrived_s)
+            if begin >= before_s or self._pull_s or self._message_s:
+                break
+            at = begin + part_s
+            done.append((begin, at))
+        return tuple(done)
 
     def _push(self, firing: _Firing, number: int) -> None:
         told_s = firing.finished_s + self._message_s.get(firing.order.executor, 0.0)
@@ -218,21 +269,28 @@ class VirtualClockRuntime:
             )
         heapq.heappop(self._out)
         self._clock = told
+        self._free_s[order.executor] = finish
         return Report(
             executor=order.executor,
             tick=order.tick,
-            outputs=self._tokens(step, finish),
+            outputs=self._tokens(step, firing),
             metrics=step.metrics,
             started_s=firing.started_s,
             finished_s=finish,
-            spans=tuple((label, firing.work_from_s + a, firing.work_from_s + b) for label, a, b in step.spans),
+            spans=(
+                *((AHEAD, begin, end) for begin, end in firing.ahead),
+                *((label, firing.work_from_s + a, firing.work_from_s + b) for label, a, b in step.spans),
+            ),
         )
 
-    def _tokens(self, step: TimedStep, finish: float) -> dict[str, tuple[_Token, ...]]:
-        """The outputs of a tick that ended at ``finish``, each with its time on the way."""
-        return {
-            name: (_Token(payload, finish + self._latency_s.get(name, 0.0)),) for name, payload in step.outputs.items()
-        }
+    def _tokens(self, step: TimedStep, firing: _Firing) -> dict[str, tuple[_Token, ...]]:
+        """The outputs of a tick that has ended, each with its time on the way."""
+        found: dict[str, tuple[_Token, ...]] = {}
+        for name, payload in step.outputs.items():
+            late = self._latency_s.get(name, 0.0)
+            parts = tuple(firing.work_from_s + at + late for at in step.parts_s)
+            found[name] = (_Token(payload, firing.finished_s + late, parts),)
+        return found
 
     def now(self) -> float:
         """Virtual seconds."""
