@@ -49,8 +49,9 @@ from kill_runs import Case as Job  # noqa: E402
 from namespace_hosts import KEY, NamespaceHost, namespace_hosts, why_not  # noqa: E402
 
 _LIMIT_S = 900.0
-_CLEAN_S = 20.0
-"""After a run's end and the return of its cables, until nothing is left."""
+_CLEAN_S = 90.0
+"""After a run's end and the return of its cables, until nothing is left: a worker gives its connection for files up after a minute of
+silence."""
 SILENCE_S = 3.0
 """After which a host of these jobs counts as gone."""
 WAYS = ("link", "filter", "power", "pause")
