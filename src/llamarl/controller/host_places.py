@@ -67,10 +67,11 @@ class HostPlaces:
     def prepare(self, executor: str, load_from: Path | None) -> None:
         if self._files is None:
             return
+        hosts = set(self._where[executor])  # as they are now: another executor's death may move all ranks of one meanwhile
         try:
             self._files.send_again(executor, load_from)
         except (CheckpointError, TransferError) as error:
-            if self._hears_of_a_loss(executor):
+            if self._hears_of_a_loss(hosts):
                 raise ConnectionError(str(error)) from error
             raise
 
@@ -78,10 +79,10 @@ class HostPlaces:
         if self._files is not None:
             self._files.bring(executor, report)
 
-    def _hears_of_a_loss(self, executor: str) -> bool:
-        """Whether a host of it is gone; files may break off before that is known."""
+    def _hears_of_a_loss(self, hosts: Collection[int]) -> bool:
+        """Whether one of these is gone; files may break off before that is known."""
         until = time.monotonic() + self._told_s
-        while not (lost := self._lost(executor)) and time.monotonic() < until:
+        while not (lost := self._launcher.lost.intersection(hosts)) and time.monotonic() < until:
             time.sleep(_LOOK_S)
         return bool(lost)
 
