@@ -67,7 +67,9 @@ class HostPlaces:
     def prepare(self, executor: str, load_from: Path | None) -> None:
         if self._files is None:
             return
-        hosts = set(self._where[executor])  # as they are now: another executor's death may move all ranks of one meanwhile
+        hosts = set(
+            self._where[executor]
+        )  # as they are now: another executor's death may move all ranks of one meanwhile
         try:
             self._files.send_again(executor, load_from)
         except (CheckpointError, TransferError) as error:
