@@ -14,9 +14,8 @@ VERIFIERS_VENV ?= .venv-verifiers
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
 
-test: install  ## the whole CPU suite
-	$(BIN)/python -m pytest tests/unit -n $(WORKERS) --dist worksteal
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/browser -n $(WORKERS) --dist loadfile --no-loadscope-reorder  # whole runs: a file at a time, the longest first
+test: install  ## the whole CPU suite: a file at a time, whole runs before the unit tests, which then fill what is left
+	$(BIN)/python -m pytest --ignore tests/browser -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest tests/browser  # apart: a browser's driver leaves an event loop in its process
 
 test-long: install  ## more cases of what the suite shows by one: every page, example, moment of a kill, the wheel
