@@ -178,7 +178,7 @@ def test_who_dies_while_the_job_is_set_up_begins_once_more(restarting: Runtime, 
 def test_who_is_stopped_while_the_job_is_set_up_begins_once_more(restarting: Runtime, tmp_path: Path) -> None:
     replacing = Replacing(Recovery(max_restarts=1, window_s=60.0))
     spec = job(doubler=Config("stop once", -1))
-    recorder = run(restarting, spec, run_dir=tmp_path, replacing=replacing, deadlines=DeadlineConfig(setup_s=4.0))
+    recorder = run(restarting, spec, run_dir=tmp_path, replacing=replacing, deadlines=DeadlineConfig(setup_s=8.0))
     assert recorder.metric("sink/total") == by_hand(NUM_TICKS)
 
 
