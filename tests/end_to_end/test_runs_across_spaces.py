@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
+import spaces_job
 from conftest import RECIPE, SMALL, rows
-from forked_command import ENVIRONMENT, SERVER
+from forked_command import SERVER
 from other_space import place
 
-from llamarl.config import load_config
-from llamarl.controller import run as run_module
-from llamarl.controller.run import start_run
-from llamarl.errors import ExecutorFailed
 from llamarl.observability.keys import is_timing_key
-from llamarl.runtime.early_start import start_fork_servers
-from llamarl.runtime.fork_here import this_process_is_ours
-from llamarl.runtime.processes import ProcessRuntime
 from llamarl.transports.network import Network
 
 SPREAD = {
@@ -43,26 +36,13 @@ def train(run_dir: Path, networks: dict[str, list[Network]] | None, **more: obje
     }
     words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     failure = run_dir.with_name("failure")
-    process = SERVER.Process(target=_train, args=(words, networks, failure))
+    process = SERVER.Process(target=spaces_job.train, args=(RECIPE, words, networks, failure))
     process.start()
     process.join(240)
     ended = process.exitcode
     process.kill()
     assert ended == 0
     return failure.read_text()
-
-
-def _train(words: list[str], networks: dict[str, list[Network]] | None, failure: Path) -> None:
-    os.environ.update(ENVIRONMENT)
-    this_process_is_ours()
-    run_module.make_runtime = lambda name, **_: ProcessRuntime(networks=networks)  # type: ignore[assignment]
-    config, said = load_config(RECIPE, words), ""
-    start_fork_servers(config)
-    try:
-        start_run(config)
-    except ExecutorFailed as error:
-        said = str(error)
-    failure.write_text(said)
 
 
 def untimed(run_dir: Path) -> list[dict[str, Any]]:
