@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from conftest import CommandLine
 
 SMALL = (
@@ -21,6 +22,7 @@ SMALL = (
 
 
 # with this seed the host goes as soon as ranks are there: whatever the machine is at, it goes
+@pytest.mark.long  # in short: test_survival_on_hosts.py
 def test_a_host_that_is_cut_off_changes_no_bit_and_no_worker_is_left(llamarl: CommandLine) -> None:
     done = llamarl.run(["chaos", "tiny", "--hosts", "2", "--cuts", "1", "--seed", "2", *SMALL])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -51,9 +51,10 @@ def descendants(pid: int) -> list[int]:
 def opened_by(pids: Sequence[int]) -> Opened:
     inodes = set()
     for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.add(os.readlink(entry))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    inodes.add(os.readlink(entry))
     unix = []
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, flags, _, _, inode, *path = line.split(maxsplit=7)
