@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import NO_BITS, STRICT
+from llamarl.errors import Mistake
+from llamarl.strict import NO_BITS, STRICT, refuse
 
 __all__ = ["DeadlineConfig", "RecoveryConfig", "ScheduleConfig"]
 
@@ -67,3 +69,19 @@ class RecoveryConfig:
 
     window_s: Annotated[PositiveFloat, NO_BITS] = 3600.0
     """Seconds over which restarts are counted."""
+
+    straggler_multiple: Annotated[NonNegativeFloat, NO_BITS] = 0.0
+    """A tick that takes longer than so many times what ticks of its executor usually take is started a second time beside the first,
+    where run.cores leaves cores; who is ready first counts, with the same bits. 0: none is. Not trainer and critic, GPUs, several hosts."""
+
+    straggler_least_s: Annotated[PositiveFloat, NO_BITS] = 10.0
+    """Seconds below which no tick takes too long."""
+
+    def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[Mistake]:
+        if self.straggler_multiple and self.straggler_multiple <= 1.0:
+            yield Mistake("straggler_multiple", f"must be 0 or more than 1, got {self.straggler_multiple:g}")
+        if self.straggler_multiple and not self.max_restarts:
+            yield Mistake("straggler_multiple", "needs max_restarts >= 1: without, no state is held", ("max_restarts",))

@@ -33,6 +33,7 @@ The standard job at tick k, with s = ``schedule.max_staleness``; nobody waits fo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,9 +47,10 @@ from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking, before_the_first_tick
 from llamarl.controller.orders import Orders, SavedTicks
 from llamarl.controller.replacing import Replacing
+from llamarl.controller.twins import Twins
 from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.base import Death, News, ProcessesDied, Report, Rescales, Restarts, Runtime
+from llamarl.runtime.base import Death, News, ProcessesDied, Report, Rescales, Restarts, RunsTwins, Runtime
 
 __all__ = ["Checkpoints", "Journal", "Observer", "Scaling", "run_graph"]
 
@@ -123,6 +125,7 @@ def run_graph(
     replacing: Replacing | None = None,
     journal: Journal | None = None,
     scaling: Scaling | None = None,
+    twins: Twins | None = None,
 ) -> None:
     """Run every executor of ``graph`` from ``first_tick`` to ``num_ticks``, then return. The caller closes the runtime.
 
@@ -130,6 +133,7 @@ def run_graph(
         needs: Where decisions are known beforehand (a replay): see ``Marking``.
         journal: Gets each report that counts.
         replacing: Brings executors up again whose processes died, where the runtime can; None: a death ends the run.
+        twins: Starts ticks that take too long a second time, where there is ``replacing``.
         scaling: Asked before orders are given, where there is ``replacing``.
 
     Raises:
@@ -167,6 +171,7 @@ def run_graph(
     for name, done in marking.done_ticks.items():
         if done > first_tick and not any(report.executor == name and report.journal for report in resumed):
             orders.again(name, first_tick)
+    beside = runtime if twins is not None and isinstance(runtime, RunsTwins) else None
     stop = ""
     while not marking.finished:
         if checkpoints and checkpoints.overdue() and (cut := _next_cut(marking)) < marking.num_ticks:
@@ -178,16 +183,23 @@ def run_graph(
         for firing in marking.ready():
             orders.give(firing)
         try:
+            if twins is not None and beside is not None:
+                oldest = orders.oldest()
+                twins.listen(beside, marking, orders, orders.since_s[oldest] + deadlines.step_s)
             report = _wait(runtime, marking, orders, deadlines.step_s)
         except (ProcessesDied, _NoAnswer) as error:
             if restarts is None or replacing is None:
                 raise
             deaths = error.deaths if isinstance(error, ProcessesDied) else (error.as_death(restarts, deadlines.step_s),)
+            if twins is not None and beside is not None:
+                twins.outlived(beside, marking, orders, deaths, now_s=time.monotonic())
             _tell_of_checkpoints(restarts, checkpoints, journal, wait=True)
             readers = error.readers if isinstance(error, ProcessesDied) else ()
             for redo in replacing.bring_back(restarts, marking, error, deaths, orders.ages_s(), readers=readers):
                 saves.again(redo.executor, redo.first_tick)
                 orders.again(redo.executor, redo.first_tick)
+                if twins is not None:
+                    twins.begun_anew(marking, [redo.executor])
             continue
         has_counted = report.tick < marking.done_ticks[report.executor]
         if has_counted:
@@ -195,6 +207,8 @@ def run_graph(
                 marking.put_back(name, report.tick, handles)
         else:
             report = report if replacing is None else replacing.told_of(report)
+            if twins is not None and beside is not None:
+                report = twins.settle(beside, marking, report)
             marking.complete(report.executor, report.tick, report.outputs)
             if journal is not None:
                 journal.append(report)

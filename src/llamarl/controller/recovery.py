@@ -83,8 +83,11 @@ class Recovery:
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._incarnations: dict[str, int] = {}
-        self._renewed: dict[str, int] = {}
-        """Executor -> incarnations that no death brought."""
+        self._given: dict[str, int] = {}
+        """Executor -> the highest incarnation that was given to processes of it."""
+        self._twins: dict[str, int] = {}
+        """Executor whose tick is done twice at once -> incarnation of the second attempt."""
+        self._restarts: dict[str, int] = {}
         self._attempts: list[_Attempt] = []
 
     def incarnation(self, executor: str) -> int:
@@ -94,14 +97,47 @@ class Recovery:
     @property
     def num_restarts(self) -> Mapping[str, int]:
         """Executor -> how often it was brought up again after a death; those that never were are left out."""
-        restarts = {name: count - self._renewed.get(name, 0) for name, count in self._incarnations.items()}
-        return {name: count for name, count in restarts.items() if count}
+        return dict(self._restarts)
 
     def renew(self, executor: str) -> int:
         """The incarnation of processes that an executor gets though none of it died."""
-        self._renewed[executor] = self._renewed.get(executor, 0) + 1
-        self._incarnations[executor] = self.incarnation(executor) + 1
+        self._twins.pop(executor, None)
+        self._incarnations[executor] = self._next(executor)
         return self._incarnations[executor]
+
+    def twin(self, executor: str) -> int | None:
+        """The incarnation of the second attempt at its tick, if there is one."""
+        return self._twins.get(executor)
+
+    def begin_twin(self, executor: str) -> int:
+        """The incarnation of processes that do the tick at which an executor is once more, beside the present ones."""
+        assert executor not in self._twins, "a tick is started a second time once"
+        self._twins[executor] = self._next(executor)
+        return self._twins[executor]
+
+    def keep(self, executor: str, incarnation: int) -> None:
+        """Of two attempts this one goes on; what the other still says is ignored."""
+        assert incarnation in (self.incarnation(executor), self._twins[executor])
+        del self._twins[executor]
+        self._incarnations[executor] = incarnation
+
+    def outlived(self, marking: Marking, deaths: Sequence[Death], *, now_s: float) -> dict[str, int]:
+        """Executors with two attempts of which just one has died -> the incarnation of the other. The first attempt's death is
+        remembered, so that a cause that comes again, or too often, ends the run as ever."""
+        found = {}
+        for name, twin in self._twins.items():
+            both = {self.incarnation(name), twin}
+            died = {death.incarnation: death for death in deaths if death.executor == name}
+            if len(both & died.keys()) == 1:
+                (found[name],) = both - died.keys()
+                if found[name] == twin:
+                    death = died[self.incarnation(name)]
+                    self._attempts.append(_Attempt(now_s, marking.done_ticks[name], death))
+        return found
+
+    def _next(self, executor: str) -> int:
+        self._given[executor] = self._given.get(executor, 0) + 1
+        return self._given[executor]
 
     def counts(self, executor: str, incarnation: int, *, held: bool) -> bool:
         """Whether a report is taken.
@@ -109,7 +145,7 @@ class Recovery:
         Args:
             held: Whether its tokens, and the state after its tick, outlive the process that made them.
         """
-        return held and incarnation == self.incarnation(executor)
+        return held and incarnation in (self.incarnation(executor), self._twins.get(executor))
 
     def decide(
         self, marking: Marking, deaths: Sequence[Death], *, replaceable: Mapping[str, int], now_s: float
@@ -156,11 +192,12 @@ class Recovery:
 
     def _redo(self, marking: Marking, death: Death, first_tick: int) -> Redo:
         name = death.executor
-        self._incarnations[name] = self.incarnation(name) + 1
+        self._restarts[name] = self._restarts.get(name, 0) + 1
+        self.renew(name)
         return Redo(
             executor=name,
             incarnation=self._incarnations[name],
-            restart=self.num_restarts[name],
+            restart=self._restarts[name],
             first_tick=first_tick,
             next_tick=marking.done_ticks[name],
             firing=marking.refire(name),

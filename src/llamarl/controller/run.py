@@ -46,6 +46,8 @@ from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_fol
 from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, rescaled
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.standby import Standby, open_standby
+from llamarl.controller.stragglers import Stragglers
+from llamarl.controller.twins import Twins
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.errors import ConfigError, LlamaRLError, ModelError, NothingTrained, RunFolderLost, RunStopped
 from llamarl.models.folders import resolve_model_path
@@ -53,6 +55,7 @@ from llamarl.observability.events import REPLAY_FILE, EventLog
 from llamarl.observability.job_description import describe_job
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
 from llamarl.observability.recorder import Recorder
+from llamarl.observability.rollouts import remove_partial
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.writing import Patience
 from llamarl.plural import plural
@@ -410,7 +413,9 @@ def execute(
         ranks={spec.name: spec.num_ranks for spec in graph.executors},
         far=None if files is None else files.far,
     )
-    replacing = _replacing(config, recorder)
+    rule = Recovery(max_restarts=config.recovery.max_restarts, window_s=config.recovery.window_s)
+    replacing = _replacing(config, rule, recorder)
+    remove_partial(run_dir)
     stopped = "by an error"
     standby = None
     try:
@@ -429,6 +434,7 @@ def execute(
             needs=needs,
             replacing=replacing,
             journal=journal,
+            twins=_twins(prepared, rule, recorder),
             scaling=None if replacing is None else _scaling(prepared, folder, recorder, checkpoints),
         )
         checkpoints.close()
@@ -450,6 +456,7 @@ def execute(
         if journal is not None:
             journal.close(done=not stopped)
         runtime.close()
+        remove_partial(run_dir)
         if files is not None and stopped:
             files.hurry()
         checkpoints.settle()
@@ -482,12 +489,19 @@ def _scaling(prepared: Prepared, folder: RunFolder, recorder: Recorder, checkpoi
     return Scaling(folder.path, plan, took_effect, recorder.message)
 
 
-def _replacing(config: RunConfig, recorder: Recorder) -> Replacing | None:
-    """None where a death ends the run."""
-    recovery = config.recovery
-    if not recovery.max_restarts:
+def _twins(prepared: Prepared, rule: Recovery, recorder: Recorder) -> Twins | None:
+    """None where no tick is started a second time."""
+    recovery = prepared.config.recovery
+    if not recovery.straggler_multiple:
         return None
-    rule = Recovery(max_restarts=recovery.max_restarts, window_s=recovery.window_s)
+    stragglers = Stragglers(multiple=recovery.straggler_multiple, least_s=recovery.straggler_least_s)
+    return Twins(rule, stragglers, prepared.placement.why_no_room, recorder.straggled)
+
+
+def _replacing(config: RunConfig, rule: Recovery, recorder: Recorder) -> Replacing | None:
+    """None where a death ends the run."""
+    if not config.recovery.max_restarts:
+        return None
     return Replacing(rule, lambda redo: recorder.restarted(redo.next_tick, redo.describe()))
 
 

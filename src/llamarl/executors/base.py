@@ -30,6 +30,7 @@ __all__ = [
     "Stateless",
     "StepResult",
     "is_journaled",
+    "may_have_twin",
 ]
 
 
@@ -74,6 +75,8 @@ class ExecutorContext:
     paths: Mapping[str, str] = field(default_factory=dict)
     """Models, data and code that lie elsewhere on this host: path here -> on the controller's machine, which is the one to write
     down."""
+    incarnation: int = 0
+    """A number that no earlier processes of this executor had in this run; one of these may still be at work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +167,17 @@ def is_journaled(executor: object) -> bool:
     order = type(executor).__mro__
     where = {name: i for i, kind in reversed([*enumerate(order)]) for name in ("journal", "save") if name in vars(kind)}
     return isinstance(executor, Journaled) and where["journal"] <= where.get("save", len(order))
+
+
+def may_have_twin(executor: object) -> bool:
+    """Whether two processes may do the same tick of it at once: it says so (``may_have_twin = True``), and so does a subclass that
+    does something else in ``step``. It then writes no file that is not whole at any moment, and asks nobody outside of the job."""
+    order = type(executor).__mro__
+    where = {
+        name: i for i, kind in reversed([*enumerate(order)]) for name in ("may_have_twin", "step") if name in vars(kind)
+    }
+    says_so = bool(getattr(executor, "may_have_twin", False))
+    return says_so and where["may_have_twin"] <= where.get("step", len(order))
 
 
 class Executor(Protocol):

@@ -65,6 +65,8 @@ _OWN_PROMPTS = 1 << 25
 class GeneratorExecutor(BaseExecutor):
     """Samples groups of responses; in: ``weights``; out: ``completions``."""
 
+    may_have_twin = True
+
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
         super().__init__(config, context)
         replicas, tp = context.num_ranks // config.generator.tp, config.generator.tp

@@ -39,6 +39,8 @@ JUDGING_SHARE = 0.9
 class RewardExecutor(BaseExecutor):
     """Scores groups. Its only state between ticks are the spare groups of dynamic sampling, if that is on."""
 
+    may_have_twin = True
+
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
         super().__init__(config, context)
         self._writer: RolloutWriter | None = None
@@ -58,7 +60,8 @@ class RewardExecutor(BaseExecutor):
             self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
         if self.context.run_dir is not None and self.name in ROLES:  # a further one judges what the first has kept
             self._folder = RunIdentity.of(self.context.run_dir)
-            self._writer = RolloutWriter(self.context.run_dir / "rollouts", Patience(self.config.deadlines.disk_s))
+            patience = Patience(self.config.deadlines.disk_s, writer=str(self.context.incarnation or ""))
+            self._writer = RolloutWriter(self.context.run_dir / "rollouts", patience)
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()

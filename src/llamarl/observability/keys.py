@@ -282,6 +282,26 @@ KEYS: tuple[MetricKey, ...] = (
             ),
         )
     ),
+    *(
+        key
+        for role in ("generator", "reward_model", "judge", "reward", "reference", "evaluator")
+        for key in (
+            _key(
+                f"recovery/{role}_twins",
+                "ticks",
+                f"Only where a tick of the {role} took too long and was started a second time: how many were in this run, so far.",
+                "same",
+                integer=True,
+            ),
+            _key(
+                f"recovery/{role}_twin_wins",
+                "ticks",
+                "Beside it: at how many of them the second attempt was ready first.",
+                "same",
+                integer=True,
+            ),
+        )
+    ),
     _key("time/step_s", "s", "From the end of the trainer's tick before to the end of this one.", "same"),
     _key(
         "time/generator_s",

@@ -6,6 +6,7 @@ bytes; a file is there whole or not at all. Numbers are exact: a float32 is writ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -24,7 +25,15 @@ from llamarl.observability.writing import Patience, cannot_write
 from llamarl.reading import parse_json, read_bytes
 from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 
-__all__ = ["ROLLOUTS_FOLDER", "Rollout", "RolloutWriter", "num_segments", "read_rollouts", "rollout_ticks"]
+__all__ = [
+    "ROLLOUTS_FOLDER",
+    "Rollout",
+    "RolloutWriter",
+    "num_segments",
+    "read_rollouts",
+    "remove_partial",
+    "rollout_ticks",
+]
 
 ROLLOUTS_FOLDER = "rollouts"
 
@@ -47,6 +56,13 @@ class Rollout:
     """[P] token ids."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The prompt's task data."""
+
+
+def remove_partial(run_dir: Path) -> None:
+    """Remove what processes that were ended in the middle of a file have left of it; nobody writes now."""
+    for path in (run_dir / ROLLOUTS_FOLDER).glob(".*.partial"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 class RolloutWriter:

@@ -37,6 +37,8 @@ class Patience:
     limit_s: float = 0.0
     """Seconds to wait for it; 0: none."""
     tell: Callable[[str], None] = lambda text: print(f"llamarl: {text}", file=sys.stderr, flush=True)
+    writer: str = ""
+    """Tells apart processes that may replace a file by the same bytes at the same time."""
 
     def write(self, path: Path, write: Callable[[], T]) -> T:
         """What ``write`` returns, which is called again while the disk refuses.
@@ -89,7 +91,7 @@ class Patience:
 
         def go_on() -> None:
             path.parent.mkdir(exist_ok=True)
-            replace_file(path, data)
+            replace_file(path, data, writer=self.writer)
 
         self.write(path, go_on)
 
@@ -126,13 +128,16 @@ def append_all(descriptor: int, data: bytes, offset: int | None = None) -> None:
         offset = None if offset is None else offset + count
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, *, writer: str = "") -> None:
     """Write a file whole or not at all.
+
+    Args:
+        writer: See ``Patience``.
 
     Raises:
         OSError: As the system reports; then an earlier file is as it was.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{writer}.partial" if writer else f".{path.name}.partial")
     try:
         partial.unlink(missing_ok=True)  # what a kill left, or a link to somewhere else
         with open(partial, "xb") as file:

@@ -16,7 +16,9 @@ from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.errors import ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 
-__all__ = ["Death", "News", "Order", "ProcessesDied", "Report", "Rescales", "Restarts", "Runtime", "SetupReport"]
+__all__ = [
+    "Death", "News", "Order", "ProcessesDied", "Report", "Rescales", "Restarts", "RunsTwins", "Runtime", "SetupReport",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,8 @@ class Report:
     """One a rank: where the state after this tick lies; None where a rank keeps none."""
     at_start: bool = False
     """Nothing was done: these are tokens that lay on delayed edges where the executor's present processes began, made again."""
+    incarnation: int = 0
+    """Of the executor's processes that did it."""
     controller_bytes: int = 0
     """Bytes of order and report as they passed through the controller (0 where nothing is serialized)."""
 
@@ -174,6 +178,32 @@ class Rescales(Restarts, Protocol):
 
     def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
         """As ``replace``, with the ranks of ``spec`` in place of those that there were; all executors stand ready."""
+        ...
+
+
+@runtime_checkable
+class RunsTwins(Restarts, Protocol):
+    """One in which a second incarnation of an executor can do the tick that is out, beside the first."""
+
+    def now(self) -> float:
+        """As of ``Runtime``."""
+        ...
+
+    def heard_within(self, limit_s: float) -> bool:
+        """Whether there is something within ``limit_s`` seconds that ``wait`` would look at."""
+        ...
+
+    def may_have_twin(self, executor: str) -> bool:
+        """Whether the tick that is out to it may be done twice at once: its result depends on nothing but its inputs and the state
+        before it, which is held, and what two attempts write does not meet."""
+        ...
+
+    def begin_twin(self, executor: str, *, incarnation: int) -> None:
+        """Start a second incarnation with the state before the tick that is out, and give it the same order; returns at once."""
+        ...
+
+    def keep(self, executor: str, incarnation: int) -> None:
+        """Of the two this one is the executor from now on. The other is ended when this returns, within seconds."""
         ...
 
 

@@ -71,8 +71,7 @@ class Placement:
             return [f"{name}: {note}" for name in self.cores_of for note in self.on_machine(name).notes()]
         members = self.colocated.members if self.colocated is not None else ()
         sharing = self.colocated.sharing if self.colocated is not None else ()
-        threads = sum(spec.threads * spec.num_ranks for spec in self.executors if spec.name not in members)
-        threads += max((spec.threads * spec.num_ranks for spec in self.executors if spec.name in members), default=0)
+        threads = self._num_threads()
         notes = [f"{_count(threads, 'thread')} on {_count(self.cores, 'core')}"]
         if members:
             notes[0] += f", one at a time of {', '.join(members)}"
@@ -94,6 +93,27 @@ class Placement:
                     must = "they take turns, and its memory must hold them all"
                 notes.append(f"{device} is shared by {', '.join(names)}: {must}")
         return notes
+
+    def _num_threads(self) -> int:
+        """At work at the same time."""
+        members = self.colocated.members if self.colocated is not None else ()
+        threads = sum(spec.threads * spec.num_ranks for spec in self.executors if spec.name not in members)
+        return threads + max((s.threads * s.num_ranks for s in self.executors if s.name in members), default=0)
+
+    def why_no_room(self, name: str, others: Sequence[str] = ()) -> str:
+        """Why an executor's ranks have no place a second time, beside all that there are and second ones of ``others``; empty: they
+        have one."""
+        if self.hosts:
+            return "the job is on several hosts"
+        spec = next(spec for spec in self.executors if spec.name == name)
+        if self.colocated is not None and name in self.colocated.members:
+            return "it takes turns with others (schedule.colocated)"
+        left = self.cores - self._num_threads()
+        left -= sum(spec.threads * spec.num_ranks for spec in self.executors if spec.name in others)
+        wanted = spec.threads * spec.num_ranks
+        if wanted <= left:
+            return ""
+        return f"that needs {_count(wanted, 'core')}, and {max(0, left)} of {self.cores} are left (run.cores, threads)"
 
     def on_machine(self, name: str) -> Placement:
         """What of it lies on one machine."""

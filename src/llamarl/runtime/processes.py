@@ -70,9 +70,18 @@ class _Out:
 
     sent_s: float
     num_bytes: int
+    order: Order
     replies: list[RankReport] = field(default_factory=list)
     brought: list[Segment] = field(default_factory=list)
     """Memory of this process that they name, from other hosts."""
+
+
+@dataclass
+class _Twin:
+    """A second attempt at a tick that is out."""
+
+    incarnation: int
+    out: _Out
 
 
 class ProcessRuntime:
@@ -129,6 +138,8 @@ class ProcessRuntime:
         """Heard, and not yet looked at."""
         self._ranks: Ranks | None = None
         self._out: dict[tuple[str, int], _Out] = {}
+        self._twins: dict[str, _Twin] = {}
+        """Executor -> the second attempt at its tick."""
         self._failed = False
         self._closed = False
 
@@ -266,7 +277,7 @@ class ProcessRuntime:
         assert self._ranks is not None and not self._closed, "fire needs a started runtime"
         assert key not in self._out, f"{key} is out already"
         num_bytes = self._ranks.send(order.executor, f"tick {order.tick}", "run", order)
-        self._out[key] = _Out(self.now(), num_bytes)
+        self._out[key] = _Out(self.now(), num_bytes, order)
 
     def tell(self, news: News) -> None:
         """Send ``news`` to every rank of a busy executor; returns at once."""
@@ -293,17 +304,74 @@ class ProcessRuntime:
                 raise DeadlineExceeded("\n".join([waited, *late]))
             if isinstance(answer.result, RankSetup):  # of one that is brought up again; its order is out, or will be
                 continue
-            out = self._out[answer.executor, answer.result.tick]
+            twin = self._twins.get(answer.executor)
+            second = twin is not None and twin.incarnation == answer.incarnation
+            out = twin.out if twin is not None and second else self._out[answer.executor, answer.result.tick]
             out.replies.append(answer.result)
             out.brought += answer.brought
             out.num_bytes += answer.num_bytes
             if len(out.replies) == len(self._ranks.of[answer.executor]):
                 whole = combine_reports(answer.executor, out.replies, controller_bytes=out.num_bytes)
+                whole = dataclasses.replace(whole, incarnation=answer.incarnation)
                 report = self._kept.take(whole) if self._restarts else whole
                 _close_all_of(out.brought)
                 if report is not None:  # else its process has died since, which is the next that is heard
-                    del self._out[answer.executor, answer.result.tick]
+                    if not second:
+                        del self._out[answer.executor, answer.result.tick]
                     return report
+
+    def heard_within(self, limit_s: float) -> bool:
+        """Whether there is something that ``wait`` would look at."""
+        event = self._next_event(self.now() + limit_s)
+        if event is not None:
+            self._pending.appendleft(event)
+        return event is not None
+
+    def may_have_twin(self, executor: str) -> bool:
+        """Whether the tick that is out to it may be done twice at once."""
+        out = next((out for (name, _), out in self._out.items() if name == executor), None)
+        if out is None or executor in self._twins or self._networks is not None or executor in self._launchers:
+            return False
+        plan, order = self._plans[executor][0], out.order
+        alone = all(
+            (channel.source == executor and channel.kind is not ChannelKind.WEIGHTS)
+            or (channel.sink == executor and not channel.latest and channel.transport == "shared_memory")
+            for channel in plan.channels
+        )
+        return (
+            alone
+            and order.save_to is None  # both would write the same checkpoint
+            and plan.spec.device == "cpu"
+            and all(setup.may_have_twin for setup in self._ready[executor])
+            and self.replaceable().get(executor) == order.tick
+        )
+
+    def begin_twin(self, executor: str, *, incarnation: int) -> None:
+        """Start a second attempt at the tick that is out."""
+        assert self._ranks is not None and not self._closed, "begin_twin needs a started runtime"
+        order = next(out.order for (name, _), out in self._out.items() if name == executor)
+        plans: Sequence[WorkerPlan] = [
+            dataclasses.replace(plan, incarnation=incarnation, makes_initial_tokens=False)
+            for plan in self._plans[executor]
+        ]
+        if states := self._kept.state(executor):
+            plans = with_states(plans, states, first_tick=order.tick)
+        self._ranks.begin_twin(executor, tuple(plans), incarnation)
+        num_bytes = self._ranks.send(executor, f"tick {order.tick}", "run", order, twin=True)
+        self._twins[executor] = _Twin(incarnation, _Out(self.now(), num_bytes, order))
+
+    def keep(self, executor: str, incarnation: int) -> None:
+        """End one of two attempts; what it still says is ignored."""
+        assert self._ranks is not None, "keep needs a started runtime"
+        twin = self._twins.pop(executor)
+        self._ranks.keep(executor, twin=incarnation == twin.incarnation)
+        if incarnation == twin.incarnation:
+            self._incarnations[executor] = incarnation
+            key = executor, twin.out.order.tick
+            self._out.pop(key, None)
+            if len(twin.out.replies) < len(self._ranks.of[executor]):  # else it has reported
+                self._out[key] = twin.out
+        self._failed = not self._standing
 
     def resumed(self) -> Sequence[Report]:
         """What counted before this controller began, with tokens that are held."""
@@ -344,6 +412,7 @@ class ProcessRuntime:
         """End what is left of an executor; which of its tokens were not whole."""
         assert self._ranks is not None, "stop needs a started runtime"
         self._ranks.stop(executor)
+        self._twins.pop(executor, None)
         self._out = {key: out for key, out in self._out.items() if key[0] != executor}
         self._failed = not self._standing
         return self._kept.torn(executor)
@@ -351,6 +420,7 @@ class ProcessRuntime:
     def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
         """Start an executor anew with the state after ``first_tick - 1``; returns at once."""
         assert self._ranks is not None and not self._closed, "replace needs a started runtime"
+        self._twins.pop(executor, None)
         self._out = {key: out for key, out in self._out.items() if key[0] != executor}
         self._incarnations[executor] = incarnation
         plans = [
@@ -447,6 +517,10 @@ class ProcessRuntime:
                     continue  # this process was stopped: the queue's own clock went on
             if event.incarnation == self._incarnations.get(event.executor, 0):
                 return event
+            twin = self._twins.get(event.executor)
+            if twin is not None and event.incarnation == twin.incarnation:
+                # Whatever ends a second attempt is no more than its end: the first is at work still, and says what is wrong.
+                return dataclasses.replace(event, died=True) if isinstance(event, RankFailure) else event
 
     def _late(self, executor: str, doing: str, sent_s: float, reported: Sequence[int]) -> str:
         """Who has not answered, since when, and where it is now."""

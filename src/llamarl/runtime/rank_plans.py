@@ -173,8 +173,8 @@ def combine_setups(executor: str, ranks: Sequence[RankSetup]) -> SetupReport:
 def deaths_alone(failures: Sequence[RankFailure]) -> tuple[Death, ...]:
     """The processes that ended by themselves, if that explains all of ``failures``: exceptions of their own executor's other ranks
     follow from it, those of another executor only where it was reading memory that has gone. Else none."""
-    dead = {failure.executor for failure in failures if failure.died}
-    if any(failure.executor not in dead and not failure.source_gone for failure in failures):
+    dead = {(failure.executor, failure.incarnation) for failure in failures if failure.died}
+    if any((f.executor, f.incarnation) not in dead and not f.source_gone for f in failures):
         return ()
     return tuple(
         Death(
@@ -192,8 +192,9 @@ def deaths_alone(failures: Sequence[RankFailure]) -> tuple[Death, ...]:
 
 def readers_of_the_dead(failures: Sequence[RankFailure]) -> tuple[str, ...]:
     """Executors that have not died, and failed because they were reading memory that has gone."""
-    dead = {failure.executor for failure in failures if failure.died}
-    return tuple(dict.fromkeys(f.executor for f in failures if f.source_gone and f.executor not in dead))
+    dead = {(failure.executor, failure.incarnation) for failure in failures if failure.died}
+    readers = (f.executor for f in failures if f.source_gone and (f.executor, f.incarnation) not in dead)
+    return tuple(dict.fromkeys(readers))
 
 
 def must_follow_from_a_death(failures: Sequence[RankFailure]) -> bool:

@@ -155,6 +155,8 @@ class Ranks:
         self.events: queue.SimpleQueue[Answer | RankFailure] = queue.SimpleQueue()
         self.of = {name: [Rank(name, plan.rank) for plan in ranks] for name, ranks in plans.items()}
         """Executor -> its ranks, in order."""
+        self.twins: dict[str, list[Rank]] = {}
+        """Executor whose tick is done twice at once -> the ranks of the second attempt."""
         self._plans = plans
         self._launchers = launchers
         self._tasks: set[asyncio.Task[None]] = set()
@@ -185,20 +187,37 @@ class Ranks:
         Args:
             prepared: Called first, on a thread: the plans as they are to be.
         """
-        old, now = self.of[executor], [Rank(executor, plan.rank, incarnation) for plan in plans]
+        old = [*self.of[executor], *self.twins.pop(executor, ())]
+        now = [Rank(executor, plan.rank, incarnation) for plan in plans]
         self.of[executor] = now
         self._submit(self._replace(executor, plans, old, now, prepared))
 
     def stop(self, executor: str) -> None:
         """End what is left of an executor's processes; returns when they have ended, within five seconds."""
-        stopping = asyncio.run_coroutine_threadsafe(self._stop(self.of[executor]), self._loop)
+        self._end_now([*self.of[executor], *self.twins.pop(executor, ())])
+
+    def begin_twin(self, executor: str, plans: tuple[WorkerPlan, ...], incarnation: int) -> None:
+        """Start more processes of an executor, beside those that there are; they may be told what to do at once."""
+        self.twins[executor] = [Rank(executor, plan.rank, incarnation) for plan in plans]
+        self._submit(self._bring_up(executor, plans, self.twins[executor]))
+
+    def keep(self, executor: str, *, twin: bool) -> None:
+        """Of an executor's processes and those beside them, end the one or the other, as ``stop`` does."""
+        ended = beside = self.twins.pop(executor)
+        if twin:
+            ended, self.of[executor] = self.of[executor], beside
+        self._end_now(ended)
+
+    def _end_now(self, ranks: Sequence[Rank]) -> None:
+        stopping = asyncio.run_coroutine_threadsafe(self._stop(ranks), self._loop)
         with contextlib.suppress(TimeoutError):
             stopping.result(2 * _KILL_S + 1.0)
 
-    def send(self, executor: str, doing: str, method: str, argument: Any) -> int:
-        """Tell every rank of ``executor`` to do something; returns the bytes sent."""
-        blobs = [command_blob(executor, rank.rank, doing, method, argument) for rank in self.of[executor]]
-        for rank, blob in zip(self.of[executor], blobs, strict=True):
+    def send(self, executor: str, doing: str, method: str, argument: Any, *, twin: bool = False) -> int:
+        """Tell every rank of ``executor``, or of those beside them, to do something; returns the bytes sent."""
+        ranks = self.twins[executor] if twin else self.of[executor]
+        blobs = [command_blob(executor, rank.rank, doing, method, argument) for rank in ranks]
+        for rank, blob in zip(ranks, blobs, strict=True):
             self._submit(self._command(rank, doing, blob))
         return sum(map(len, blobs))
 
@@ -401,7 +420,7 @@ class Ranks:
         self._loop.close()
 
     def _all(self) -> list[Rank]:
-        return [rank for ranks in self.of.values() for rank in ranks]
+        return [rank for ranks in (*self.of.values(), *self.twins.values()) for rank in ranks]
 
     def _kill_all(self, *, at_once: bool = False) -> None:
         for rank in self._all():

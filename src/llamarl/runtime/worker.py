@@ -35,6 +35,7 @@ from llamarl.executors.base import (
     Journaled,
     KeepsTokens,
     is_journaled,
+    may_have_twin,
 )
 from llamarl.import_path import load_module, resolve
 from llamarl.runtime.base import News, Order
@@ -116,6 +117,8 @@ class RankSetup:
     initial_tokens: Mapping[str, Mapping[int, Handle]] = field(default_factory=dict)
     journaled: bool = False
     """Whether the state after each tick will be kept."""
+    may_have_twin: bool = False
+    """Whether a tick of it may be done by two processes at once."""
     why_unreached: str = ""
     """Why memory of the controller cannot be read from here; empty: it can, or nobody asked."""
 
@@ -304,6 +307,7 @@ class Worker:
             writes=tuple(channel for channel in plan.channels if channel.source == spec.name),
             options=spec.options,
             paths=plan.paths,
+            incarnation=plan.incarnation,
         )
         _take_device(context.device)
         self._executor = executor = factory(spec.config, context)
@@ -327,6 +331,7 @@ class Worker:
             rank=plan.rank,
             initial_tokens=tokens,
             journaled=self._journaled,
+            may_have_twin=self._journaled and may_have_twin(executor),
             why_unreached=_why_unreached(plan.controller) if plan.controller is not None else "",
         )
 
