@@ -15,8 +15,11 @@ import pytest
 from loopback_hosts import LoopbackHost, loopback_hosts, worker_key, workers
 from runtime_fakes import HERE, Config, job
 
+from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
+from llamarl.controller.recovery import Recovery, Redo
+from llamarl.controller.replacing import Replacing
 from llamarl.errors import ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Report
@@ -33,10 +36,14 @@ def hosts() -> Iterator[list[LoopbackHost]]:
 
 
 def runtime_over(
-    hosts: list[LoopbackHost], where: Mapping[str, tuple[int, ...]] = WHERE, silence_s: float = 30.0
+    hosts: list[LoopbackHost],
+    where: Mapping[str, tuple[int, ...]] = WHERE,
+    silence_s: float = 30.0,
+    *,
+    restarts: bool = False,
 ) -> ProcessRuntime:
     launcher = HostLauncher(workers(hosts), where, worker_key(silence_s=silence_s))
-    return ProcessRuntime(channel_factory=str(HERE), launchers=dict.fromkeys(where, launcher))
+    return ProcessRuntime(channel_factory=str(HERE), launchers=dict.fromkeys(where, launcher), restarts=restarts)
 
 
 class Recorder:
@@ -143,6 +150,44 @@ def test_a_stopped_rank_is_not_dead(hosts: list[LoopbackHost]) -> None:
     assert len(recorder.totals()) == 4
 
 
+STOPS_ONCE = """
+import os, pathlib, signal, sys
+done = pathlib.Path(__file__).with_name("stopped")
+if sys.orig_argv[-1] == "doubler 1" and not done.exists():
+    done.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+"""What Python runs before anything else: the process has said nothing yet."""
+
+
+def test_a_rank_that_is_stopped_before_it_says_who_it_is_begins_once_more(
+    hosts: list[LoopbackHost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STOPS_ONCE)
+    monkeypatch.syspath_prepend(str(tmp_path))  # which ranks elsewhere import from too
+    told: list[Redo] = []
+    runtime, recorder = runtime_over(hosts, restarts=True), Recorder()
+    executors, channels = job(num_ranks=2)
+    try:
+        run_graph(
+            Graph(tuple(executors), tuple(channels)),
+            runtime,
+            num_ticks=2,
+            seed=0,
+            observers=[recorder],
+            deadlines=DeadlineConfig(setup_s=8.0),
+            replacing=Replacing(Recovery(max_restarts=1, window_s=60.0), told.append),
+        )
+    finally:
+        runtime.close()
+    assert len(recorder.totals()) == 2
+    (one,) = told
+    assert (one.executor, one.death.rank, one.death.from_outside) == ("doubler", 1, True)
+    assert one.death.cause == "it was stopped (SIGSTOP), and gave no answer within 8 s"
+    assert not Path(f"/proc/{(tmp_path / 'stopped').read_text()}").exists(), "the stopped one was ended"
+    none_left(hosts)
+
+
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "asked to end"])
 def test_a_worker_that_ends_ends_the_job_and_is_named(killed: bool) -> None:
     with loopback_hosts("cd") as pair:
@@ -178,8 +223,11 @@ sys.path[:0] = {[str(HERE.parent), str(HERE.parents[1])]!r}
 from pathlib import Path
 from loopback_hosts import worker_key
 from runtime_fakes import HERE, Config, job
+from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
+from llamarl.controller.recovery import Recovery, Redo
+from llamarl.controller.replacing import Replacing
 from llamarl.runtime.config import Worker
 from llamarl.runtime.hosts.launcher import HostLauncher
 from llamarl.runtime.processes import ProcessRuntime

@@ -19,7 +19,7 @@ import socket
 from collections.abc import Sequence
 
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.child_process import Stores, cause_of_death, start_rank
+from llamarl.runtime.child_process import Stores, cause_of_death, is_stopped, start_rank
 from llamarl.runtime.children import Child, ForkServer, PlainChild, fork_server, forked, shared_modules, shares_imports
 from llamarl.runtime.framed_link import FramedLink
 from llamarl.runtime.output import OutputReader
@@ -56,6 +56,9 @@ class LocalLink(FramedLink):
             if at_once
             else signal.SIGTERM  # the guard, if asked, kills the rank with all that it started
         )
+
+    async def stopped(self) -> bool:
+        return is_stopped(self.pid)
 
     def _write(self, data: bytes) -> None:
         self._writer.write(data)

@@ -77,6 +77,10 @@ class MonarchLink:
     async def where(self) -> str:
         return str(await self._diagnostics.where.call_one().as_asyncio())
 
+    async def stopped(self) -> bool:
+        """Nobody here can tell."""
+        return False
+
     def kill(self, *, at_once: bool = False) -> None:
         """Nothing here can: its mesh is stopped."""
 

@@ -33,7 +33,6 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.running_time import running_s
 from llamarl.runtime.base import Death, News, Order, ProcessesDied, Report, SetupReport
 from llamarl.runtime.brought import bring
-from llamarl.runtime.child_process import is_stopped
 from llamarl.runtime.journal import Resumed
 from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.runtime.local import LocalLauncher
@@ -405,8 +404,7 @@ class ProcessRuntime:
 
     def _stopped(self, executor: str, reported: Sequence[int]) -> list[Rank]:
         assert self._ranks is not None, "nothing is stopped before start"
-        late = (rank for rank in self._ranks.of[executor] if rank.rank not in reported)
-        return [rank for rank in late if rank.is_here and is_stopped(rank.pid)]
+        return self._ranks.stopped([rank for rank in self._ranks.of[executor] if rank.rank not in reported])
 
     def stop(self, executor: str) -> frozenset[tuple[str, int]]:
         """End what is left of an executor; which of its tokens were not whole."""

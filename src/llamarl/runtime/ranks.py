@@ -61,6 +61,10 @@ class Link(Protocol):
         """What the executor's thread is doing, in words. May never return."""
         ...
 
+    async def stopped(self) -> bool:
+        """Whether the process waits since a signal has stopped it; False where nobody can tell. May never return."""
+        ...
+
     def kill(self, *, at_once: bool = False) -> None:
         """End the process and its children, if this machine can; ``at_once`` without asking its guard. Any thread."""
         ...
@@ -129,11 +133,6 @@ class Rank:
     @property
     def pid(self) -> int:
         return self.link.pid if self.link is not None else 0
-
-    @property
-    def is_here(self) -> bool:
-        """On this machine."""
-        return self.link is not None and not self.link.host
 
     @property
     def dead(self) -> bool:
@@ -236,6 +235,14 @@ class Ranks:
             return asking.result(2 * _WHERE_S)
         except TimeoutError:
             return ["unknown: the runtime's own thread does not answer"] * len(ranks)
+
+    def stopped(self, ranks: Sequence[Rank]) -> list[Rank]:
+        """Those of ``ranks`` that a signal has stopped, as far as their machines can tell; takes at most six seconds."""
+        asking = asyncio.run_coroutine_threadsafe(self._stopped(ranks), self._loop)
+        try:
+            return asking.result(2 * _WHERE_S)
+        except TimeoutError:
+            return []
 
     def end(self, grace_s: float, *, orderly: bool) -> None:
         """Close the executors, stop the processes, kill what is left. Takes at most ``grace_s`` + 6 seconds.
@@ -378,6 +385,18 @@ class Ranks:
                 return f"unknown, it does not answer ({type(error).__name__}): stopped, or busy in native code"
 
         return list(await asyncio.gather(*(ask(rank) for rank in ranks)))
+
+    async def _stopped(self, ranks: Sequence[Rank]) -> list[Rank]:
+        async def ask(rank: Rank) -> bool:
+            if rank.link is None or rank.dead:
+                return False
+            try:
+                return await asyncio.wait_for(rank.link.stopped(), _WHERE_S)
+            except (OSError, TimeoutError):  # its host is gone, or does not answer: that is told where it is seen
+                return False
+
+        answers = await asyncio.gather(*(ask(rank) for rank in ranks))
+        return [rank for rank, stopped in zip(ranks, answers, strict=True) if stopped]
 
     # -- io thread: ending --
 

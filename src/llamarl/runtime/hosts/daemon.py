@@ -227,6 +227,8 @@ class Job:
                 return  # of a rank that could not be started
             case Word.PING:
                 self._send(message(Word.PONG, number, {"monotonic_s": time.monotonic()}))
+            case Word.ASK:
+                self._send(message(Word.STATE, number, {"stopped": rank is not None and rank.stopped()}))
             case Word.START:
                 self._early[number] = []
                 self._starting[number] = asyncio.create_task(self._start(number, unpack(data)))

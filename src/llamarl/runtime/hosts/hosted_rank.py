@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from llamarl.runtime.child_process import start_rank
+from llamarl.runtime.child_process import is_stopped, start_rank
 from llamarl.runtime.children import Child, ForkServer, PlainChild, forked
 from llamarl.runtime.hosts.wire import CHUNK, Word, message
 
@@ -101,6 +101,10 @@ class HostedRank:
         for word, taking in self._taking.items():
             self._ahead[word] = -sys.maxsize
             taking.set()
+
+    def stopped(self) -> bool:
+        """Whether a signal has stopped the rank, or its guard."""
+        return is_stopped(self.pid)
 
     def kill(self, *, at_once: bool) -> None:
         """End the process, by its guard or without asking it."""

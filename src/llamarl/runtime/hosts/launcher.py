@@ -50,6 +50,9 @@ class HostLink(FramedLink):
     def here_s(self, there_s: float) -> float:
         return self._connection.offset.here_s(there_s)
 
+    async def stopped(self) -> bool:
+        return bool(unpack(await self._connection.ask(Word.ASK, self.number, {}, Word.STATE))["stopped"])
+
     def kill(self, *, at_once: bool = False) -> None:
         how: dict[str, object] = {"at_once": at_once}
         try:
@@ -66,6 +69,8 @@ class HostLink(FramedLink):
                 self._printing[word].add(data)
             case Word.ENDED:
                 self.finish(cause_of_death(int(unpack(data)["returncode"])), streams=False)
+            case Word.STATE:  # for which nobody waits any more
+                return
             case _:
                 raise ValueError(f"{word.name} is not about a rank")
 

@@ -54,6 +54,10 @@ class Word(IntEnum):
     """To the daemon."""
     PONG = 12
     """From the daemon: its ``time.monotonic``."""
+    ASK = 13
+    """To the daemon: whether a signal has stopped the process."""
+    STATE = 14
+    """From the daemon: whether one has."""
 
 
 def message(word: Word, number: int = 0, content: bytes | Mapping[str, Any] = b"") -> bytes:
