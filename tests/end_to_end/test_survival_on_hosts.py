@@ -25,10 +25,12 @@ SETTINGS = {
     "run.num_ticks": 9,
     "generator.max_segments": 2,
     "generator.oversubscription": 1.5,
+    "generator.shards": 2,
+    "generator.threads": 1,
     "checkpoint.every": 3,
     "evaluation.every": 4,
 }
-ON = {"generator": "0", "reward": "1", "trainer": "1", "evaluator": "0"}
+ON = {"generator": ["0", "1"], "reward": ["1"], "trainer": ["1"], "evaluator": ["0"]}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def over(hosts: Sequence[LoopbackHost], folder: Path, run_folder: str = "own") -
         "hosts.workers": json.dumps(names),
         "hosts.key": json.dumps(str(folder / "key")),
         "hosts.run_folder": json.dumps(run_folder),
-        **{f"hosts.on.{executor}": json.dumps([host]) for executor, host in ON.items()},
+        **{f"hosts.on.{executor}": json.dumps(on) for executor, on in ON.items()},
     }
 
 
@@ -76,6 +78,15 @@ def kill(hosts: Sequence[LoopbackHost], *executors: str) -> None:
         os.kill(up[name], signal.SIGKILL)
 
 
+def scale(llamarl: CommandLine, run_dir: Path, replicas: int) -> str:
+    """Ask for so many replicas; their hosts, by place."""
+    told = llamarl.run(["scale", str(run_dir), f"generator={replicas}", "--wait", "60"])
+    assert told.returncode == 0, told.stderr
+    found = re.search(rf"generator: {replicas} replicas from tick \d+ on \(hosts: (.*)\)", told.stdout)
+    assert found is not None, told.stdout
+    return found[1]
+
+
 def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:
     file = run_dir / "metrics.jsonl"
 
@@ -85,19 +96,21 @@ def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:
     wait_until(there, limit_s=120, what=f"{number} rows")
 
 
-def test_ranks_of_other_hosts_die_at_several_moments_and_every_byte_is_that_of_the_undisturbed_run(
+def test_ranks_of_other_hosts_die_and_replicas_come_there_and_every_byte_is_that_of_the_undisturbed_run(
     llamarl: CommandLine, folder: Path, undisturbed: Path, hosts: list[LoopbackHost]
 ) -> None:
     run_dir = folder / "killed"
     run = llamarl.start(run_dir, over(hosts, folder))
-    kills = [(1, "generator"), (2, "trainer"), (4, "reward evaluator"), (5, "trainer")]
+    kills = [(1, ["generator"]), (2, ["trainer"]), (4, ["reward", "evaluator"]), (5, ["trainer", "generator 1"])]
     for number, (num_rows, executors) in enumerate(kills):
         wait_for_rows(run, run_dir, num_rows)
+        if num_rows == 4:
+            assert scale(llamarl, run_dir, 2) == ", ".join(f"127.0.0.1:{host.worker.port}" for host in hosts)
         time.sleep(0.05 * number)  # another moment of its tick each time
-        kill(hosts, *executors.split())
+        kill(hosts, *executors)
     said, _ = run.communicate(timeout=240)
     assert run.returncode == 0, said
-    assert len(re.findall(r"died .*SIGKILL.*brought up again", said)) == 5, said
+    assert len(re.findall(r"died .*SIGKILL.*brought up again", said)) == 6, said
     assert_same_run(run_dir, undisturbed)
     restarts = {key for row in rows(run_dir) for key in row if key.endswith("_restarts")}
     assert restarts >= {"recovery/generator_restarts", "recovery/trainer_restarts"}
@@ -118,6 +131,31 @@ def test_hosts_that_are_gone_are_replaced_by_the_spare_one_and_every_byte_is_tha
         assert run.returncode == 0, said
         assert len(re.findall(r"the worker on host .* has ended, or its host; brought up again", said)) == 4, said
         assert_same_run(run_dir, undisturbed)
+
+
+@pytest.mark.long  # in short: the first test of this file
+def test_replicas_go_from_two_to_one_to_three_over_hosts_one_of_which_is_lost_and_every_byte_is_that_of_one_replica(
+    llamarl: CommandLine, folder: Path
+) -> None:
+    one, run_dir = folder / "one_replica", folder / "scaled"
+    elastic = {**SETTINGS, "generator.shards": 4, "run.num_ticks": 12}
+    done = llamarl.train(one, elastic)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with loopback_hosts("cde", environment={"XDG_CACHE_HOME": str(folder / "cache-{name}")}) as three:
+        c, d, e = (f"127.0.0.1:{host.worker.port}" for host in three)
+        run = llamarl.start(run_dir, {**over(three, folder), **elastic, "generator.dp": 2})
+        wait_for_rows(run, run_dir, 2)
+        assert scale(llamarl, run_dir, 1) == c
+        wait_for_rows(run, run_dir, 4)
+        assert scale(llamarl, run_dir, 3) == f"{c}, {e}, {e}", "d has no core left beside reward and trainer"
+        refused = llamarl.run(["scale", str(run_dir), "generator=5", "--wait", "60"])
+        assert (refused.returncode, "fewer than the dp 5 replicas" in refused.stderr) == (2, True), refused.stderr
+        wait_for_rows(run, run_dir, 7)
+        three[2].kill()
+        said, _ = run.communicate(timeout=240)
+        assert run.returncode == 0, said
+        assert len(re.findall(r"'generator' rank \d died .*the worker on host .* has ended.*again", said)) == 1, said
+        assert_same_run(run_dir, one)
 
 
 @pytest.mark.long

@@ -12,7 +12,8 @@ __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
 Gives the generator of a run that goes on another number of replicas, between two of its ticks. The bits stay the same: that
-needs generator.shards, of which each replica decodes its share (docs/survival.md).
+needs generator.shards, of which each replica decodes its share (docs/survival.md). Over hosts those that come go where
+--on generator says, or to a spare host with room, and nobody else moves (docs/hosts.md).
 
   llamarl scale runs/tiny generator=4            returns when it took effect, and says from which tick on
   llamarl scale runs/tiny generator=1 --wait 60  gives up after a minute"""
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Ask, and wait for the answer. Raises ConfigError for what is refused."""
     from llamarl.config import load_config
     from llamarl.controller.run_folder import CONFIG_FILE
-    from llamarl.controller.scaling import answer_to, ask, why_not_scale, withdraw
+    from llamarl.controller.scaling import answer_to, ask, of_hosts, why_not_scale, withdraw
     from llamarl.errors import ConfigError
 
     executor, _, number = args.change.partition("=")
@@ -66,5 +67,5 @@ def run(args: argparse.Namespace) -> int:
         )
     if answer.refused:
         raise ConfigError(answer.refused)
-    print(f"{executor}: {number} replicas from tick {answer.tick} on")
+    print(f"{executor}: {number} replicas from tick {answer.tick} on{of_hosts(answer)}")
     return 0

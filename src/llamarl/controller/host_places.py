@@ -59,7 +59,10 @@ class HostPlaces:
     def settle(self, executor: str) -> Sequence[Network]:
         for host in self._lost(executor):
             other = self._other(host)
-            assert other is not None, "has_place has said that there is one"
+            if (
+                other is None
+            ):  # gone since ``has_place`` was asked: its ranks are then not started, which is their death
+                continue
             for name, ranks in self._where.items():
                 self._where[name] = tuple(other if at == host else at for at in ranks)
         return [self._network(host) for host in self._where[executor]]

@@ -20,7 +20,7 @@ from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.roles import present_roles
 from llamarl.runtime.config import HERE, hosts_named, parse_ports
-from llamarl.runtime.host_placement import Machine, place_on_hosts, spread, unlike
+from llamarl.runtime.host_placement import Machine, place_on_hosts, respread, spread, unlike
 from llamarl.runtime.hosts.connection import WorkerKey, ask
 from llamarl.runtime.hosts.inventory import Inventory
 from llamarl.runtime.hosts.launcher import HostLauncher
@@ -57,6 +57,8 @@ class JobHosts:
     """The hosts, once :meth:`place` has been called."""
     on_gpus: Collection[str] = ()
     """Executors on GPUs, likewise."""
+    controllers: Machine | None = None
+    """The controller's machine, likewise."""
 
     def place(self, executors: Sequence[ExecutorSpec], colocated: ColocatedGroup | None) -> Placement:
         """Give every rank a host, and there cores and a device.
@@ -65,21 +67,17 @@ class JobHosts:
             ConfigError: It cannot be done; every mistake is named.
         """
         config, names = self.config, [worker.name for worker in self.workers.workers]
-        here = Machine(HERE, config.run.cores or available_cores(), available_cuda_devices(), platform_facts())
+        self.controllers = here = Machine(
+            HERE, config.run.cores or available_cores(), available_cuda_devices(), platform_facts()
+        )
         hosts = [
             Machine(name, one.cores, one.cuda_devices, one.facts)
             for name, one in zip(names, self.inventories, strict=True)
         ]
-        on = {}
-        for executor, named in config.hosts.on.items():
-            try:
-                on[executor] = hosts_named(named, names)
-            except ValueError as error:
-                raise ConfigError(f"hosts.on.{executor}: {error}") from error
         self.where = spread(
             executors,
             len(hosts),
-            on,
+            {executor: self._given(executor) for executor in config.hosts.on},
             tensor_parallel={
                 role.name: getattr(role.settings(config), "tp", 1) for role in present_roles(config) if role.section
             },
@@ -105,6 +103,41 @@ class JobHosts:
         self.machines = hosts
         self.on_gpus = [spec.name for spec in placement.executors if spec.device.startswith("cuda")]
         return placement
+
+    def place_again(
+        self, executors: Sequence[ExecutorSpec], spec: ExecutorSpec
+    ) -> tuple[ExecutorSpec, tuple[int, ...]]:
+        """Where the ranks of an executor go that shall be another number, and what each gets there. Nothing is changed yet.
+
+        Args:
+            executors: Of the job, as :meth:`place` settled them.
+            spec: With the number of ranks that it shall have, and threads settled.
+
+        Raises:
+            ConfigError: No host has room.
+        """
+        assert self.launcher is not None and self.controllers is not None, "ranks are another number in a job that runs"
+        ranks = respread(
+            spec,
+            executors,
+            self.machines,
+            self.where,
+            given=self._given(spec.name),
+            gone=set(self.launcher.lost),
+            on_gpus=self.on_gpus,
+            allow_unlike=self.config.hosts.allow_unlike,
+        )
+        wanted = [spec if one.name == spec.name else one for one in executors]
+        placed = place_on_hosts(wanted, self.controllers, self.machines, {**self.where, spec.name: ranks})
+        return next(one for one in placed.executors if one.name == spec.name), ranks
+
+    def move(self, executor: str, ranks: tuple[int, ...]) -> None:
+        """From now on its ranks, when they are started next, are on these hosts."""
+        self.where[executor] = ranks
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """The machines of ranks, for people."""
+        return ", ".join(HERE if host < 0 else self.workers.workers[host].name for host in ranks)
 
     def spaces(self) -> dict[str, str]:
         """Machine -> whose memory is within reach there."""
@@ -203,16 +236,24 @@ class JobHosts:
 
     def summary(self) -> str:
         """Where the executors are, for people."""
-        names = {-1: HERE, **{number: worker.name for number, worker in enumerate(self.workers.workers)}}
         return "; ".join(
-            f"{executor} on {', '.join(dict.fromkeys(names[host] for host in ranks))}"
-            for executor, ranks in self.where.items()
+            f"{executor} on {self.names(list(dict.fromkeys(ranks)))}" for executor, ranks in self.where.items()
         )
 
     def close(self) -> None:
         """End the workers that this job has started. Idempotent."""
         self.workers.close()
         atexit.unregister(self.close)
+
+    def _given(self, executor: str) -> tuple[int, ...]:
+        """The hosts on which the user wants an executor; empty: any."""
+        named = self.config.hosts.on.get(executor)
+        if named is None:
+            return ()
+        try:
+            return hosts_named(named, [worker.name for worker in self.workers.workers])
+        except ValueError as error:
+            raise ConfigError(f"hosts.on.{executor}: {error}") from error
 
     def _address(self, host: int) -> str:
         return self.here if host < 0 else self.inventories[host].address

@@ -478,6 +478,8 @@ def _scaling(prepared: Prepared, folder: RunFolder, recorder: Recorder, checkpoi
 
     def took_effect(scaled: Scaled, tick: int) -> None:
         folder.check()
+        if prepared.hosts is not None:
+            prepared.hosts.move(SCALABLE, scaled.hosts)
         checkpoints.rescaled(SCALABLE, scaled.spec.num_ranks, tick)
         replicas = {SCALABLE: {"dp": scaled.config.generator.dp}}
         try:
@@ -485,7 +487,7 @@ def _scaling(prepared: Prepared, folder: RunFolder, recorder: Recorder, checkpoi
         except ConfigError as error:
             recorder.message(f"a resume begins with the replicas that there were: {error}")
 
-    plan = functools.partial(rescaled, prepared.local, prepared.graph)
+    plan = functools.partial(rescaled, prepared.local, prepared.graph, hosts=prepared.hosts)
     return Scaling(folder.path, plan, took_effect, recorder.message)
 
 

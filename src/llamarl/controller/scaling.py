@@ -14,9 +14,10 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from llamarl.channels.base import ChannelKind
 from llamarl.config import RunConfig, apply_overrides, to_plain, validate
@@ -30,10 +31,23 @@ from llamarl.reading import read_json
 from llamarl.roles import ROLES
 from llamarl.runtime.placement import place
 
-__all__ = ["SCALABLE", "Answer", "Scaled", "Scaling", "answer_to", "ask", "rescaled", "why_not_scale", "withdraw"]
+__all__ = [
+    "SCALABLE",
+    "Answer",
+    "Scaled",
+    "Scaling",
+    "answer_to",
+    "ask",
+    "of_hosts",
+    "rescaled",
+    "why_not_scale",
+    "withdraw",
+]
 
 SCALABLE = "generator"
 """The executor whose ranks may be another number."""
+_SINKS_PULL = ("shared_memory", "tcp")
+"""Transports whose sources do not know who reads: a version lies there, whole, for whoever has its handle."""
 _ASKED = "scale.json"
 _ANSWERS = "scale.jsonl"
 
@@ -50,6 +64,8 @@ class Answer:
     """The first with them."""
     refused: str = ""
     """Why there are as many as before; empty: there are as many as were asked for."""
+    on: str = ""
+    """Their hosts; empty: the job is on one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +75,24 @@ class Scaled:
     config: RunConfig
     spec: ExecutorSpec
     """Of the executor that has other ranks."""
+    hosts: tuple[int, ...] = ()
+    """The host of each of its ranks, -1 for the controller's machine; empty: the whole job is on this one."""
+    on: str = ""
+    """The same for people."""
+
+
+class Hosts(Protocol):
+    """Those of a job."""
+
+    def place_again(
+        self, executors: Sequence[ExecutorSpec], spec: ExecutorSpec
+    ) -> tuple[ExecutorSpec, tuple[int, ...]]:
+        """As of ``JobHosts``."""
+        ...
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """As of ``JobHosts``."""
+        ...
 
 
 def ask(run_dir: Path, executor: str, replicas: int) -> str:
@@ -86,6 +120,11 @@ def answer_to(run_dir: Path, request: str) -> Answer | None:
             if (found := Answer(**json.loads(line))).id == request:
                 return found
     return None
+
+
+def of_hosts(answer: Answer) -> str:
+    """Where the replicas are, as the end of a sentence; empty on one machine."""
+    return f" (hosts: {answer.on})" if answer.on else ""
 
 
 def withdraw(run_dir: Path, request: str) -> None:
@@ -127,19 +166,23 @@ def why_not_scale(config: RunConfig, executor: str) -> str:
         return f"executors.{executor}.factory is {changed.factory}, which may not divide its work into shards"
     if config.run.runtime == "inline":
         return "run.runtime is 'inline', where an executor has one rank"
-    if config.hosts.wanted:
-        return "the job is on several hosts: stop the run, and resume it with another --generator.dp"
+    if config.hosts.wanted and config.schedule.colocated:
+        return (
+            "schedule.colocated puts it on the hosts of others, one rank beside another: stop the run, and resume it with another "
+            "--generator.dp"
+        )
     if not config.recovery.max_restarts:
         return "recovery.max_restarts is 0, so that no state is held outside of the processes"
     return ""
 
 
-def rescaled(config: RunConfig, graph: Graph, replicas: int) -> Scaled:
+def rescaled(config: RunConfig, graph: Graph, replicas: int, hosts: Hosts | None = None) -> Scaled:
     """A run with another number of generator replicas: everyone else stays as and where they are.
 
     Args:
         config: Of the run, with threads and devices settled.
         graph: With its executors placed.
+        hosts: None: the whole job is on this machine.
 
     Raises:
         ConfigError: It cannot be.
@@ -147,13 +190,16 @@ def rescaled(config: RunConfig, graph: Graph, replicas: int) -> Scaled:
     if why := why_not_scale(config, SCALABLE):
         raise ConfigError(why)
     for channel in graph.inputs[SCALABLE]:
-        if channel.kind is ChannelKind.WEIGHTS and channel.transport != "shared_memory":
+        if channel.kind is ChannelKind.WEIGHTS and channel.transport not in _SINKS_PULL:
             raise ConfigError(
                 f"channel {channel.name!r} goes by {channel.transport}, where the source knows each sink: stop the run, and resume it "
                 "with another --generator.dp"
             )
     changed = validate(apply_overrides(to_plain(config), ["--generator.dp", str(replicas)]))
     wanted = llamarl_graph(changed)
+    if hosts is not None:
+        spec, ranks = hosts.place_again(graph.executors, next(s for s in wanted.executors if s.name == SCALABLE))
+        return Scaled(config=changed, spec=spec, hosts=ranks, on=hosts.names(ranks))
     placed = place(wanted.executors, cores=changed.run.cores or None, colocated=colocated_group(changed, wanted))
     here = {spec.name: spec for spec in graph.executors}
     moved = [s.name for s in placed.executors if s.name != SCALABLE and s.device != here[s.name].device]
@@ -207,7 +253,7 @@ class Scaling:
         elif not marking.is_needed(SCALABLE):
             refused = f"{SCALABLE!r} has done all its ticks"
         elif SCALABLE not in replaceable():
-            refused = f"what {SCALABLE!r} holds is not held elsewhere"
+            refused = f"what {SCALABLE!r} holds is not held elsewhere, or its host is gone"
         else:
             try:
                 scaled = self._plan(replicas)
@@ -216,7 +262,8 @@ class Scaling:
         if scaled is not None:
             self._took_effect(scaled, tick)
         number = replicas if isinstance(replicas, int) else 0
-        self._answer(Answer(id=request, executor=executor, replicas=number, tick=tick, refused=refused))
+        on = "" if scaled is None else scaled.on
+        self._answer(Answer(id=request, executor=executor, replicas=number, tick=tick, refused=refused, on=on))
         return None if scaled is None else scaled.spec
 
     def _remove(self) -> bool:
@@ -231,7 +278,9 @@ class Scaling:
 
     def _answer(self, answer: Answer) -> None:
         asked = f"{answer.executor}={answer.replicas}"
-        told = f"stays as it is: {answer.refused}" if answer.refused else f"from tick {answer.tick} on"
+        told = (
+            f"stays as it is: {answer.refused}" if answer.refused else f"from tick {answer.tick} on{of_hosts(answer)}"
+        )
         self._tell(f"scale {asked}: {told}")
         try:
             file = os.open(self._run_dir / _ANSWERS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

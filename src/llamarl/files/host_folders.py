@@ -98,6 +98,8 @@ class HostFolders:
     def __init__(self, run_dir: Path, folders: Mapping[int, FarFolder], where: Mapping[str, Sequence[int]]) -> None:
         self._run_dir, self.folders, self._where = run_dir, folders, where
         self._here = Below(run_dir)
+        self._shared: dict[str, FileRecord] = {}
+        """Path -> what a rank that shares ``run_dir`` has told of it in a report: wherever the rank is by now, that is here."""
         shutil.rmtree(run_dir / ".incoming", ignore_errors=True)  # of a run that was killed
 
     def folder_of(self, executor: str, rank: int) -> Path | None:
@@ -177,10 +179,14 @@ class HostFolders:
             TransferError: As ``fetch``.
         """
         folder = self.folders.get(self._where[executor][rank])
-        if folder is None or folder.reports is None or not files:
+        records = [_at(one, (Path(below) / one.path).as_posix()) for one in files]
+        if folder is None:
+            self._shared |= {record.path: record for record in records}
+            return
+        if folder.reports is None or not files:
             return
         with folder.reports.use() as client:
-            for record in (_at(one, (Path(below) / one.path).as_posix()) for one in files):
+            for record in records:
                 client.fetch(folder.handle, record.path, self._here, record)
                 folder.brought[record.path], folder.told[record.path] = None, record
 
@@ -195,7 +201,7 @@ class HostFolders:
         host_of = {
             writer_name(name, rank): host for name, hosts in self._where.items() for rank, host in enumerate(hosts)
         }
-        come = [folder.told for folder in self.folders.values()]
+        come = [self._shared, *(folder.told for folder in self.folders.values())]
         for writer, records in written.items():
             paths = [(at / one.path).as_posix() for one in records]
             came = [
@@ -203,7 +209,10 @@ class HostFolders:
                 for one, path in zip(records, paths, strict=True)
             ]
             missing = [one for one, is_here in zip(records, came, strict=True) if not is_here]
-            of_host.setdefault(host_of[writer], []).extend(missing)
+            if (
+                missing and writer in host_of
+            ):  # else a rank that is no more: its files came with its reports, or its host shares the folder
+                of_host.setdefault(host_of[writer], []).extend(missing)
 
         def from_host(number: int, folder: FarFolder) -> None:
             if folder.gone.is_set():

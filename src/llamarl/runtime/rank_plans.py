@@ -102,7 +102,7 @@ def plan_workers(
 
 
 def with_ranks(plans: Mapping[str, tuple[WorkerPlan, ...]], spec: ExecutorSpec) -> dict[str, tuple[WorkerPlan, ...]]:
-    """The plans of a job on one machine in which one executor has the ranks of ``spec``."""
+    """The plans of a job in which one executor has the ranks of ``spec``; where these are among hosts is another's to say."""
 
     def told(plan: WorkerPlan) -> WorkerPlan:
         changed = {spec.name: spec.num_ranks} if spec.name in plan.num_ranks else {}

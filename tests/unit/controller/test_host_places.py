@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from other_space import place
 
+from llamarl.config import RunConfig, validate
 from llamarl.controller.host_places import HostPlaces
-from llamarl.errors import TransferError
+from llamarl.controller.job_hosts import JobHosts
+from llamarl.errors import ConfigError, TransferError
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.config import Worker
 from llamarl.runtime.host_placement import Machine
+from llamarl.runtime.hosts.sources import Workers
 
 
 class Launcher:
@@ -89,3 +95,44 @@ def test_files_that_break_off_before_the_host_is_known_to_be_gone_are_a_loss_onc
     threading.Timer(0.1, launcher.lost.add, (1,)).start()
     with pytest.raises(ConnectionError, match="it did not come"):
         found.prepare("trainer", tmp_path)
+
+
+def test_a_host_that_goes_after_it_was_asked_whether_there_is_another_keeps_its_ranks_which_then_do_not_start() -> None:
+    where: dict[str, tuple[int, ...]] = {"generator": (0, 1)}
+    assert places(where, Launcher(0, 1, 2)).settle("generator") == [place("a"), place("b")]
+    assert where == {"generator": (0, 1)}
+
+
+def job_hosts(hosts: list[Machine], where: dict[str, tuple[int, ...]], config: RunConfig, *on_gpus: str) -> JobHosts:
+    workers: Any = Workers([Worker(host.name, f"10.0.0.{number}", 1) for number, host in enumerate(hosts)], b"")
+    unasked: Any = None
+    launcher: Any = Launcher()
+    return JobHosts(
+        workers,
+        unasked,
+        "10.0.0.9",
+        unasked,
+        config,
+        where=where,
+        launcher=launcher,
+        machines=hosts,
+        on_gpus=on_gpus,
+        controllers=hosts[0],
+    )
+
+
+def test_replicas_that_come_get_the_gpus_that_are_free_and_nobody_else_another_one() -> None:
+    hosts = [Machine(name, 8, 2, {"llamarl": "1"}) for name in "ab"]
+    config = validate({"hosts": {"workers": ["a", "b"], "on": {"generator": ["a", "b"]}}})
+    job = job_hosts(hosts, {"trainer": (1,), "generator": (0,)}, config, "trainer", "generator")
+    trainer = ExecutorSpec(name="trainer", factory="m:f", device="cuda:0", threads=1)
+    before = ExecutorSpec(name="generator", factory="m:f", device="cuda:0", threads=1)
+    wanted = replace(before, num_ranks=3, device="cuda")
+    spec, ranks = job.place_again((trainer, before), wanted)
+    assert (ranks, spec.device, spec.threads) == ((0, 1, 0), "cuda:0,cuda:1,cuda:1", 1)
+    assert job.where["generator"] == (0,), "nothing is changed yet"
+    job.move("generator", ranks)
+    assert job.summary() == "trainer on b; generator on a, b"
+    assert job.names(ranks) == "a, b, a"
+    with pytest.raises(ConfigError, match="no host has room"):
+        job.place_again((trainer, spec), replace(wanted, num_ranks=4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from llamarl.controller.marking import Marking
 from llamarl.controller.scaling import Scaled, Scaling, answer_to, ask, rescaled, why_not_scale, withdraw
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError
+from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.placement import place
 
 
@@ -39,6 +40,7 @@ def placed(settings: RunConfig) -> Graph:
 
 
 GRAPH = placed(config())
+COLOCATED = {"colocated": True, "max_staleness": 0, "prompts_per_step": 8}
 
 
 def marking() -> Marking:
@@ -126,7 +128,7 @@ def test_who_is_done_or_holds_what_nobody_else_does_stays_as_it_is(tmp_path: Pat
     request = ask(tmp_path, "generator", 1)
     assert run.due() is None
     answer = answer_to(tmp_path, request)
-    assert answer is not None and answer.refused == "what 'generator' holds is not held elsewhere"
+    assert answer is not None and answer.refused == "what 'generator' holds is not held elsewhere, or its host is gone"
     run.marking.done_ticks["generator"] = 2
     request = ask(tmp_path, "generator", 1)
     assert run.due() is None
@@ -140,7 +142,7 @@ def test_who_is_done_or_holds_what_nobody_else_does_stays_as_it_is(tmp_path: Pat
         ({"generator": {"shards": 0}}, "generator.shards is 0"),
         ({"generator": {"tp": 2}}, "generator.tp is 2"),
         ({"run": {"runtime": "inline"}}, "run.runtime is 'inline'"),
-        ({"hosts": {"workers": ["a:1"]}}, "the job is on several hosts"),
+        ({"hosts": {"workers": ["a:1"]}, "schedule": COLOCATED}, "schedule.colocated puts it on the hosts of others"),
         ({"recovery": {"max_restarts": 0}}, "recovery.max_restarts is 0"),
         (
             {"executors": {"generator": {"factory": "mine.py:Generator"}}},
@@ -150,6 +152,42 @@ def test_who_is_done_or_holds_what_nobody_else_does_stays_as_it_is(tmp_path: Pat
 )
 def test_a_run_that_cannot_be_scaled_says_why(changes: dict[str, Any], why: str) -> None:
     assert why_not_scale(config(**changes), "generator").startswith(why)
+
+
+def test_a_job_on_hosts_is_scaled_where_its_weights_go_by_sockets_and_its_ranks_go_where_the_hosts_say(
+    tmp_path: Path,
+) -> None:
+    assert why_not_scale(config(hosts={"workers": ["a:1"]}), "generator") == ""
+    channels = tuple(replace(c, transport="tcp") if c.kind is ChannelKind.WEIGHTS else c for c in GRAPH.channels)
+    graph = Graph(GRAPH.executors, channels)
+
+    class Hosts:
+        def place_again(
+            self, executors: Sequence[ExecutorSpec], spec: ExecutorSpec
+        ) -> tuple[ExecutorSpec, tuple[int, ...]]:
+            assert executors == graph.executors
+            if spec.num_ranks == 4:
+                raise ConfigError("no host has room")
+            return replace(spec, device="cuda:0"), (0,) * spec.num_ranks
+
+        def names(self, ranks: Sequence[int]) -> str:
+            return ", ".join("ab"[host] for host in ranks)
+
+    run = Run(tmp_path)
+    run.plan = lambda replicas: rescaled(config(), graph, replicas, Hosts())  # type: ignore[method-assign]
+    run.scaling = Scaling(tmp_path, run.plan, run.took_effect, run.said.append)
+    ask(tmp_path, "generator", 3)
+    assert run.due() == 3
+    request = ask(tmp_path, "generator", 4)
+    assert run.due() is None
+    answer = answer_to(tmp_path, request)
+    assert answer is not None and answer.refused == "no host has room"
+    assert run.said == [
+        "scale generator=3: from tick 0 on (hosts: a, a, a)",
+        "scale generator=4: stays as it is: no host has room",
+    ]
+    scaled = rescaled(config(), graph, 1, Hosts())
+    assert (scaled.spec.num_ranks, scaled.spec.device, scaled.hosts, scaled.on) == (1, "cuda:0", (0,), "a")
 
 
 def test_only_generators_are_scaled() -> None:

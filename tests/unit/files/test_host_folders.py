@@ -258,6 +258,30 @@ def test_a_state_that_came_with_its_tick_outlives_its_host_though_the_rank_has_a
         far.fetch({"generator rank 0": written["generator rank 0"]}, two.run_dir / at)
 
 
+def test_a_state_that_came_with_its_tick_is_there_though_its_rank_is_no_more(two: Two) -> None:
+    where = dict(WHERE)
+    far = HostFolders(two.run_dir, two.far.folders, where)
+    for number, folder in two.far.folders.items():
+        folder.reports = Line(partial(two.hosts[number].client, "ab"[number]))
+    written = _save(two, 3)
+    below = two.run_dir / "checkpoints" / "tick_000003.partial"
+    far.bring("generator", 1, written["generator rank 1"], "checkpoints/tick_000003.partial")
+    where["generator"] = (0,)  # one replica from the next tick on
+    far.fetch(written, below)
+    assert len(two.store.verify(two.store.finish(3, written, {}).path).manifest.files) == 5
+
+
+def test_a_state_of_a_rank_that_shared_the_runs_folder_is_not_asked_of_the_host_where_it_is_now(two: Two) -> None:
+    where = {**WHERE, "generator": (0, 2)}  # the third host shares it
+    far = HostFolders(two.run_dir, two.far.folders, where)
+    below = two.store.begin(3)
+    record = replace(put(below, "generator/rank_1/g", b"state"), path="generator/rank_1/g")
+    far.bring("generator", 1, [record], f"checkpoints/{below.name}")
+    where["generator"] = (0, 1)
+    far.fetch({"generator rank 1": [record]}, below)
+    assert (below / record.path).read_bytes() == b"state"
+
+
 def test_a_state_goes_to_the_host_where_its_rank_is_now(two: Two) -> None:
     where = dict(WHERE)
     far = HostFolders(two.run_dir, two.far.folders, where)
