@@ -8,6 +8,9 @@ A chain keeps every link busy in one direction with one copy: R hosts take the t
 between. That beats a tree, whose inner hosts send two copies, until the chain has as many hosts as a version has blocks; from
 there on a binary tree adds the logarithm of what remains. Hosts are seated in the order in which they ask, so nobody has to know
 how many come, and whom a host reads from is always seated before it.
+
+A reader that was brought up again, or came later, may be told of a copy whose process has ended. It says so, and all are seated anew:
+processes that pass on end together, as those of one executor do.
 """
 
 from __future__ import annotations
@@ -57,8 +60,14 @@ def hops(seat: int) -> int:
     return count
 
 
-def take_seat(seats: Sequence[Seat], newcomer: Seat) -> tuple[list[Seat], Answer]:
-    """The seats with ``newcomer``, who is the next if nobody of its space sits yet, and what it shall do."""
+def take_seat(seats: Sequence[Seat], newcomer: Seat, gone: str = "") -> tuple[list[Seat], Answer]:
+    """The seats with ``newcomer``, who is the next if nobody of its space sits yet, and what it shall do.
+
+    Args:
+        gone: The copy that it was told of before, and that is not there any more; empty: it was told of none.
+    """
+    if gone and any(seat.mirror == gone for seat in seats):  # else somebody has said so already
+        seats = ()
     for seat in seats:
         if seat.space == newcomer.space:
             return list(seats), Answer(False, seat.mirror)

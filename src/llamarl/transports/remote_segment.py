@@ -123,8 +123,13 @@ class RemoteSegment:
         """Raise ChannelError if its owner is gone or has closed it."""
         self._ask(0, memoryview(b""), running_s() + deadline_s)
 
-    def take_seat(self, mirror: SegmentHandle, deadline_s: float) -> tuple[bool, SegmentHandle | None]:
+    def take_seat(
+        self, mirror: SegmentHandle, deadline_s: float, gone: SegmentHandle | None = None
+    ) -> tuple[bool, SegmentHandle | None]:
         """Offer to pass this segment on from a copy in ``mirror``; see :mod:`llamarl.transports.fan_out`.
+
+        Args:
+            gone: What an earlier call returned, where that is not there any more.
 
         Returns:
             Whether this process is to do so, and whose copy it reads: that of a host before it (None: the segment itself), or,
@@ -134,7 +139,7 @@ class RemoteSegment:
         """
         until = running_s() + deadline_s
         connection = self._owner.dial(until, self._who)
-        words = json.dumps([mirror.space, _in_words(mirror)]).encode()
+        words = json.dumps([mirror.space, _in_words(mirror), "" if gone is None else _in_words(gone)]).encode()
         try:
             connection.ask(self.handle.nonce, len(words), SEAT, until, self._who, words)
             relays, found = json.loads(connection.take_words(until, self._who))

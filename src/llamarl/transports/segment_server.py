@@ -242,12 +242,12 @@ class SegmentServer:
         words = receive_exactly(connection, nbytes, time.monotonic() + self._limits.stall_s)
         self._let_it_wait(connection)
         try:
-            space, mirror = json.loads(words)
+            space, mirror, gone = json.loads(words)
             newcomer = Seat(str(space), str(mirror))
         except ValueError as error:
             return _fail(connection, f"no seat for {words[:80]!r}: {error}")
         with self._lock:
-            self._seats[nonce], answer = take_seat(self._seats.get(nonce, []), newcomer)
+            self._seats[nonce], answer = take_seat(self._seats.get(nonce, []), newcomer, str(gone))
         text = json.dumps([answer.relays, answer.mirror]).encode()
         connection.sendall(ANSWER.pack(OK, len(text)) + text)
 

@@ -57,9 +57,11 @@ class TcpRemote:
         self._segment.expect(offset, nbytes, deadline_s)
         return True
 
-    def take_seat(self, mirror: SegmentHandle, deadline_s: float) -> tuple[bool, SegmentHandle | None]:
+    def take_seat(
+        self, mirror: SegmentHandle, deadline_s: float, gone: SegmentHandle | None = None
+    ) -> tuple[bool, SegmentHandle | None]:
         """As :meth:`llamarl.transports.remote_segment.RemoteSegment.take_seat`."""
-        return self._segment.take_seat(mirror, deadline_s)
+        return self._segment.take_seat(mirror, deadline_s, gone)
 
     def ready_to_read(self, stop: int) -> int:
         return stop

@@ -282,26 +282,31 @@ class Relays:
         mirror = Mirror(handle, handle.address.size - handle.data_offset)
         try:
             relays, copy = direct.take_seat(mirror.address, clock("asking whom to read from"))
+            opened, is_gone = self._opened(copy, clock)
+            if is_gone:  # of processes that were there before these
+                relays, copy = direct.take_seat(mirror.address, clock("asking whom to read from"), gone=copy)
+                opened, _ = self._opened(copy, clock)
             if relays:
                 mapped = self._transport.open(mirror.address, clock("opening the mirror"))
-                place.mirror, place.local = mirror, _OwnMirror(mirror, mapped)
-                place.upstream = self._opened(copy, clock)
+                place.mirror, place.local, place.upstream = mirror, _OwnMirror(mirror, mapped), opened
                 return place
-            place.local = self._opened(copy, clock)
+            place.local = opened
         except BaseException:
             mirror.close()
             raise
         mirror.close()
         return place
 
-    def _opened(self, copy: SegmentHandle | None, clock: Clock) -> RemoteBuffer | None:
-        """A mirror that another process offered; None if there is none, or its process has ended since."""
+    def _opened(self, copy: SegmentHandle | None, clock: Clock) -> tuple[RemoteBuffer | None, bool]:
+        """A mirror that another process offered, None if there is none; and whether that is because it is not there any more."""
         if copy is None:
-            return None
+            return None, False
         try:
-            return self._transport.open(copy, min(_PATIENCE_S, clock("opening another host's copy")))
-        except (ChannelError, DeadlineExceeded):
-            return None
+            return self._transport.open(copy, min(_PATIENCE_S, clock("opening another host's copy"))), False
+        except ChannelError:
+            return None, True
+        except DeadlineExceeded:
+            return None, False
 
 
 def _upstream(handle: SlotHandle, place: _Place, catalog: Catalog, who: str, clock: Clock) -> RemoteSlot | None:

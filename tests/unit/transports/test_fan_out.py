@@ -60,3 +60,16 @@ def test_a_space_has_one_seat_and_its_other_processes_read_the_copy_there() -> N
     assert answer == Answer(relays=True, mirror="at b")
     again, answer = take_seat(seats, Seat("c", "a second rank of c"))
     assert (again, answer) == (seats, Answer(relays=False, mirror="at c"))
+
+
+def test_all_are_seated_anew_once_one_says_that_the_copy_it_was_told_of_is_gone() -> None:
+    before = [Seat("b", "old at b"), Seat("c", "old at c")]
+    seats, answer = take_seat(before, Seat("c", "at c"))
+    assert answer == Answer(relays=False, mirror="old at c")
+    seats, answer = take_seat(seats, Seat("c", "at c"), gone="old at c")
+    assert (seats, answer) == ([Seat("c", "at c")], Answer(relays=True, mirror=""))
+    seats, answer = take_seat(
+        seats, Seat("b", "at b"), gone="old at b"
+    )  # it had asked before, and is not the first to say so
+    assert (seats, answer) == ([Seat("c", "at c"), Seat("b", "at b")], Answer(relays=True, mirror="at c"))
+    assert take_seat(seats, Seat("b", "a second rank of b"))[1] == Answer(relays=False, mirror="at b")

@@ -129,6 +129,26 @@ def test_a_host_that_ends_is_passed_over() -> None:
     assert torch.equal(behind.load(handle)["w"], source.tensors["w"])
 
 
+def test_hosts_whose_processes_are_others_now_pass_versions_on_again_and_one_that_came_too() -> None:
+    source = Source()
+    before = [Sink("b"), Sink("c")]
+    for version in (1, 2):  # one in each slot
+        handle = source.publish(version)
+        for sink in before:
+            sink.load(handle)
+    for sink in before:
+        sink.puller.close()
+    now = [Sink("c"), Sink("d"), Sink("b"), Sink("b", rank=1)]  # they may ask in any order
+    had = source.sent(0) + source.sent(1)
+    for version in (3, 4):
+        handle = source.publish(version)
+        for sink in now:
+            assert torch.equal(sink.load(handle)["w"], source.tensors["w"])
+    whole = 2 * NUM_BLOCKS * BLOCK_BYTES
+    assert whole <= source.sent(0) + source.sent(1) - had < 1.1 * whole
+    assert [len(sink.puller.relays.mirrors) for sink in now] == [2, 2, 2, 0]  # type: ignore[union-attr]
+
+
 def test_a_copy_altered_on_the_way_is_not_served_from_there() -> None:
     source = Source()
     ahead, behind = Sink("b"), Sink("c")
