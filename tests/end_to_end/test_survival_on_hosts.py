@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,8 @@ def test_replicas_go_from_two_to_one_to_three_over_hosts_one_of_which_is_lost_an
         assert run.returncode == 0, said
         assert len(re.findall(r"'generator' rank \d died .*the worker on host .* has ended.*again", said)) == 1, said
         assert_same_run(run_dir, one)
+        settings = tomllib.loads((run_dir / "config.toml").read_text())
+        assert settings["generator"]["dp"] == 3 and set(settings["hosts"]["on"]["generator"]) == {c, e}
 
 
 @pytest.mark.long

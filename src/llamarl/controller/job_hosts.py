@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import ipaddress
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llamarl.channels.base import ChannelSpec
@@ -19,8 +19,8 @@ from llamarl.controller.job_files import JobFiles, folder_answers, open_job_file
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.roles import present_roles
-from llamarl.runtime.config import HERE, hosts_named, parse_ports
-from llamarl.runtime.host_placement import Machine, place_on_hosts, respread, spread, unlike
+from llamarl.runtime.config import HERE, HostsConfig, hosts_named, parse_ports
+from llamarl.runtime.host_placement import Machine, given_again, place_on_hosts, respread, spread, unlike
 from llamarl.runtime.hosts.connection import WorkerKey, ask
 from llamarl.runtime.hosts.inventory import Inventory
 from llamarl.runtime.hosts.launcher import HostLauncher
@@ -134,6 +134,13 @@ class JobHosts:
     def move(self, executor: str, ranks: tuple[int, ...]) -> None:
         """From now on its ranks, when they are started next, are on these hosts."""
         self.where[executor] = ranks
+
+    def settings_again(self, executor: str, hosts: HostsConfig) -> HostsConfig:
+        """The section with which a resume finds room for as many ranks of an executor as it has now."""
+        given = given_again(self.where[executor], self._given(executor))
+        by_place = self.config.hosts.start == "slurm"  # another allocation has other names
+        named = tuple(str(host) if by_place and host >= 0 else self.names([host]) for host in given)
+        return replace(hosts, on={**hosts.on, executor: named}) if named else hosts
 
     def names(self, ranks: Sequence[int]) -> str:
         """The machines of ranks, for people."""

@@ -478,12 +478,13 @@ def _scaling(prepared: Prepared, folder: RunFolder, recorder: Recorder, checkpoi
 
     def took_effect(scaled: Scaled, tick: int) -> None:
         folder.check()
+        checkpoints.rescaled(SCALABLE, scaled.spec.num_ranks, tick)
+        config = with_settings(prepared.config, {SCALABLE: {"dp": scaled.config.generator.dp}})
         if prepared.hosts is not None:
             prepared.hosts.move(SCALABLE, scaled.hosts)
-        checkpoints.rescaled(SCALABLE, scaled.spec.num_ranks, tick)
-        replicas = {SCALABLE: {"dp": scaled.config.generator.dp}}
+            config = dataclasses.replace(config, hosts=prepared.hosts.settings_again(SCALABLE, config.hosts))
         try:
-            save_settings(dataclasses.replace(prepared, config=with_settings(prepared.config, replicas)), folder.path)
+            save_settings(dataclasses.replace(prepared, config=config), folder.path)
         except ConfigError as error:
             recorder.message(f"a resume begins with the replicas that there were: {error}")
 

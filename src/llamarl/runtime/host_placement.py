@@ -20,7 +20,7 @@ from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.placement import ColocatedGroup, Placement, place
 
-__all__ = ["Machine", "place_on_hosts", "respread", "spread", "stand_in", "unlike"]
+__all__ = ["Machine", "given_again", "place_on_hosts", "respread", "spread", "stand_in", "unlike"]
 
 _ALWAYS_ALIKE = ("llamarl", "python")
 
@@ -194,6 +194,20 @@ def respread(
             )
         ranks.append(min(free, key=order_of))
     return tuple(ranks)
+
+
+def given_again(ranks: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:
+    """The hosts to give an executor at a resume, so that as many ranks find room as they have now: those that they are on, the one with
+    most of them first, then what it was given besides. Empty: as it was, by nobody's wish, on one host.
+
+    Args:
+        ranks: As :func:`respread` gives it.
+        given: The hosts on which the user wants it; empty: any.
+    """
+    used = [host for host, _ in Counter(ranks).most_common()]
+    if not given and len(used) == 1:
+        return ()
+    return tuple(dict.fromkeys([*used, *given]))
 
 
 def unlike(machines: Sequence[Machine], *, allow: bool) -> list[str]:

@@ -134,5 +134,7 @@ def test_replicas_that_come_get_the_gpus_that_are_free_and_nobody_else_another_o
     job.move("generator", ranks)
     assert job.summary() == "trainer on b; generator on a, b"
     assert job.names(ranks) == "a, b, a"
+    assert job.settings_again("generator", config.hosts).on == {"generator": ("a", "b")}
+    assert job.settings_again("trainer", config.hosts) == config.hosts, "as it was, where fewest ranks are"
     with pytest.raises(ConfigError, match="no host has room"):
         job.place_again((trainer, spec), replace(wanted, num_ranks=4))

@@ -10,7 +10,7 @@ from llamarl.controller.job_hosts import pair_lines, unreachable
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.config import host_settings, hosts_named
-from llamarl.runtime.host_placement import Machine, place_on_hosts, respread, spread, stand_in, unlike
+from llamarl.runtime.host_placement import Machine, given_again, place_on_hosts, respread, spread, stand_in, unlike
 from llamarl.runtime.placement import ColocatedGroup
 
 FACTS = {"llamarl": "1", "python": "3.11.7", "torch": "2.13", "processor": "x86 avx2"}
@@ -246,3 +246,12 @@ def test_a_host_that_is_gone_or_would_give_other_bits_gets_no_replica() -> None:
     assert respread(spec("g", 2), OTHERS, hosts, where, given=(0, 1), allow_unlike=True) == (0, 1)
     with pytest.raises(ConfigError, match="a is gone; processor: a has 'x86 avx2', b 'arm'"):
         respread(spec("g", 2), OTHERS, hosts, where, gone={0})
+
+
+def test_a_resume_finds_room_where_the_replicas_are() -> None:
+    assert given_again((0, 1, 0), (0, 1)) == (0, 1)
+    assert given_again((0, 2, 2), (0, 1)) == (2, 0, 1), "c has two: of three it gets two again"
+    assert spread([spec("g", 3)], 3, {"g": (2, 0)}, tensor_parallel={})["g"] == (2, 2, 0)
+    assert given_again((1,), (0, 1)) == (1, 0)
+    assert given_again((1, 1), ()) == () and given_again((1, 2), ()) == (1, 2)
+    assert given_again((-1, -1), ()) == () and given_again((-1, -1), (-1,)) == (-1,)
