@@ -87,6 +87,7 @@ ELSEWHERE = {
         "runs over hosts: test_hosts_share_nothing.py, tests/real_hosts",
     ),
     **dict.fromkeys(("hosts.standby", "hosts.standby_after_s"), "test_standby.py"),
+    "hosts.absent_after_s": "test_survival_on_hosts.py",
     "observability.wandb": "needs an account",
     "observability.wandb_project": "needs an account",
 }

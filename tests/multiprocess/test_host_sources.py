@@ -14,6 +14,7 @@ import pytest
 from llamarl.errors import ConfigError
 from llamarl.runtime.config import HostsConfig
 from llamarl.runtime.hosts.connection import WorkerKey, ask
+from llamarl.runtime.hosts.gathering import gather
 from llamarl.runtime.hosts.sources import open_workers, why_ended
 from llamarl.transports.run_key import KEY_BYTES
 
@@ -86,8 +87,8 @@ def test_ssh_starts_workers_that_end_with_the_job(programs: Path) -> None:
 def test_a_host_that_cannot_be_started_is_named_and_the_others_are_ended(programs: Path) -> None:
     mark = "--space ssh-broken"
     config = HostsConfig(workers=("a", "broken"), start="ssh", command=f"{COMMAND} {mark}")
-    with pytest.raises(ConfigError, match="host broken: ssh cannot log in"):
-        open_workers(config)
+    with pytest.raises(ConfigError, match="these hosts cannot take part:\n  - host broken: ssh cannot log in"):
+        gather(config, WorkerKey, tell=print)
     wait_until_gone(mark)
 
 

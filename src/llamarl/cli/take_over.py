@@ -25,13 +25,12 @@ def main(arguments: Sequence[str]) -> int:
 
     folder, *words = arguments
     config = load_config(Path(folder) / "config.toml")
-    return llamarl(
-        ["train", "--resume", folder, '--hosts.standby=""', *hosts_that_are_left(config, _answers(config)), *words]
-    )
+    left = hosts_that_are_left(config, _answers(config))
+    return llamarl(["train", "--resume", folder, '--hosts.standby=""', *left, *words])
 
 
 def hosts_that_are_left(config: RunConfig, answers: Callable[[Worker], str]) -> list[str]:
-    """Words that have the run's hosts be those that answer, without naming them where all do. Where none is left, it is this one.
+    """Words by which the run goes on with those of its hosts that answer now, as any resume does; where none is left, with this one.
 
     Args:
         answers: Why a host does not; empty: it does.
@@ -40,17 +39,13 @@ def hosts_that_are_left(config: RunConfig, answers: Callable[[Worker], str]) -> 
     words = [] if not hosts.key or key_file(hosts.key).exists() else ['--hosts.key=""']
     if hosts.start != "running" or not hosts.workers:
         return words
-    lost = {}
-    for worker in parse_workers(hosts.workers):
-        if why_not := answers(worker):
-            lost[worker.name] = why_not
-            print(f"left out: {why_not}", file=sys.stderr)
-    if not lost:
+    absent = [why_not for worker in parse_workers(hosts.workers) if (why_not := answers(worker))]
+    if not absent:
         return words
-    left = [name for name in hosts.workers if name not in lost]
-    if not left:
-        return [*words, "--hosts", "here"]
-    return [*words, "--hosts", ",".join(left)]
+    if len(absent) < len(hosts.workers):
+        return [*words, "--hosts.absent_after_s=0"]  # it has waited already
+    print("\n".join(f"left out: {why}" for why in absent), file=sys.stderr)
+    return [*words, "--hosts", "here"]
 
 
 def _answers(config: RunConfig) -> Callable[[Worker], str]:

@@ -172,7 +172,7 @@ def _hosts(args: argparse.Namespace) -> list[str]:
 def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) -> int:
     from llamarl.config import read_settings
     from llamarl.controller.fork import fork_run
-    from llamarl.controller.resume import begun_config, check_resume, resume_run
+    from llamarl.controller.resume import begun_config, plan_resume, resume_run
     from llamarl.controller.run import plan_run
 
     source = user_path(args.resume, "--resume")
@@ -180,9 +180,8 @@ def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     if args.fork:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(args.fork)))
     if args.dry_run:
-        if not args.fork:
-            check_resume(config)
-        print(plan_run(config, every_key=args.every_key))
+        plan = plan_run if args.fork else plan_resume
+        print(plan(config, every_key=args.every_key))
     elif args.fork:
         fork_run(config, source)
     else:

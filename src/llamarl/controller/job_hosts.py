@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ipaddress
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,12 +20,14 @@ from llamarl.controller.job_files import JobFiles, folder_answers, open_job_file
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.roles import present_roles
+from llamarl.runtime.absent_hosts import layouts, what_changed, why_no_room
 from llamarl.runtime.config import HERE, HostsConfig, hosts_named, parse_ports
 from llamarl.runtime.host_placement import Machine, given_again, place_on_hosts, respread, spread, unlike
-from llamarl.runtime.hosts.connection import WorkerKey, ask
+from llamarl.runtime.hosts.connection import WorkerKey
+from llamarl.runtime.hosts.gathering import gather
 from llamarl.runtime.hosts.inventory import Inventory
 from llamarl.runtime.hosts.launcher import HostLauncher
-from llamarl.runtime.hosts.sources import Workers, open_workers
+from llamarl.runtime.hosts.sources import Workers
 from llamarl.runtime.journal import Resumed
 from llamarl.runtime.placement import ColocatedGroup, Placement, available_cores, available_cuda_devices
 from llamarl.runtime.processes import ProcessRuntime
@@ -45,6 +48,10 @@ class JobHosts:
     """Address of the controller's machine towards them."""
     key: WorkerKey
     config: RunConfig
+    named: Sequence[str] = ()
+    """All hosts of the job, as the user calls them; those that are in ``absent`` take no part."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Hosts that the job begins without -> why."""
     run_key: bytes = field(default_factory=new_key, repr=False)
     """Of this run alone: its ranks have it from the controller, by connections that have proved the workers' key."""
     where: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -59,30 +66,71 @@ class JobHosts:
     """Executors on GPUs, likewise."""
     controllers: Machine | None = None
     """The controller's machine, likewise."""
+    news: str = ""
+    """What the user is to know of hosts that are absent, likewise."""
 
     def place(self, executors: Sequence[ExecutorSpec], colocated: ColocatedGroup | None) -> Placement:
-        """Give every rank a host, and there cores and a device.
+        """Give every rank a host, and there cores and a device. What becomes of ranks of absent hosts is in ``news``.
 
         Raises:
             ConfigError: It cannot be done; every mistake is named.
         """
-        config, names = self.config, [worker.name for worker in self.workers.workers]
+        config, named = self.config, list(self.named)
+        hosts = [
+            Machine(worker.name, one.cores, one.cuda_devices, one.facts)
+            for worker, one in zip(self.workers.workers, self.inventories, strict=True)
+        ]
+        on = {executor: self._given_of_all(executor) for executor in config.hosts.on}
+        there = {named.index(host.name): host for host in hosts}
+        together = colocated.sharing if colocated is not None else ()
+        tensor_parallel = {
+            role.name: getattr(role.settings(config), "tp", 1) for role in present_roles(config) if role.section
+        }
+        whole = spread(executors, len(named), on, tensor_parallel=tensor_parallel, together=together)
+        trouble: ConfigError | None = None
+        for where in layouts(
+            executors,
+            whole,
+            on,
+            there,
+            num_hosts=len(named),
+            tensor_parallel=tensor_parallel,
+            together=together,
+            allow_unlike=config.hosts.allow_unlike,
+        ):
+            try:
+                placement = self._fit(where, executors, hosts, colocated)
+            except ConfigError as error:
+                trouble = trouble or error
+            else:
+                self.news = what_changed(self.absent, whole, where, named)
+                return placement
+        assert trouble is not None, "there is a layout"
+        if not self.absent:
+            raise trouble
+        raise ConfigError(why_no_room(self.absent, named, str(trouble))) from trouble
+
+    def _fit(
+        self,
+        layout: Mapping[str, Sequence[int]],
+        executors: Sequence[ExecutorSpec],
+        hosts: Sequence[Machine],
+        colocated: ColocatedGroup | None,
+    ) -> Placement:
+        """Ranks where ``layout`` says, by the numbers of all hosts that are named.
+
+        Args:
+            hosts: Those that take part.
+
+        Raises:
+            ConfigError: They do not fit there, or the machines differ too much.
+        """
+        config = self.config
         self.controllers = here = Machine(
             HERE, config.run.cores or available_cores(), available_cuda_devices(), platform_facts()
         )
-        hosts = [
-            Machine(name, one.cores, one.cuda_devices, one.facts)
-            for name, one in zip(names, self.inventories, strict=True)
-        ]
-        self.where = spread(
-            executors,
-            len(hosts),
-            {executor: self._given(executor) for executor in config.hosts.on},
-            tensor_parallel={
-                role.name: getattr(role.settings(config), "tp", 1) for role in present_roles(config) if role.section
-            },
-            together=colocated.sharing if colocated is not None else (),
-        )
+        numbers = {-1: -1, **{self.named.index(host.name): place for place, host in enumerate(hosts)}}
+        self.where = {name: tuple(numbers[host] for host in ranks) for name, ranks in layout.items()}
         used = sorted({host for ranks in self.where.values() for host in ranks})
         machines = {-1: here, **dict(enumerate(hosts))}
         self.facts = joint_facts([machines[host].facts for host in used])
@@ -140,6 +188,8 @@ class JobHosts:
         given = given_again(self.where[executor], self._given(executor))
         by_place = self.config.hosts.start == "slurm"  # another allocation has other names
         named = tuple(str(host) if by_place and host >= 0 else self.names([host]) for host in given)
+        absent = [self.named[host] for host in self._given_of_all(executor) if host >= 0]
+        named += tuple(name for name in absent if named and name in self.absent)
         return replace(hosts, on={**hosts.on, executor: named}) if named else hosts
 
     def names(self, ranks: Sequence[int]) -> str:
@@ -243,9 +293,8 @@ class JobHosts:
 
     def summary(self) -> str:
         """Where the executors are, for people."""
-        return "; ".join(
-            f"{executor} on {self.names(list(dict.fromkeys(ranks)))}" for executor, ranks in self.where.items()
-        )
+        lines = [f"{executor} on {self.names(list(dict.fromkeys(ranks)))}" for executor, ranks in self.where.items()]
+        return "; ".join([*lines, *([f"without {', '.join(self.absent)}"] if self.absent else [])])
 
     def close(self) -> None:
         """End the workers that this job has started. Idempotent."""
@@ -253,12 +302,18 @@ class JobHosts:
         atexit.unregister(self.close)
 
     def _given(self, executor: str) -> tuple[int, ...]:
-        """The hosts on which the user wants an executor; empty: any."""
-        named = self.config.hosts.on.get(executor)
-        if named is None:
+        """The hosts on which the user wants an executor, of those that take part; empty: any."""
+        numbers = {worker.name: number for number, worker in enumerate(self.workers.workers)}
+        given = [HERE if host < 0 else self.named[host] for host in self._given_of_all(executor)]
+        return tuple(-1 if name == HERE else numbers[name] for name in given if name not in self.absent)
+
+    def _given_of_all(self, executor: str) -> tuple[int, ...]:
+        """The same by the numbers of all hosts that are named."""
+        words = self.config.hosts.on.get(executor)
+        if words is None:
             return ()
         try:
-            return hosts_named(named, [worker.name for worker in self.workers.workers])
+            return hosts_named(words, self.named)
         except ValueError as error:
             raise ConfigError(f"hosts.on.{executor}: {error}") from error
 
@@ -266,22 +321,25 @@ class JobHosts:
         return self.here if host < 0 else self.inventories[host].address
 
 
-def open_hosts(config: RunConfig) -> JobHosts | None:
+def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts | None:
     """The hosts that a configuration names, asked what they are; None where it names none.
 
+    Args:
+        begun: Of the run that is gone on with: it may do so without some of the hosts that this names.
+
     Raises:
-        ConfigError: Some cannot take part; each is named with its reason.
+        ConfigError: Some cannot take part, and must; each is named with its reason.
     """
     if not config.hosts.wanted:
         return None
-    workers = open_workers(config.hosts)
-    try:
-        key = key_for(config, workers.key)
-        inventories, here = ask(workers.workers, key)
-    except BaseException:
-        workers.close()
-        raise
-    hosts = JobHosts(workers, inventories, here, key, config)
+    same = begun is not None and begun.hosts.start == config.hosts.start
+    found = gather(
+        config.hosts,
+        lambda key: key_for(config, key),
+        begun_with=begun.hosts.workers if begun is not None and same else (),
+        tell=lambda line: print(line, file=sys.stderr),
+    )
+    hosts = JobHosts(found.workers, found.inventories, found.here, found.key, config, found.named, found.absent)
     atexit.register(hosts.close)
     return hosts
 

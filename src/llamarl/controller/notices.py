@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from llamarl.config import RunConfig
@@ -12,7 +13,7 @@ from llamarl.planner.weight_traffic import format_bytes
 from llamarl.roles import present_roles
 from llamarl.weight_sync.model_layouts import model_parameters
 
-__all__ = ["checkpoint_bytes", "checkpoint_plan", "done_again", "resume_command", "what_is_saved"]
+__all__ = ["checkpoint_bytes", "checkpoint_plan", "done_again", "left_behind", "resume_command", "what_is_saved"]
 
 _MASTER_AND_MOMENTS = 12
 """Bytes a trained parameter: float32 weight and two moments."""
@@ -61,6 +62,18 @@ def checkpoint_plan(config: RunConfig, num_bytes: float, *, num_held: int = 0, f
         return f"{', '.join(moments)}; all are kept, {size}{short}"
     most = format_bytes((checkpoint.keep + 1) * num_bytes)
     return f"{', '.join(moments)}; the newest {checkpoint.keep} are kept, {size}, at most {most} of disk{short}"
+
+
+def left_behind(path: Path, finished: Sequence[Path]) -> str:
+    """Of a folder that a killed run had left among its checkpoints, and that is tidied up.
+
+    Args:
+        finished: Those that are complete, oldest first.
+    """
+    if path.suffix != ".partial":
+        return f"{path} was left by a run that was killed: tidied up"
+    newest = f"the newest complete one is {finished[-1].name}" if finished else "none is complete"
+    return f"{path.with_suffix('')} was not finished when the run ended, and is left out; {newest}"
 
 
 def resume_command(run_dir: Path) -> str:

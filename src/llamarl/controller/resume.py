@@ -16,12 +16,13 @@ from llamarl.config import RunConfig, load_config, read_settings, to_plain, vali
 from llamarl.controller.frozen_models import refuse_other_models
 from llamarl.controller.journaled import go_on_from_journal
 from llamarl.controller.model_sources import fetch_weights
-from llamarl.controller.notices import done_again
+from llamarl.controller.notices import done_again, left_behind
 from llamarl.controller.preflight import check_reward, find_missing
 from llamarl.controller.products import incomplete_products, write_again
 from llamarl.controller.run import (
     Prepared,
     absolute_dir,
+    describe_plan,
     execute,
     join_network,
     num_rows,
@@ -36,7 +37,7 @@ from llamarl.import_path import source_file
 from llamarl.plural import plural
 from llamarl.runtime.config import HostsConfig
 
-__all__ = ["begun_config", "check_resume", "refuse_command", "resume_run"]
+__all__ = ["begun_config", "plan_resume", "refuse_command", "resume_run"]
 
 
 def begun_config(run_dir: Path, given: Mapping[str, Any]) -> RunConfig:
@@ -111,8 +112,8 @@ def _refuse_code_of_a_run(key: str, path: str, run_dir: Path) -> None:
     print(f"{run_dir / CONFIG_FILE} names code to run: {key} {path}{where}", file=sys.stderr)
 
 
-def check_resume(config: RunConfig) -> None:
-    """Refuse the settings that ``resume_run`` would refuse; changes nothing.
+def plan_resume(config: RunConfig, *, every_key: bool = True) -> str:
+    """What going on with a run would be, as text (``plan_run``); changes nothing.
 
     Raises:
         ConfigError: The run would not go on bit for bit.
@@ -120,15 +121,19 @@ def check_resume(config: RunConfig) -> None:
     """
     run_dir = absolute_dir(config)
     begun = load_config(run_dir / CONFIG_FILE)
-    prepared = prepare(settle_rate(config, begun))
-    if prepared.hosts is not None:
-        prepared.hosts.close()
-    store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
-    if not store.list():
-        _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)
-        return
-    checkpoint = store.load()
-    _refuse(checkpoint.run.get("config", {}), checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
+    prepared = prepare(settle_rate(config, begun), begun)
+    try:
+        store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
+        if not store.list():
+            _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)
+        else:
+            checkpoint = store.load()
+            had = checkpoint.run.get("config", {})
+            _refuse(had, checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
+        return describe_plan(prepared, every_key=every_key)
+    finally:
+        if prepared.hosts is not None:
+            prepared.hosts.close()
 
 
 def resume_run(config: RunConfig) -> None:
@@ -142,7 +147,7 @@ def resume_run(config: RunConfig) -> None:
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"--resume: {run_dir} holds no run (no {CONFIG_FILE}); start one without --resume")
     begun = load_config(run_dir / CONFIG_FILE)
-    prepared = prepare(settle_rate(config, begun))
+    prepared = prepare(settle_rate(config, begun), begun)
     fetch_weights(prepared.config)
     check_reward(prepared.config)
     refuse_other_models(prepared.local, run_dir)
@@ -150,7 +155,7 @@ def resume_run(config: RunConfig) -> None:
         folder.go_on()
         store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
         for note in store.clean():
-            print(f"{store.folder / note} was left by a run that was killed: tidied up", file=sys.stderr)
+            print(left_behind(store.folder / note, store.list()), file=sys.stderr)
         if not store.list():
             if _is_done(run_dir, prepared.config):
                 print(

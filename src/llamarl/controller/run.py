@@ -61,6 +61,7 @@ from llamarl.observability.writing import Patience
 from llamarl.plural import plural
 from llamarl.reading import user_path
 from llamarl.roles import ROLES, present_roles, with_settings
+from llamarl.runtime.absent_hosts import why_no_room
 from llamarl.runtime.base import Report, Runtime
 from llamarl.runtime.journal import Journal, Resumed, remove_journal
 from llamarl.runtime.make_runtime import make_runtime
@@ -71,6 +72,7 @@ from llamarl.transports.network import join
 __all__ = [
     "Prepared",
     "absolute_dir",
+    "describe_plan",
     "description",
     "execute",
     "join_network",
@@ -110,9 +112,13 @@ def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
     Args:
         every_key: Whether keys that are at their defaults are printed too.
     """
+    return describe_plan(prepare(config), every_key=every_key)
+
+
+def describe_plan(prepared: Prepared, *, every_key: bool = True) -> str:
+    """See :func:`plan_run`. The run's hosts are let go."""
     import tomli_w
 
-    prepared = prepare(config)
     pairs = ""
     if prepared.hosts is not None:
         lines = pair_lines(prepared.graph.channels, prepared.placement.hosts, prepared.hosts.spaces())
@@ -203,8 +209,12 @@ def _tell_of_a_long_warmup(config: RunConfig) -> None:
         )
 
 
-def prepare(config: RunConfig) -> Prepared:
-    """Refuse what cannot run, before any process starts; settle threads and devices."""
+def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
+    """Refuse what cannot run, before any process starts; settle threads and devices.
+
+    Args:
+        begun: Of the run that is gone on with: it may do so without some of its hosts.
+    """
     recorded = pinned(settle_rate(config, config))
     config = local(recorded)
     check_models(config)
@@ -214,13 +224,16 @@ def prepare(config: RunConfig) -> Prepared:
     check_prompts(config, folder)
     _check_vocabularies(config, folder)
     graph = llamarl_graph(config)
-    hosts = open_hosts(config)
+    hosts = open_hosts(config, begun)
     try:
-        return _settle(recorded, config, folder, graph, hosts)
+        prepared = _settle(recorded, config, folder, graph, hosts)
     except BaseException:
         if hosts is not None:
             hosts.close()
         raise
+    if hosts is not None and hosts.news:
+        print(hosts.news, file=sys.stderr)
+    return prepared
 
 
 def _settle(recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, hosts: JobHosts | None) -> Prepared:
@@ -237,11 +250,16 @@ def _settle(recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, 
         if role.section
     }
     config, recorded = with_settings(config, used), with_settings(recorded, used)
-    _raise_all(
-        lambda: check_parallel_sizes(config, folder, cores=sum(placement.cores_of.values()) or placement.cores),
-        lambda: check_lora(config),
-        lambda: check_engine(config),
-    )
+    try:
+        _raise_all(
+            lambda: check_parallel_sizes(config, folder, cores=sum(placement.cores_of.values()) or placement.cores),
+            lambda: check_lora(config),
+            lambda: check_engine(config),
+        )
+    except ConfigError as error:
+        if hosts is None or not hosts.absent:
+            raise
+        raise ConfigError(why_no_room(hosts.absent, hosts.named, str(error))) from error
     executors = tuple(dataclasses.replace(spec, config=config.for_executor(spec.name)) for spec in placement.executors)
     graph = Graph(executors, graph.channels)
     graph, weight_edges = settle_weight_edges(config, graph, hosts=placement.hosts or None)

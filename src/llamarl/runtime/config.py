@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass as plain_dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
@@ -82,6 +82,10 @@ class HostsConfig:
 
     standby_after_s: Annotated[PositiveFloat, NO_BITS] = 30.0
     """How long it waits for a controller to which the connection is lost."""
+
+    absent_after_s: Annotated[NonNegativeFloat, NO_BITS] = 30.0
+    """How long a resume waits for hosts of the run that do not answer. Then it goes on with those that do, if all ranks have room
+    there. A run that begins, and a host that it has not had before, waits for nobody: all must answer."""
 
     allow_unlike: Annotated[bool, NO_BITS] = False
     """Let ranks run on hosts whose processors or library versions differ: to rounding, no longer the bits of one machine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llamarl.config import load_config
-from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, done_again, what_is_saved
+from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, done_again, left_behind, what_is_saved
 
 RUN = Path("/runs/my run")
 
@@ -51,3 +51,13 @@ def test_a_checkpoint_of_float32_weights_takes_sixteen_bytes_a_parameter_at_stal
     parameters = checkpoint_bytes(none) / 12
     assert parameters == int(parameters) > 100_000
     assert checkpoint_bytes(one) == 16 * parameters
+
+
+def test_a_checkpoint_that_lacks_a_ranks_state_is_left_out_and_the_newest_complete_one_named(tmp_path: Path) -> None:
+    partial, finished = tmp_path / "tick_000005.partial", [tmp_path / "tick_000001", tmp_path / "tick_000003"]
+    assert left_behind(partial, finished) == (
+        f"{tmp_path / 'tick_000005'} was not finished when the run ended, and is left out; "
+        "the newest complete one is tick_000003"
+    )
+    assert left_behind(partial, []).endswith("is left out; none is complete")
+    assert left_behind(tmp_path / "tick_000001.deleted", finished).endswith("left by a run that was killed: tidied up")

@@ -172,13 +172,13 @@ def config(**hosts: Any) -> RunConfig:
     return validate({"hosts": hosts})
 
 
-def test_a_successor_leaves_hosts_out_that_do_not_answer() -> None:
+def test_a_successor_waits_for_no_host_and_where_none_is_left_goes_on_alone() -> None:
     def only(*names: str) -> Any:
         return lambda worker: "" if worker.name in names else f"{worker.name} is gone"
 
     three = config(workers=["a", "b", "c"])
     assert hosts_that_are_left(three, only("a", "b", "c")) == []
-    assert hosts_that_are_left(three, only("b", "c")) == ["--hosts", "b,c"]
+    assert hosts_that_are_left(three, only("b", "c")) == ["--hosts.absent_after_s=0"]
     assert hosts_that_are_left(three, only()) == ["--hosts", "here"]
     assert hosts_that_are_left(config(), only()) == []
 

@@ -13,7 +13,7 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.errors import ConfigError
@@ -25,7 +25,7 @@ from llamarl.runtime.hosts.silence import end_when_silent, watch_over
 from llamarl.runtime.hosts.wire import Word, message, read_message, unpack
 from llamarl.transports.run_key import KeyRefused
 
-__all__ = ["HostConnection", "HostLost", "WorkerKey", "ask"]
+__all__ = ["Answer", "HostConnection", "HostLost", "HostRefuses", "WorkerKey", "ask", "ask_each"]
 
 _DIAL_S = 15.0
 _INVENTORY_S = 150.0
@@ -34,6 +34,10 @@ _INVENTORY_S = 150.0
 
 class HostLost(ConnectionError):
     """The host is gone, or does not answer."""
+
+
+class HostRefuses(HostLost):
+    """The host is there, and takes no orders by this key or certificate."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,10 @@ class HostConnection:
             self.inventory = Inventory.from_plain(unpack(data))
         except KeyRefused as error:
             self.close()
-            raise HostLost(f"host {name}: the worker at {at} does not take this key: {error}") from error
+            raise HostRefuses(f"host {name}: the worker at {at} does not take this key: {error}") from error
         except ssl.SSLError as error:
             self.close()
-            raise HostLost(
+            raise HostRefuses(
                 f"host {name}: the worker at {at} and this controller do not agree on TLS: {error}"
             ) from error
         except TimeoutError as error:
@@ -217,14 +221,14 @@ def _words(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
 
 
-def ask(workers: list[Worker], key: WorkerKey) -> tuple[list[Inventory], str]:
-    """What each host is made of, in the order of ``workers``, and the address at which the first of them saw this process.
+Answer = tuple[Inventory, str]
+"""What a host is made of, and the address at which it saw this process."""
 
-    Raises:
-        ConfigError: Some cannot be asked; each is named with its reason.
-    """
 
-    async def one(worker: Worker) -> tuple[Inventory, str] | HostLost:
+def ask_each(workers: Sequence[Worker], key: WorkerKey) -> list[Answer | HostLost]:
+    """What each host says, in the order of ``workers``, or why it says nothing. All are asked at once."""
+
+    async def one(worker: Worker) -> Answer | HostLost:
         connection = HostConnection(worker, key)
         try:
             return await connection.open(), connection.here
@@ -233,10 +237,19 @@ def ask(workers: list[Worker], key: WorkerKey) -> tuple[list[Inventory], str]:
         finally:
             connection.close()
 
-    async def everyone() -> list[tuple[Inventory, str] | HostLost]:
+    async def everyone() -> list[Answer | HostLost]:
         return await asyncio.gather(*(one(worker) for worker in workers))
 
-    answers = asyncio.run(everyone())
+    return asyncio.run(everyone())
+
+
+def ask(workers: Sequence[Worker], key: WorkerKey) -> tuple[list[Inventory], str]:
+    """What each host is made of, in the order of ``workers``, and the address at which the first of them saw this process.
+
+    Raises:
+        ConfigError: Some cannot be asked; each is named with its reason.
+    """
+    answers = ask_each(workers, key)
     lost = [answer for answer in answers if isinstance(answer, HostLost)]
     if lost:
         raise ConfigError("these hosts cannot take part:\n" + "\n".join(f"  - {error}" for error in lost))

@@ -26,7 +26,7 @@ from llamarl.runtime.hosts.keys import key_file
 from llamarl.runtime.hosts.worker_program import READY
 from llamarl.transports.run_key import new_key, read_key
 
-__all__ = ["Workers", "open_workers", "why_ended"]
+__all__ = ["Workers", "open_workers", "start_by_ssh", "why_ended"]
 
 _READY_S = 90.0
 _SCONTROL_S = 60.0
@@ -60,21 +60,12 @@ class Workers:
     workers: list[Worker]
     key: bytes = field(repr=False)
     started: list[Starter] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Hosts whose workers could not be started -> why."""
 
     def close(self) -> None:
         """End those that this job has started. Idempotent."""
-        processes = [starter.process for starter in self.started]
-        for process in processes:
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-        until = time.monotonic() + _END_S
-        for process in processes:
-            try:
-                process.wait(max(0.1, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        _end(self.started)
         self.started = []
 
 
@@ -82,7 +73,7 @@ def open_workers(config: HostsConfig, environment: Mapping[str, str] = os.enviro
     """The workers that a configuration names; started where it says so.
 
     Raises:
-        ConfigError: There is no key for those that run, or some could not be started; each is named.
+        ConfigError: There is no key for those that run, or Slurm starts none.
     """
     if config.start == "running":
         path = key_file(config.key)
@@ -92,12 +83,30 @@ def open_workers(config: HostsConfig, environment: Mapping[str, str] = os.enviro
                 f"scp -p HOST:{path} {path}"
             )
         return Workers(parse_workers(config.workers), read_key(path))
-    key = new_key()
-    command = [*shlex.split(config.command), "--key", "-", *_flags(config)]
+    made = Workers([], new_key())
     if config.start == "ssh":
-        lines = {name: [*_SSH, parse_worker(name).address, shlex.join(command)] for name in config.workers}
-        return _by_ssh(lines, key)
-    return _by_srun(command, key, environment)
+        start_by_ssh(made, config, config.workers)
+        return made
+    return _by_srun(_command(config), made.key, environment)
+
+
+def _command(config: HostsConfig) -> list[str]:
+    return [*shlex.split(config.command), "--key", "-", *_flags(config)]
+
+
+def _end(starters: Sequence[Starter]) -> None:
+    processes = [starter.process for starter in starters]
+    for process in processes:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    until = time.monotonic() + _END_S
+    for process in processes:
+        try:
+            process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _flags(config: HostsConfig) -> list[str]:
@@ -110,26 +119,28 @@ def _flags(config: HostsConfig) -> list[str]:
     return [word for flag, value in flags.items() if value for word in (flag, value)]
 
 
-def _by_ssh(lines: Mapping[str, Sequence[str]], key: bytes) -> Workers:
-    made = Workers([], key)
+def start_by_ssh(made: Workers, config: HostsConfig, names: Sequence[str]) -> None:
+    """Have ssh start the workers of these hosts, and add them to ``made``; of those that fail, what began there is ended."""
+    starters: dict[str, Starter] = {}
+    made.failed = {}
     try:
-        for line in lines.values():
-            made.started.append(_start(line, key))
+        for name in names:
+            starters[name] = _start([*_SSH, parse_worker(name).address, shlex.join(_command(config))], made.key)
+            made.started.append(starters[name])
         until = time.monotonic() + _READY_S
-        mistakes = []
-        for name, starter in zip(lines, made.started, strict=True):
+        for name, starter in starters.items():
             try:
                 (where,) = _ready(starter, 1, until)
             except ConfigError as error:
-                mistakes.append(f"host {name}: {error}")
+                made.failed[name] = f"host {name}: {error}"
             else:
                 made.workers.append(Worker(name, str(where["address"]), int(where["port"])))
-        if mistakes:
-            raise ConfigError("these hosts cannot take part:\n" + "\n".join(f"  - {one}" for one in mistakes))
     except BaseException:
         made.close()
         raise
-    return made
+    useless = [starters[name] for name in made.failed]
+    made.started = [starter for starter in made.started if starter not in useless]
+    _end(useless)
 
 
 def _by_srun(command: Sequence[str], key: bytes, environment: Mapping[str, str]) -> Workers:
