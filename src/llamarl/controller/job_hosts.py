@@ -48,7 +48,7 @@ class JobHosts:
     """Address of the controller's machine towards them."""
     key: WorkerKey
     config: RunConfig
-    named: Sequence[str] = ()
+    named: Sequence[str]
     """All hosts of the job, as the user calls them; those that are in ``absent`` take no part."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Hosts that the job begins without -> why."""

@@ -113,6 +113,8 @@ def job_hosts(hosts: list[Machine], where: dict[str, tuple[int, ...]], config: R
         "10.0.0.9",
         unasked,
         config,
+        config.hosts.workers,
+        absent={name: "gone" for name in config.hosts.workers if name not in [host.name for host in hosts]},
         where=where,
         launcher=launcher,
         machines=hosts,
@@ -138,3 +140,17 @@ def test_replicas_that_come_get_the_gpus_that_are_free_and_nobody_else_another_o
     assert job.settings_again("trainer", config.hosts) == config.hosts, "as it was, where fewest ranks are"
     with pytest.raises(ConfigError, match="no host has room"):
         job.place_again((trainer, spec), replace(wanted, num_ranks=4))
+
+
+def test_a_host_that_the_job_began_without_stays_in_the_settings_of_the_run() -> None:
+    hosts = [Machine(name, 8, 0, {"llamarl": "1"}) for name in "bc"]
+    config = validate({"hosts": {"workers": ["a", "b", "c"], "on": {"generator": ["a", "b"], "trainer": ["c"]}}})
+    job = job_hosts(hosts, {"trainer": (1,), "generator": (0,)}, config)
+    assert job.summary() == "trainer on c; generator on b; without a"
+    generator, trainer = (
+        ExecutorSpec(name=n, factory="m:f", device="cpu", threads=1) for n in ("generator", "trainer")
+    )
+    _, ranks = job.place_again((trainer, generator), replace(generator, num_ranks=2))
+    assert ranks == (0, 0), "its own hosts, of those that are there"
+    job.move("generator", ranks)
+    assert job.settings_again("generator", config.hosts).on["generator"] == ("b", "a")
