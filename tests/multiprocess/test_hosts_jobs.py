@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -95,6 +96,28 @@ def test_ranks_on_two_hosts_give_what_one_machine_gives(
     assert printed.out.count("[doubler 1] no newline at the end\n") == 2
     assert printed.err.count("[doubler 1] a line on stderr\n") == 2
     none_left(hosts)
+
+
+def test_a_host_says_which_places_it_does_not_reach(hosts: list[LoopbackHost]) -> None:
+    launcher = HostLauncher(workers(hosts), WHERE, worker_key())
+    runtime = ProcessRuntime(channel_factory=str(HERE), launchers=dict.fromkeys(WHERE, launcher))
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = closed.getsockname()
+        closed.close()
+
+        class Asks:
+            def on_report(self, report: Report) -> None:
+                if report.executor == "sink" and not said:
+                    said.append(launcher.why_unreached([0, 1], [there.getsockname()]))
+                    said.append(launcher.why_unreached([1], [gone, there.getsockname()]))
+
+        executors, channels = job(num_ranks=2)
+        try:
+            run_graph(Graph(tuple(executors), tuple(channels)), runtime, num_ticks=2, seed=0, observers=[Asks()])
+        finally:
+            runtime.close()
+    assert said == ["", f"host b does not reach others: 127.0.0.1:{gone[1]}: Connection refused"]
 
 
 def test_executors_that_are_given_no_host_stay_here(hosts: list[LoopbackHost]) -> None:

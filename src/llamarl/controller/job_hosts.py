@@ -179,6 +179,16 @@ class JobHosts:
         placed = place_on_hosts(wanted, self.controllers, self.machines, {**self.where, spec.name: ranks})
         return next(one for one in placed.executors if one.name == spec.name), ranks
 
+    def why_unreached(self, executor: str, ranks: Sequence[int], sources: Sequence[tuple[str, int]]) -> str:
+        """Which hosts that get ranks of an executor for the first time do not reach what these read, in words; takes some seconds
+        at most.
+
+        Args:
+            sources: Addresses and ports.
+        """
+        assert self.launcher is not None, "ranks are another number in a job that runs"
+        return self.launcher.why_unreached({*ranks} - {*self.where[executor], -1}, sources)
+
     def move(self, executor: str, ranks: tuple[int, ...]) -> None:
         """From now on its ranks, when they are started next, are on these hosts."""
         self.where[executor] = ranks

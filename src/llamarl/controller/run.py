@@ -9,7 +9,6 @@ depend on them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import shutil
 import sys
@@ -43,7 +42,7 @@ from llamarl.controller.replacing import Replacing
 from llamarl.controller.replay_log import needs_of, take_log
 from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, refuse_a_run
-from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, rescaled
+from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, Sources, rescaled
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.standby import Standby, open_standby
 from llamarl.controller.stragglers import Stragglers
@@ -506,7 +505,9 @@ def _scaling(prepared: Prepared, folder: RunFolder, recorder: Recorder, checkpoi
         except ConfigError as error:
             recorder.message(f"a resume begins with the replicas that there were: {error}")
 
-    plan = functools.partial(rescaled, prepared.local, prepared.graph, hosts=prepared.hosts)
+    def plan(replicas: int, sources: Sources) -> Scaled:
+        return rescaled(prepared.local, prepared.graph, replicas, prepared.hosts, sources)
+
     return Scaling(folder.path, plan, took_effect, recorder.message)
 
 

@@ -30,6 +30,7 @@ from llamarl.observability.writing import append_all, replace_file
 from llamarl.reading import read_json
 from llamarl.roles import ROLES
 from llamarl.runtime.placement import place
+from llamarl.transports.segments import SegmentHandle
 
 __all__ = [
     "SCALABLE",
@@ -40,6 +41,7 @@ __all__ = [
     "ask",
     "of_hosts",
     "rescaled",
+    "weight_sources",
     "why_not_scale",
     "withdraw",
 ]
@@ -81,6 +83,10 @@ class Scaled:
     """The same for people."""
 
 
+Sources = tuple[tuple[str, int], ...]
+"""Addresses and ports."""
+
+
 class Hosts(Protocol):
     """Those of a job."""
 
@@ -91,6 +97,10 @@ class Hosts(Protocol):
         ...
 
     def names(self, ranks: Sequence[int]) -> str:
+        """As of ``JobHosts``."""
+        ...
+
+    def why_unreached(self, executor: str, ranks: Sequence[int], sources: Sources) -> str:
         """As of ``JobHosts``."""
         ...
 
@@ -176,13 +186,16 @@ def why_not_scale(config: RunConfig, executor: str) -> str:
     return ""
 
 
-def rescaled(config: RunConfig, graph: Graph, replicas: int, hosts: Hosts | None = None) -> Scaled:
+def rescaled(
+    config: RunConfig, graph: Graph, replicas: int, hosts: Hosts | None = None, sources: Sources = ()
+) -> Scaled:
     """A run with another number of generator replicas: everyone else stays as and where they are.
 
     Args:
         config: Of the run, with threads and devices settled.
         graph: With its executors placed.
         hosts: None: the whole job is on this machine.
+        sources: What each host that gets replicas must reach.
 
     Raises:
         ConfigError: It cannot be.
@@ -199,6 +212,8 @@ def rescaled(config: RunConfig, graph: Graph, replicas: int, hosts: Hosts | None
     wanted = llamarl_graph(changed)
     if hosts is not None:
         spec, ranks = hosts.place_again(graph.executors, next(s for s in wanted.executors if s.name == SCALABLE))
+        if why := hosts.why_unreached(SCALABLE, ranks, sources):
+            raise ConfigError(why)
         return Scaled(config=changed, spec=spec, hosts=ranks, on=hosts.names(ranks))
     placed = place(wanted.executors, cores=changed.run.cores or None, colocated=colocated_group(changed, wanted))
     here = {spec.name: spec for spec in graph.executors}
@@ -211,11 +226,19 @@ def rescaled(config: RunConfig, graph: Graph, replicas: int, hosts: Hosts | None
     return Scaled(config=changed, spec=spec)
 
 
+def weight_sources(marking: Marking, executor: str) -> Sources:
+    """Addresses and ports from which an executor reads the versions of the weights that lie on its edges now; none on one machine."""
+    edges = (channel for channel in marking.graph.inputs[executor] if channel.kind is ChannelKind.WEIGHTS)
+    handles = (handle for edge in edges for handle in marking.handles_on(edge.name) if handle is not None)
+    segments = (handle.address for handle in handles if isinstance(handle.address, SegmentHandle))
+    return tuple(sorted({segment.endpoint for segment in segments if segment.space}))
+
+
 class Scaling:
     """Of one run. Requests that lie there at its beginning are of an earlier one.
 
     Args:
-        plan: Replicas -> what the run then is; raises ConfigError.
+        plan: Replicas, and where weights were seen to lie last (:func:`weight_sources`) -> what the run then is; raises ConfigError.
         took_effect: Called when it is, with the first tick.
         tell: Gets a line for people.
     """
@@ -223,7 +246,7 @@ class Scaling:
     def __init__(
         self,
         run_dir: Path,
-        plan: Callable[[int], Scaled],
+        plan: Callable[[int, Sources], Scaled],
         took_effect: Callable[[Scaled, int], None],
         tell: Callable[[str], None],
     ) -> None:
@@ -231,6 +254,7 @@ class Scaling:
         self._plan = plan
         self._took_effect = took_effect
         self._tell = tell
+        self._sources: Sources = ()
         self._looks = self._remove()
 
     def due(self, marking: Marking, replaceable: Callable[[], Mapping[str, int]]) -> ExecutorSpec | None:
@@ -239,6 +263,7 @@ class Scaling:
         Args:
             replaceable: As of ``runtime.base.Restarts``.
         """
+        self._sources = weight_sources(marking, SCALABLE) or self._sources
         if not self._looks or SCALABLE in marking.busy or (asked := _asked(self._run_dir)) is None:
             return None
         if not self._remove():  # it would be taken again and again
@@ -256,7 +281,7 @@ class Scaling:
             refused = f"what {SCALABLE!r} holds is not held elsewhere, or its host is gone"
         else:
             try:
-                scaled = self._plan(replicas)
+                scaled = self._plan(replicas, self._sources)
             except ConfigError as error:
                 refused = str(error)
         if scaled is not None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from llamarl.channels.base import ChannelKind
 from llamarl.config import RunConfig, validate
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
-from llamarl.controller.scaling import Scaled, Scaling, answer_to, ask, rescaled, why_not_scale, withdraw
+from llamarl.controller.scaling import Scaled, Scaling, Sources, answer_to, ask, rescaled, why_not_scale, withdraw
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.placement import place
+from llamarl.transports.segments import SegmentHandle
 
 
 def config(**sections: Any) -> RunConfig:
@@ -43,8 +45,8 @@ GRAPH = placed(config())
 COLOCATED = {"colocated": True, "max_staleness": 0, "prompts_per_step": 8}
 
 
-def marking() -> Marking:
-    tokens: Mapping[int, tuple[None]] = {-2: (None,), -1: (None,)}
+def marking(version: Any = None) -> Marking:
+    tokens: Mapping[int, tuple[Any]] = {-2: (None,), -1: (version,)}
     return Marking(GRAPH, first_tick=0, num_ticks=2, initial_tokens={"weights": tokens})
 
 
@@ -56,7 +58,7 @@ class Run:
         self.held = {"generator": 0}
         self.scaling = Scaling(run_dir, self.plan, self.took_effect, self.said.append)
 
-    def plan(self, replicas: int) -> Scaled:
+    def plan(self, replicas: int, sources: Sources) -> Scaled:
         return rescaled(config(), GRAPH, replicas)
 
     def took_effect(self, scaled: Scaled, tick: int) -> None:
@@ -173,9 +175,18 @@ def test_a_job_on_hosts_is_scaled_where_its_weights_go_by_sockets_and_its_ranks_
         def names(self, ranks: Sequence[int]) -> str:
             return ", ".join("ab"[host] for host in ranks)
 
+        def why_unreached(self, executor: str, ranks: Sequence[int], sources: Sources) -> str:
+            return "" if executor == "generator" and sources == (("10.0.0.3", 4242),) else "it is not reached"
+
     run = Run(tmp_path)
-    run.plan = lambda replicas: rescaled(config(), graph, replicas, Hosts())  # type: ignore[method-assign]
+    run.plan = lambda replicas, sources: rescaled(config(), graph, replicas, Hosts(), sources)  # type: ignore[method-assign]
     run.scaling = Scaling(tmp_path, run.plan, run.took_effect, run.said.append)
+    request = ask(tmp_path, "generator", 3)
+    assert run.due() is None
+    answer = answer_to(tmp_path, request)
+    assert answer is not None and answer.refused == "it is not reached"
+    there = SegmentHandle(1, 2, 3, b"n" * 16, space="c", endpoint=("10.0.0.3", 4242))
+    run.marking = marking(SimpleNamespace(address=there))
     ask(tmp_path, "generator", 3)
     assert run.due() == 3
     request = ask(tmp_path, "generator", 4)
@@ -183,10 +194,11 @@ def test_a_job_on_hosts_is_scaled_where_its_weights_go_by_sockets_and_its_ranks_
     answer = answer_to(tmp_path, request)
     assert answer is not None and answer.refused == "no host has room"
     assert run.said == [
+        "scale generator=3: stays as it is: it is not reached",
         "scale generator=3: from tick 0 on (hosts: a, a, a)",
         "scale generator=4: stays as it is: no host has room",
     ]
-    scaled = rescaled(config(), graph, 1, Hosts())
+    scaled = rescaled(config(), graph, 1, Hosts(), (("10.0.0.3", 4242),))
     assert (scaled.spec.num_ranks, scaled.spec.device, scaled.hosts, scaled.on) == (1, "cuda:0", (0,), "a")
 
 

@@ -1,12 +1,13 @@
-"""Which address a daemon listens on where nobody says. No name is looked up."""
+"""Which address a daemon listens on where nobody says, and whether others are reached from here. No name is looked up."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-__all__ = ["own_address"]
+__all__ = ["own_address", "why_unreached"]
 
 _FAR = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
 """Addresses that no host has (they are for documentation): whatever leads there leads out."""
@@ -27,6 +28,24 @@ def own_address(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
         if address := _towards(far, family):
             return address, "it leads out of this host"
     return "127.0.0.1", "this host has no other: only controllers on it can come in"
+
+
+async def why_unreached(places: Sequence[tuple[str, int]], within_s: float) -> str:
+    """At which of these addresses and ports nothing takes a connection, in words; empty: something does at all of them."""
+
+    async def one(address: str, port: int) -> str:
+        at = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        try:
+            async with asyncio.timeout(within_s):
+                _, writer = await asyncio.open_connection(address, port)
+        except TimeoutError:
+            return f"nothing answers at {at} within {within_s:g} s"
+        except OSError as error:
+            return f"{at}: {os.strerror(error.errno) if error.errno else error}"
+        writer.close()
+        return ""
+
+    return "; ".join(filter(None, await asyncio.gather(*(one(address, port) for address, port in places))))
 
 
 def _towards(address: str, family: int | None = None) -> str:

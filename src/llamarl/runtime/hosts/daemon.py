@@ -25,6 +25,7 @@ from llamarl.files.service import serve_files
 from llamarl.plural import plural
 from llamarl.runtime.child_process import Stores
 from llamarl.runtime.children import ForkServer, forks_work
+from llamarl.runtime.hosts.addresses import why_unreached
 from llamarl.runtime.hosts.door import Door, listen
 from llamarl.runtime.hosts.hosted_rank import HostedRank
 from llamarl.runtime.hosts.inventory import take_inventory
@@ -140,6 +141,7 @@ class Job:
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._early: dict[int, list[tuple[Word, bytes]]] = {}
         """What has come for ranks that are being started."""
+        self._reaching: set[asyncio.Task[None]] = set()
         self._ended = False
         self._stores = Stores()
         self._peer = str(writer.get_extra_info("peername")[0])
@@ -229,6 +231,10 @@ class Job:
                 self._send(message(Word.PONG, number, {"monotonic_s": time.monotonic()}))
             case Word.ASK:
                 self._send(message(Word.STATE, number, {"stopped": rank is not None and rank.stopped()}))
+            case Word.REACH:
+                reaching = asyncio.create_task(self._reach(number, unpack(data)))
+                self._reaching.add(reaching)  # the loop alone would let it be collected
+                reaching.add_done_callback(self._reaching.discard)
             case Word.START:
                 self._early[number] = []
                 self._starting[number] = asyncio.create_task(self._start(number, unpack(data)))
@@ -236,6 +242,10 @@ class Job:
                 self._send(message(Word.PLACE, number, self._meeting_place(unpack(data))))
             case _:
                 raise ValueError(f"{word.name} is not for a daemon")
+
+    async def _reach(self, number: int, asked: Mapping[str, Any]) -> None:
+        places = [(str(address), int(port)) for address, port in asked["places"]]
+        self._send(message(Word.REACHED, number, {"why_not": await why_unreached(places, float(asked["within_s"]))}))
 
     async def _start(self, number: int, order: Mapping[str, Any]) -> None:
         environment = self._environment(order)

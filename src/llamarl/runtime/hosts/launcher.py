@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from llamarl.runtime.child_process import Killed, cause_of_death
 from llamarl.runtime.children import shares_imports
@@ -19,6 +19,7 @@ from llamarl.runtime.worker import WorkerPlan
 
 __all__ = ["HostLauncher", "HostLink"]
 
+_REACH_S = 5.0
 _STREAMS = {Word.OUTPUT: "stdout", Word.ERRORS: "stderr"}
 
 
@@ -151,6 +152,7 @@ class HostLauncher:
         self._workers, self._where, self._key, self._on_lost = workers, where, key, on_lost
         self.lost: set[int] = set()
         """Hosts that are gone. They stay so, whatever becomes of them."""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._spares = spares
         self._opening: dict[int, asyncio.Task[HostConnection]] = {}
@@ -161,6 +163,7 @@ class HostLauncher:
     async def start(
         self, plans: Sequence[WorkerPlan], labels: Sequence[str], output: OutputReader
     ) -> tuple[list[HostLink], str]:
+        self._loop = asyncio.get_running_loop()
         name = plans[0].spec.name
         hosts = self._where[name]
         for host in range(len(self._workers)) if self._spares else ():
@@ -199,6 +202,38 @@ class HostLauncher:
         self._closing = True
         for connection in self._connections:
             connection.close()
+
+    def why_unreached(self, hosts: Collection[int], places: Sequence[tuple[str, int]]) -> str:
+        """Which of these hosts does not reach which places, in words; empty: all do. Any thread but the io thread; takes some
+        seconds at most. Nothing is known before the first rank was started.
+
+        Args:
+            places: Addresses and ports at which something listens.
+        """
+        if self._loop is None or not places:
+            return ""
+
+        async def ask(host: int) -> str:
+            name = self._workers[host].name
+            try:
+                async with asyncio.timeout(2 * _REACH_S):
+                    connection = await asyncio.shield(self._connection(host))
+                    asked = {"places": [list(place) for place in places], "within_s": _REACH_S}
+                    answer = unpack(await connection.ask(Word.REACH, connection.number(), asked, Word.REACHED))
+            except TimeoutError:
+                return f"host {name} does not answer within {2 * _REACH_S:g} s"
+            except HostLost as error:
+                return str(error)
+            return f"host {name} does not reach others: {answer['why_not']}" if answer["why_not"] else ""
+
+        async def everyone() -> list[str]:
+            return await asyncio.gather(*map(ask, sorted(hosts)))
+
+        asking = asyncio.run_coroutine_threadsafe(everyone(), self._loop)
+        try:
+            return "; ".join(filter(None, asking.result(3 * _REACH_S)))
+        except TimeoutError:
+            return f"hosts were not heard of within {3 * _REACH_S:g} s"
 
     def offsets(self) -> dict[str, tuple[float, float]]:
         """Host -> how far its clock is ahead of the controller's, and by how much that may be wrong; seconds."""

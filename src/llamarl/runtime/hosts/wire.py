@@ -58,6 +58,10 @@ class Word(IntEnum):
     """To the daemon: whether a signal has stopped the process."""
     STATE = 14
     """From the daemon: whether one has."""
+    REACH = 15
+    """To the daemon: see whether something listens at each of these places; the number says which question is answered."""
+    REACHED = 16
+    """From the daemon: where nothing does, in words; empty: all are reached."""
 
 
 def message(word: Word, number: int = 0, content: bytes | Mapping[str, Any] = b"") -> bytes:
