@@ -88,6 +88,12 @@ class NamespaceHost:
         chains = [f"add chain inet cut {hook} {{ {chain.format(hook)} }}" for hook in ("input", "output")]
         self._inside("nft", "; ".join(["add table inet cut", *chains]))
 
+    def drop_packets_to(self, other: NamespaceHost) -> None:
+        """Have a filter on it swallow what it sends to another host; all else passes."""
+        chain = "add chain inet cut output { type filter hook output priority 0 ; }"
+        rule = f"add rule inet cut output ip daddr {other.address} drop"
+        self._inside("nft", "; ".join(["add table inet cut", chain, rule]))
+
     def let_packets_pass(self) -> None:
         """Undo it."""
         self._inside("nft", "delete table inet cut")

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -273,6 +274,37 @@ def test_a_rank_that_is_killed_and_a_host_that_is_cut_off_for_good_change_no_bit
     told = [json.loads(line)["text"] for line in (run_dir / "warnings.jsonl").read_text().splitlines()]
     assert len([text for text in told if "does not answer" in text and "brought up again" in text]) == 2, told
     wait_for_none_left(three)
+
+
+def test_replicas_come_to_a_spare_host_once_it_reaches_the_trainer_and_are_replaced_when_it_is_cut_off(
+    folder: Path, key: Path, three: list[NamespaceHost]
+) -> None:
+    words = ("tiny", *SMALL, "--run.num_ticks", "20", "--generator.shards", "4", "--generator.threads", "1")
+    train(folder / "one-replica", *words)
+    run_dir = folder / "scaled"
+    where = ("--on", "generator=0,2", "--on", "reward=1", "--on", "trainer=1", "--on", "evaluator=0")
+    controller = begin(train_words(run_dir, *words, *where, hosts=three, key=key), run_dir)
+    spare = three[2].at
+    three[2].drop_packets_to(three[1])
+    asked = scale(run_dir, 2)
+    assert asked.returncode == 2, asked.stderr
+    told = rf"host {spare} does not reach others: nothing answers at {three[1].address}:\d+ within 5 s"
+    assert re.search(told, asked.stderr), asked.stderr
+    three[2].let_packets_pass()
+    asked = scale(run_dir, 3)
+    assert asked.returncode == 0 and f"(hosts: {three[0].at}, {spare}, " in asked.stdout, asked.stdout + asked.stderr
+    three[2].cut_off()
+    _, errors = controller.communicate(timeout=200.0)
+    assert controller.returncode == 0, errors
+    assert_same_run(folder / "one-replica", run_dir)
+    texts = [json.loads(line)["text"] for line in (run_dir / "warnings.jsonl").read_text().splitlines()]
+    assert len([text for text in texts if "does not answer" in text and "brought up again" in text]) == 1, texts
+    wait_for_none_left(three)
+
+
+def scale(run_dir: Path, replicas: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llamarl.cli.main", "scale", str(run_dir), f"generator={replicas}", "--wait", "90"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100.0)
 
 
 def test_a_killed_controller_leaves_nothing_on_any_host(folder: Path, key: Path, three: list[NamespaceHost]) -> None:
