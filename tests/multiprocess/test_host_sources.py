@@ -92,6 +92,20 @@ def test_a_host_that_cannot_be_started_is_named_and_the_others_are_ended(program
     wait_until_gone(mark)
 
 
+def test_a_resume_goes_on_with_the_hosts_that_ssh_reaches(programs: Path) -> None:
+    mark = "--space ssh-resume"
+    config = HostsConfig(workers=("broken", "a"), start="ssh", command=f"{COMMAND} {mark}", absent_after_s=0.5)
+    told: list[str] = []
+    found = gather(config, WorkerKey, begun_with=("broken", "a"), tell=told.append)
+    try:
+        assert [worker.name for worker in found.workers.workers] == ["a"]
+        assert found.absent["broken"].startswith("host broken: ssh cannot log in")
+        assert found.inventories[0].space == "ssh-resume" and len(found.workers.started) == 1
+    finally:
+        found.workers.close()
+    wait_until_gone(mark)
+
+
 def test_slurm_gives_the_hosts_of_the_allocation_in_its_order(programs: Path) -> None:
     mark = "--space slurm-test"
     config = HostsConfig(start="slurm", command=f"{COMMAND} {mark}")

@@ -358,7 +358,13 @@ def execute(
     resume_after_tick: int | None,
     load_from: Path | None,
     resumed: Resumed | None = None,
+    goes_on: bool = False,
 ) -> None:
+    """Carry the run out, to its end.
+
+    Args:
+        goes_on: It has begun before, in this folder.
+    """
     config, graph, run_dir = prepared.config, prepared.graph, folder.path
     resumed = resumed or Resumed()
     model = config.model
@@ -436,7 +442,8 @@ def execute(
     stopped = "by an error"
     standby = None
     try:
-        standby = open_standby(config, prepared.local, run_dir, folder.identity.run_id, recorder.message)
+        run_id = folder.identity.run_id
+        standby = open_standby(config, prepared.local, run_dir, run_id, recorder.message, goes_on=goes_on)
         run_graph(
             graph,
             runtime,

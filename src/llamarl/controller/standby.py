@@ -54,13 +54,20 @@ class Standby:
 
 
 def open_standby(
-    config: RunConfig, local: RunConfig, run_dir: Path, run_id: str, tell: Callable[[str], None]
+    config: RunConfig,
+    local: RunConfig,
+    run_dir: Path,
+    run_id: str,
+    tell: Callable[[str], None],
+    *,
+    goes_on: bool = False,
 ) -> Standby | None:
     """Have ``hosts.standby`` stand by; None where there is none.
 
     Args:
         local: The same with folders of this machine for models and data of the Hub.
         tell: Takes a line of news for the user.
+        goes_on: The run has begun before. Then it goes on, and that is told, if its standby cannot be reached.
 
     Raises:
         ConfigError: The host cannot be reached, has another key, or lacks what the run needs; each path is named.
@@ -86,7 +93,10 @@ def open_standby(
         client.stand_by(run, consents(config), config.hosts.standby_after_s)
     except TransferError as error:
         client.close()
-        raise ConfigError(f"hosts.standby: {error}") from error
+        if not goes_on:
+            raise ConfigError(f"hosts.standby: {error}") from error
+        tell(f"the run goes on without its standby, which the next resume asks again (hosts.standby): {error}")
+        return None
     except BaseException:
         client.close()
         raise

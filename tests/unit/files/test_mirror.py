@@ -12,8 +12,8 @@ import pytest
 from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, checksum_file
 from llamarl.cli.take_over import hosts_that_are_left
 from llamarl.config import RunConfig, validate
-from llamarl.controller.standby import Standby, consents
-from llamarl.errors import RunTakenOver, TransferError
+from llamarl.controller.standby import Standby, consents, open_standby
+from llamarl.errors import ConfigError, RunTakenOver, TransferError
 from llamarl.files.host_files import HostFiles, StandBy
 from llamarl.files.mirror import Mirror, changes
 from llamarl.runtime.config import Worker
@@ -190,6 +190,17 @@ def test_a_successor_uses_its_own_key_where_the_runs_is_not_there(tmp_path: Path
     assert hosts_that_are_left(config(key=str(tmp_path / "none")), answers) == ['--hosts.key=""']
     (tmp_path / "one").write_text("")
     assert hosts_that_are_left(config(key=str(tmp_path / "one")), answers) == []
+
+
+def test_a_run_that_goes_on_does_so_without_a_standby_that_is_gone_and_a_new_one_does_not(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("ab" * 32)
+    (tmp_path / "key").chmod(0o600)
+    run, told = config(key=str(tmp_path / "key"), standby="127.0.0.1:1"), list[str]()
+    assert open_standby(run, run, tmp_path, "id", told.append, goes_on=True) is None
+    (line,) = told
+    assert line.startswith("the run goes on without its standby") and "host 127.0.0.1:1" in line
+    with pytest.raises(ConfigError, match="hosts.standby: host 127.0.0.1:1"):
+        open_standby(run, run, tmp_path, "id", told.append)
 
 
 def test_what_a_person_has_consented_to_is_passed_on() -> None:
