@@ -199,7 +199,7 @@ def _go_on(prepared: Prepared, folder: RunFolder, *, after_tick: int, load_from:
     else:
         print(done_again(run_dir, after_tick + 1, num_rows(run_dir), latest=latest), file=sys.stderr)
     save_settings(prepared, run_dir)
-    execute(prepared, folder, resume_after_tick=after_tick, load_from=load_from, resumed=resumed, goes_on=True)
+    execute(prepared, folder, resume_after_tick=after_tick, load_from=load_from, resumed=resumed)
 
 
 def _is_done(run_dir: Path, config: RunConfig) -> bool:

@@ -358,15 +358,14 @@ def execute(
     resume_after_tick: int | None,
     load_from: Path | None,
     resumed: Resumed | None = None,
-    goes_on: bool = False,
 ) -> None:
     """Carry the run out, to its end.
 
     Args:
-        goes_on: It has begun before, in this folder.
+        resumed: What its journal holds, of a run that has begun before in this folder; None: it is new.
     """
     config, graph, run_dir = prepared.config, prepared.graph, folder.path
-    resumed = resumed or Resumed()
+    goes_on, resumed = resumed is not None, resumed or Resumed()
     model = config.model
     files = None
     if prepared.hosts is not None:
