@@ -41,6 +41,7 @@ SMALL = {
     "schedule.prompts_per_step": 4,
     "generator.group_size": 4,
     "generator.threads": 1,
+    "generator.engine.kernels": '"torch"',  # the record is of a processor, not of a compiler
     "trainer.threads": 1,
     "evaluation.every": 2,
     "evaluation.num_prompts": 8,

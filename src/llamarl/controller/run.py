@@ -42,6 +42,7 @@ from llamarl.controller.replacing import Replacing
 from llamarl.controller.replay_log import needs_of, take_log
 from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, refuse_a_run
+from llamarl.controller.run_library import settled_engines, take_library, with_library
 from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, Sources, rescaled
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.standby import Standby, open_standby
@@ -144,7 +145,13 @@ def start_run(config: RunConfig) -> None:
     start(prepare(config))
 
 
-def start(prepared: Prepared, *, replay_of: Path | None = None) -> None:
+def start(prepared: Prepared, *, repeats: Path | None = None, by_log: bool = False) -> None:
+    """Carry a run out from tick 0.
+
+    Args:
+        repeats: Run whose bits it is to have.
+        by_log: Whether it follows that run's log.
+    """
     run_dir = absolute_dir(prepared.config)
     refuse_a_run(run_dir)
     fetch_weights(prepared.config)
@@ -155,8 +162,10 @@ def start(prepared: Prepared, *, replay_of: Path | None = None) -> None:
         folder.begin()
         remove_journal(run_dir)
         (run_dir / REPLAY_FILE).unlink(missing_ok=True)  # of a replay that ended before its first tick
-        if replay_of is not None:
-            take_log(replay_of, run_dir)
+        if repeats is not None:
+            take_library(repeats, run_dir)
+            if by_log:
+                take_log(repeats, run_dir)
         save_settings(prepared, run_dir)
         record_models(prepared.local, run_dir)
         execute(prepared, folder, resume_after_tick=None, load_from=None)
@@ -208,11 +217,12 @@ def _tell_of_a_long_warmup(config: RunConfig) -> None:
         )
 
 
-def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
+def prepare(config: RunConfig, begun: RunConfig | None = None, *, like: Path | None = None) -> Prepared:
     """Refuse what cannot run, before any process starts; settle threads and devices.
 
     Args:
         begun: Of the run that is gone on with: it may do so without some of its hosts.
+        like: Run whose library it will take; None: its own, if it has begun.
     """
     recorded = pinned(settle_rate(config, config))
     config = local(recorded)
@@ -225,7 +235,7 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     graph = llamarl_graph(config)
     hosts = open_hosts(config, begun)
     try:
-        prepared = _settle(recorded, config, folder, graph, hosts)
+        prepared = _settle(recorded, config, folder, graph, hosts, like or absolute_dir(config))
     except BaseException:
         if hosts is not None:
             hosts.close()
@@ -235,7 +245,9 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     return prepared
 
 
-def _settle(recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, hosts: JobHosts | None) -> Prepared:
+def _settle(
+    recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, hosts: JobHosts | None, like: Path
+) -> Prepared:
     """Threads, devices and transports, on this machine or on hosts."""
     colocated = colocated_group(config, graph)
     if hosts is None:
@@ -249,6 +261,8 @@ def _settle(recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, 
         if role.section
     }
     config, recorded = with_settings(config, used), with_settings(recorded, used)
+    engines = settled_engines(config, like, hosts.facts["processor"] if hosts is not None else "")
+    config, recorded = with_settings(config, engines), with_settings(recorded, engines)
     try:
         _raise_all(
             lambda: check_parallel_sizes(config, folder, cores=sum(placement.cores_of.values()) or placement.cores),
@@ -346,6 +360,16 @@ def _staleness(config: RunConfig) -> str:
     return f"{which}max_staleness {staleness}, max_segments {segments}: no token older than {plural(bound, 'version')}"
 
 
+def _with_library(prepared: Prepared, run_dir: Path) -> Prepared:
+    local = with_library(prepared.local, run_dir)
+    if local is prepared.local:
+        return prepared
+    executors = tuple(
+        dataclasses.replace(spec, config=local.for_executor(spec.name)) for spec in prepared.graph.executors
+    )
+    return dataclasses.replace(prepared, local=local, graph=Graph(executors, prepared.graph.channels))
+
+
 def join_network(prepared: Prepared) -> None:
     """Say where this process is among the hosts of the job, before any memory of it is made."""
     join(prepared.hosts.network(-1) if prepared.hosts is not None else None)
@@ -364,6 +388,7 @@ def execute(
     Args:
         resumed: What its journal holds, of a run that has begun before in this folder; None: it is new.
     """
+    prepared = _with_library(prepared, folder.path)
     config, graph, run_dir = prepared.config, prepared.graph, folder.path
     goes_on, resumed = resumed is not None, resumed or Resumed()
     model = config.model

@@ -1,38 +1,22 @@
-"""Compiles ``csrc/kernels.cpp`` with the user's C++ compiler, once a machine, and calls it.
+"""Calls the library of compiled loops (``kernel_library.py``) on torch's tensors.
 
-The library lies in the user's cache folder under a hash of source, compiler and processor, so it is compiled again when one
-of them changes. It takes threads from the OpenMP runtime that torch has loaded, and no more of them than torch uses.
-Without a compiler there are no kernels: ``load_kernels`` says why, and the engine computes with torch.
+It takes threads from the OpenMP runtime that torch has loaded, and no more of them than torch uses. Without a library there are
+no kernels: ``load_kernels`` says why, and the engine computes with torch.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["Kernels", "KernelsUnavailable", "load_kernels"]
+from llamarl.engine.kernel_library import KernelsUnavailable, build_library, suits
 
-_FLAGS = (
-    "-O3",
-    "-march=native",
-    "-mprefer-vector-width=512",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp",
-    "-fPIC",
-)
-_SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
-_COMPILE_S = 120
+__all__ = ["Kernels", "load_kernels"]
+
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
     "add_norm": (_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _SIZE, _SIZE, _INT),
@@ -47,10 +31,6 @@ _SIGNATURES = {
 
 
 _FLOAT32_ONLY = ("quantize_rows", "scale_rows")
-
-
-class KernelsUnavailable(Exception):
-    """There is no compiled library here; the text says why."""
 
 
 class Kernels:
@@ -155,71 +135,26 @@ class Kernels:
         return x
 
 
-def load_kernels(dtype: torch.dtype = torch.float32) -> Kernels:
+def load_kernels(dtype: torch.dtype = torch.float32, library: str = "") -> Kernels:
     """The compiled kernels for float32 or bfloat16.
 
+    Args:
+        library: File of a run that has one; empty: that of this machine, built if it is not there.
+
     Raises:
-        KernelsUnavailable: No compiler, or it failed.
+        KernelsUnavailable: No compiler, or it failed; or the library is of another kind of processor.
     """
-    return Kernels(_load_library(), dtype)
+    return Kernels(_load_library(library or str(build_library())), dtype)
 
 
 @cache
-def _load_library() -> ctypes.CDLL:
-    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    if compiler is None:
-        raise KernelsUnavailable("no C++ compiler (c++, g++ or clang++) is on the PATH")
+def _load_library(path: str) -> ctypes.CDLL:
+    if not suits(Path(path)):
+        raise KernelsUnavailable(f"{path} was built for another kind of processor")
     try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise KernelsUnavailable(f"{compiler} does not run: {error}") from error
-    identity = "\0".join([_SOURCE.read_text(encoding="utf-8"), *_FLAGS, version, _processor()])
-    name = f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    for folder in (_cache_folder(), Path(tempfile.gettempdir()) / f"llamarl-{os.getuid()}"):
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder.stat().st_uid != os.getuid():
-                continue  # somebody else's: what lies there is not ours to run
-            if not (folder / name).exists():
-                _compile(compiler, folder, name)
-        except OSError:
-            continue
-        try:
-            return ctypes.CDLL(str(folder / name))
-        except OSError as error:
-            raise KernelsUnavailable(f"the compiled library does not load: {error}") from error
-    raise KernelsUnavailable("neither the cache folder nor the temporary folder can be written")
-
-
-def _compile(compiler: str, folder: Path, name: str) -> None:
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        compiled, linked = Path(work) / "kernels.o", Path(work) / name
-        # compiled and linked apart: linking with -fopenmp would bring a second OpenMP runtime beside torch's
-        steps = (
-            [compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(compiled)],
-            [compiler, "-shared", "-o", str(linked), str(compiled)],
-        )
-        for command in steps:
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S)
-            except subprocess.TimeoutExpired as error:
-                raise KernelsUnavailable(f"{compiler} took more than {_COMPILE_S} s") from error
-            if done.returncode:
-                raise KernelsUnavailable(f"{compiler} failed: {done.stderr.strip()[-800:]}")
-        os.replace(linked, folder / name)  # whole or not at all: other processes may be at the same
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl"
-
-
-def _processor() -> str:
-    """Model and instruction sets: ``-march=native`` is for this one."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.platform() + platform.processor()
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))
+        return ctypes.CDLL(path)
+    except OSError as error:
+        raise KernelsUnavailable(f"the compiled library does not load: {error}") from error
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

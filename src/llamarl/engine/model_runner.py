@@ -20,7 +20,8 @@ from torch import Tensor
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.cuda_graphs import Buckets, DecodeInputs, PaddedDecoder, why_graphs_unsupported
-from llamarl.engine.kernels import Kernels, KernelsUnavailable, load_kernels
+from llamarl.engine.kernel_library import KernelsUnavailable
+from llamarl.engine.kernels import Kernels, load_kernels
 from llamarl.engine.lean_decoder import DecodeTables, LeanDecoder, why_kernels_unsupported
 from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
@@ -394,14 +395,23 @@ def _only_decodes(plan: StepPlan) -> bool:
 
 
 def _kernels(model: torch.nn.Module, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """The compiled loops that the configuration asks for, or None; if they cannot be had, says why."""
-    if config.kernels != "compiled":
+    """The compiled loops that the configuration asks for, or None; if they were asked for by name and cannot be had, says why.
+
+    Raises:
+        ConfigError: The library of the run is not for this processor.
+    """
+    if config.kernels == "torch":
         return None
     reason = why_kernels_unsupported(model, dtype, device)  # type: ignore[arg-type]
     if reason is None:
         try:
-            return load_kernels(dtype)
+            return load_kernels(dtype, config.library)
         except KernelsUnavailable as error:
+            if config.library:  # others compute with it, and torch would give other bits
+                raise ConfigError(
+                    f"engine.kernels: {error}. Run it on processors of one kind, or with --generator.engine.kernels torch"
+                ) from error
             reason = str(error)
-    print(f"llamarl: engine.kernels = 'compiled' has no effect here: {reason}", file=sys.stderr)
+    if config.kernels == "compiled":
+        print(f"llamarl: engine.kernels = 'compiled' has no effect here: {reason}", file=sys.stderr)
     return None

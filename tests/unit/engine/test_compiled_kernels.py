@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from tiny_models import tiny_model
 
-from llamarl.engine import kernels as kernels_module
+from llamarl.engine import kernel_library
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.kernels import Kernels, KernelsUnavailable, load_kernels
+from llamarl.engine.kernel_library import KernelsUnavailable, build_library
+from llamarl.engine.kernels import Kernels, load_kernels
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.loading import load_model
 
@@ -188,12 +189,16 @@ def test_without_a_compiler_the_engine_says_so_and_computes_with_torch(
 ) -> None:
     tiny_model("llama", "sdpa").save_pretrained(tmp_path)
     expected = _run(tmp_path, "torch")
-    monkeypatch.setattr(kernels_module.shutil, "which", lambda name: None)
-    kernels_module._load_library.cache_clear()
-    got = _run(tmp_path, "compiled")
-    kernels_module._load_library.cache_clear()
-    assert [s.logprobs for s in got] == [s.logprobs for s in expected]
-    assert "no effect here: no C++ compiler" in capsys.readouterr().err
+    monkeypatch.setattr(kernel_library.shutil, "which", lambda name: None)
+    build_library.cache_clear()
+    named = _run(tmp_path, "compiled")
+    told = capsys.readouterr().err
+    by_itself = _run(tmp_path, "auto")
+    build_library.cache_clear()
+    for got in (named, by_itself):
+        assert [s.logprobs for s in got] == [s.logprobs for s in expected]
+    assert "no effect here: no C++ compiler" in told
+    assert capsys.readouterr().err == ""
 
 
 def test_a_model_that_the_loops_do_not_fit_goes_through_its_module(

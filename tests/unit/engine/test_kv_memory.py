@@ -9,7 +9,8 @@ import pytest
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.kernels import KernelsUnavailable, load_kernels
+from llamarl.engine.kernel_library import KernelsUnavailable
+from llamarl.engine.kernels import load_kernels
 from llamarl.engine.scheduler import Scheduler
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.loading import load_tokenizer

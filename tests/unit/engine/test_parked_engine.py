@@ -11,7 +11,8 @@ from tiny_models import tiny_model
 from llamarl.engine.base import Parkable
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.kernels import KernelsUnavailable, load_kernels
+from llamarl.engine.kernel_library import KernelsUnavailable
+from llamarl.engine.kernels import load_kernels
 from llamarl.engine.sequence import SamplingParams, Sequence
 
 

@@ -1,0 +1,144 @@
+"""The compiled loops of a run: when it computes with them, and which library its ranks are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from llamarl.checkpoint.platform import platform_facts
+from llamarl.config import RunConfig, apply_overrides, to_plain, validate
+from llamarl.controller import run_library
+from llamarl.controller.run_library import settled_engines, take_library, with_library
+from llamarl.engine.kernel_library import KernelsUnavailable, suits
+from llamarl.errors import ConfigError
+from llamarl.files.content import paths_in
+
+
+def _config(*changes: str) -> RunConfig:
+    base = ["--generator.device", "cpu", "--model.path", "bundled:tiny"]
+    return validate(apply_overrides(to_plain(RunConfig()), [*base, *changes]))
+
+
+def _file_name(identity: str = "a") -> str:
+    from llamarl.engine.kernel_library import _processor_digest
+
+    return f"kernels-{identity * 16}-{_processor_digest()}.so"
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a compiler has made."""
+    library = tmp_path / "cache" / _file_name()
+    library.parent.mkdir()
+    library.write_bytes(b"loops")
+    monkeypatch.setattr(run_library, "build_library", lambda: library)
+    return library
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> Path:
+        raise KernelsUnavailable("no C++ compiler is on the PATH")
+
+    monkeypatch.setattr(run_library, "build_library", build)
+
+
+def _settled(config: RunConfig, processor: str = "", run_dir: Path = Path("/no run here")) -> str | None:
+    changed = settled_engines(config, run_dir, processor)
+    return changed["generator"]["engine"].kernels if changed else None
+
+
+def test_auto_is_compiled_where_a_compiler_is_and_torch_with_a_word_where_none_is(
+    built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _settled(_config()) == "compiled"
+    assert capsys.readouterr().err == ""
+
+    def build() -> Path:
+        raise KernelsUnavailable("no C++ compiler is on the PATH")
+
+    monkeypatch.setattr(run_library, "build_library", build)
+    assert _settled(_config()) == "torch"
+    assert "torch alone, no C++ compiler is on the PATH" in capsys.readouterr().err
+
+
+def test_asked_for_by_name_and_not_to_be_had_is_refused(without_compiler: None) -> None:
+    with pytest.raises(ConfigError, match="generator.engine.kernels is 'compiled', but no C\\+\\+ compiler"):
+        settled_engines(_config("--generator.engine.kernels", "compiled"), Path("/no run here"))
+
+
+@pytest.mark.parametrize(
+    "change", [("--generator.engine.dtype", "float16"), ("--generator.device", "cuda")], ids=["float16", "cuda"]
+)
+def test_where_the_loops_know_nothing_auto_is_torch_and_nothing_is_compiled(
+    without_compiler: None, change: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _settled(_config(*change)) == "torch"
+    assert capsys.readouterr().err == ""
+
+
+def test_what_was_chosen_is_left_as_it_is(built: Path) -> None:
+    assert _settled(_config("--generator.engine.kernels", "torch")) is None
+    assert _settled(_config("--generator.engine.kernels", "compiled")) is None
+
+
+def test_hosts_with_other_processors_than_the_controller_compute_with_torch(built: Path) -> None:
+    assert _settled(_config(), platform_facts()["processor"]) == "compiled"
+    assert _settled(_config(), "x86_64 another one") == "torch"
+
+
+def test_a_run_keeps_the_library_that_it_began_with(built: Path, tmp_path: Path) -> None:
+    config = _config("--generator.engine.kernels", "compiled")
+    run = tmp_path / "run"
+    run.mkdir()
+    first = with_library(config, run).generator.engine.library
+    assert Path(first).parent == run / "kernels" and Path(first).read_bytes() == b"loops"
+    built.write_bytes(b"of a newer compiler")
+    assert with_library(config, run).generator.engine.library == first
+    assert Path(first).read_bytes() == b"loops"
+    repeated = tmp_path / "repeated"
+    repeated.mkdir()
+    take_library(run, repeated)
+    assert Path(with_library(config, repeated).generator.engine.library).read_bytes() == b"loops"
+
+
+def test_a_run_that_has_a_library_needs_no_compiler(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config("--generator.engine.kernels", "compiled")
+    with_library(config, tmp_path)
+
+    def build() -> Path:
+        raise KernelsUnavailable("no C++ compiler is on the PATH")
+
+    monkeypatch.setattr(run_library, "build_library", build)
+    assert settled_engines(config, tmp_path) == {}
+    assert _settled(_config(), run_dir=tmp_path) == "compiled"
+
+
+def test_a_library_for_another_processor_is_left_where_it_lies(built: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    other = run / "kernels" / f"kernels-{'a' * 16}-{'0' * 16}.so"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"\0")
+    assert not suits(other)
+    library = with_library(_config("--generator.engine.kernels", "compiled"), run).generator.engine.library
+    assert library == os.fspath(run / "kernels" / built.name)
+
+
+def test_a_run_with_torch_has_no_library(without_compiler: None, tmp_path: Path) -> None:
+    config = _config("--generator.engine.kernels", "torch")
+    assert with_library(config, tmp_path) is config
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_library_travels_to_hosts_like_a_model(built: Path, tmp_path: Path) -> None:
+    config = with_library(_config("--generator.engine.kernels", "compiled"), tmp_path)
+    assert os.fspath(tmp_path / "kernels" / built.name) in paths_in(to_plain(config))
+    assert (
+        dataclasses.replace(config.generator.engine, library="")
+        == _config("--generator.engine.kernels", "compiled").generator.engine
+    )
