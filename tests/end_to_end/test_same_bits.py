@@ -43,6 +43,7 @@ SMALL = {
     "generator.threads": 1,
     "generator.engine.kernels": '"torch"',  # the record is of a processor, not of a compiler
     "trainer.threads": 1,
+    "trainer.skip_zero_advantage": "false",  # as when the record was made
     "evaluation.every": 2,
     "evaluation.num_prompts": 8,
     "observability.console": '"none"',

@@ -146,7 +146,13 @@ def _cut(rows: Rows) -> str:
     )
 
 
+def _computed(rows: Rows) -> Rows:
+    """Those of ticks in which the trainer computed a token: the others have no ratio and no entropy."""
+    return [row for row in rows if row.get("tokens/computed", 1.0)]
+
+
 def _mismatch(rows: Rows) -> str:
+    rows = _computed(rows)
     kl, clipped = _mean(rows, "mismatch/kl", 0.0), _mean(rows, "ratio/clipped_fraction", 0.0)
     if kl < _MISMATCH and clipped < _CLIPPED:
         return ""
@@ -157,7 +163,8 @@ def _mismatch(rows: Rows) -> str:
 
 
 def _collapsed(first: Rows, rows: Rows) -> str:
-    start, now = _mean(first, "entropy", 0.0), _mean(rows, "entropy", 1.0)
+    first, rows = _computed(first), _computed(rows)
+    start, now = _mean(first, "entropy", 0.0), _mean(rows, "entropy", math.inf)
     if not start or now > _COLLAPSED * start:
         return ""
     return (

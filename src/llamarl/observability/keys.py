@@ -396,7 +396,14 @@ KEYS: tuple[MetricKey, ...] = (
     _key("idle/judge", "share", "The same for the judge.", "same"),
     _key("idle/critic", "share", "The same for the critic.", "same"),
     _key("idle/evaluator", "share", "The same for the evaluator.", "same"),
-    _key("ratio/mean", "ratio", "Policy probability by behaviour probability, mean over trained tokens.", "same"),
+    _key(
+        "ratio/mean",
+        "ratio",
+        "Policy probability by behaviour probability, mean over the trained tokens that were computed: those without "
+        "advantage are left out unless `trainer.skip_zero_advantage` is false, and so are this and the like of a tick in which "
+        "none was.",
+        "same",
+    ),
     _key("ratio/max", "ratio", "The largest of these ratios.", "same"),
     _key(
         "ratio/clipped_fraction",
@@ -444,7 +451,7 @@ KEYS: tuple[MetricKey, ...] = (
         "same",
         integer=True,
     ),
-    _key("entropy", "nats", "Entropy of the policy, mean over trained tokens.", "same"),
+    _key("entropy", "nats", "Entropy of the policy, mean over the trained tokens that were computed.", "same"),
     _key("grad_norm", "norm", "Gradient norm before clipping; with several steps, their mean.", "same"),
     _key("lr", "1/update", "Learning rate of this tick.", "same"),
     _key(

@@ -70,9 +70,9 @@ class TrainerConfig:
     """Compute a group's prompt once for all of its responses; exact to rounding. Models with sliding-window or soft-capped
     attention compute it once a response all the same."""
 
-    skip_zero_advantage: bool = False
-    """Do not compute responses whose advantage is 0, where the loss has no KL or entropy term: their gradient is exactly 0.
-    They still count in every mean's divisor; ratio, mismatch and entropy metrics then cover the others alone."""
+    skip_zero_advantage: bool = True
+    """Do not compute responses whose advantage is 0, where their gradient is exactly 0: under a loss of llamarl's own, without a KL or
+    entropy term. They still count in the loss's divisor; ratio, mismatch and entropy metrics then cover the others alone."""
 
     logprob_chunk_tokens: PositiveInt = 512
     """Tokens whose logits exist at once: peak memory of the output layer is this many rows of the vocabulary."""

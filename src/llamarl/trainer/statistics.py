@@ -73,15 +73,14 @@ class StepStatistics:
                 self._sums[key] += value
 
     def metrics(self) -> dict[str, float]:
-        """Means over trained tokens; 0 where nothing was trained. One host sync."""
+        """Means over the trained tokens that were computed; none where there are no such. One host sync."""
         result = {
             "staleness/mean": self._sum_staleness / max(1, self.num_aged),
             "staleness/max": float(self._max_staleness),
             "tokens/trained": float(self.num_tokens),
             "samples/trained": float(self.num_sequences),
         }
-        sums = {key: 0.0 for key in ("ratio/mean", "ratio/max", "ratio/clipped_fraction", "mismatch/kl", "loss/policy")}
-        sums |= {"entropy": 0.0, "tokens/computed": 0.0}
+        sums = {"loss/policy": 0.0, "tokens/computed": 0.0}
         if self._sums:
             self._sums["tokens/computed"] = torch.tensor(float(self._num_computed), device=self._device)
             self._sums[_OBSERVED] = torch.tensor(float(self._num_observed), device=self._device)
@@ -96,6 +95,8 @@ class StepStatistics:
                 sums[key] = value if key in _NOT_AVERAGED else value / observed
             maxima = self._layout.max_over_data(torch.stack([self._sums[key].double() for key in largest])).tolist()
             sums.update(zip(largest, maxima, strict=True))
+        if not self.num_observed:  # micro-batches without a token, for the sake of the other ranks
+            sums = {key: sums[key] for key in _NOT_AVERAGED}
         return {**result, **sums}
 
 

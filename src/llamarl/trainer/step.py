@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.algorithms.registry import WITH_PROXIMAL_POLICY, find_loss
+from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY, find_loss
 from llamarl.errors import TrainingDiverged
 from llamarl.models.exported import ExportFacts
 from llamarl.models.loading import load_model_config
@@ -281,7 +281,8 @@ class Trainer(ShardedModel[Policy]):
 
     def _worth_computing(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         terms_beside_the_policy = self.algorithm.kl_in_loss or self.algorithm.entropy_coef
-        if not self.config.skip_zero_advantage or terms_beside_the_policy:
+        of_their_own = self.algorithm.name not in LOSSES  # what it makes of an advantage of 0, it knows alone
+        if not self.config.skip_zero_advantage or terms_beside_the_policy or of_their_own:
             return sequences
         return [s for s in sequences if s.has_signal]
 

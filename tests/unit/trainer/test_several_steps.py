@@ -238,8 +238,8 @@ def test_zero_advantages_may_be_skipped_in_every_step(model_folder: Path) -> Non
     groups = make_groups(num_groups=4)
     equal = tuple(dataclasses.replace(r, outcome=Score(value=0.5)) for r in groups[1].responses)
     groups[1] = dataclasses.replace(groups[1], responses=equal)
-    whole = _trainer(model_folder, minibatches=2).train(groups, 0)
-    skipping = _trainer(model_folder, minibatches=2, skip_zero_advantage=True).train(groups, 0)
+    whole = _trainer(model_folder, minibatches=2, skip_zero_advantage=False).train(groups, 0)
+    skipping = _trainer(model_folder, minibatches=2).train(groups, 0)
     assert skipping["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
     assert skipping["loss/policy"] == pytest.approx(whole["loss/policy"], rel=1e-4)
     assert skipping["tokens/trained"] == whole["tokens/trained"]
@@ -292,7 +292,12 @@ def test_responses_that_are_cut_take_no_part_in_a_selection(model_folder: Path) 
     prompt = Prompt(index=0, tokens=np.array([5, 6], np.int32), text="")
     made = [make_response(0, s, [7 + s], Score(value=v)) for s, v in enumerate((0.0, 1.0, 0.5, 0.5))]
     made[1] = dataclasses.replace(made[1], finish_reason="length")
-    trainer = _trainer(model_folder, algorithm=AlgorithmConfig(train_truncated=False), selection={"pairs": 1})
+    trainer = _trainer(
+        model_folder,
+        algorithm=AlgorithmConfig(train_truncated=False),
+        selection={"pairs": 1},
+        skip_zero_advantage=False,
+    )
     seen = _recorded(trainer)
     trainer.train([Group(prompt=prompt, responses=tuple(made))], 0)
     assert seen[0].advantages.tolist() == [-0.5, 0.0]

@@ -233,7 +233,8 @@ def test_a_batch_in_which_all_failed_leaves_weights_and_moments(model_folder: Pa
     failed = tuple(make_response(0, s, [7], Failure(kind="crash", detail="")) for s in range(2))
     metrics = trainer.train([Group(prompt=prompt, responses=failed)], 1)
     assert metrics["step/empty"] == 1.0 and metrics["step/skipped"] == 0.0
-    assert metrics["tokens/trained"] == metrics["grad_norm"] == metrics["ratio/mean"] == 0.0
+    assert metrics["tokens/trained"] == metrics["grad_norm"] == 0.0
+    assert "ratio/mean" not in metrics  # nobody looked
     assert metrics["policy_version"] == 2.0
     for key, value in before.items():
         assert torch.equal(trainer.weights.state()[key], value), key
@@ -399,14 +400,30 @@ def test_skipping_zero_advantages_changes_no_gradient(model_folder: Path) -> Non
         dataclasses.replace(r, outcome=Score(value=0.5)) for r in groups[1].responses
     ]  # one group without signal, between two with one
     groups[1] = dataclasses.replace(groups[1], responses=tuple(equal))
-    all_computed = _trainer(model_folder).train(groups, 0)
-    skipping = _trainer(model_folder, skip_zero_advantage=True).train(groups, 0)
+    all_computed = _trainer(model_folder, skip_zero_advantage=False).train(groups, 0)
+    skipping = _trainer(model_folder).train(groups, 0)
     assert skipping["grad_norm"] == pytest.approx(all_computed["grad_norm"], rel=1e-5)
     assert skipping["loss/policy"] == pytest.approx(all_computed["loss/policy"], rel=1e-5)
     assert skipping["tokens/trained"] == all_computed["tokens/trained"]
     assert skipping["tokens/computed"] < all_computed["tokens/computed"]
-    only_equal = _trainer(model_folder, skip_zero_advantage=True).train([groups[1]], 0)
+    only_equal = _trainer(model_folder).train([groups[1]], 0)
     assert only_equal["grad_norm"] == only_equal["tokens/computed"] == 0.0 and only_equal["step/empty"] == 0.0
+    assert not {"entropy", "mismatch/kl", "ratio/mean", "ratio/max"} & only_equal.keys()  # nobody looked
+
+
+def test_a_loss_of_the_users_own_sees_every_response(model_folder: Path, tmp_path: Path) -> None:
+    code = tmp_path / "my_losses.py"
+    code.write_text(
+        "from llamarl.algorithms.base import TokenLosses\n"
+        "def every_token(batch, config):\n"
+        "    terms = -batch.policy_logprobs\n"
+        "    return TokenLosses(losses=terms, clipped=terms.detach() > 1e9)\n"
+    )
+    algorithm = AlgorithmConfig(name=f"{code}:every_token")
+    equal = [dataclasses.replace(r, outcome=Score(value=0.5)) for r in make_groups()[1].responses]
+    groups = [dataclasses.replace(make_groups()[1], responses=tuple(equal))]
+    metrics = _trainer(model_folder, algorithm=algorithm).train(groups, 0)
+    assert metrics["tokens/computed"] > 0 and metrics["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
