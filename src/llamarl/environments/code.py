@@ -12,6 +12,7 @@ wrong with a box is none: ``BoxFailed`` fails the sample.
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -191,6 +192,8 @@ def _judge_output(program: str, tests: Sequence[Mapping[str, str]], options: Cod
         limits = BoxLimits(wall_s=left, memory_mb=options.memory_mb)
         box = run.Program(source=program, stdin=test["input"], packages=options.packages, limits=limits)
         (found,) = run.run_together([box], kind)
+        if _was_killed(found):
+            (found,) = run.run_together([box], kind)
         passed += found.ok and same_output(found.stdout, test["output"])
         limit, crashed = limit or found.limit, crashed or found.signal is not None
         last = found.stderr.rstrip().rpartition("\n")[2]
@@ -207,8 +210,30 @@ def _script(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
+def _was_killed(found: BoxResult) -> bool:
+    """Whether it may have been killed from outside, by the machine for want of memory or by a person: that says nothing of the program,
+    so it is run once more. One that kills itself does so again."""
+    return found.signal == signal.SIGKILL and found.limit is None
+
+
 def _judge_calls(program: str, tests: Any, options: CodeOptions, entry_point: str, kind: Kind | None) -> Verdict:
-    """Tests in one box, the program in another, a line between them."""
+    """Tests in one box, the program in another, a line between them.
+
+    Raises:
+        BoxFailed: The tests never began to run, or were killed twice.
+    """
+    counted, played = _play_tests(program, tests, options, entry_point, kind)
+    if _was_killed(counted) or _was_killed(played):
+        counted, played = _play_tests(program, tests, options, entry_point, kind)
+    if _was_killed(counted):
+        raise BoxFailed("the box of the tests was killed from outside, twice")
+    return _count(counted, played, 1 if isinstance(tests, str) else len(tests))
+
+
+def _play_tests(
+    program: str, tests: Any, options: CodeOptions, entry_point: str, kind: Kind | None
+) -> tuple[BoxResult, BoxResult]:
+    """How the tests' box ended, and how the program's."""
     job = {
         "tests": [tests] if isinstance(tests, str) else tests,
         "file": isinstance(tests, str),
@@ -234,7 +259,7 @@ def _judge_calls(program: str, tests: Any, options: CodeOptions, entry_point: st
             limits=BoxLimits(wall_s=options.timeout_s, memory_mb=options.memory_mb),
         )
         counted, played = run.run_together([tester, player], kind, close=(tests_end, program_end))
-    return _count(counted, played, 1 if isinstance(tests, str) else len(tests))
+    return counted, played
 
 
 def _count(counted: BoxResult, played: BoxResult, num_tests: int) -> Verdict:

@@ -16,7 +16,7 @@ from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
 from llamarl.environments.sandbox import run
-from llamarl.environments.sandbox.limits import BoxFailed
+from llamarl.environments.sandbox.limits import BoxFailed, BoxResult
 from llamarl.errors import ConfigError, DataError
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
@@ -402,6 +402,43 @@ def test_a_box_that_fails_fails_the_sample_and_is_no_zero(
     prompt = group(dict(task.item("train", 0).metadata)).prompt
     with pytest.raises(BoxFailed, match="did not start"):
         task.respond(prompt, [f"```\n{RIGHT}\n```"])
+
+
+KILLED = BoxResult(status=None, signal=9, stdout="", stderr="", wall_s=0.1, limit=None)
+
+
+def killing(monkeypatch: pytest.MonkeyPatch, times: int, which: int) -> list[int]:
+    """Boxes whose program number ``which`` is killed from outside the first ``times`` times; grows by one with each time they are run."""
+    really, runs = run.run_together, []
+
+    def run_together(programs: Any, *args: Any, **kwargs: Any) -> list[BoxResult]:
+        found = list(really(programs, *args, **kwargs))
+        runs.append(len(found))
+        return [KILLED if i == which and len(runs) <= times else one for i, one in enumerate(found)]
+
+    monkeypatch.setattr(run, "run_together", run_together)
+    return runs
+
+
+def test_a_program_that_was_killed_from_outside_is_judged_once_more(
+    boxes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = killing(monkeypatch, 1, which=1)
+    verdict = judge(RIGHT, TESTS)
+    assert (verdict.num_passed, verdict.crashed, len(runs)) == (2, False, 2)
+    runs = killing(monkeypatch, 1, which=0)
+    verdict = judge("print(int(input()) + 1)", [{"input": "1\n", "output": "2"}])
+    assert (verdict.num_passed, verdict.crashed, len(runs)) == (1, False, 2)
+
+
+def test_a_program_that_kills_itself_is_wrong_and_tests_that_are_killed_twice_are_no_verdict(
+    boxes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = judge("import os\ndef scramble(x): os.kill(os.getpid(), 9)", TESTS)
+    assert (verdict.num_passed, verdict.crashed) == (0, True)
+    killing(monkeypatch, 2, which=0)
+    with pytest.raises(BoxFailed, match="killed from outside, twice"):
+        judge(RIGHT, TESTS)
 
 
 def test_without_a_box_the_pool_refuses_to_start_and_says_what_to_do(
