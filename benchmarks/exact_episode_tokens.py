@@ -228,7 +228,7 @@ def trained_gaps(model: str, groups: Sequence[Group]) -> np.ndarray[Any, np.dtyp
     """|log pi - log mu| of every token that the policy wrote, as the trainer's step computes log pi, nats, [T]."""
     trainer = Trainer(
         model,
-        TrainerConfig(),
+        TrainerConfig(skip_zero_advantage=False),
         OptimizerConfig(),
         AlgorithmConfig(train_truncated=True),
         temperature=1.0,

@@ -170,7 +170,7 @@ def llamarl_step(
     folder: Path, groups: list[Group], args: argparse.Namespace, *, share_prompts: bool = True
 ) -> Callable[[], None]:
     trainer = Trainer(
-        folder, TrainerConfig(max_tokens_per_microbatch=args.max_tokens, share_prompts=share_prompts), OptimizerConfig(lr=1e-6),
+        folder, TrainerConfig(max_tokens_per_microbatch=args.max_tokens, share_prompts=share_prompts, skip_zero_advantage=False), OptimizerConfig(lr=1e-6),
         AlgorithmConfig(rho=RHO), temperature=1.0,
     )  # fmt: skip
 

@@ -274,7 +274,7 @@ class Trainer(ShardedModel[Policy]):
             self.loss, policy_logprobs, entropy, microbatch, self.algorithm, has_reference=self.has_reference
         )
         loss.backward()
-        if self.on_tokens is not None:
+        if self.on_tokens is not None and part:
             self.on_tokens(part, policy_logprobs.detach(), clipped)
         statistics.add(sums, num_computed=microbatch.num_tokens, num_trained=len(microbatch.targets))
         return loss.detach()
