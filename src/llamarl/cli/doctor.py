@@ -169,7 +169,7 @@ def _compare(args: argparse.Namespace) -> int:
         uses.append(quantization)
     for use in uses:
         check_supported(config.model.path, use)
-    check_architecture(config.model.path, generated=engine.name == "native")
+    check_architecture(config.model.path, generated=engine.name == "native", compiled=engine.kernels != "torch")
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     encoded = [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     encoded = [tokens for tokens in encoded if tokens]

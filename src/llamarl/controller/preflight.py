@@ -86,7 +86,8 @@ def check_architectures(config: RunConfig) -> None:
     for (path, key), asked in uses.items():
         generated, trained = "generate" in asked, bool(asked & {"train", "critic"})
         if generated or trained:
-            check_architecture(path, key=key, generated=generated, trained=trained)
+            compiled = config.generator.engine.kernels != "torch"
+            check_architecture(path, key=key, generated=generated, trained=trained, compiled=compiled)
 
 
 def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None:
