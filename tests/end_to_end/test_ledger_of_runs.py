@@ -26,6 +26,7 @@ REPLICAS = {
     "generator.oversubscription": 1.5,
     "schedule.max_staleness": 1,
     "evaluation.every": 0,
+    "trainer.skip_zero_advantage": "false",  # what is not computed is not written down
 }
 
 
@@ -85,6 +86,7 @@ def test_what_two_replicas_generate_is_trained_failed_dropped_or_still_there(
 
 def test_what_the_trainer_wrote_of_each_token_amounts_to_the_rows_ratio(llamarl: CommandLine, tmp_path: Path) -> None:
     settings = {"run.num_ticks": 4, "optimizer.lr": 0.01, "algorithm.rho": 1.01, "evaluation.every": 0}
+    settings["trainer.skip_zero_advantage"] = "false"  # what is not computed is not written down
     done = llamarl.train(tmp_path / "run", {**settings, "run.runtime": '"inline"'})
     assert done.returncode == 0, done.stdout + done.stderr
     clipped = 0.0

@@ -88,6 +88,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(("hosts.standby", "hosts.standby_after_s"), "test_standby.py"),
     "hosts.absent_after_s": "test_survival_on_hosts.py",
+    **dict.fromkeys(("generator.engine.library", "judge.engine.library"), "set by each run: test_run_library.py"),
     **dict.fromkeys(("recovery.straggler_multiple", "recovery.straggler_least_s"), "test_survival.py"),
     "observability.wandb": "needs an account",
     "observability.wandb_project": "needs an account",

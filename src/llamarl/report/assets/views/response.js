@@ -43,7 +43,7 @@ view("response", {
     page.append(h("p", { class: "soft" }, tokens.some((token) => token.policy !== null)
       ? "Gap and ratio hold the trainer's log-probability, before the update that the token was part of, against the generator's when it was sampled."
       : sample.failure ? "It has no reward, so it was not trained, and the trainer has no log-probability of its tokens."
-      : "What the trainer made of these tokens (its log-probability, hence gap and ratio, and clipping) is not recorded: the tick is still being trained, the response was in no optimizer step, or the run is of an earlier release. Means over every tick are among the curves."));
+      : "What the trainer made of these tokens (its log-probability, hence gap and ratio, and clipping) is not recorded: the tick is still being trained, the response was in no optimizer step, it has no advantage and was not computed (trainer.skip_zero_advantage), or the run is of an earlier release. Means over every tick are among the curves."));
     paint();
   },
 });
