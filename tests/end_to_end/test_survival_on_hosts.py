@@ -163,6 +163,7 @@ def test_replicas_go_from_two_to_one_to_three_over_hosts_one_of_which_is_lost_an
         assert settings["generator"]["dp"] == 3 and set(settings["hosts"]["on"]["generator"]) == {c, e}
 
 
+@pytest.mark.long  # in short: tests/multiprocess/test_resume_without_hosts.py
 def test_a_controller_that_dies_together_with_a_host_goes_on_without_that_host_from_what_is_complete(
     llamarl: CommandLine, folder: Path, undisturbed: Path, hosts: list[LoopbackHost]
 ) -> None:
