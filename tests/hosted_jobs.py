@@ -68,5 +68,8 @@ def left_on(host: NamespaceHost, *, workers: bool = False) -> list[str]:
     """
     marks = ("llamarl.runtime", "llamarl worker", "llamarl.cli.main") if workers else ("llamarl.runtime",)
     running = [words for words in host.commands().values() if any(mark in words for mark in marks)]
-    kept = () if workers else ("/tmp/cache/llamarl/worker/",)  # for the next job of a worker that stays
+    kept = (
+        "/tmp/cache/llamarl/worker/",
+        "/tmp/.cache/llamarl/worker/",
+    )  # what was sent, for the next job (docs/hosts.md)
     return running + [path for path in host.files() if not path.startswith(kept)]
