@@ -30,6 +30,8 @@ from llamarl.chaos.trial import Trial, strike_and_compare
 
 ROOT = Path(__file__).resolve().parents[1]
 _LIMIT_S = 1800.0
+_IN_VAIN = 10
+"""Runs one after the other that end before anybody was struck: then no further one is begun."""
 
 SMALL: Mapping[str, Any] = {
     "run.num_ticks": 10,
@@ -111,6 +113,15 @@ def strike(
     }
 
 
+def still_to_strike(left: Mapping[str, int], victims: int) -> dict[str, int]:
+    """What is left of each kind after a run in which so many were struck, of the first kind first: a run may end before all were."""
+    after = {}
+    for kind, count in left.items():
+        after[kind] = max(0, count - victims)
+        victims -= count - after[kind]
+    return after
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -126,11 +137,12 @@ def main() -> int:
     )
     args = parser.parse_args()
     kills = args.kills or (0 if args.hangs else 20)
-    left, bad, began = {"kills": kills, "hangs": args.hangs}, 0, time.monotonic()
+    left, began = {"kills": kills, "hangs": args.hangs}, time.monotonic()
+    struck = bad = in_vain = 0
     with tempfile.TemporaryDirectory(prefix="kill-runs-") as name:
         folder, undisturbed, alone_s = Path(name), {}, {}
         for number, case_name in enumerate(itertools.cycle(args.cases)):
-            if not any(left.values()) or time.monotonic() - began > args.until:
+            if not any(left.values()) or time.monotonic() - began > args.until or in_vain == _IN_VAIN:
                 break
             case = CASES[case_name]
             if case_name not in undisturbed:
@@ -142,7 +154,9 @@ def main() -> int:
                 result = strike(
                     case, undisturbed[case_name], alone_s[case_name], Path(run), **now, seed=args.seed + number
                 )
-            left = {kind: count - now[kind] for kind, count in left.items()}
+            struck += result["victims"]
+            in_vain = 0 if result["victims"] else in_vain + 1
+            left = still_to_strike(left, result["victims"])
             failed = bool(result["failures"] or result["left_over"] or result["differences"])
             bad += failed
             result = {"case": case_name, "seed": args.seed + number, **result}
@@ -155,7 +169,6 @@ def main() -> int:
                 f"{result['seconds']:5.1f} s: {words_of if failed else 'equal'}",
                 flush=True,
             )
-    struck = kills + args.hangs - sum(left.values())
     print(f"{struck} struck in {number} runs, {bad} of the runs with a difference, a failure or something left over")
     return int(bad > 0)
 
