@@ -67,7 +67,7 @@ def play(words: Sequence[str], log: Path, *, limit_s: float) -> float:
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise LlamaRLError(f"the undisturbed run is not done after {limit_s:g} s: see {log}") from None
+            raise LlamaRLError(f"the undisturbed run is not done after {limit_s:g} s:\n{_tail(log)}") from None
     if process.returncode:
         raise LlamaRLError(f"the undisturbed run failed (exit status {process.returncode}):\n{_tail(log)}")
     return time.monotonic() - began

@@ -40,7 +40,8 @@ def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None], reach: R
         reach: Who is struck, and how; None: the processes below its controller. The undisturbed run goes to the same hosts.
 
     Returns:
-        0 where the struck run ended by itself with the undisturbed one's bits and left nothing behind, else 1.
+        0 where the struck run ended by itself with the undisturbed one's bits and left nothing behind, else 1; 1, too, where
+        nobody was struck, which shows nothing.
 
     Raises:
         LlamaRLError: The undisturbed run failed.
@@ -60,7 +61,7 @@ def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None], reach: R
     outcome, unlike = strike_and_compare(trial, undisturbed, alone_s, folder / "struck", tell, reach)
     tell("")
     tell(_verdict(outcome, unlike, alone_s, folder / "struck", wanted=trial.kills + trial.hangs + trial.cuts))
-    return int(bool(unlike or outcome.failures or outcome.left_over))
+    return int(bool(unlike or outcome.failures or outcome.left_over or not outcome.struck))
 
 
 def strike_and_compare(
@@ -111,7 +112,7 @@ def _verdict(outcome: StruckRun, unlike: list[str], alone_s: float, run_dir: Pat
         f"{plural(len(victims) - hosts, 'process')} struck{cut}, {outcome.resumes} times resumed; {outcome.seconds:.1f} s instead of {alone_s:.1f} s"
     ]
     if len(victims) < wanted:
-        lines.append(f"{wanted - len(victims)} more were to be struck: the run had ended, or nobody was left")
+        lines.append(f"{wanted - len(victims)} were still to be struck: the run had ended, or nobody was left")
     lost = _lost(run_dir)
     if lost:
         lines.append("brought up again: " + ", ".join(f"{name} {count} times" for name, count in sorted(lost.items())))

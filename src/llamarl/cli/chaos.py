@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ all below it. Hosts that you name are reached by --cuts alone; --kills strikes w
 through a process of this machine, and a cut ends them and takes no more; that is heard at once, where a cable that is pulled is silence
 (deadlines.host_silence_s). A host that was cut stays so: others take its place, so one must be left.
 
-Exit status 0: every bit is the undisturbed run's, and nothing of the runs is left. 1: not so. A recipe whose rewards are random, or that
+Exit status 0: every bit is the undisturbed run's, and nothing of the runs is left. 1: not so, or nobody was struck. 2: bad input. A recipe whose rewards are random, or that
 reads the clock, differs from itself undisturbed: --again finds out. docs/survival.md says what is computed after a death, and why."""
 
 
@@ -55,7 +55,10 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     parser.add_argument("--cuts", type=int, default=0, help="hosts that are cut off for good (default 0)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims (default 0)")
     parser.add_argument(
-        "--only", default="", metavar="a,b", help="strike these alone: executors, controller, environments"
+        "--only",
+        default="",
+        metavar="a,b",
+        help="strike these alone: executors by name (generator, reward, trainer, ...), controller, environments",
     )
     parser.add_argument("--again", action="store_true", help="first run it undisturbed a second time, and compare")
     parser.add_argument(
@@ -85,6 +88,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--kills 0, --hangs 0 and --cuts 0: nobody would be struck")
     if why_not := why_not_these_hosts(args.hosts, kills=args.kills, hangs=args.hangs, cuts=args.cuts):
         raise ConfigError(why_not)
+    if not args.limit > 0:
+        raise ConfigError(f"--limit must be above 0 s, got {args.limit:g}")
+    only = tuple(name for name in args.only.split(",") if name)
+    _check(args.recipe, args.overrides, only)
     if not sys.platform.startswith("linux"):
         raise ConfigError("llamarl chaos finds a run's processes in /proc: Linux only")
     if any(word.startswith("--run.dir") for word in args.overrides):
@@ -96,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         hangs=args.hangs,
         cuts=args.cuts,
         seed=args.seed,
-        only=tuple(name for name in args.only.split(",") if name),
+        only=only,
         again=args.again,
         limit_s=args.limit,
     )
@@ -112,6 +119,19 @@ def run(args: argparse.Namespace) -> int:
         return _try(trial, args.hosts, folder, tell)
     with tempfile.TemporaryDirectory(prefix="llamarl-chaos-") as name:
         return _try(trial, args.hosts, Path(name), tell)
+
+
+def _check(recipe: str, overrides: Sequence[str], only: Sequence[str]) -> None:
+    """Raises ConfigError for a recipe that cannot be read, or a name that is nobody's in its job."""
+    from llamarl.config import load_config
+    from llamarl.controller.preflight import find_missing
+    from llamarl.errors import ConfigError
+    from llamarl.roles import present_roles
+
+    config = load_config(recipe, overrides, [find_missing])
+    names = [*(role.name for role in present_roles(config)), "controller", "environments"]
+    if unknown := [name for name in only if name not in names]:
+        raise ConfigError(f"--only: {', '.join(map(repr, unknown))}: this job has {', '.join(names)}")
 
 
 def _try(trial: Trial, hosts: str, folder: Path, tell: Callable[[str], None]) -> int:

@@ -25,6 +25,11 @@ from llamarl.cli.main import main
         (["--hosts", "a,b", "--hangs", "1"], "ranks on hosts of your own cannot be stopped from here"),
         (["--hosts", "127.0.0.1:9,127.0.0.1:10", "--cuts", "1"], "host 127.0.0.1:9: nothing answers at 127.0.0.1:9"),
         (["--run.dir", "here"], "--keep DIR says where"),
+        (
+            ["--only", "generator,foo"],
+            "--only: 'foo': this job has generator, reward, trainer, evaluator, controller, env",
+        ),
+        (["--limit", "-1"], "--limit must be above 0 s, got -1"),
         (["--keep", "."], "is not empty"),
     ],
 )
@@ -35,3 +40,8 @@ def test_bad_input_is_refused_in_words(
     monkeypatch.chdir(tmp_path)
     assert main(["chaos", "tiny", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_recipe_that_is_not_there_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "no_such_recipe"]) == 2
+    assert "no_such_recipe" in capsys.readouterr().err
