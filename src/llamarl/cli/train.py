@@ -136,7 +136,9 @@ def _supervise(args: argparse.Namespace, overrides: list[str]) -> int:
     from llamarl.errors import ConfigError
 
     if args.replay or args.fork or args.dry_run or not (args.recipe or args.resume):
-        raise ConfigError("--supervise goes with a recipe or --resume RUN_DIR alone")
+        raise ConfigError(
+            "--supervise goes with a recipe or --resume RUN_DIR, not with --replay, --fork or --dry-run, which it would start again"
+        )
     if args.resume:
         run_dir = user_path(args.resume, "--resume").resolve()
         words = ["--resume", str(run_dir), *([args.recipe] if args.recipe else [])]

@@ -129,8 +129,9 @@ def evaluation_line(row: Mapping[str, Any]) -> str:
         line += f"reward {number(row['eval/reward_mean'], 3)}  (accuracy {accuracy:.3f})"
     else:
         line += f"accuracy {accuracy:.3f}  {_bar(accuracy, _BAR_CELLS)}"
-    length = row.get("eval/length_mean")
-    return line if length is None else f"{line}  length {length:.1f}"
+    length, failed = row.get("eval/length_mean"), row.get("eval/failed")
+    line += "" if length is None else f"  length {length:.1f}"
+    return f"{line}  ({plural(int(failed), 'sample')} failed and left out)" if failed else line
 
 
 class RowTable:

@@ -99,6 +99,8 @@ def test_an_evaluation_has_a_line_of_its_own() -> None:
     assert text.evaluation_line(_row(1)) == ""
     line = text.evaluation_line(_row(1, **{"eval/accuracy": 0.75, "eval/policy_version": 10, "eval/length_mean": 3.25}))
     assert line == "  ▸ policy 10    held-out accuracy 0.750  ███████████████░░░░░  length 3.2"
+    some = {"eval/accuracy": 0.75, "eval/policy_version": 10, "eval/failed": 138}
+    assert text.evaluation_line(_row(1, **some)).endswith("░░░░░  (138 samples failed and left out)")
     right_or_wrong = text.evaluation_line(_row(1, **{"eval/accuracy": 0.75, "eval/reward_mean": 0.75}))
     assert "held-out accuracy 0.750" in right_or_wrong
 
