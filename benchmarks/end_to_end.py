@@ -125,7 +125,8 @@ def run_llamarl(
             "observability.console": '"none"',
             **(settings or {}),
         }
-        words = [word for key, value in all_settings.items() for word in (f"--{key}", str(value))]
+        # An empty value leaves a key out: an older llamarl may not know it.
+        words = [word for key, value in all_settings.items() if value != "" for word in (f"--{key}", str(value))]
         recipe = Path(__file__).resolve().parents[1] / "recipes" / "smollm2.toml"
         subprocess.run(
             [sys.executable, "-m", "llamarl.cli.main", "train", str(recipe), *words],

@@ -5,8 +5,8 @@
         --case "two, spinning" trainer.threads=2 GOMP_SPINCOUNT=300000 \\
         --case "two" trainer.threads=2
 
-Each case is a name and what it changes: keys of the recipe, or variables of the environment (in capitals). The job is that of
-``benchmarks/end_to_end.py``: 8 prompts, 8 responses of at most 64 tokens each. Ratios are against the first case, round by round.
+Each case is a name and what it changes: keys of the recipe, or variables of the environment (in capitals: ``PYTHONPATH`` of
+another checkout's ``src`` times that one). A key without a value is left out. The job is that of ``benchmarks/end_to_end.py``: 8 prompts, 8 responses of at most 64 tokens each. Ratios are against the first case, round by round.
 """
 
 from __future__ import annotations
