@@ -14,7 +14,7 @@ from llamarl.checkpoint.written import record_files
 from llamarl.config import load_config
 from llamarl.controller.job_files import JobFiles, open_job_files
 from llamarl.controller.run import plan_run
-from llamarl.errors import CheckpointError, TransferError
+from llamarl.errors import CheckpointError, ConfigError, TransferError
 from llamarl.runtime.hosts.connection import WorkerKey
 from llamarl.transports.network import TlsFiles
 from llamarl.transports.run_key import new_key
@@ -59,6 +59,24 @@ def test_a_dry_run_says_which_hosts_share_the_place_of_the_run_and_leaves_nothin
     assert f"# run folder\n127.0.0.1:{host.worker.port}: shared, ranks write into it" in planned
     own = plan_run(load_config(RECIPE, [*words, *place, "--hosts.run_folder", '"own"']))
     assert "every host gets a folder of its own" in own
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_dry_run_asks_the_standby_and_refuses_one_that_a_start_would(
+    run_dir: Path, host: LoopbackHost, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text(KEY.hex())
+    (tmp_path / "key").chmod(0o600)
+    words = ["--run.dir", f'"{run_dir}"', "--hosts.key", f'"{tmp_path / "key"}"', "--hosts.standby"]
+    name = f"127.0.0.1:{host.worker.port}"
+    assert f"# standby\n{name}: has the models, data and code" in plan_run(load_config(RECIPE, [*words, name]))
+    with pytest.raises(ConfigError, match=r"hosts\.standby: .*zz\.invalid"):
+        plan_run(load_config(RECIPE, [*words, "zz.invalid"]))
+    other = tmp_path / "other"
+    other.write_text(bytes(32).hex())
+    other.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"hosts\.standby: .*key"):
+        plan_run(load_config(RECIPE, [*words, name, "--hosts.key", f'"{other}"']))
     assert list(run_dir.iterdir()) == []
 
 

@@ -14,6 +14,7 @@ from llamarl.chaos.plan import Blow, Target, choose
 from llamarl.chaos.processes import Reach, ThisMachine, alive, wait_for_end
 from llamarl.errors import LlamaRLError
 from llamarl.observability.metrics import METRICS_FILE
+from llamarl.plural import plural
 
 __all__ = ["Struck", "StruckRun", "num_rows", "play", "play_struck"]
 
@@ -36,7 +37,7 @@ class Struck:
 
     def describe(self) -> str:
         names = ", ".join(target.name for target in self.victims) or "nobody (there was nobody left to strike)"
-        return f"{self.how} {names} after {self.rows} rows"
+        return f"{self.how} {names} after {plural(self.rows, 'row')}"
 
 
 @dataclass(kw_only=True)

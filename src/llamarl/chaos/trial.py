@@ -50,7 +50,7 @@ def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None], reach: R
     words = [trial.recipe, *trial.overrides, *(reach.words(resumed=False) if reach is not None else ())]
     tell(f"undisturbed: llamarl train {' '.join(words)}")
     alone_s = play([*words, "--run.dir", str(undisturbed)], folder / "undisturbed.log", limit_s=trial.limit_s)
-    tell(f"undisturbed: {num_rows(undisturbed)} ticks in {alone_s:.1f} s")
+    tell(f"undisturbed: {plural(num_rows(undisturbed), 'tick')} in {alone_s:.1f} s")
     if trial.again:
         again = folder / "again"
         play([*words, "--run.dir", str(again)], folder / "again.log", limit_s=trial.limit_s)

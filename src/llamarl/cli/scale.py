@@ -12,7 +12,7 @@ __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
 Gives the generator of a run that goes on another number of replicas, between two of its ticks. The bits stay the same: that
-needs generator.shards, of which each replica decodes its share (docs/survival.md). Over hosts those that come go where
+needs generator.shards, of which each replica decodes its share, so no more replicas than shards (docs/survival.md). Over hosts those that come go where
 --on generator says, or to a spare host with room, and nobody else moves (docs/hosts.md).
 
   llamarl scale runs/tiny generator=4            returns when it took effect, and says from which tick on
@@ -37,11 +37,20 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask, and wait for the answer. Raises ConfigError for what is refused."""
+    """Ask, and wait for the answer. Raises ConfigError for what is refused, and where nobody carries the run out (any more)."""
     from llamarl.config import load_config
-    from llamarl.controller.run_folder import CONFIG_FILE
-    from llamarl.controller.scaling import answer_to, ask, of_hosts, why_not_scale, withdraw
+    from llamarl.controller.run_folder import CONFIG_FILE, who_holds
+    from llamarl.controller.scaling import (
+        answer_to,
+        ask,
+        of_hosts,
+        uneven,
+        why_not_replicas,
+        why_not_scale,
+        withdraw,
+    )
     from llamarl.errors import ConfigError
+    from llamarl.plural import plural
 
     executor, _, number = args.change.partition("=")
     if not number.isdecimal() or int(number) < 1:
@@ -49,17 +58,27 @@ def run(args: argparse.Namespace) -> int:
     run_dir: Path = args.run_dir.resolve()
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir} holds no run (no {CONFIG_FILE})")
-    if why := why_not_scale(load_config(run_dir / CONFIG_FILE), executor):
+    config, replicas = load_config(run_dir / CONFIG_FILE), int(number)
+    if why := why_not_scale(config, executor) or why_not_replicas(config, replicas):
         raise ConfigError(why)
-    request = ask(run_dir, executor, int(number))
+    later = f"to go on with it so: llamarl train --resume {run_dir} --generator.dp {number}"
+    if who_holds(run_dir) == "":
+        raise ConfigError(f"nobody carries out the run in {run_dir}: it has ended, or was stopped; {later}")
+    request = ask(run_dir, executor, replicas)
     print("asked; it takes effect when the tick at work has ended", file=sys.stderr)
+    if note := uneven(config, replicas):
+        print(note, file=sys.stderr)
     until = time.monotonic() + args.wait
+    ended = False
     try:
-        while (answer := answer_to(run_dir, request)) is None and time.monotonic() < until:
-            time.sleep(0.1)
+        while not ended and answer_to(run_dir, request) is None and time.monotonic() < until:
+            ended = who_holds(run_dir) == ""
+            time.sleep(0.0 if ended else 0.1)
     finally:
         withdraw(run_dir, request)
-    answer = answer or answer_to(run_dir, request)
+    answer = answer_to(run_dir, request)
+    if answer is None and ended:
+        raise ConfigError(f"the run in {run_dir} ended before it took the request, which is withdrawn; {later}")
     if answer is None:
         raise ConfigError(
             f"nobody took the request within {args.wait:g} s, and it is withdrawn. If the run has stopped: llamarl train --resume "
@@ -67,5 +86,5 @@ def run(args: argparse.Namespace) -> int:
         )
     if answer.refused:
         raise ConfigError(answer.refused)
-    print(f"{executor}: {number} replicas from tick {answer.tick} on{of_hosts(answer)}")
+    print(f"{executor}: {plural(replicas, 'replica')} from tick {answer.tick} on{of_hosts(answer)}")
     return 0

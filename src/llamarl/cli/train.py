@@ -173,6 +173,10 @@ def _hosts(args: argparse.Namespace) -> list[str]:
 
 def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) -> int:
     from llamarl.config import read_settings
+    from llamarl.controller.run_folder import refuse_if_held
+
+    if not args.fork and not args.dry_run:
+        refuse_if_held(user_path(args.resume, "--resume"))  # before imports that take seconds
     from llamarl.controller.fork import fork_run
     from llamarl.controller.resume import begun_config, plan_resume, resume_run
     from llamarl.controller.run import plan_run

@@ -47,7 +47,8 @@ class DeadlineConfig:
 
     step_s: Annotated[PositiveFloat, NO_BITS] = 1800.0
     """Seconds one executor may spend on one tick. One that takes longer hangs: it is ended and brought up again, as far as
-    recovery allows it."""
+    recovery allows it. Judges get nine tenths of it for all samples of a tick; in an evaluation what sampling leaves of these, so
+    that a short one loses verdicts there (eval/failed)."""
 
     disk_s: Annotated[NonNegativeFloat, NO_BITS] = 600.0
     """Seconds for which the run waits for a disk that refuses its records (metrics, rollouts, events, verdicts): full, read-only or

@@ -30,6 +30,7 @@ from llamarl.errors import CheckpointError, ConfigError
 from llamarl.observability.events import EVENTS_FILE
 from llamarl.observability.metrics import METRICS_FILE
 from llamarl.observability.writing import replace_file
+from llamarl.plural import plural
 from llamarl.strict import Effect
 
 __all__ = ["FORKED_FROM", "copy_history", "fork_run", "refuse_bound"]
@@ -64,7 +65,7 @@ def fork_run(config: RunConfig, source: Path) -> None:
     refuse_bound(changed, checkpoint, to_plain(prepared.config), source)
     if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
         raise ConfigError(
-            f"--fork: {checkpoint.path} is of {checkpoint.tick + 1} ticks, so no tick is left of "
+            f"--fork: {checkpoint.path} is of {plural(checkpoint.tick + 1, 'tick')}, so no tick is left of "
             f"--run.num_ticks {prepared.config.run.num_ticks}: give at least {checkpoint.tick + 2}"
         )
     make_folder(run_dir)

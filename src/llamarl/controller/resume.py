@@ -30,7 +30,7 @@ from llamarl.controller.run import (
     save_settings,
     settle_rate,
 )
-from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held
+from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held
 from llamarl.controller.settings import RESHARDABLE, differences, explain, settings_on_top
 from llamarl.errors import ConfigError
 from llamarl.import_path import source_file
@@ -130,7 +130,7 @@ def plan_resume(config: RunConfig, *, every_key: bool = True) -> str:
             checkpoint = store.load()
             had = checkpoint.run.get("config", {})
             _refuse(had, checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
-        return describe_plan(prepared, every_key=every_key)
+        return describe_plan(prepared, every_key=every_key, goes_on=True)
     finally:
         if prepared.hosts is not None:
             prepared.hosts.close()
@@ -146,6 +146,7 @@ def resume_run(config: RunConfig) -> None:
     run_dir = absolute_dir(config)
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"--resume: {run_dir} holds no run (no {CONFIG_FILE}); start one without --resume")
+    refuse_if_held(run_dir)
     begun = load_config(run_dir / CONFIG_FILE)
     prepared = prepare(settle_rate(config, begun), begun)
     fetch_weights(prepared.config)

@@ -45,7 +45,7 @@ from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_fol
 from llamarl.controller.run_library import settled_engines, take_library, with_library
 from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, Sources, rescaled
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
-from llamarl.controller.standby import Standby, open_standby
+from llamarl.controller.standby import Standby, check_standby, open_standby
 from llamarl.controller.stragglers import Stragglers
 from llamarl.controller.twins import Twins
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
@@ -115,16 +115,22 @@ def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
     return describe_plan(prepare(config), every_key=every_key)
 
 
-def describe_plan(prepared: Prepared, *, every_key: bool = True) -> str:
-    """See :func:`plan_run`. The run's hosts are let go."""
+def describe_plan(prepared: Prepared, *, every_key: bool = True, goes_on: bool = False) -> str:
+    """See :func:`plan_run`. The run's hosts are let go.
+
+    Args:
+        goes_on: The run has begun before.
+    """
     import tomli_w
 
-    pairs = ""
+    pairs = standby = ""
     if prepared.hosts is not None:
         lines = pair_lines(prepared.graph.channels, prepared.placement.hosts, prepared.hosts.spaces())
         folders = prepared.hosts.folder_lines(absolute_dir(prepared.config))
         prepared.hosts.close()
         pairs = "\n\n# between hosts\n" + "\n".join(lines) + "\n\n# run folder\n" + "\n".join(folders)
+    if prepared.config.hosts.standby:
+        standby = f"\n\n# standby\n{check_standby(prepared.config, prepared.local, goes_on=goes_on)}"
     shown, num_default = (to_plain(prepared.config), 0) if every_key else changed_keys(prepared.config)
     rest = f"# and {num_default} keys at their defaults: --every-key prints them\n" if num_default else ""
     return (
@@ -133,6 +139,7 @@ def describe_plan(prepared: Prepared, *, every_key: bool = True) -> str:
         f"# weight hand-over\n"
         + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)
         + pairs
+        + standby
     )
 
 

@@ -253,7 +253,7 @@ class RunCheckpoints:
         self.settle()
         if (last := self._num_ticks - 1) in self._given_up:
             raise CheckpointError(
-                f"all {self._num_ticks} ticks are done, but the checkpoint after the last one could not be written: "
+                f"the last of {plural(self._num_ticks, 'tick')} is done, but the checkpoint after it could not be written: "
                 f"{self._given_up[last]}. {self._kept()}. Free some space or make the folder writable, then resume the run"
             )
 

@@ -14,6 +14,8 @@ import os
 import secrets
 import shlex
 import stat
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,10 +25,12 @@ from llamarl.errors import ConfigError, RunFolderLost
 from llamarl.observability.writing import replace_file
 from llamarl.roles import ROLES
 
-__all__ = ["CONFIG_FILE", "RunFolder", "held", "make_folder", "refuse_a_run"]
+__all__ = ["CONFIG_FILE", "RunFolder", "held", "make_folder", "refuse_a_run", "refuse_if_held", "who_holds"]
 
 CONFIG_FILE = "config.toml"
 _LOCK_FILE = ".lock"
+_LOOKED_AT_S = 0.2
+"""Longest time for which somebody who only asks whether a folder is held may seem to hold it."""
 _EXPORTS = tuple(product.folder for role in ROLES.values() for product in role.products)
 """Folders that are replaced as a whole, under their names, when the last tick is done."""
 _TRACES = ("metrics.jsonl", "checkpoints", *_EXPORTS)
@@ -57,6 +61,43 @@ def refuse_a_run(run_dir: Path) -> None:
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run: go on with it by --resume {run_dir}, or choose another --run.dir"
         )
+
+
+def who_holds(run_dir: Path) -> str | None:
+    """The process that writes into a run's folder now, as far as can be told; empty: nobody does, None: nothing can tell."""
+    try:
+        descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return ""
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return _owner(descriptor) if error.errno in (errno.EAGAIN, errno.EACCES) else None
+    finally:
+        os.close(descriptor)
+    return ""
+
+
+def refuse_if_held(run_dir: Path) -> None:
+    """Say at once what :func:`held` would find, before work that may turn out to be for nothing. Where the process that holds the
+    folder is not seen here (it has died, and what is left of it is about to; or it is on another machine), that is told, and
+    :func:`held` decides.
+
+    Raises:
+        ConfigError: Another process of this machine writes into ``run_dir``.
+    """
+    owner = who_holds(run_dir)
+    if not owner:
+        return
+    if _is_alive(owner):
+        raise _in_use(run_dir, owner)
+    print(
+        f"{run_dir} is still held by a llamarl train (process {owner}) that is not on this machine, or is ending: it is looked at "
+        "again when this run is checked",
+        file=sys.stderr,
+    )
 
 
 class RunFolder:
@@ -150,14 +191,10 @@ def held(run_dir: Path) -> Iterator[RunFolder]:
                 f"run.dir: {lock} is not a plain file of this folder alone: remove it if you trust this folder"
             )
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
-                owner = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
-                raise ConfigError(
-                    f"run.dir: {run_dir} is in use by another llamarl train (process {owner}): wait for it or stop it, "
-                    f"or choose another --run.dir"
-                ) from error
+                raise _in_use(run_dir, _owner(descriptor)) from error
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # file systems without locks
                 raise
         try:
@@ -172,6 +209,38 @@ def held(run_dir: Path) -> Iterator[RunFolder]:
             os.close(folder)
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Raises OSError (EAGAIN) if another process has it, and keeps it."""
+    until = time.monotonic() + _LOOKED_AT_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() >= until:
+                raise
+        time.sleep(_LOOKED_AT_S / 10)
+
+
+def _owner(descriptor: int) -> str:
+    return os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
+
+
+def _is_alive(owner: str) -> bool:
+    """Whether a process of this machine has that id, and has not ended (one that nobody has waited for yet has)."""
+    try:
+        status = Path(f"/proc/{int(owner)}/stat").read_text()
+    except (ValueError, OSError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _in_use(run_dir: Path, owner: str) -> ConfigError:
+    return ConfigError(
+        f"run.dir: {run_dir} is in use by another llamarl train (process {owner}): wait for it or stop it, or choose another "
+        "--run.dir"
+    )
 
 
 def _holds_something(path: Path) -> bool:

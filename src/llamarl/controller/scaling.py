@@ -41,7 +41,9 @@ __all__ = [
     "ask",
     "of_hosts",
     "rescaled",
+    "uneven",
     "weight_sources",
+    "why_not_replicas",
     "why_not_scale",
     "withdraw",
 ]
@@ -186,6 +188,27 @@ def why_not_scale(config: RunConfig, executor: str) -> str:
     return ""
 
 
+def why_not_replicas(config: RunConfig, replicas: int) -> str:
+    """Why a run that can be scaled cannot have so many replicas, whatever its hosts; empty: it can."""
+    shards = config.generator.shards
+    if replicas < 1:
+        return f"at least one replica must be left, not {replicas}"
+    if replicas > shards:
+        return f"{replicas} replicas are more than generator.shards = {shards}: each needs a shard at least to decode"
+    return ""
+
+
+def uneven(config: RunConfig, replicas: int) -> str:
+    """What to know of replicas of which some decode more shards than others; empty where all decode as many."""
+    shards = config.generator.shards
+    if not shards % replicas:
+        return ""
+    most = -(-shards // replicas)
+    as_fast = -(-shards // most)
+    note = f", so {as_fast} would be as fast" if as_fast < replicas else ""
+    return f"{shards} shards over {replicas} replicas: some decode {most}, and the others wait for them{note}"
+
+
 def rescaled(
     config: RunConfig, graph: Graph, replicas: int, hosts: Hosts | None = None, sources: Sources = ()
 ) -> Scaled:
@@ -200,7 +223,7 @@ def rescaled(
     Raises:
         ConfigError: It cannot be.
     """
-    if why := why_not_scale(config, SCALABLE):
+    if why := why_not_scale(config, SCALABLE) or why_not_replicas(config, replicas):
         raise ConfigError(why)
     for channel in graph.inputs[SCALABLE]:
         if channel.kind is ChannelKind.WEIGHTS and channel.transport not in _SINKS_PULL:

@@ -19,7 +19,7 @@ from llamarl.files.mirror import Mirror
 from llamarl.runtime.config import parse_worker
 from llamarl.runtime.hosts.keys import key_file, read_key
 
-__all__ = ["Standby", "consents", "open_standby"]
+__all__ = ["Standby", "check_standby", "consents", "open_standby"]
 
 _END_S = 10.0
 
@@ -74,19 +74,9 @@ def open_standby(
     """
     if not config.hosts.standby:
         return None
-    path = key_file(config.hosts.key)
-    if not path.exists():
-        raise ConfigError(
-            f"hosts.standby: there is no {path} with the key of the worker there; copy it: scp -p HOST:{path} {path}"
-        )
-    client = client_of(parse_worker(config.hosts.standby), key_for(config, read_key(path)))
+    client = _client(config)
     try:
-        if lacking := _lacking(client, local):
-            listed = "\n".join(f"  - {name}" for name in lacking)
-            raise ConfigError(
-                f"hosts.standby: {client.host} could not go on with the run, it lacks (or has otherwise):\n{listed}\n"
-                "Put the same there, under the same path."
-            )
+        _refuse_lacking(client, local)
         run, _ = client.open_run(run_id)
         mirror = Mirror(run_dir, client, run, tell)
         mirror.once()
@@ -104,6 +94,29 @@ def open_standby(
     return Standby(client, run, mirror)
 
 
+def check_standby(config: RunConfig, local: RunConfig, *, goes_on: bool = False) -> str:
+    """What :func:`open_standby` would find; nobody stands by yet.
+
+    Returns:
+        A line for people: that it is there, or that the run would go on without it.
+
+    Raises:
+        ConfigError: As :func:`open_standby`.
+    """
+    client = _client(config)
+    try:
+        client.keeps("no run yet")  # a recipe that names no file leaves nothing else to ask
+        _refuse_lacking(client, local)
+    except TransferError as error:
+        if not goes_on:
+            raise ConfigError(f"hosts.standby: {error}") from error
+        return f"{client.host} cannot be asked, and the run would go on without it: {error}"
+    finally:
+        client.close()
+    after = f"{config.hosts.standby_after_s:g} s after its controller is gone"
+    return f"{client.host}: has the models, data and code of this run, and takes over {after}"
+
+
 def consents(config: RunConfig) -> list[str]:
     """What a resume asks a person for, and the person who named the standby has given: words for ``llamarl train --resume``."""
     words = []
@@ -115,6 +128,24 @@ def consents(config: RunConfig) -> list[str]:
     if config.hosts.start != "running":
         words.append(f"--hosts.command={config.hosts.command}")
     return words
+
+
+def _client(config: RunConfig) -> FileClient:
+    path = key_file(config.hosts.key)
+    if not path.exists():
+        raise ConfigError(
+            f"hosts.standby: there is no {path} with the key of the worker there; copy it: scp -p HOST:{path} {path}"
+        )
+    return client_of(parse_worker(config.hosts.standby), key_for(config, read_key(path)))
+
+
+def _refuse_lacking(client: FileClient, local: RunConfig) -> None:
+    if lacking := _lacking(client, local):
+        listed = "\n".join(f"  - {name}" for name in lacking)
+        raise ConfigError(
+            f"hosts.standby: {client.host} could not go on with the run, it lacks (or has otherwise):\n{listed}\n"
+            "Put the same there, under the same path."
+        )
 
 
 def _lacking(client: FileClient, config: RunConfig) -> list[str]:

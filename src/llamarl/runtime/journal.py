@@ -31,6 +31,7 @@ import numpy as np
 
 from llamarl.channels.data import DataHandle, names_plain_values
 from llamarl.checkpoint.snapshot import FileRecord
+from llamarl.plural import plural
 from llamarl.runtime.base import Report
 from llamarl.runtime.kept_states import KeptState
 from llamarl.transports.checksum import digest
@@ -273,7 +274,7 @@ class Resumed:
     def describe(self, run_dir: Path) -> str:
         """For the console."""
         done = {report.executor: report.tick + 1 for report in self.reports}
-        places = ", ".join(f"{name} after {ticks} ticks" for name, ticks in done.items())
+        places = ", ".join(f"{name} after {plural(ticks, 'tick')}" for name, ticks in done.items())
         return f"{run_dir} goes on from its journal: {places}; nothing of these is generated or judged anew"
 
 

@@ -33,6 +33,7 @@ from llamarl.mistakes import mistakes_of
 from llamarl.observability.metrics import read_metrics
 from llamarl.planner.calibration_cache import calibration_path, machine_here, measured_elsewhere, write_whole
 from llamarl.planner.lengths import grouped
+from llamarl.plural import plural
 from llamarl.reading import parse_json, read_lines, read_object
 from llamarl.roles import ROLES, present_roles
 from llamarl.runtime.placement import available_cores, place
@@ -142,7 +143,7 @@ def calibrate_recipe(
 
         def run(staleness: int, ticks: int) -> tuple[RunConfig, Path]:
             name = "together" if staleness else "in turn"
-            log(f"{name}: {ticks} ticks")
+            log(f"{name}: {plural(ticks, 'tick')}")
             changed = _only_steps(config, staleness, ticks, Path(folder) / f"{staleness}-{ticks}")
             start_run(changed)
             return changed, Path(changed.run.dir)

@@ -182,7 +182,7 @@ def test_the_one_after_the_last_tick_is_not_tried_again_so_it_ends_the_run(tmp_p
     save(made, 7, spoil=True)
     assert WARNINGS == []
     with pytest.raises(
-        CheckpointError, match="all 8 ticks are done, but .* is missing.*The last good one is tick_000005"
+        CheckpointError, match="the last of 8 ticks is done, but .* is missing.*The last good one is tick_000005"
     ):
         made.close()
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
+from llamarl.controller.run_folder import (
+    CONFIG_FILE,
+    held,
+    make_folder,
+    refuse_a_run,
+    refuse_if_held,
+    who_holds,
+)
 from llamarl.errors import ConfigError, RunFolderLost
 
 
@@ -33,6 +42,38 @@ def test_a_process_that_is_killed_frees_the_folder(tmp_path: Path) -> None:
     child.join(60)
     with held(tmp_path):
         pass
+
+
+def test_who_holds_a_folder_can_be_asked_without_holding_it(tmp_path: Path) -> None:
+    assert who_holds(tmp_path) == ""
+    with held(tmp_path):
+        assert who_holds(tmp_path) == str(os.getpid())
+        with pytest.raises(ConfigError, match=f"in use by another llamarl train \\(process {os.getpid()}\\)"):
+            refuse_if_held(tmp_path)
+    assert who_holds(tmp_path) == ""
+    refuse_if_held(tmp_path)
+
+
+def test_a_folder_whose_holder_is_not_seen_here_is_not_refused_before_it_is_to_be_held(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = multiprocessing.get_context("fork").Process(target=int)
+    ended.start()
+    ended.join()
+    with held(tmp_path):
+        (tmp_path / ".lock").write_text(f"{ended.pid}\n")
+        refuse_if_held(tmp_path)
+    assert f"is still held by a llamarl train (process {ended.pid})" in capsys.readouterr().err
+
+
+def test_one_who_asks_keeps_nobody_from_holding_a_folder(tmp_path: Path) -> None:
+    with held(tmp_path):
+        pass
+    with open(tmp_path / ".lock") as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        threading.Timer(0.05, fcntl.flock, (asking, fcntl.LOCK_UN)).start()
+        with held(tmp_path):
+            assert who_holds(tmp_path) == str(os.getpid())
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,8 @@ def test_a_request_that_lies_there_when_a_run_begins_is_not_of_it(tmp_path: Path
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ('{"id": "x", "executor": "generator", "replicas": 5}', "fewer than the dp 5 replicas"),
-        ('{"id": "x", "executor": "generator", "replicas": 0}', "generator.dp"),
+        ('{"id": "x", "executor": "generator", "replicas": 5}', "5 replicas are more than generator.shards = 4"),
+        ('{"id": "x", "executor": "generator", "replicas": 0}', "at least one replica must be left"),
         ('{"id": "x", "executor": "trainer", "replicas": 2}', "not of 'generator'"),
         ('{"id": "x", "executor": "generator", "replicas": "2"}', "cannot be read"),
         ("{", "cannot be read"),
