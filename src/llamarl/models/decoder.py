@@ -8,7 +8,7 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from llamarl.errors import ModelError
 
-__all__ = ["cache_shape", "decoder_layers", "linear_layers", "logit_scale", "logit_softcap"]
+__all__ = ["cache_shape", "changes_with_length", "decoder_layers", "linear_layers", "logit_scale", "logit_softcap"]
 
 
 def cache_shape(config: PretrainedConfig) -> tuple[int, int, int]:
@@ -18,6 +18,14 @@ def cache_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     shared = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return int(text.num_hidden_layers), int(shared), int(head_dim)
+
+
+def changes_with_length(config: PretrainedConfig) -> bool:
+    """Whether a forward pass may write into the model: rotary frequencies that it sets by the longest position it sees. Two at
+    the same time would take each other's."""
+    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+    return any(kind == "longrope" or "dynamic" in (kind or "") for kind in kinds)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -39,6 +39,8 @@ def environment(threads: int) -> Mapping[str, str]:
         # at 400,000 to 650,000 faults and 15 to 20 % of a 135M trainer's step; the peak stays the same.
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        # A heap of a thread's own is of 64 MB pieces: the activations of its micro-batch would not fit, nor be kept.
+        "MALLOC_ARENA_MAX": "1",
         # oneDNN keeps what it prepared for the last 1,024 shapes, some 0.3 MB each, and torch's own layer over it as much
         # again: with packed batches, whose shapes seldom repeat, most of a gigabyte, whose coming and going tears the heap.
         # A few serve the layers of one pass, which share their shapes; preparing one takes under a millisecond.

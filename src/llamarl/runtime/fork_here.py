@@ -28,8 +28,8 @@ __all__ = ["ForkOfThis", "fork_this_process", "read_on_import", "ready", "this_p
 
 _READ_ON_IMPORT = ("OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_", "NUMEXPR_")
 _NUMPY = "OPENBLAS_NUM_THREADS"
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Of ``mallopt``. The C library reads these two from the environment when a process begins."""
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+"""Of ``mallopt``. The C library reads these from the environment when a process begins."""
 _ours = False
 
 
@@ -147,3 +147,5 @@ def _like_a_new_process(requests: int, environment: Mapping[str, str]) -> None:
             libc.mallopt(_M_MMAP_MAX, 0)
         if "MALLOC_TRIM_THRESHOLD_" in environment:
             libc.mallopt(_M_TRIM_THRESHOLD, -1)
+        if environment.get("MALLOC_ARENA_MAX") == "1":
+            libc.mallopt(_M_ARENA_MAX, 1)

@@ -305,15 +305,20 @@ def pack_sequences(
     share_prompts: bool,
     layout: ParallelLayout,
     device: str | torch.device,
+    at_least: int = 1,
 ) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch; as many micro-batches on every rank, the surplus empty."""
+    """Indices of the sequences of each micro-batch; as many micro-batches on every rank, the surplus empty.
+
+    Args:
+        at_least: Micro-batches, where there are as many sequences.
+    """
     units = [[i] for i in range(len(sequences))]
     if share_prompts:
         prompts = [s.num_prompt for s in sequences]
         responses = [len(s.tokens) - s.num_prompt for s in sequences]
         units = shared_units([s.group for s in sequences], prompts, responses, max_tokens)
     costs = [sum(len(sequences[i].tokens) for i in u) - (len(u) - 1) * sequences[u[0]].num_prompt for u in units]
-    packing = pack(costs, max_tokens)
+    packing = pack(costs, max_tokens, min_microbatches=min(at_least, len(costs)))
     count = int(layout.max_over_data(torch.tensor(len(packing), device=device)).item())
     if len(packing) < count:
         packing = pack(costs, max_tokens, min_microbatches=count)

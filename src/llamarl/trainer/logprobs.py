@@ -3,7 +3,8 @@
     hidden [T, H] ──chunk of C──▶ logits [C, V] ──▶ log-prob [C], entropy [C]; logits dropped
     backward: logits of the same chunk again ──▶ their gradient ──▶ gradients of hidden and weight; dropped
 
-Peak memory of the output layer is two [C, V] buffers, forward and backward, for one more product with the weight.
+Peak memory of the output layer is two [C, V] buffers, forward and backward, for one more product with the weight. Tokens that
+are one chunk save that product: their logits stay from forward to backward, one [C, V] buffer in between.
 The distribution is the one sampled from: logits pass through the model's own scaling and soft cap, then the temperature.
 """
 
@@ -41,6 +42,11 @@ class LogitTransform:
         """As the architecture does it."""
         return cls(scale=logit_scale(config), softcap=logit_softcap(config), temperature=temperature)
 
+    @property
+    def bends(self) -> bool:
+        """Whether the gradient by x depends on the logits."""
+        return self.softcap is not None
+
     def forward_(self, x: Tensor) -> Tensor:
         """x -> logits, in place."""
         if self.softcap is None:
@@ -49,7 +55,7 @@ class LogitTransform:
         return x.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
 
     def backward_(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Gradient by logits -> gradient by x, in place; destroys ``logits``."""
+        """Gradient by logits -> gradient by x, in place; destroys ``logits``, and reads them only where the transform ``bends``."""
         if self.softcap is None:
             factor = self.scale / self.temperature
             return grad.mul_(factor) if factor != 1.0 else grad
@@ -99,7 +105,9 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(len(targets), dtype=dtype)
         logsumexp = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs)
-        for rows in _chunks(len(targets), chunk_tokens):
+        chunks = _chunks(len(targets), chunk_tokens)
+        kept = None  # the logits, if they are not computed again
+        for rows in chunks:
             logits = transform.forward_(linear(hidden[rows], weight, bias).to(dtype))
             peak = logits.amax(dim=-1, keepdim=True)
             probs = torch.sub(logits, peak).exp_()
@@ -108,7 +116,9 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - logsumexp[rows]
             expected = torch.bmm(probs[:, None, :], logits[:, :, None]).view(-1)  # row by row, no third [C, V]
             entropy[rows] = logsumexp[rows] - expected / total
+            kept = logits if len(chunks) == 1 and any(ctx.needs_input_grad) else None
             del logits, probs  # before the next chunk's are made
+        ctx.kept = kept  # made here and seen by nobody else: backward may write over it
         ctx.save_for_backward(hidden, weight, bias, targets, logsumexp, entropy)
         ctx.transform, ctx.chunk_tokens, ctx.entropy_needs_grad = transform, chunk_tokens, entropy_needs_grad
         if not entropy_needs_grad:
@@ -121,11 +131,14 @@ class _TokenLogprobs(torch.autograd.Function):
         dtype = logsumexp.dtype
         grad_hidden = torch.zeros_like(hidden)
         frozen = not ctx.needs_input_grad[1]
-        grad_weight = None if frozen else torch.zeros_like(weight, dtype=dtype)
+        grad_weight: Tensor | None = None
+        kept, ctx.kept = ctx.kept, None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
         for rows in _chunks(len(targets), ctx.chunk_tokens):
-            logits = ctx.transform.forward_(linear(hidden[rows], weight, bias).to(dtype))
-            log_probs = torch.sub(logits, logsumexp[rows, None])
+            if (logits := kept) is None:
+                logits = ctx.transform.forward_(linear(hidden[rows], weight, bias).to(dtype))
+            spent = None if ctx.transform.bends else logits  # its backward pass has no more use for them
+            log_probs = torch.sub(logits, logsumexp[rows, None], out=spent)
             if ctx.entropy_needs_grad:  # d entropy / d logit = -p * (log p + entropy)
                 coefficient = (log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None])
                 grad = log_probs.exp_().mul_(coefficient.add_(grad_logprobs[rows, None])).neg_()
@@ -139,14 +152,14 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(dim=0)
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = linear(grad, weight.t())
-            if grad_weight is None:
-                pass
-            elif grad_weight.dtype == hidden.dtype:
-                grad_weight += linear(grad.t(), hidden[rows].t())
-            else:
-                grad_weight += grad.T @ hidden[rows]
+            if not frozen:
+                part = linear(grad.t(), hidden[rows].t()) if hidden.dtype == dtype else grad.T @ hidden[rows]
+                grad_weight = part.to(dtype) if grad_weight is None else grad_weight.add_(part)
+                del part
             del grad
         bias_out = None if grad_bias is None else grad_bias.to(bias.dtype)
+        if not frozen and grad_weight is None:  # no token
+            grad_weight = torch.zeros_like(weight, dtype=dtype)
         weight_out = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, weight_out, bias_out, None, None, None, None
 

@@ -9,7 +9,7 @@ master *is* the parameter's storage. Otherwise a hook adds each micro-batch's gr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -96,6 +96,17 @@ class MasterWeights:
             eps=config.eps,
             fused=True,
         )
+
+    @torch.no_grad()
+    def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add one micro-batch's, in the order of ``parameters``, as its backward pass would have; none where it has done so."""
+        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=bool(gradients)):
+            if gradient is None:
+                continue
+            if name in self._apart:
+                self._add_to_master(name, gradient)
+            else:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def collect_gradients(self) -> None:
         """Take the gradients over from the compute parameters; call once, after the last backward pass."""
@@ -185,12 +196,15 @@ class MasterWeights:
 
     def _accumulator(self, name: str):  # type: ignore[no-untyped-def]
         def accumulate(parameter: Tensor) -> None:
-            master, grad = self.tensors[name], local_tensor(parameter.grad)  # type: ignore[arg-type]
-            grad = grad.to(master.device, torch.float32)
-            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            self._add_to_master(name, local_tensor(parameter.grad))  # type: ignore[arg-type]
             parameter.grad = None
 
         return accumulate
+
+    def _add_to_master(self, name: str, gradient: Tensor) -> None:
+        master = self.tensors[name]
+        gradient = gradient.to(master.device, torch.float32)
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
 
 def _sum_of_squares(norms: list[Tensor], zero: Tensor) -> Tensor:

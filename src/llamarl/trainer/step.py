@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import Tensor
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY, find_loss
 from llamarl.errors import TrainingDiverged
+from llamarl.models.decoder import changes_with_length
 from llamarl.models.exported import ExportFacts
 from llamarl.models.loading import load_model_config
 from llamarl.models.parallel import make_layout
@@ -47,6 +48,7 @@ from llamarl.trainer.optimizer import learning_rate
 from llamarl.trainer.policy import Policy
 from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
+from llamarl.trainer.side_by_side import in_order, num_at_once
 from llamarl.trainer.staleness import check_token_versions
 from llamarl.trainer.statistics import StepStatistics, tick_metrics
 from llamarl.trainer.step_plan import plan_of_rank
@@ -57,6 +59,18 @@ __all__ = ["Trainer"]
 
 _ADAPTER_SEED = 3
 _CHECKPOINT_EVERY = {"none": 0, "selective": 2, "full": 1}
+
+
+@dataclasses.dataclass(slots=True)
+class _Computed:
+    """Of one micro-batch; all detached."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    clipped: Tensor
+    policy_logprobs: Tensor
+    gradients: tuple[Tensor | None, ...]
+    """In the order of the parameters; empty where they have been added to the parameters' own."""
 
 
 class Trainer(ShardedModel[Policy]):
@@ -211,9 +225,9 @@ class Trainer(ShardedModel[Policy]):
         decide alike.
         """
         loss = torch.zeros((), device=self.device)
-        for part, microbatch in self._microbatches(self._worth_computing(sequences), statistics):
-            with demanded(self.device):
-                loss += self._forward_backward(part, microbatch, statistics)
+        microbatches = self._microbatches(self._worth_computing(sequences), statistics)
+        for (part, microbatch), computed in zip(microbatches, self._computed(microbatches), strict=True):
+            loss += self._take(part, microbatch, computed, statistics)
         self.weights.collect_gradients()
         norm = self.weights.gradient_norm()
         loss = self.layout.sum_over_data(loss)
@@ -265,19 +279,50 @@ class Trainer(ShardedModel[Policy]):
         self.policy.forget_gathered_weights()
         return found
 
-    def _forward_backward(
-        self, part: Sequence[TrainingSequence], microbatch: Microbatch, statistics: StepStatistics
-    ) -> Tensor:
-        """Add one micro-batch's share to the gradients and to the statistics; returns its share of the loss, a scalar."""
+    def _computed(self, microbatches: Sequence[tuple[Sequence[TrainingSequence], Microbatch]]) -> Iterator[_Computed]:
+        """Forward and backward pass of each, in their order; several at the same time where that is how this rank works."""
+        at_once = min(self._num_at_once(), max(1, len(microbatches)))
+
+        def compute(of: tuple[Sequence[TrainingSequence], Microbatch]) -> _Computed:
+            with demanded(self.device):
+                return self._forward_backward(of[1], gradients_apart=at_once > 1)
+
+        return in_order(compute, microbatches, at_once=at_once, threads=torch.get_num_threads())
+
+    def _num_at_once(self) -> int:
+        return num_at_once(
+            self.config.microbatches_at_once,
+            threads=torch.get_num_threads(),
+            alone=self.device.type == "cpu" and self.layout.num_ranks == 1,
+            reentrant=not changes_with_length(self.policy.model.config),
+        )
+
+    def _forward_backward(self, microbatch: Microbatch, *, gradients_apart: bool) -> _Computed:
+        """What one micro-batch adds. Its gradients are with the parameters afterwards, or ``apart`` from them in the result."""
         policy_logprobs, entropy = self.policy(microbatch)
         loss, sums, clipped = microbatch_loss(
             self.loss, policy_logprobs, entropy, microbatch, self.algorithm, has_reference=self.has_reference
         )
-        loss.backward()
+        gradients: tuple[Tensor | None, ...] = ()
+        if gradients_apart:
+            gradients = torch.autograd.grad(loss, list(self.weights.parameters.values()), allow_unused=True)
+        else:
+            loss.backward()
+        return _Computed(loss.detach(), sums, clipped, policy_logprobs.detach(), gradients)
+
+    def _take(
+        self,
+        part: Sequence[TrainingSequence],
+        microbatch: Microbatch,
+        computed: _Computed,
+        statistics: StepStatistics,
+    ) -> Tensor:
+        """Add one micro-batch's gradients and statistics to the step's; returns its share of the loss, a scalar."""
+        self.weights.add_gradients(computed.gradients)
         if self.on_tokens is not None and part:
-            self.on_tokens(part, policy_logprobs.detach(), clipped)
-        statistics.add(sums, num_computed=microbatch.num_tokens, num_trained=len(microbatch.targets))
-        return loss.detach()
+            self.on_tokens(part, computed.policy_logprobs, computed.clipped)
+        statistics.add(computed.sums, num_computed=microbatch.num_tokens, num_trained=len(microbatch.targets))
+        return computed.loss
 
     def _worth_computing(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         terms_beside_the_policy = self.algorithm.kl_in_loss or self.algorithm.entropy_coef
@@ -293,6 +338,7 @@ class Trainer(ShardedModel[Policy]):
             share_prompts=self.share_prompts,
             layout=self.layout,
             device=self.device,
+            at_least=self._num_at_once(),
         )
 
     def _microbatches(

@@ -123,6 +123,41 @@ def test_no_tensor_of_tokens_times_vocabulary_is_made_forward_or_backward(entrop
     assert plain.largest == tokens * vocabulary
 
 
+class _Products(TorchDispatchMode):
+    """How many times the hidden states were multiplied by the output layer."""
+
+    def __init__(self, tokens: int, vocabulary: int) -> None:
+        super().__init__()
+        self.shape, self.found = (tokens, vocabulary), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        multiplies = func._overloadpacket in (
+            torch.ops.aten.mm,
+            torch.ops.aten.addmm,
+            torch.ops.mkldnn._linear_pointwise,
+        )
+        self.found += multiplies and isinstance(out, torch.Tensor) and tuple(out.shape) == self.shape
+        return out
+
+
+@pytest.mark.parametrize(("chunk", "expected"), [(8, 1), (20, 1), (4, 4)])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_logits_of_a_single_chunk_are_computed_once_and_give_the_same_bits(
+    chunk: int, expected: int, softcap: float | None
+) -> None:
+    transform = LogitTransform(temperature=0.7, softcap=softcap)
+    hidden, weight, _, targets = _inputs(torch.float32, False, tokens=8)
+    with _Products(min(chunk, 8), len(weight)) as products:
+        logprobs, _ = token_logprobs(hidden, weight, None, targets, transform, chunk_tokens=chunk)
+        logprobs.square().sum().backward(retain_graph=True)
+    assert products.found == expected
+    first = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    logprobs.square().sum().backward()  # what was kept is gone: computed again
+    assert torch.equal(hidden.grad, first[0]) and torch.equal(weight.grad, first[1])
+
+
 def test_temperature_zero_cannot_train() -> None:
     with pytest.raises(ValueError, match="temperature must be > 0"):
         LogitTransform(temperature=0.0)

@@ -1,0 +1,76 @@
+"""Several micro-batches at the same time, one a thread, with the results in their order.
+
+    micro-batches 0 1 2 3 ..  ──▶ thread: 0 ▶ 2 ▶ ..
+                              ──▶ thread: 1 ▶ 3 ▶ ..      ──▶ results 0, 1, 2, 3 .. to the caller, in this order
+
+A team of threads inside one product meets after every operation. Where another process has one of their cores, each meeting
+waits for its time slice: two threads on a core and a half compute less than one alone. Threads with a micro-batch each meet
+nobody: whatever a core has left, they use. And a product on one core is as exact as the sum of its parts is ordered: gradients are
+added by the caller, in the order of the micro-batches, so the bits do not depend on who is done first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+__all__ = ["in_order", "num_at_once"]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_MOST = 4
+"""Each further one costs a micro-batch's activations and a set of gradients, and takes a share of the one interpreter."""
+
+
+def num_at_once(asked: int, *, threads: int, alone: bool = True, reentrant: bool = True) -> int:
+    """Micro-batches that one rank computes at the same time.
+
+    Args:
+        asked: As configured; 0 leaves it to this rule: the largest divisor of ``threads`` up to 4.
+        threads: CPU threads of the rank.
+        alone: A lone rank on the CPU. Ranks that share a model meet in every layer, and a GPU has enough with one.
+        reentrant: Whether a forward pass leaves the model as it was.
+    """
+    if not alone or not reentrant:
+        return 1
+    if asked:
+        return min(asked, threads)
+    return max(n for n in range(1, min(_MOST, threads) + 1) if threads % n == 0)
+
+
+def in_order(
+    compute: Callable[[Item], Result], items: Sequence[Item], *, at_once: int, threads: int
+) -> Iterator[Result]:
+    """``compute`` of each item, in their order, ``at_once`` at the same time. One more may be done and waiting to be taken.
+
+    Args:
+        threads: CPU threads of the caller, which the computing threads divide.
+
+    Raises:
+        Exception: What ``compute`` raised, once those that are being computed have ended.
+    """
+    if at_once == 1:
+        yield from map(compute, items)
+        return
+
+    def with_its_threads(item: Item) -> Result:
+        torch.set_num_threads(max(1, threads // at_once))  # of this thread
+        return compute(item)
+
+    waiting: deque[Future[Result]] = deque()
+    pool = ThreadPoolExecutor(at_once, thread_name_prefix="microbatch")
+    try:
+        for item in items:
+            if len(waiting) > at_once:
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(with_its_threads, item))
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)  # what threads that begin later find
