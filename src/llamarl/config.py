@@ -294,6 +294,13 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
         yield from _environment_checks(config)
     if config.schedule.colocated:
         yield from _colocation_checks(config)
+    if config.recovery.straggler_multiple and config.run.runtime == "inline":
+        yield Mistake(
+            "recovery.straggler_multiple",
+            "starts slow ticks a second time in further processes, but run.runtime is 'inline', which runs everything in one: set it "
+            "to 0, or run.runtime to 'local'",
+            ("run.runtime",),
+        )
     if config.hosts.wanted and config.run.runtime == "inline":
         yield Mistake(
             "run.runtime",

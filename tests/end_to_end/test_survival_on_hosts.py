@@ -118,6 +118,91 @@ def test_ranks_of_other_hosts_die_and_replicas_come_there_and_every_byte_is_that
     assert restarts >= {"recovery/generator_restarts", "recovery/trainer_restarts"}
 
 
+APART = {
+    "hosts.on.generator": '["0"]',
+    "hosts.on.reward": '["1"]',
+    "hosts.on.trainer": '["here"]',
+    "hosts.on.evaluator": '["here"]',
+    "recovery.straggler_multiple": 3,
+    "recovery.straggler_least_s": 1,
+    "checkpoint.every": 0,  # a tick that is saved is not started a second time
+}
+"""One core of either host is left, on the two that the suite has at least."""
+
+
+def stop(hosts: Sequence[LoopbackHost], executor: str) -> int:
+    """Have it make no progress; its process."""
+    (pid,) = [up[executor] for host in hosts if executor in (up := ranks(host.process.pid))]
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def told(run: Started, line: str) -> None:
+    wait_until(lambda: run.poll() is not None or re.search(line, run.out) is not None, limit_s=60, what=line)
+
+
+@pytest.mark.long  # in short: tests/multiprocess/test_second_attempts_over_hosts.py
+def test_a_slow_tick_is_started_a_second_time_on_another_host_and_every_byte_is_that_of_the_undisturbed_run(
+    llamarl: CommandLine, folder: Path, undisturbed: Path, hosts: list[LoopbackHost]
+) -> None:
+    run_dir = folder / "twice"
+    a, b = (f"127.0.0.1:{host.worker.port}" for host in hosts)
+    run = llamarl.start(run_dir, {**over(hosts, folder), **APART})
+    wait_for_rows(run, run_dir, 4)
+    stop(hosts, "generator")
+    told(run, f"'generator' has been at tick .* it is started a second time on {b}, and who is ready first counts")
+    told(run, "'generator': the second attempt is ready and counts")
+    slow = stop(hosts, "reward")
+    told(run, f"'reward' has been at tick .* it is started a second time on {a}")
+    os.kill(slow, signal.SIGCONT)
+    said, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, said
+    assert re.search("'reward': the (first|second) attempt is ready and counts", said), said
+    assert "brought up again" not in said, said
+    assert_same_run(run_dir, undisturbed)
+    assert not (run_dir / "hosts").exists(), "what the slower attempt wrote is nobody's"
+
+
+@pytest.mark.long  # in short: as the test before this one
+def test_of_two_attempts_on_two_hosts_one_is_killed_or_its_host_is_and_the_other_ends_the_tick(
+    llamarl: CommandLine, folder: Path
+) -> None:
+    alone, run_dir = folder / "alone", folder / "one_of_two"
+    ticks = {"run.num_ticks": 18}
+    done = llamarl.train(alone, {**SETTINGS, **ticks})
+    assert done.returncode == 0, done.stdout + done.stderr
+    with loopback_hosts("cde", environment={"XDG_CACHE_HOME": str(folder / "cache-{name}")}) as three:
+        c, _, e = (f"127.0.0.1:{host.worker.port}" for host in three)
+        run = llamarl.start(run_dir, {**over(three, folder), **APART, **ticks})
+        wait_for_rows(run, run_dir, 4)
+
+        slow = stop(three, "generator")
+        told(run, f"'generator' has been at tick .* it is started a second time on {e},")
+        three[2].kill()
+        told(run, "'generator': the second attempt has ended .*, the first goes on")
+        os.kill(slow, signal.SIGCONT)
+
+        wait_for_rows(run, run_dir, 8)
+        slow = stop(three, "reward")
+        told(run, f"'reward' has been at tick .* it is started a second time on {c},")
+        kill(three[:1], "reward")
+        told(run, "'reward': the second attempt has ended .*, the first goes on")
+        os.kill(slow, signal.SIGCONT)
+
+        wait_for_rows(run, run_dir, 12)
+        stop(three, "generator")
+        told(
+            run,
+            "'generator' has been at tick .* it is started a second time on .*\n(.*\n)*.*'generator' has been at tick",
+        )
+        three[0].kill()
+        told(run, "'generator': the first attempt has ended .*, the second goes on")
+        said, _ = run.communicate(timeout=240)
+        assert run.returncode == 0, said
+        assert "brought up again" not in said, said
+        assert_same_run(run_dir, alone)
+
+
 @pytest.mark.long  # beside make test-hosts, which cuts links for good
 def test_hosts_that_are_gone_are_replaced_by_the_spare_one_and_every_byte_is_that_of_the_undisturbed_run(
     llamarl: CommandLine, folder: Path, undisturbed: Path

@@ -11,12 +11,10 @@ import os
 import random
 import signal
 import threading
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import counting_executors
+from counting_executors import STEP_S
 from forked_command import ENVIRONMENT
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
@@ -25,7 +23,7 @@ from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.recovery import Recovery
 from llamarl.controller.replacing import Replacing
-from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
+from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import children, local
 from llamarl.runtime.base import Report
 from llamarl.runtime.fork_here import this_process_is_ours
@@ -34,7 +32,6 @@ from llamarl.runtime.rank_environment import rank_environment
 
 DELAY = 2
 NUM_TICKS = 12
-_STEP_S = 0.02
 
 
 def by_hand(num_ticks: int) -> list[int]:
@@ -48,55 +45,8 @@ def by_hand(num_ticks: int) -> list[int]:
     return totals
 
 
-class _Counter:
-    def __init__(self, config: object, context: ExecutorContext) -> None:
-        self.context, self.total = context, 0
-
-    def setup(self) -> None:
-        pass
-
-    def initial_token(self, channel: str, source_tick: int) -> Any:
-        return np.zeros(1, np.int64)
-
-    def journal(self, tick: int) -> bytes | None:
-        return str(self.total).encode()
-
-    def restore(self, state: bytes, tick: int) -> None:
-        self.total = int(state)
-
-    def save(self, folder: Path, tick: int) -> None:
-        raise AssertionError("this job has no checkpoints")
-
-    def load(self, folder: Path, tick: int) -> None:
-        raise AssertionError("this job has no checkpoints")
-
-    def close(self) -> None:
-        pass
-
-
-class Source(_Counter):
-    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
-        time.sleep(_STEP_S)
-        numbers = [np.array([tick + int(inputs["back"][0])]), np.array([self.total])]
-        self.total += 3
-        return StepResult(outputs={"numbers": numbers})
-
-
-class Doubler(_Counter):
-    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
-        time.sleep(_STEP_S)
-        return StepResult(outputs={"doubled": [2 * number for number in inputs["numbers"]]})
-
-
-class Sink(_Counter):
-    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
-        time.sleep(_STEP_S)
-        self.total += sum(int(number[0]) for number in inputs["doubled"])
-        return StepResult(outputs={"back": np.array([self.total % 1009])}, metrics={"sink/total": float(self.total)})
-
-
 def graph() -> Graph:
-    here = Path(__file__).resolve()
+    here = Path(counting_executors.__file__).resolve()
     return Graph(
         tuple(
             ExecutorSpec(name=name, factory=f"{here}:{kind}", num_ranks=ranks, threads=1)
@@ -138,7 +88,7 @@ def _run(seed: int, kills: int) -> tuple[dict[int, int], int]:
 
     def strike() -> None:
         rng = random.Random(seed)
-        while struck[0] < kills and not over.wait(rng.uniform(0.0, 2 * _STEP_S * NUM_TICKS / kills)):
+        while struck[0] < kills and not over.wait(rng.uniform(0.0, 2 * STEP_S * NUM_TICKS / kills)):
             ranks = runtime._ranks  # type: ignore[attr-defined]
             up = [rank.pid for of in (ranks.of.values() if ranks else ()) for rank in of if rank.pid]
             for pid in rng.sample(up, min(len(up), 1 + (rng.random() < 0.2))):

@@ -73,7 +73,8 @@ class RecoveryConfig:
 
     straggler_multiple: Annotated[NonNegativeFloat, NO_BITS] = 0.0
     """A tick that takes longer than so many times what ticks of its executor usually take is started a second time beside the first,
-    where run.cores leaves cores; who is ready first counts, with the same bits. 0: none is. Not trainer and critic, GPUs, several hosts."""
+    where run.cores leaves cores, or over hosts on another one that has some; who is ready first counts, with the same bits. 0: none
+    is. Not trainer and critic, not on GPUs."""
 
     straggler_least_s: Annotated[PositiveFloat, NO_BITS] = 10.0
     """Seconds below which no tick takes too long."""

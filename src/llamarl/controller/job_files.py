@@ -11,7 +11,7 @@ import contextlib
 import functools
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,14 +102,17 @@ class JobFiles:
         if load_from is not None:
             self.far.send_state(load_from, Manifest.from_bytes(read_bytes(load_from / MANIFEST)).files)
 
-    def send_again(self, executor: str, load_from: Path | None) -> None:
-        """Have what an executor reads on the hosts where its ranks are now: content that its plan names, its saved state. Any thread.
+    def send_again(self, executor: str, load_from: Path | None, hosts: Collection[int]) -> None:
+        """Have what an executor reads on the hosts where its ranks will be: content that its plan names, its saved state. Any thread.
+
+        Args:
+            load_from: None: its ranks need no saved state. Else ``hosts`` are those of its ranks in ``where``.
 
         Raises:
             CheckpointError: A file is not as it was written, or a host cannot take it.
             TransferError: A host cannot be reached, or has no room.
         """
-        for number in sorted(set(self._where[executor]) & self._hosts.keys()):
+        for number in sorted(set(hosts) & self._hosts.keys()):
             host = self._hosts[number]
             for path in self._paths.get(executor, ()):
                 if path not in host.paths:
@@ -119,16 +122,16 @@ class JobFiles:
             files = Manifest.from_bytes(read_bytes(load_from / MANIFEST)).files
             self.far.send_state_of(executor, load_from, files)
 
-    def bring(self, executor: str, report: RankReport) -> None:
-        """Bring what a rank has written into the run's folder, before its report counts; any thread. Of its saved states that of
-        this very tick: after the last one nobody would write it again, should its host go.
+    def bring(self, executor: str, report: RankReport, host: int) -> None:
+        """Bring what a rank on ``host`` has written into the run's folder, before its report counts; any thread. Of its saved states
+        that of this very tick: after the last one nobody would write it again, should its host go.
 
         Raises:
             TransferError: It did not come.
         """
-        self.far.bring(executor, report.rank, report.files)
+        self.far.bring(host, report.files)
         if (state := report.saved.get(report.tick)) is not None:
-            self.far.bring(executor, report.rank, state, f"{CHECKPOINTS}/{being_written(report.tick)}")
+            self.far.bring(host, state, f"{CHECKPOINTS}/{being_written(report.tick)}")
 
     def lose(self, number: int) -> None:
         """A host is gone: nothing more is asked of it. Any thread."""
@@ -152,9 +155,9 @@ class JobFiles:
 
         _on_all(list(self._hosts.values()), to_host)
 
-    def adapt(self, plan: WorkerPlan) -> WorkerPlan:
+    def adapt(self, plan: WorkerPlan, number: int) -> WorkerPlan:
         """A rank's plan with the paths of its host."""
-        host = self._hosts.get(self._where[plan.spec.name][plan.rank])
+        host = self._hosts.get(number)
         if host is None:
             return plan
         moved = {path: there for path, there in host.paths.items() if path != there}

@@ -15,7 +15,7 @@ from pathlib import Path
 from llamarl.channels.base import ChannelSpec
 from llamarl.checkpoint.platform import joint_facts, platform_facts
 from llamarl.config import RunConfig
-from llamarl.controller.host_places import HostPlaces
+from llamarl.controller.host_places import HostPlaces, Seconds
 from llamarl.controller.job_files import JobFiles, folder_answers, open_job_files
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.executors.base import ExecutorSpec
@@ -66,6 +66,10 @@ class JobHosts:
     """Executors on GPUs, likewise."""
     controllers: Machine | None = None
     """The controller's machine, likewise."""
+    placement: Placement | None = None
+    """Of its executors, likewise."""
+    places: HostPlaces | None = None
+    """Once :meth:`runtime` has been called."""
     news: str = ""
     """What the user is to know of hosts that are absent, likewise."""
 
@@ -148,7 +152,7 @@ class JobHosts:
         if trouble := unreachable({machines[host].name: self._address(host) for host in used}):
             raise ConfigError(trouble)
         placement = place_on_hosts(executors, here, hosts, self.where, colocated=colocated)
-        self.machines = hosts
+        self.machines, self.placement = hosts, placement
         self.on_gpus = [spec.name for spec in placement.executors if spec.device.startswith("cuda")]
         return placement
 
@@ -278,8 +282,11 @@ class JobHosts:
         """
         on_hosts = {name: ranks for name, ranks in self.where.items() if ranks[0] >= 0}
         on_lost = files.lose if files is not None else lambda host: None
-        self.launcher = launcher = HostLauncher(self.workers.workers, self.where, self.key, on_lost, spares=restarts)
-        places = HostPlaces(
+        seconds = self._seconds()
+        self.launcher = launcher = HostLauncher(
+            self.workers.workers, self.where, self.key, on_lost, spares=restarts, seconds=seconds.where
+        )
+        self.places = places = HostPlaces(
             self.where,
             self.machines,
             self.on_gpus,
@@ -288,6 +295,7 @@ class JobHosts:
             self.network,
             allow_unlike=self.config.hosts.allow_unlike,
             told_s=2 * self.config.deadlines.host_silence_s,
+            seconds=seconds,
         )
         return ProcessRuntime(
             launchers=dict.fromkeys(on_hosts, launcher),
@@ -296,6 +304,20 @@ class JobHosts:
             restarts=restarts,
             resumed=resumed,
         )
+
+    def _seconds(self) -> Seconds:
+        assert self.placement is not None and self.controllers is not None, "ranks have their places"
+        members = self.placement.colocated.members if self.placement.colocated is not None else ()
+        return Seconds(
+            threads={spec.name: spec.threads for spec in self.placement.executors},
+            here=self.controllers,
+            never=dict.fromkeys(members, "it takes turns with others (schedule.colocated)"),
+        )
+
+    def why_no_second(self, executor: str) -> str:
+        """Why a second attempt at the tick that an executor is at has room on none of the hosts; empty: it has on one."""
+        assert self.places is not None, "ticks are started a second time in a job that runs"
+        return self.places.why_no_second(executor)
 
     def clocks(self) -> dict[str, tuple[float, float]]:
         """Host -> how far its clock is ahead of the controller's, and by how much that may be wrong; seconds."""

@@ -47,7 +47,7 @@ from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, Sources, resca
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.standby import Standby, check_standby, open_standby
 from llamarl.controller.stragglers import Stragglers
-from llamarl.controller.twins import Twins
+from llamarl.controller.twins import Twins, never_twice
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.errors import ConfigError, LlamaRLError, ModelError, NothingTrained, RunFolderLost, RunStopped
 from llamarl.models.folders import resolve_model_path
@@ -284,6 +284,8 @@ def _settle(
     graph = Graph(executors, graph.channels)
     graph, weight_edges = settle_weight_edges(config, graph, hosts=placement.hosts or None)
     _tell_of_a_long_warmup(config)
+    for name, why in never_twice(graph, placement.colocated).items() if config.recovery.straggler_multiple else ():
+        print(f"recovery.straggler_multiple: no tick of {name!r} is started a second time: {why}", file=sys.stderr)
     return Prepared(recorded, config, graph, placement, weight_edges, hosts)
 
 
@@ -555,7 +557,9 @@ def _twins(prepared: Prepared, rule: Recovery, recorder: Recorder) -> Twins | No
     if not recovery.straggler_multiple:
         return None
     stragglers = Stragglers(multiple=recovery.straggler_multiple, least_s=recovery.straggler_least_s)
-    return Twins(rule, stragglers, prepared.placement.why_no_room, recorder.straggled)
+    hosts = prepared.hosts
+    room = prepared.placement.why_no_room if hosts is None else lambda name, others: hosts.why_no_second(name)
+    return Twins(rule, stragglers, room, recorder.straggled)
 
 
 def _replacing(config: RunConfig, rule: Recovery, recorder: Recorder) -> Replacing | None:

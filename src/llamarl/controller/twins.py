@@ -13,19 +13,42 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Firing, Marking
 from llamarl.controller.orders import Orders
 from llamarl.controller.recovery import Recovery
 from llamarl.controller.stragglers import Stragglers
+from llamarl.roles import ROLES
 from llamarl.runtime.base import Death, Report, RunsTwins
+from llamarl.runtime.placement import ColocatedGroup
 
-__all__ = ["Twins"]
+__all__ = ["Twins", "never_twice"]
 
 
 @dataclass
 class _Count:
     begun: int = 0
     won: int = 0
+
+
+def never_twice(graph: Graph, colocated: ColocatedGroup | None) -> dict[str, str]:
+    """Executors whose ticks are not started a second time though their kind's may be -> why. Pure.
+
+    Args:
+        graph: Placed. Trainer and critic, which compute as groups and have their states in checkpoints, are no kind that may.
+    """
+    found = {}
+    for spec in graph.executors:
+        reads = graph.inputs[spec.name]
+        if (role := ROLES.get(spec.name)) is not None and role.optimizer:
+            continue
+        if spec.device.startswith("cuda"):
+            found[spec.name] = "it is on GPUs, and a second attempt is made on CPUs alone, which would give other bits"
+        elif colocated is not None and spec.name in colocated.members:
+            found[spec.name] = "it takes turns with others (schedule.colocated), whose cores and memory it has"
+        elif any(channel.latest for channel in reads):
+            found[spec.name] = "it takes the newest weights (schedule.weights), so that two attempts need not agree"
+    return found
 
 
 class Twins:
@@ -77,8 +100,8 @@ class Twins:
             return
         self._began_s[executor] = orders.since_s[executor]
         self._counts.setdefault(executor, _Count()).begun += 1
-        runtime.begin_twin(executor, incarnation=self._recovery.begin_twin(executor))
-        self._tell(tick, f"{what}: it is started a second time, and who is ready first counts")
+        on = runtime.begin_twin(executor, incarnation=self._recovery.begin_twin(executor))
+        self._tell(tick, f"{what}: it is started a second time{on and f' on {on}'}, and who is ready first counts")
 
     def settle(self, runtime: RunsTwins, marking: Marking, report: Report) -> Report:
         """A report of an executor at work, before its tick counts: whose it is goes on, the other is ended first."""

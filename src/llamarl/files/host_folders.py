@@ -100,6 +100,8 @@ class HostFolders:
         self._here = Below(run_dir)
         self._shared: dict[str, FileRecord] = {}
         """Path -> what a rank that shares ``run_dir`` has told of it in a report: wherever the rank is by now, that is here."""
+        self._came: set[str] = set()
+        """Paths of which a report has told. What another host has under such a name was written by an attempt that did not count."""
         shutil.rmtree(run_dir / ".incoming", ignore_errors=True)  # of a run that was killed
 
     def folder_of(self, executor: str, rank: int) -> Path | None:
@@ -169,17 +171,19 @@ class HostFolders:
 
         self._on_all(to_host)
 
-    def bring(self, executor: str, rank: int, files: Sequence[FileRecord], below: str = "") -> None:
-        """Bring what a rank has written into the run's folder before its report counts; any thread.
+    def bring(self, host: int, files: Sequence[FileRecord], below: str = "") -> None:
+        """Bring what a rank on a host has written into the run's folder before its report counts; any thread.
 
         Args:
+            host: Its number.
             below: Folder in the run's that the records' paths are relative to.
 
         Raises:
             TransferError: As ``fetch``.
         """
-        folder = self.folders.get(self._where[executor][rank])
+        folder = self.folders.get(host)
         records = [_at(one, (Path(below) / one.path).as_posix()) for one in files]
+        self._came |= {record.path for record in records}
         if folder is None:
             self._shared |= {record.path: record for record in records}
             return
@@ -244,7 +248,7 @@ class HostFolders:
         def all_of(folder: FarFolder) -> None:
             for found in folder.client.list_files(folder.handle, skip=_OURS):
                 known = found.path in folder.brought and folder.brought[found.path] in (None, found)
-                if known or is_transient(found.path):
+                if known or found.path in self._came or is_transient(found.path):
                     continue
                 place = folder.places.setdefault(
                     found.path,

@@ -198,8 +198,12 @@ class RunsTwins(Restarts, Protocol):
         before it, which is held, and what two attempts write does not meet."""
         ...
 
-    def begin_twin(self, executor: str, *, incarnation: int) -> None:
-        """Start a second incarnation with the state before the tick that is out, and give it the same order; returns at once."""
+    def begin_twin(self, executor: str, *, incarnation: int) -> str:
+        """Start a second incarnation with the state before the tick that is out, and give it the same order; returns at once.
+
+        Returns:
+            Its hosts, for people; empty: the job is on one machine.
+        """
         ...
 
     def keep(self, executor: str, incarnation: int) -> None:

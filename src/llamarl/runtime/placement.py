@@ -103,8 +103,7 @@ class Placement:
     def why_no_room(self, name: str, others: Sequence[str] = ()) -> str:
         """Why an executor's ranks have no place a second time, beside all that there are and second ones of ``others``; empty: they
         have one."""
-        if self.hosts:
-            return "the job is on several hosts"
+        assert not self.hosts, "over hosts they have one elsewhere: ``host_placement.second_hosts``"
         spec = next(spec for spec in self.executors if spec.name == name)
         if self.colocated is not None and name in self.colocated.members:
             return "it takes turns with others (schedule.colocated)"

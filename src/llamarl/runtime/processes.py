@@ -59,6 +59,8 @@ _FOLLOW_UP_S = 0.3
 """After a first failure, how long to listen for the others that came with it, to name the cause and not a consequence."""
 _DEATH_TOLD_S = 5.0
 """After memory that somebody was reading has gone: how long to listen for the death that this follows from."""
+_READ_BY_ANYONE = ("shared_memory", "tcp")
+"""Transports whose source need not know who reads."""
 _CLOSE_IDLE_S = 10.0
 _CLOSE_BUSY_S = 0.5
 
@@ -136,6 +138,8 @@ class ProcessRuntime:
         self._pending: deque[Answer | RankFailure] = deque()
         """Heard, and not yet looked at."""
         self._ranks: Ranks | None = None
+        self._here: LocalLauncher | None = None
+        """Who starts processes on this machine."""
         self._out: dict[tuple[str, int], _Out] = {}
         self._twins: dict[str, _Twin] = {}
         """Executor -> the second attempt at its tick."""
@@ -186,7 +190,7 @@ class ProcessRuntime:
         self._failed = (
             True  # until all stand: whatever ends the wait below, Ctrl-C too, leaves a job that cannot close in order
         )
-        here = LocalLauncher([spec for spec in executors if spec.name not in self._launchers])
+        self._here = here = LocalLauncher([spec for spec in executors if spec.name not in self._launchers])
         self._ranks = Ranks(plans, {name: self._launchers.get(name, here) for name in plans})
         if self._for_ranks is not None:
             self._ranks.bring = self._bring
@@ -194,10 +198,10 @@ class ProcessRuntime:
         self._ranks.bring_up()
         return self.stand(deadline_s)
 
-    def _bring(self, executor: str, report: RankReport) -> tuple[RankReport, Sequence[Segment]]:
+    def _bring(self, executor: str, report: RankReport, incarnation: int) -> tuple[RankReport, Sequence[Segment]]:
         """What a rank made, to this machine; any thread."""
         if self._places is not None:
-            self._places.bring_files(executor, report)
+            self._places.bring_files(executor, report, incarnation)
         return bring(report, self._pull_deadline_s)
 
     def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
@@ -329,12 +333,15 @@ class ProcessRuntime:
     def may_have_twin(self, executor: str) -> bool:
         """Whether the tick that is out to it may be done twice at once."""
         out = next((out for (name, _), out in self._out.items() if name == executor), None)
-        if out is None or executor in self._twins or self._networks is not None or executor in self._launchers:
+        apart = self._networks is not None
+        if out is None or executor in self._twins or (executor in self._launchers and not apart):
+            return False
+        if apart and (self._places is None or not self._kept.state(executor)):
             return False
         plan, order = self._plans[executor][0], out.order
         alone = all(
             (channel.source == executor and channel.kind is not ChannelKind.WEIGHTS)
-            or (channel.sink == executor and not channel.latest and channel.transport == "shared_memory")
+            or (channel.sink == executor and not channel.latest and channel.transport in _READ_BY_ANYONE)
             for channel in plan.channels
         )
         return (
@@ -345,25 +352,45 @@ class ProcessRuntime:
             and self.replaceable().get(executor) == order.tick
         )
 
-    def begin_twin(self, executor: str, *, incarnation: int) -> None:
+    def begin_twin(self, executor: str, *, incarnation: int) -> str:
         """Start a second attempt at the tick that is out."""
         assert self._ranks is not None and not self._closed, "begin_twin needs a started runtime"
-        order = next(out.order for (name, _), out in self._out.items() if name == executor)
+        first = next(out for (name, _), out in self._out.items() if name == executor)
+        order = first.order
         plans: Sequence[WorkerPlan] = [
             dataclasses.replace(plan, incarnation=incarnation, makes_initial_tokens=False)
             for plan in self._plans[executor]
         ]
         if states := self._kept.state(executor):
             plans = with_states(plans, states, first_tick=order.tick)
-        self._ranks.begin_twin(executor, tuple(plans), incarnation)
+        on = ""
+        if self._places is None:
+            self._ranks.begin_twin(executor, tuple(plans), incarnation)
+        else:
+            late = {rank.rank for rank in self._ranks.of[executor]} - {report.rank for report in first.replies}
+            place = self._places.begin_second(executor, incarnation, sorted(late))
+            plans = [dataclasses.replace(plan, network=at) for plan, at in zip(plans, place.networks, strict=True)]
+            launcher = place.launcher or self._here
+            prepared = partial(_prepared, self._places, plans)
+            self._ranks.begin_twin(executor, tuple(plans), incarnation, launcher=launcher, prepared=prepared)
+            on = place.names
         num_bytes = self._ranks.send(executor, f"tick {order.tick}", "run", order, twin=True)
         self._twins[executor] = _Twin(incarnation, _Out(self.now(), num_bytes, order))
+        return on
+
+    def _forget_twin(self, executor: str) -> None:
+        """The second attempt has ended, whatever became of the first."""
+        twin = self._twins.pop(executor, None)
+        if twin is not None and self._places is not None:
+            self._places.end_second(executor, twin.incarnation, stays=False)
 
     def keep(self, executor: str, incarnation: int) -> None:
         """End one of two attempts; what it still says is ignored."""
         assert self._ranks is not None, "keep needs a started runtime"
         twin = self._twins.pop(executor)
         self._ranks.keep(executor, twin=incarnation == twin.incarnation)
+        if self._places is not None:
+            self._places.end_second(executor, twin.incarnation, stays=incarnation == twin.incarnation)
         if incarnation == twin.incarnation:
             self._incarnations[executor] = incarnation
             key = executor, twin.out.order.tick
@@ -410,7 +437,7 @@ class ProcessRuntime:
         """End what is left of an executor; which of its tokens were not whole."""
         assert self._ranks is not None, "stop needs a started runtime"
         self._ranks.stop(executor)
-        self._twins.pop(executor, None)
+        self._forget_twin(executor)
         self._out = {key: out for key, out in self._out.items() if key[0] != executor}
         self._failed = not self._standing
         return self._kept.torn(executor)
@@ -418,7 +445,7 @@ class ProcessRuntime:
     def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
         """Start an executor anew with the state after ``first_tick - 1``; returns at once."""
         assert self._ranks is not None and not self._closed, "replace needs a started runtime"
-        self._twins.pop(executor, None)
+        self._forget_twin(executor)
         self._out = {key: out for key, out in self._out.items() if key[0] != executor}
         self._incarnations[executor] = incarnation
         plans = [
@@ -542,7 +569,7 @@ def _resumed_plans(plans: tuple[WorkerPlan, ...], resumed: Sequence[Report]) -> 
 
 def _prepared(places: Places, plans: Sequence[WorkerPlan]) -> list[WorkerPlan]:
     """Plans for the hosts where ranks are now, which hold what these read."""
-    places.prepare(plans[0].spec.name, plans[0].load_from)
+    places.prepare(plans[0].spec.name, plans[0].load_from, plans[0].incarnation)
     return [places.adapt(plan) for plan in plans]
 
 

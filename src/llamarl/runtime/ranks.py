@@ -106,8 +106,8 @@ class Answer:
     """Memory of this process that ``result`` names, to be closed when others hold it."""
 
 
-Bring = Callable[[str, RankReport], tuple[RankReport, Sequence[Segment]]]
-"""Copies what a report of an executor names on another host to this one."""
+Bring = Callable[[str, RankReport, int], tuple[RankReport, Sequence[Segment]]]
+"""Copies what a report of an executor's incarnation names on another host to this one."""
 
 
 @dataclass
@@ -123,6 +123,8 @@ class Rank:
     """Set when it may be told more than its setup."""
     told: list[str] = field(default_factory=list)
     """What it was told to do and has not done, in order."""
+    unwanted: bool = False
+    """It is to end, or not to begin: nobody looks at it any more."""
 
     @property
     def doing(self) -> str:
@@ -157,7 +159,11 @@ class Ranks:
         self.twins: dict[str, list[Rank]] = {}
         """Executor whose tick is done twice at once -> the ranks of the second attempt."""
         self._plans = plans
-        self._launchers = launchers
+        self._launchers = dict(launchers)
+        self._twin_launchers: dict[str, Launcher] = {}
+        """Executor whose tick is done twice at once -> who started the second ones."""
+        self._all_launchers = set(launchers.values())
+        """Those of executors that have moved, too."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False
         self._output = OutputReader()
@@ -195,16 +201,32 @@ class Ranks:
         """End what is left of an executor's processes; returns when they have ended, within five seconds."""
         self._end_now([*self.of[executor], *self.twins.pop(executor, ())])
 
-    def begin_twin(self, executor: str, plans: tuple[WorkerPlan, ...], incarnation: int) -> None:
-        """Start more processes of an executor, beside those that there are; they may be told what to do at once."""
+    def begin_twin(
+        self,
+        executor: str,
+        plans: tuple[WorkerPlan, ...],
+        incarnation: int,
+        *,
+        launcher: Launcher | None = None,
+        prepared: Callable[[], Sequence[WorkerPlan]] | None = None,
+    ) -> None:
+        """Start more processes of an executor, beside those that there are; they may be told what to do at once.
+
+        Args:
+            launcher: Who starts them; None: who started those that there are.
+            prepared: As of ``replace``.
+        """
         self.twins[executor] = [Rank(executor, plan.rank, incarnation) for plan in plans]
-        self._submit(self._bring_up(executor, plans, self.twins[executor]))
+        self._twin_launchers[executor] = launcher = launcher or self._launchers[executor]
+        self._all_launchers.add(launcher)
+        self._submit(self._bring_up(executor, plans, self.twins[executor], prepared, launcher))
 
     def keep(self, executor: str, *, twin: bool) -> None:
         """Of an executor's processes and those beside them, end the one or the other, as ``stop`` does."""
         ended = beside = self.twins.pop(executor)
         if twin:
             ended, self.of[executor] = self.of[executor], beside
+            self._launchers[executor] = self._twin_launchers[executor]
         self._end_now(ended)
 
     def _end_now(self, ranks: Sequence[Rank]) -> None:
@@ -265,7 +287,7 @@ class Ranks:
             self._kill_all(at_once=True)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(1.0)
-            for launcher in set(self._launchers.values()):
+            for launcher in self._all_launchers:
                 launcher.close()
 
     # -- io thread: bringing up --
@@ -282,6 +304,8 @@ class Ranks:
         await self._bring_up(name, plans, now, prepared)
 
     async def _stop(self, ranks: Sequence[Rank]) -> None:
+        for rank in ranks:
+            rank.unwanted = True
         for at_once in (False, True):
             for rank in ranks:
                 _kill(rank, at_once=at_once)
@@ -294,20 +318,27 @@ class Ranks:
         plans: Sequence[WorkerPlan],
         ranks: Sequence[Rank],
         prepared: Callable[[], Sequence[WorkerPlan]] | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
-        launcher = self._launchers[name]
+        launcher = launcher or self._launchers[name]
         labels = [name] if len(plans) == 1 else [f"{name} {plan.rank}" for plan in plans]
         try:
             if prepared is not None:
                 plans = await asyncio.to_thread(prepared)
+            if any(rank.unwanted for rank in ranks):
+                return
             links, rendezvous = await launcher.start(plans, labels, self._output)
         except Exception as error:
             failure = capture(name, 0, "start of its processes", error)
             lost = isinstance(error, ConnectionError)  # a host: as if its ranks had begun, and died with it
             self.events.put(replace(failure, incarnation=ranks[0].incarnation, died=lost, from_outside=lost))
             return
-        for rank, plan, link in zip(ranks, plans, links, strict=True):
+        for rank, link in zip(ranks, links, strict=True):
             rank.link = link
+        if any(rank.unwanted for rank in ranks):  # since it was begun to start them
+            await self._stop(ranks)
+            return
+        for rank, plan, link in zip(ranks, plans, links, strict=True):
             self._spawn(self._watch(rank, link))
             plan = replace(plan, rendezvous=rendezvous, in_own_process=True)
             setup = command_blob(name, rank.rank, "setup", "setup", plan)
@@ -334,7 +365,7 @@ class Ranks:
         brought: Sequence[Segment] = ()
         if self.bring is not None and isinstance(result, RankReport):
             try:
-                result, brought = await asyncio.to_thread(self.bring, rank.executor, result)
+                result, brought = await asyncio.to_thread(self.bring, rank.executor, result, rank.incarnation)
             except LlamaRLError:
                 await asyncio.wait({rank.link.ended}, timeout=_TOLD_S)
                 if rank.dead:
@@ -413,7 +444,7 @@ class Ranks:
                 _kill(closing[task])
         if not orderly:  # there is nothing to wait for: who could close has closed
             self._kill_all()
-        stopping = [asyncio.ensure_future(launcher.stop()) for launcher in set(self._launchers.values())]
+        stopping = [asyncio.ensure_future(launcher.stop()) for launcher in self._all_launchers]
         await asyncio.wait(stopping, timeout=_STOP_S)
         self._kill_all()
         if alive := [rank.link.ended for rank in up if rank.link is not None and not rank.dead]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from llamarl.config import RunConfig, validate
 from llamarl.controller.config import RecoveryConfig
+from llamarl.controller.graph import Graph
+from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.stragglers import Stragglers, straggles_after_s
+from llamarl.controller.twins import never_twice
+from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.placement import place
 
@@ -52,3 +57,27 @@ def test_a_second_attempt_has_room_where_cores_are_left_and_no_other_one_has_the
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, float], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         RecoveryConfig(**settings)  # type: ignore[arg-type]
+
+
+def never(config: RunConfig, cuda_devices: int = 0) -> dict[str, str]:
+    graph = llamarl_graph(config)
+    placed = place(graph.executors, cores=8, cuda_devices=cuda_devices, colocated=colocated_group(config, graph))
+    return never_twice(Graph(placed.executors, graph.channels), placed.colocated)
+
+
+def test_who_is_never_started_a_second_time_is_known_before_the_run_with_the_reason() -> None:
+    threads = {"generator": {"threads": 1}, "trainer": {"threads": 1}}
+    assert never(validate(threads)) == {}
+    latest = never(validate({**threads, "schedule": {"weights": "latest"}}))
+    assert latest.keys() == {"generator"} and "newest weights" in latest["generator"]
+    turns = {"colocated": True, "max_staleness": 0}
+    assert "it takes turns" in never(validate({**threads, "schedule": turns}))["generator"]
+    assert (
+        "it is on GPUs"
+        in never(validate({"generator": {"device": "cuda"}, "trainer": {"device": "cuda"}}), 4)["generator"]
+    )
+
+
+def test_inline_where_nothing_could_be_started_a_second_time_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"recovery.straggler_multiple.*run.runtime is 'inline'"):
+        validate({"run": {"runtime": "inline"}, "recovery": {"straggler_multiple": 3.0}})

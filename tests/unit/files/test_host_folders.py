@@ -229,7 +229,7 @@ def test_what_came_before_its_report_counted_is_not_asked_for_again_and_a_host_t
     for number, host in enumerate(two.hosts):
         two.far.folders[number].reports = Line(partial(host.client, "ab"[number]))
     record, log = two.write(0, "rollouts/tick_000000.jsonl", b"rows"), two.write(1, "log", b"lines")
-    two.far.bring("generator", 0, [record])
+    two.far.bring(0, [record])
     assert (two.run_dir / record.path).read_bytes() == b"rows"
     two.far.lose(0)
     two.far.fetch({writer_name("generator", 0): [record]}, two.run_dir)
@@ -240,6 +240,15 @@ def test_what_came_before_its_report_counted_is_not_asked_for_again_and_a_host_t
     assert (two.run_dir / log.path).read_bytes() == b"lines"
 
 
+def test_what_a_host_has_of_an_attempt_that_did_not_count_is_left_there(two: Two) -> None:
+    two.far.folders[1].reports = Line(partial(two.hosts[1].client, "b"))
+    first, second = (two.write(number, "rollouts/tick_000000.jsonl", b"rows") for number in (0, 1))
+    two.far.bring(1, [second])
+    two.far.sweep()
+    assert first == second and (two.run_dir / first.path).read_bytes() == b"rows"
+    assert not (two.run_dir / "hosts").exists()
+
+
 def test_a_state_that_came_with_its_tick_outlives_its_host_though_the_rank_has_another_one_now(two: Two) -> None:
     where = dict(WHERE)
     far = HostFolders(two.run_dir, two.far.folders, where)
@@ -248,7 +257,7 @@ def test_a_state_that_came_with_its_tick_outlives_its_host_though_the_rank_has_a
     written = _save(two, 9)
     at = "checkpoints/tick_000009.partial"
     for executor in ("generator", "trainer"):
-        far.bring(executor, 0, written[f"{executor} rank 0"], at)
+        far.bring(0, written[f"{executor} rank 0"], at)
     far.lose(0)
     for executor in ("generator", "trainer"):
         where[executor] = (1, 1)
@@ -265,7 +274,7 @@ def test_a_state_that_came_with_its_tick_is_there_though_its_rank_is_no_more(two
         folder.reports = Line(partial(two.hosts[number].client, "ab"[number]))
     written = _save(two, 3)
     below = two.run_dir / "checkpoints" / "tick_000003.partial"
-    far.bring("generator", 1, written["generator rank 1"], "checkpoints/tick_000003.partial")
+    far.bring(1, written["generator rank 1"], "checkpoints/tick_000003.partial")
     where["generator"] = (0,)  # one replica from the next tick on
     far.fetch(written, below)
     assert len(two.store.verify(two.store.finish(3, written, {}).path).manifest.files) == 5
@@ -276,7 +285,7 @@ def test_a_state_of_a_rank_that_shared_the_runs_folder_is_not_asked_of_the_host_
     far = HostFolders(two.run_dir, two.far.folders, where)
     below = two.store.begin(3)
     record = replace(put(below, "generator/rank_1/g", b"state"), path="generator/rank_1/g")
-    far.bring("generator", 1, [record], f"checkpoints/{below.name}")
+    far.bring(2, [record], f"checkpoints/{below.name}")
     where["generator"] = (0, 1)
     far.fetch({"generator rank 1": [record]}, below)
     assert (below / record.path).read_bytes() == b"state"

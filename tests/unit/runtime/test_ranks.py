@@ -1,0 +1,79 @@
+"""Ranks that are not wanted any more before they have begun."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llamarl.runtime.output import OutputReader
+from llamarl.runtime.ranks import Ranks
+from llamarl.runtime.worker import WorkerPlan
+
+
+class Link:
+    """A process that ends when it is told to."""
+
+    pid, host = 1, ""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.told: list[bytes] = []
+
+    async def command(self, blob: bytes) -> bytes:
+        self.told.append(blob)
+        return await asyncio.Future()
+
+    def kill(self, *, at_once: bool = False) -> None:
+        if not self.ended.done():
+            self.ended.set_result("signal 9")
+
+
+class Launcher:
+    """One that starts processes when it is let."""
+
+    def __init__(self) -> None:
+        self.links: list[Link] = []
+        self.begun, self.let = threading.Event(), threading.Event()
+        self.closed = False
+
+    async def start(self, plans: Sequence[WorkerPlan], labels: Sequence[str], output: OutputReader) -> Any:
+        self.begun.set()
+        await asyncio.to_thread(self.let.wait, 30)
+        self.links += [Link() for _ in plans]
+        return self.links, ""
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(link.ended for link in self.links))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_a_second_attempt_that_is_ended_before_its_process_has_begun_never_does_anything(prepares: bool) -> None:
+    first, second = Launcher(), Launcher()
+    ranks = Ranks({"generator": ()}, {"generator": first})
+    first.let.set()
+    ranks.bring_up()
+    plans: Any = (SimpleNamespace(rank=0),)
+    asked, answer = threading.Event(), threading.Event()
+
+    def prepared() -> Any:
+        asked.set()
+        answer.wait(30)
+        return plans
+
+    ranks.begin_twin("generator", plans, 1, launcher=second, prepared=prepared if prepares else None)  # type: ignore[arg-type]
+    assert (asked if prepares else second.begun).wait(30)
+    ranks.keep("generator", twin=False)
+    answer.set()
+    second.let.set()
+    ranks.end(5.0, orderly=True)
+    assert len(second.links) == (0 if prepares else 1), "it is not even started where that can still be spared"
+    assert all(link.ended.done() and not link.told for link in second.links)
+    assert second.closed and ranks.events.empty()
