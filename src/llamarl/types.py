@@ -153,6 +153,8 @@ class Group:
 
     prompt: Prompt
     responses: tuple[Response, ...]
+    part: int = 0
+    """Of its tick, by when it was complete (``schedule.parts``)."""
 
     @property
     def num_tokens(self) -> int:

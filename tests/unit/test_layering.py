@@ -14,7 +14,7 @@ ROOT = Path(llamarl.__file__).parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"types", "errors", "strict", "mistakes", "seeding", "running_time", "process_tree"}
-        | {"plural", "reading", "roles", "import_path", "shipped", "recipes", "config", "tick_schedule"}
+        | {"plural", "reading", "roles", "import_path", "shipped", "recipes", "config", "tick_schedule", "tick_parts"}
     ),
     frozenset({"algorithms", "data", "transports"}),
     frozenset({"models", "environments", "observability", "checkpoint", "files"}),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
+from llamarl.roles import ROLES
 from llamarl.strict import NO_BITS, STRICT, refuse
 
-__all__ = ["DeadlineConfig", "RecoveryConfig", "ScheduleConfig"]
+if TYPE_CHECKING:
+    from llamarl.config import RunConfig
+
+__all__ = ["DeadlineConfig", "RecoveryConfig", "ScheduleConfig", "parts_mistakes"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -31,6 +35,11 @@ class ScheduleConfig:
     """Generator and trainer share their devices and take turns: the one that waits gives its memory back (the generator its
     weights and KV cache, the trainer on GPUs everything, to host memory). Needs max_staleness 0, where they never work at the
     same time; the bits are those of the same run without it. With ``threads`` 0 each gets all cores that are left."""
+
+    parts: PositiveInt = 1
+    """Into how many parts a tick's groups are cut, in the order in which they are complete: each is judged and its gradients are
+    computed while later groups are still being decoded. Shortens steps at max_staleness 0 where responses differ in length. 1: none
+    waits for less than the whole. Bits depend on it, not on when a part arrives (docs/asynchrony.md)."""
 
     transport: Annotated[Literal["auto", "shared_memory", "cuda_ipc", "tcp", "rdma"], NO_BITS] = "auto"
     """What carries weight versions. "auto" chooses by where the ranks are and says so at the start: "cuda_ipc" between GPUs
@@ -87,3 +96,48 @@ class RecoveryConfig:
             yield Mistake("straggler_multiple", f"must be 0 or more than 1, got {self.straggler_multiple:g}")
         if self.straggler_multiple and not self.max_restarts:
             yield Mistake("straggler_multiple", "needs max_restarts >= 1: without, no state is held", ("max_restarts",))
+
+
+def parts_mistakes(config: RunConfig) -> Iterator[Mistake]:
+    """What a recipe asks for that cannot be done part by part, where ``schedule.parts`` is above 1."""
+    parts, found = config.schedule.parts, dict[str, str]()
+    if parts == 1:
+        return
+    groups = config.groups_per_tick // config.generator.num_shards
+    if groups < parts:
+        found["schedule.prompts_per_step"] = (
+            f"is {groups} groups a tick of each generator replica or shard, which is fewer"
+        )
+    if config.algorithm.advantage in ("batch_std", "group_mean_batch_std"):
+        found["algorithm.advantage"] = f"is {config.algorithm.advantage!r}, which looks at the groups of all parts"
+    if config.trainer.plans_steps:
+        found["trainer.minibatches"] = (
+            "or trainer.epochs or trainer.selection cuts a tick into optimizer steps of its own"
+        )
+    if config.trainer.fsdp * config.trainer.tp > 1:
+        found["trainer.fsdp"] = "times trainer.tp is more than one rank, which pack each step together"
+    if config.dynamic_sampling.enabled:
+        found["dynamic_sampling.enabled"] = "chooses groups when all are judged"
+    if config.schedule.weights == "latest":
+        found["schedule.weights"] = "is 'latest', under which the groups of a tick are known at its end"
+    if config.schedule.colocated:
+        found["schedule.colocated"] = "has generator and trainer work in turn"
+    between = {
+        "reference.enabled": config.has_reference,
+        "algorithm.advantage": config.has_critic,
+        "reward_model.path": config.has_reward_model,
+        "judge.path": config.has_judge,
+    }
+    found |= {
+        key: "puts a model between generator and trainer, which takes whole ticks"
+        for key, is_there in between.items()
+        if is_there
+    }
+    weights = {*ROLES["trainer"].writes, *(config.executors["trainer"].writes if "trainer" in config.executors else ())}
+    for name, own in config.executors.items():
+        if {*own.reads, *own.writes} - weights:
+            found[f"executors.{name}"] = (
+                "changes the way of the groups from generator to trainer, which takes whole ticks"
+            )
+    for key, why in found.items():
+        yield Mistake("schedule.parts", f"is {parts}, but {key} {why}: change that, or set schedule.parts to 1", (key,))

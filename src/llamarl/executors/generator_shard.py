@@ -16,7 +16,7 @@ from typing import Any
 
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episodes import load_episode, save_episode
-from llamarl.tick_schedule import NEVER, deadlines, select_due
+from llamarl.tick_schedule import NEVER, deadlines, leaving_so_far, select_due
 from llamarl.types import Prompt
 
 __all__ = ["ActiveGroup", "GeneratorShard", "num_sampled", "shards_of_rank"]
@@ -141,9 +141,23 @@ class GeneratorShard:
         Args:
             leave_by: As ``deadlines`` says.
         """
-        position = {group.prompt.index: place for place, group in enumerate(self.active)}
-        completed = [position[index] for index in self.completed]
+        completed = self._completed_places()
         return select_due(list(leave_by), completed, tick=tick, prompts_per_step=self._prompts_per_tick)
+
+    def leaving(self, tick: int, leave_by: Sequence[int]) -> list[ActiveGroup]:
+        """The complete groups that leave in this tick whatever is complete later, in order of completion.
+
+        Args:
+            leave_by: As ``deadlines`` says, and as it says throughout the tick.
+        """
+        completed = self._completed_places()
+        places = leaving_so_far(list(leave_by), completed, tick=tick, prompts_per_step=self._prompts_per_tick)
+        return [self.active[place] for place in places]
+
+    def _completed_places(self) -> list[int]:
+        """In ``active``, in order of completion."""
+        position = {group.prompt.index: place for place, group in enumerate(self.active)}
+        return [position[index] for index in self.completed]
 
     def take(self, places: Sequence[int]) -> list[ActiveGroup]:
         """The groups at these places leave."""

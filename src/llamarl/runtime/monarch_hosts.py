@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class MonarchLink:
 
     def __init__(self, actor: Any, diagnostics: Any) -> None:
         self.pid = 0
+        self.on_part: Callable[[bytes], None] = lambda made: None  # actors tell of none
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._actor, self._diagnostics = actor, diagnostics
 

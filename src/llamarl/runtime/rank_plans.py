@@ -46,6 +46,7 @@ def plan_workers(
     on_hosts: Collection[str] = (),
     networks: Mapping[str, Sequence[Network]] | None = None,
     journal: bool = False,
+    passes_parts: bool = False,
 ) -> dict[str, tuple[WorkerPlan, ...]]:
     """Executor name -> the plan of each of its ranks.
 
@@ -53,6 +54,7 @@ def plan_workers(
         on_hosts: Executors whose processes Monarch starts: only these can use its buffers.
         networks: Executor -> where each of its ranks is; None: the whole job is on one machine.
         journal: Whether executors keep a journal.
+        passes_parts: Whether parts of ticks are passed on.
 
     Raises:
         ConfigError: A name is used twice, a channel has an end that is no executor or cannot use its transport, or a count is
@@ -95,6 +97,7 @@ def plan_workers(
                 deterministic=deterministic,
                 network=networks[spec.name][rank] if networks is not None else None,
                 journal=journal and spec.name not in on_hosts,
+                passes_parts=passes_parts,
             )
             for rank in range(spec.num_ranks)
         )

@@ -51,7 +51,7 @@ def serve(control: socket.socket) -> None:
     multiprocessing.set_start_method("spawn", force=True)  # threads run here: a plain fork may deadlock
     threading.main_thread().name = EXECUTOR_THREAD
     orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    obedient, sending = Obedient(), threading.Lock()
+    sending = threading.Lock()
 
     def send(kind: Kind, blob: bytes) -> None:
         try:
@@ -59,6 +59,8 @@ def serve(control: socket.socket) -> None:
                 control.sendall(frame(kind, blob))
         except OSError:  # the controller is gone, and with it everybody who could be told
             os._exit(1)
+
+    obedient = Obedient(lambda made: send(Kind.PART, made))
 
     def listen() -> None:
         with control.makefile("rb") as stream:

@@ -23,7 +23,8 @@ from llamarl.planner.step_time import closed_form_period, mean_staleness
 from llamarl.runtime.base import Report
 from llamarl.simulator.costed import STALENESS_METRIC
 from llamarl.simulator.scenario import Failures, Scenario
-from llamarl.simulator.virtual_clock import AHEAD, Snapshots, VirtualClockRuntime
+from llamarl.simulator.virtual_clock import Snapshots, VirtualClockRuntime
+from llamarl.tick_parts import AHEAD
 
 __all__ = ["SimulationResult", "simulate"]
 

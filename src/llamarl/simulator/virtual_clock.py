@@ -20,8 +20,9 @@ from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorContext, ExecutorSpec
 from llamarl.import_path import resolve
 from llamarl.runtime.base import News, Order, Report, SetupReport
+from llamarl.tick_parts import AHEAD
 
-__all__ = ["AHEAD", "RevisingExecutor", "Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
+__all__ = ["RevisingExecutor", "Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
 
 Snapshots = dict[tuple[Path, str], Any]
 """(folder, executor) -> state. A virtual checkpoint lies in memory; its folder is only a name."""
@@ -92,10 +93,6 @@ class _Firing:
     @property
     def finished_s(self) -> float:
         return self.work_from_s + self.step.duration_s
-
-
-AHEAD = "ahead"
-"""Label of spans in which parts of a tick were done before its order came."""
 
 
 def _rest_of(step: TimedStep, done_s: Sequence[float]) -> TimedStep:

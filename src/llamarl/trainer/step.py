@@ -4,7 +4,9 @@
                                                                                       └─ all micro-batches, all ranks ─▶ AdamW
 
 Every token's weight in its step's mean is fixed before the step's first forward pass, from counts over the whole step and
-all ranks. So parts simply add up: any split over micro-batches and ranks gives the same gradient, to rounding.
+all ranks. So micro-batches simply add up: any split over them and over ranks gives the same gradient, to rounding. With
+``schedule.parts`` the counts are not known when the first part is computed: gradients are then scaled once, before the norm
+is taken (``trainer/parts.py``).
 
 Version v is the weights after v ticks, whatever happened in them. A step with a non-finite loss or gradient, or
 without a trained token, leaves weights and moments as they were; its tick still makes a version, so schedules and
@@ -32,6 +34,7 @@ from llamarl.models.parallel import make_layout
 from llamarl.models.repeatable import demanded
 from llamarl.observability.ledger import scored_tokens
 from llamarl.seeding import derive_seed
+from llamarl.tick_parts import split_into_parts
 from llamarl.trainer.batch import (
     Microbatch,
     TrainingSequence,
@@ -45,6 +48,7 @@ from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.narrowing import KLText
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.optimizer import learning_rate
+from llamarl.trainer.parts import JoinedParts, PartOfStep, join_parts
 from llamarl.trainer.policy import Policy
 from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
@@ -93,6 +97,7 @@ class Trainer(ShardedModel[Policy]):
         lora: LoraConfig | None = None,
         has_reference: bool = False,
         max_staleness: int | None = None,
+        num_parts: int = 1,
     ) -> None:
         """
         Args:
@@ -105,6 +110,8 @@ class Trainer(ShardedModel[Policy]):
             lora: With a rank, adapters are trained and the model is frozen; one rank only.
             has_reference: Whether samples carry reference log-probs although ``algorithm.kl_coef`` is 0.
             max_staleness: A token older than so many versions ends the run; None: however old, it trains.
+            num_parts: Into how many parts a tick's groups are cut; above 1 on one rank only, with one optimizer step a tick and
+                advantages that look at one group.
 
         Raises:
             ModelError: The model cannot be trained, or not with this ``tp``.
@@ -114,6 +121,7 @@ class Trainer(ShardedModel[Policy]):
         self.num_ticks = num_ticks
         self.seed = seed
         self.max_staleness = max_staleness
+        self.num_parts = num_parts
         self.policy_version = 0
         self.num_skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
@@ -154,11 +162,12 @@ class Trainer(ShardedModel[Policy]):
             lora=lora,
         )
 
-    def train(self, groups: Sequence[Group], tick: int) -> dict[str, float]:
+    def train(self, groups: Sequence[Group], tick: int, done: Sequence[PartOfStep] = ()) -> dict[str, float]:
         """All optimizer steps of a tick: version ``tick`` -> version ``tick + 1``.
 
         Args:
             groups: This data-parallel rank's scored groups; tensor-parallel peers get the same ones.
+            done: What ``train_part`` gave for the tick's first parts, whose gradients are in place.
 
         Returns:
             Metrics of the tick over all ranks; docs/trainer.md explains each.
@@ -180,17 +189,23 @@ class Trainer(ShardedModel[Policy]):
             num_ranks=self.layout.fsdp,
             sum_over_ranks=self._sum_over_data,
         )
-        sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
-        steps, planned = self._plan_steps(groups, sequences, tick)
-        planned |= self._token_counts(groups, steps)
-        statistics = [StepStatistics(step, self.policy_version, self.layout, self.device) for step in steps]
         lr = learning_rate(self.optimizer_config, tick, self.num_ticks)
+        joined: JoinedParts | None = None
+        planned: dict[str, float] = {}
+        if self.num_parts > 1:
+            joined = join_parts(self._all_parts(groups, done), self.algorithm)
+            steps, statistics = [joined.sequences], [joined.statistics]
+        else:
+            sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
+            steps, planned = self._plan_steps(groups, sequences, tick)
+            statistics = [StepStatistics(step, self.policy_version, self.layout, self.device) for step in steps]
+        planned |= self._token_counts(groups, steps)
         norms: list[float] = []  # of the steps with a trained token
         num_skipped = 0
         for step, counts in zip(steps, statistics, strict=True):
             if not counts.num_tokens:
                 continue
-            grad_norm, updated = self._update(step, counts, lr)
+            grad_norm, updated = self._update(step, counts, lr) if joined is None else self._update_by(joined, lr)
             norms.append(grad_norm)
             num_skipped += not updated
             self.num_skipped_in_a_row = 0 if updated else self.num_skipped_in_a_row + 1
@@ -224,11 +239,22 @@ class Trainer(ShardedModel[Policy]):
         makes it NaN while its gradient is 0, and AdamW would step on by its moments. Both are sums over all ranks, so all
         decide alike.
         """
+        loss = self._add_gradients(sequences, statistics)
+        self.weights.collect_gradients()
+        return self._apply_gradients(loss, lr)
+
+    def _add_gradients(
+        self, sequences: list[TrainingSequence], statistics: StepStatistics, *, of_whole_step: bool = True
+    ) -> Tensor:
+        """Forward and backward passes of all micro-batches; the sum of their losses, a scalar."""
         loss = torch.zeros((), device=self.device)
-        microbatches = self._microbatches(self._worth_computing(sequences), statistics)
+        microbatches = self._microbatches(self._worth_computing(sequences), statistics, of_whole_step)
         for (part, microbatch), computed in zip(microbatches, self._computed(microbatches), strict=True):
             loss += self._take(part, microbatch, computed, statistics)
-        self.weights.collect_gradients()
+        return loss
+
+    def _apply_gradients(self, loss: Tensor, lr: float) -> tuple[float, bool]:
+        """Of ``_update`` what follows the last backward pass."""
         norm = self.weights.gradient_norm()
         loss = self.layout.sum_over_data(loss)
         finite = torch.isfinite(loss)
@@ -243,6 +269,36 @@ class Trainer(ShardedModel[Policy]):
             self.weights.step(lr)
         self.weights.drop_gradients()
         return grad_norm, updated
+
+    def train_part(self, groups: Sequence[Group], *, first_group: int = 0) -> PartOfStep:
+        """Add a part's gradients to what is there. Nothing else changes, and ``drop_parts`` takes it back.
+
+        Args:
+            groups: Of the tick's next part.
+            first_group: Groups in its earlier parts.
+        """
+        sequences = make_sequences(groups, self.algorithm, first_group=first_group)
+        statistics = StepStatistics(sequences, self.policy_version, self.layout, self.device)
+        loss = self._add_gradients(sequences, statistics, of_whole_step=False)
+        return PartOfStep(sequences, statistics, loss)
+
+    def drop_parts(self) -> None:
+        """Forget the gradients of parts."""
+        self.weights.drop_gradients()
+
+    def _all_parts(self, groups: Sequence[Group], done: Sequence[PartOfStep]) -> list[PartOfStep]:
+        """Those that are done, and the tick's others."""
+        parts = list(done)
+        split = split_into_parts(groups, self.num_parts)
+        for number in range(len(parts), self.num_parts):
+            parts.append(self.train_part(split[number], first_group=sum(map(len, split[:number]))))
+        return parts
+
+    def _update_by(self, joined: JoinedParts, lr: float) -> tuple[float, bool]:
+        """``_update`` of a step whose parts' gradients are in place."""
+        self.weights.collect_gradients()
+        self.weights.scale_gradients(joined.factor)
+        return self._apply_gradients(joined.loss, lr)
 
     def _plan_steps(
         self, groups: Sequence[Group], sequences: list[TrainingSequence], tick: int
@@ -342,15 +398,15 @@ class Trainer(ShardedModel[Policy]):
         )
 
     def _microbatches(
-        self, sequences: list[TrainingSequence], statistics: StepStatistics
+        self, sequences: list[TrainingSequence], statistics: StepStatistics, of_whole_step: bool
     ) -> list[tuple[list[TrainingSequence], Microbatch]]:
         """Packed and weighted, each with the sequences that it is made of."""
         weights = [
             token_weight(
                 self.algorithm,
                 num_own_tokens=len(s.targets),
-                num_tokens=statistics.num_tokens,
-                num_sequences=statistics.num_sequences,
+                num_tokens=statistics.num_tokens if of_whole_step else 1,
+                num_sequences=statistics.num_sequences if of_whole_step else 1,
             )
             for s in sequences
         ]
