@@ -96,7 +96,8 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         "--kv-on-update", choices=("recompute", "keep"), help="what latest does with the cache at a new version"
     )
     how.add_argument(
-        "--parts", help="parts of a tick that are trained while others decode, such as 1,4; not yet in runs (default 1)"
+        "--parts",
+        help="parts of a tick that are trained while others decode, such as 1,4 (default: the recipe's schedule.parts, else 1)",
     )
     how.add_argument(
         "--longest-first",

@@ -309,8 +309,13 @@ KEYS: tuple[MetricKey, ...] = (
         "Duration of the generator's tick, from first input pulled to last output published.",
         "same",
     ),
-    _key("time/reward_s", "s", "Duration of the reward executor's tick.", "same"),
-    _key("time/trainer_s", "s", "Duration of the trainer's tick.", "same"),
+    _key(
+        "time/reward_s",
+        "s",
+        "Duration of the reward executor's tick, with what it did ahead (`schedule.parts`).",
+        "same",
+    ),
+    _key("time/trainer_s", "s", "Duration of the trainer's tick, with what it did ahead (`schedule.parts`).", "same"),
     _key(
         "time/trainer_save_s",
         "s",

@@ -65,7 +65,7 @@ class Scenario:
     oversubscription: float = 1.0
     parts: int = 1
     """Into how many parts a tick's groups are cut, in the order in which they are complete: each is judged and its gradients are
-    computed while later groups are still being decoded. No run does that yet: 1 is what they do."""
+    computed while later groups are still being decoded (``schedule.parts``)."""
     longest_first: bool = False
     """Groups that a tick admits start in the order of their longest response, as if it were known; else as they come. It matters
     where there are fewer slots than sequences."""
@@ -121,6 +121,7 @@ class Scenario:
                     "prompts_per_step": self.prompts_per_step,
                     "max_staleness": self.max_staleness,
                     "weights": self.weights,
+                    "parts": self.parts,
                 },
                 "generator": {
                     "group_size": self.group_size,

@@ -104,6 +104,7 @@ def scenario_from_recipe(
         trainer=TrainerCost(tick_s=cost.tick_s / speed, token_s=cost.token_s / speed),
         reward=RewardCost(tick_s=work.reward_s),
         max_staleness=config.schedule.max_staleness,
+        parts=config.schedule.parts,
         **weights_policy(config),
         max_segments=g.max_segments,
         oversubscription=g.oversubscription,

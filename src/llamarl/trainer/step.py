@@ -181,14 +181,7 @@ class Trainer(ShardedModel[Policy]):
         if tick != self.policy_version:
             raise ValueError(f"the trainer holds version {self.policy_version}, so its next tick is that, got {tick}")
         assert not self.parking.parked, "the trainer is parked: call unpark first"
-        check_token_versions(
-            groups,
-            trainer_version=self.policy_version,
-            max_staleness=self.max_staleness,
-            rank=self.layout.fsdp_rank,
-            num_ranks=self.layout.fsdp,
-            sum_over_ranks=self._sum_over_data,
-        )
+        self._check_versions(groups)
         lr = learning_rate(self.optimizer_config, tick, self.num_ticks)
         joined: JoinedParts | None = None
         planned: dict[str, float] = {}
@@ -277,10 +270,21 @@ class Trainer(ShardedModel[Policy]):
             groups: Of the tick's next part.
             first_group: Groups in its earlier parts.
         """
+        self._check_versions(groups)
         sequences = make_sequences(groups, self.algorithm, first_group=first_group)
         statistics = StepStatistics(sequences, self.policy_version, self.layout, self.device)
         loss = self._add_gradients(sequences, statistics, of_whole_step=False)
         return PartOfStep(sequences, statistics, loss)
+
+    def _check_versions(self, groups: Sequence[Group]) -> None:
+        check_token_versions(
+            groups,
+            trainer_version=self.policy_version,
+            max_staleness=self.max_staleness,
+            rank=self.layout.fsdp_rank,
+            num_ranks=self.layout.fsdp,
+            sum_over_ranks=self._sum_over_data,
+        )
 
     def drop_parts(self) -> None:
         """Forget the gradients of parts."""
