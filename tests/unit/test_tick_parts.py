@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llamarl.config import validate
+from llamarl.controller.config import why_parts_gain_nothing
 from llamarl.errors import ConfigError
 from llamarl.tick_parts import PartsAhead, digest_of, split_into_parts
 from llamarl.types import Group, Prompt, Response, Score
@@ -137,3 +138,17 @@ def test_a_recipe_in_parts_is_accepted() -> None:
 def test_what_cannot_be_done_part_by_part_is_refused_by_name(sections: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"schedule.parts is 4, but {key} .*or set schedule.parts to 1"):
         validate(recipe(**sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({}, ""),
+        ({"schedule": {"parts": 1, "max_staleness": 2}}, ""),
+        ({"schedule": {"max_staleness": 2}}, "at schedule.max_staleness 2 nobody waits for a part"),
+        ({"run": {"runtime": "inline"}}, "run.runtime is 'inline', which passes no parts on"),
+        ({"hosts": {"workers": ["a:1", "b:1"]}}, "parts are not passed on between hosts"),
+    ],
+)
+def test_where_parts_gain_nothing_the_reason_is_told(sections: dict[str, Any], why: str) -> None:
+    assert why_parts_gain_nothing(validate(recipe(**sections))) == why

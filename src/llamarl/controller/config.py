@@ -15,7 +15,7 @@ from llamarl.strict import NO_BITS, STRICT, refuse
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
 
-__all__ = ["DeadlineConfig", "RecoveryConfig", "ScheduleConfig", "parts_mistakes"]
+__all__ = ["DeadlineConfig", "RecoveryConfig", "ScheduleConfig", "parts_mistakes", "why_parts_gain_nothing"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -141,3 +141,17 @@ def parts_mistakes(config: RunConfig) -> Iterator[Mistake]:
             )
     for key, why in found.items():
         yield Mistake("schedule.parts", f"is {parts}, but {key} {why}: change that, or set schedule.parts to 1", (key,))
+
+
+def why_parts_gain_nothing(config: RunConfig) -> str:
+    """Why no step of this job gets shorter by ``schedule.parts``; empty: it may, or is not asked to."""
+    schedule = config.schedule
+    if schedule.parts == 1:
+        return ""
+    if config.run.runtime == "inline":
+        return "run.runtime is 'inline', which passes no parts on"
+    if config.hosts.wanted:
+        return "parts are not passed on between hosts"
+    return (
+        f"at schedule.max_staleness {schedule.max_staleness} nobody waits for a part" if schedule.max_staleness else ""
+    )

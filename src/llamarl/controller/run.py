@@ -20,6 +20,7 @@ from typing import Any
 from llamarl.channels.base import ChannelKind
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import GROUP_BASELINES, RunConfig, changed_keys, save_config, to_plain
+from llamarl.controller.config import why_parts_gain_nothing
 from llamarl.controller.controller import run_graph
 from llamarl.controller.frozen_models import record_models
 from llamarl.controller.graph import Graph
@@ -286,6 +287,8 @@ def _settle(
     _tell_of_a_long_warmup(config)
     for name, why in never_twice(graph, placement.colocated).items() if config.recovery.straggler_multiple else ():
         print(f"recovery.straggler_multiple: no tick of {name!r} is started a second time: {why}", file=sys.stderr)
+    if why := why_parts_gain_nothing(config):
+        print(f"schedule.parts {config.schedule.parts} makes no step shorter here: {why}", file=sys.stderr)
     return Prepared(recorded, config, graph, placement, weight_edges, hosts)
 
 
