@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,24 @@ def test_bits_do_not_depend_on_how_many_parts_came_early(model_folder: Path, dty
             assert early.train(groups, tick, begun(early, groups, num_done)) == rows[tick]
         for name, tensor in never.parameters_for_sync().items():
             assert torch.equal(tensor, early.parameters_for_sync()[name]), name
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_micro_batches_side_by_side_in_parts_add_up_in_their_order(model_folder: Path) -> None:
+    never, early = (trainer_of(model_folder, 3, microbatches_at_once=2) for _ in range(2))
+    for tick, num_done in enumerate([2, 3]):
+        groups = tick_of(tick)
+        assert early.train(groups, tick, begun(early, groups, num_done)) == never.train(groups, tick)
+    for name, tensor in never.parameters_for_sync().items():
+        assert torch.equal(tensor, early.parameters_for_sync()[name]), name
 
 
 def test_parts_that_are_dropped_leave_no_trace(model_folder: Path) -> None:
