@@ -86,7 +86,6 @@ def test_what_was_done_of_a_tick_before_it_came_is_part_of_its_time(tmp_path: Pa
         assert row["time/step_s"] == 10.0
 
 
-
 def test_a_resumed_run_leaves_the_rows_of_an_uninterrupted_one_but_for_timing(tmp_path: Path) -> None:
     whole = Recorder(tmp_path / "whole", QUIET, EXECUTORS, 6)
     _run(whole, 0, 6)
