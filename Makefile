@@ -9,6 +9,9 @@ WORKERS ?= 3
 ENVIRONMENTS_VENV ?= .venv-environments
 VERIFIERS_VENV ?= .venv-verifiers
 
+# What Python and pytest compile of our files is kept: each of the tests' processes would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-long chaos test-wheel test-browser test-vllm test-environments test-verifiers test-hosts test-slurm check install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes

@@ -35,6 +35,7 @@ _PRELOADED = [
     f"llamarl.executors.{name}"
     for name in ("critic", "evaluator", "generator", "judge", "reference", "reward", "trainer")
 ]
+_PRELOADED += ["preloaded"]  # the last
 SERVER.set_forkserver_preload(_PRELOADED)
 
 

@@ -15,6 +15,7 @@ from types import FrameType
 from llamarl import __version__
 from llamarl.cli.streams import open_missing_streams
 from llamarl.errors import ConfigError, LlamaRLError, RunInterrupted
+from llamarl.process_end import end_process
 
 __all__ = ["VERBS", "command", "main"]
 
@@ -30,7 +31,9 @@ def command() -> int:
     from llamarl.runtime.fork_here import this_process_is_ours
 
     this_process_is_ours()
-    return main()
+    code = main()
+    end_process(code)
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -283,8 +283,9 @@ class JobHosts:
         on_hosts = {name: ranks for name, ranks in self.where.items() if ranks[0] >= 0}
         on_lost = files.lose if files is not None else lambda host: None
         seconds = self._seconds()
+        specs = self.placement.executors if self.placement is not None else ()
         self.launcher = launcher = HostLauncher(
-            self.workers.workers, self.where, self.key, on_lost, spares=restarts, seconds=seconds.where
+            self.workers.workers, self.where, self.key, on_lost, spares=restarts, seconds=seconds.where, specs=specs
         )
         self.places = places = HostPlaces(
             self.where,

@@ -7,6 +7,7 @@ the run would be ignored there without a word; so a run with such a patch is ref
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ def find_patches(module: ModuleType) -> Iterator[str]:
     """What a module's source defines, or takes from another module of llamarl, and its namespace holds no more."""
     if module.__file__ is None:
         return
-    for statement in ast.parse(Path(module.__file__).read_bytes()).body:
+    for statement in _statements(module.__file__):
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             yield from _replaced(module, statement, module.__name__)
         elif isinstance(statement, ast.ImportFrom) and _within(statement.module or "", "llamarl"):
@@ -43,6 +44,12 @@ def find_patches(module: ModuleType) -> Iterator[str]:
                 here, there = vars(module).get(alias.asname or alias.name), getattr(source, alias.name, None)
                 if callable(here) and here is not there:
                     yield f"{module.__name__}.{alias.asname or alias.name}"
+
+
+@functools.cache
+def _statements(file: str) -> list[ast.stmt]:
+    """Of an imported module's source, which is taken to stay as it was."""
+    return ast.parse(Path(file).read_bytes()).body
 
 
 def _replaced(owner: type | ModuleType, statement: ast.FunctionDef | ast.ClassDef, module: str) -> Iterator[str]:

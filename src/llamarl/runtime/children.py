@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from llamarl.executors.base import ExecutorSpec
@@ -204,11 +204,17 @@ def _start(requests: int, modules: Collection[str], environment: Mapping[str, st
     )
 
 
-def start_early(modules: tuple[str, ...], environment: Mapping[str, str], *, may_be_a_fork: bool = False) -> None:
+def start_early(
+    modules: tuple[str, ...], environment: Mapping[str, str], *, also: Sequence[str] = (), may_be_a_fork: bool = False
+) -> None:
     """Start a server for :func:`fork_server` to find: it imports while this process does, or once for both where it may be a fork of
-    this one. One that nobody asks for ends with this process."""
+    this one. One that nobody asks for ends with this process.
+
+    Args:
+        also: Further modules that it imports; whoever asks need not know of them.
+    """
     if modules and forks_work():
-        server = ForkServer(modules, environment, may_be_a_fork=may_be_a_fork)
+        server = ForkServer([*modules, *also], environment, may_be_a_fork=may_be_a_fork)
         _early[modules] = dict(environment), server
 
 

@@ -102,6 +102,7 @@ def fork_this_process(requests: int, environment: Mapping[str, str]) -> ForkOfTh
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     gc.collect()  # what would close descriptors late does it here
+    gc.freeze()  # modules: nobody needs to look through them again, here or in a fork
     controller = os.getpid()
     if pid := os.fork():
         return ForkOfThis(pid)

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
+from llamarl.process_end import end_process
 from llamarl.process_tree import end_with_parent
 
 __all__ = ["ANSWER", "ENDED", "REFUSED", "STARTED", "environment_is_free", "main", "serve_controller"]
@@ -152,6 +153,7 @@ def _wake(number: int, frame: object) -> None:
 
 def _main() -> NoReturn:
     main()
+    end_process(0)
     sys.exit()
 
 

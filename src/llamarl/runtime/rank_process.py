@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 
+from llamarl.process_end import end_process
 from llamarl.runtime.guard import divide
 
 __all__ = ["become", "main", "serve"]
@@ -25,6 +26,7 @@ __all__ = ["become", "main", "serve"]
 def main() -> None:
     """Become guard and rank; returns in the rank when its executor is closed."""
     become(int(sys.argv[1]), int(sys.argv[2]))
+    end_process(0)
 
 
 def become(control: int, parent: int) -> None:

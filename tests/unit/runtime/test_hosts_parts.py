@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.errors import ConfigError
+from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.config import Worker, parse_ports, parse_worker, parse_workers
 from llamarl.runtime.hosts.addresses import own_address
 from llamarl.runtime.hosts.clock import Ping, best_offset
@@ -21,6 +22,7 @@ from llamarl.runtime.hosts.daemon import _meeting_port
 from llamarl.runtime.hosts.hosted_rank import HostedRank
 from llamarl.runtime.hosts.inventory import Inventory, interface_of, take_inventory
 from llamarl.runtime.hosts.keys import parse_key, take_key
+from llamarl.runtime.hosts.launcher import imported_on
 from llamarl.runtime.hosts.wire import Word, message, read_message, unpack
 from llamarl.runtime.ranks import on_our_clock
 from llamarl.runtime.worker import RankFailure, RankReport
@@ -208,3 +210,21 @@ def test_times_of_a_host_are_read_on_the_controllers_clock() -> None:
     failure = RankFailure(executor="e", rank=0, doing="tick 3", cause="c", traceback="t", pid=7, at_s=1004.0)
     told = on_our_clock(failure, Ahead())  # type: ignore[arg-type]
     assert told.at_s == 4.0 and told.message().startswith("executor 'e', rank 0 on host b (pid 7), tick 3: c")
+
+
+def test_a_fork_server_imports_what_all_its_hosts_ranks_of_that_many_threads_need() -> None:
+    generator = ExecutorSpec(name="generator", factory="llamarl.executors.generator:make")
+    reward = ExecutorSpec(name="reward", factory="llamarl.executors.reward:make")
+    trainer = ExecutorSpec(name="trainer", factory="llamarl.executors.trainer:make", threads=2)
+    mine = ExecutorSpec(name="mine", factory="my_code:make")
+    specs, where = (
+        (generator, reward, trainer, mine),
+        {"generator": (0, 1), "reward": (1,), "trainer": (1,), "mine": (1,)},
+    )
+    assert imported_on(0, generator, specs, where) == ["llamarl.executors.generator"]
+    assert imported_on(1, generator, specs, where) == ["llamarl.executors.generator", "llamarl.executors.reward"]
+    assert imported_on(1, trainer, specs, where) == ["llamarl.executors.trainer"]
+    assert imported_on(1, mine, specs, where) == []
+    assert imported_on(2, reward, specs, where) == [
+        "llamarl.executors.reward"
+    ]  # before `where` knows that it comes here

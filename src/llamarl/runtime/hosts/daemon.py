@@ -136,8 +136,10 @@ class Job:
         self._reader, self._writer = reader, writer
         self._ports, self._space, self._tls_files, self._say = ports, space, tls_files, say
         self._ranks: dict[int, HostedRank] = {}
-        self._servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
-        """Environment of ranks -> who forks those that may be forks."""
+        self._servers: dict[frozenset[tuple[str, str]], tuple[ForkServer, frozenset[str]]] = {}
+        """Environment of ranks -> who forks those that may be forks, and what it has imported."""
+        self._earlier_servers: list[ForkServer] = []
+        """Who have imported less; ranks of theirs may be at work."""
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._early: dict[int, list[tuple[Word, bytes]]] = {}
         """What has come for ranks that are being started."""
@@ -201,7 +203,7 @@ class Job:
             for rank in self._ranks.values():
                 if at_once and not rank.over.done():
                     rank.kill(at_once=True)
-        for server in self._servers.values():
+        for server in [*self._earlier_servers, *(server for server, _ in self._servers.values())]:
             server.kill()
         if self._starting:  # slower than that: with the end of its server each ends, or begins and is killed
             await asyncio.wait(self._starting.values(), timeout=_KILL_S)
@@ -271,13 +273,17 @@ class Job:
             self._obey(word, number, data)
 
     def _server(self, modules: Collection[str], environment: Mapping[str, str]) -> ForkServer | None:
-        """Who forks ranks with this environment, once it has imported what the first of them needs; None where they may not be forks."""
+        """Who forks ranks with this environment, once it has imported these modules; None where they may not be forks."""
         if not modules or not forks_work():
             return None
-        key = frozenset(environment.items())
-        if key not in self._servers:
-            self._servers[key] = ForkServer(tuple(modules), environment)
-        return self._servers[key]
+        key, wanted = frozenset(environment.items()), frozenset(modules)
+        server, imported = self._servers.get(key, (None, frozenset()))
+        if server is None or not wanted <= imported:
+            if server is not None:
+                self._earlier_servers.append(server)
+            server, imported = ForkServer(sorted(wanted | imported), environment), wanted | imported
+            self._servers[key] = server, imported
+        return server
 
     def _environment(self, order: Mapping[str, Any]) -> dict[str, str]:
         listens = LOOPBACK

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.child_process import Killed, cause_of_death
 from llamarl.runtime.children import shares_imports
 from llamarl.runtime.config import Worker
@@ -17,7 +18,7 @@ from llamarl.runtime.hosts.wire import CHUNK, Word, unpack
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.worker import WorkerPlan
 
-__all__ = ["HostLauncher", "HostLink"]
+__all__ = ["HostLauncher", "HostLink", "imported_on"]
 
 _REACH_S = 5.0
 _STREAMS = {Word.OUTPUT: "stdout", Word.ERRORS: "stderr"}
@@ -130,6 +131,17 @@ class _Printer:
             os.close(self._fd)
 
 
+def imported_on(
+    host: int, spec: ExecutorSpec, specs: Iterable[ExecutorSpec], where: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """What a fork server of this host imports before it forks a rank of ``spec``: what all ranks there need that may be its forks.
+    Empty: this one may not be a fork."""
+    if not shares_imports(spec):
+        return []
+    there = [one for one in specs if one.threads == spec.threads and host in where.get(one.name, ())]
+    return sorted({one.factory.rpartition(":")[0] for one in (spec, *there) if shares_imports(one)})
+
+
 class HostLauncher:
     """Implements :class:`llamarl.runtime.ranks.Launcher` on hosts that run ``llamarl worker``.
 
@@ -139,6 +151,7 @@ class HostLauncher:
         on_lost: Told of a host that is gone, on the io thread.
         spares: Whether hosts without ranks are watched over too, as they may get some.
         seconds: Executor and the incarnation of a second attempt at its tick -> as ``where``, for the ranks of that.
+        specs: All executors that it will start, so that what several ranks of a host import is imported there once.
     """
 
     def __init__(
@@ -150,13 +163,14 @@ class HostLauncher:
         *,
         spares: bool = False,
         seconds: Mapping[tuple[str, int], Sequence[int]] | None = None,
+        specs: Sequence[ExecutorSpec] = (),
     ) -> None:
         self._workers, self._where, self._key, self._on_lost = workers, where, key, on_lost
         self.lost: set[int] = set()
         """Hosts that are gone. They stay so, whatever becomes of them."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
-        self._spares = spares
+        self._spares, self._specs = spares, specs
         self._seconds = {} if seconds is None else seconds
         self._opening: dict[int, asyncio.Task[HostConnection]] = {}
         self._connections: list[HostConnection] = []
@@ -187,9 +201,11 @@ class HostLauncher:
             "folders": _own_folders(),
             "environment": dict(environment(spec.threads)),
             "apart": apart,
-            "modules": [spec.factory.rpartition(":")[0]] if shares_imports(spec) else [],
         }
-        started = (link.start({**order, "label": label}) for link, label in zip(links, labels, strict=True))
+        started = (
+            link.start({**order, "label": label, "modules": imported_on(host, spec, self._specs, self._where)})
+            for link, label, host in zip(links, labels, hosts, strict=True)
+        )
         try:
             await asyncio.gather(*started)
         except BaseException:

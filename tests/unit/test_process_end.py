@@ -1,0 +1,23 @@
+"""A process that ends at once leaves out only what nobody sees: what was registered and written is done, and its code is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+BEGINNING = "import atexit, sys, threading, time\nfrom llamarl.process_end import end_process\n"
+
+
+def run(program: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-c", BEGINNING + program], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout
+
+
+def test_what_was_registered_is_done_what_was_written_arrives_and_the_code_is_told() -> None:
+    program = "atexit.register(print, 'registered')\nsys.stdout.write('written ')\nend_process(3)\nprint('never')"
+    assert run(program) == (3, "written registered\n")
+
+
+def test_a_thread_that_python_would_wait_for_is_waited_for() -> None:
+    program = "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\nend_process(3)\nsys.exit(4)"
+    assert run(program) == (4, "thread\n")
