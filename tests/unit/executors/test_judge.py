@@ -63,15 +63,15 @@ class Server:
                     server.most_at_once = max(server.most_at_once, server._now)
                 try:
                     status, reply = answer(number, body)
-                    data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(data)))
-                    self.end_headers()
-                    with contextlib.suppress(BrokenPipeError):  # a client whose time was up
-                        self.wfile.write(data)
-                finally:
+                finally:  # before the client can have it, and ask again
                     with lock:
                         server._now -= 1
+                data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                with contextlib.suppress(BrokenPipeError):  # a client whose time was up
+                    self.wfile.write(data)
 
             def log_message(self, *_: Any) -> None:
                 """Says nothing."""
