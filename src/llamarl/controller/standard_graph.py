@@ -60,6 +60,7 @@ def _executor(role: Role, config: RunConfig) -> ExecutorSpec:
         options=change.options if change else {},
         num_ranks=role.num_ranks(config),
         threads=settings.threads if settings else 1,
+        fills_cores=device == "cpu" and getattr(settings, "microbatches_at_once", 1) == 0,
         device=device,
         process_group=("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo") if together else "",
     )

@@ -49,6 +49,9 @@ class ExecutorSpec:
     num_ranks: int = 1
     threads: int = 1
     """CPU threads of each rank. Bits depend on it, so a run pins it."""
+    fills_cores: bool = False
+    """Its threads wait neither for each other nor before others: with ``threads`` 0 a lone rank of it takes a thread a core of a small
+    machine, and uses what the others leave."""
     device: str = "cpu"
     """``cpu``, ``cuda:N``, a comma-separated list with one a rank (``cuda:2,cuda:3``), or ``cuda``: placement chooses."""
     process_group: str = ""

@@ -1,7 +1,8 @@
 """Who gets which cores and which device, decided before any process starts. Pure.
 
 CPU threads: an executor's ``threads`` stands as given; ranks with 0 share evenly what the others leave of the cores, at
-least one each. All ranks of an executor get the same number, because bits depend on it.
+least one each. All ranks of an executor get the same number, because bits depend on it. On a machine of up to 4 cores a lone rank
+that fills cores (``ExecutorSpec.fills_cores``) gets a thread each, and no share is set apart for it.
 
 CUDA devices: ranks with a device by number get it; the others get the device that fewest ranks have so far, lowest number
 first. So executors lie apart while there are devices enough and share devices when there are not; ranks of one executor
@@ -26,6 +27,8 @@ from llamarl.executors.base import ExecutorSpec
 
 __all__ = ["ColocatedGroup", "Placement", "available_cores", "available_cuda_devices", "may_have_gpus", "place"]
 
+_FILLED_CORES = 4
+"""So many micro-batches a trainer computes at the same time; threads above that are teams, who need their cores."""
 _GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Of drivers, the last of Windows' subsystem for Linux."""
 
@@ -75,7 +78,11 @@ class Placement:
         notes = [f"{_count(threads, 'thread')} on {_count(self.cores, 'core')}"]
         if members:
             notes[0] += f", one at a time of {', '.join(members)}"
-        if threads > self.cores:
+        filling = [s.name for s in self.executors if s.fills_cores and s.num_ranks == 1 and s.name not in members]
+        own = threads - sum(spec.threads for spec in self.executors if spec.name in filling)
+        if filling and own <= self.cores < threads:
+            notes[0] += f": {' and '.join(filling)} uses what the others leave"
+        elif threads > self.cores:
             notes[0] += ": executors that work at the same time take turns"
         if sharing:
             notes.append(f"{' and '.join(sharing)} are co-located: the one that waits gives its memory back")
@@ -233,6 +240,8 @@ def _threads(executors: Sequence[ExecutorSpec], cores: int, colocated: Colocated
     """Threads of each rank, by executor. All that take turns and ask for a share are one sharer, with as many ranks as the
     largest of them."""
     members = colocated.members if colocated is not None else ()
+    filling = {spec.name: cores for spec in executors if spec.name not in members and _fills(spec, cores)}
+    executors = [spec for spec in executors if spec.name not in filling]
     beside = [spec for spec in executors if spec.name not in members]
     in_turn = [spec for spec in executors if spec.name in members]
     left = cores - sum(spec.threads * spec.num_ranks for spec in beside)
@@ -242,9 +251,13 @@ def _threads(executors: Sequence[ExecutorSpec], cores: int, colocated: Colocated
         left -= max((spec.threads * spec.num_ranks for spec in in_turn), default=0)
     share = max(1, left // (ranks + units)) if ranks + units else 1
     left -= share * ranks
-    return {
+    return filling | {
         spec.name: spec.threads or (max(1, left // spec.num_ranks) if spec in in_turn else share) for spec in executors
     }
+
+
+def _fills(spec: ExecutorSpec, cores: int) -> bool:
+    return spec.fills_cores and spec.threads == 0 and spec.num_ranks == 1 and cores <= _FILLED_CORES
 
 
 def _settle_device(spec: ExecutorSpec, cuda_devices: int, used: Counter[int], *, from_first: bool) -> str:

@@ -45,7 +45,8 @@ class TrainerConfig:
     The trainer runs ``fsdp * tp`` processes."""
 
     threads: NonNegativeInt = 0
-    """CPU threads of each trainer process; 0 divides the machine's cores. Bits depend on it, so a run records it."""
+    """CPU threads of each trainer process; 0 divides the machine's cores, and on up to 4 of them gives a lone rank one a core, which use
+    what the others leave (``microbatches_at_once``). Bits depend on it, so a run records it."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"cpu", "cuda", or "auto" for CUDA where there is one."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
 
-from llamarl.models.attention import PackedSequences, packed_attention_context
+from llamarl.models.attention import PackedSequences, fused_attention, packed_attention_context
 
 LENGTHS = [5, 1, 40, 17, 38, 23]
 
@@ -71,3 +71,18 @@ def test_boundaries_that_do_not_fit_are_refused() -> None:
     for bad in ([0, 3, 3], [1, 5], [0], [0, 4, 2]):
         with pytest.raises(ValueError, match="cu_seqlens"):
             PackedSequences.of(bad)
+
+
+def test_bfloat16_that_will_have_a_gradient_attends_in_float32_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    narrow = [torch.randn(2, heads, 8, 16).to(torch.bfloat16).requires_grad_() for heads in (4, 2, 2)]
+    wide = [x.detach().float().requires_grad_() for x in narrow]
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    out, exact = (fused_attention(*qkv, scale=0.25, mask=mask) for qkv in (narrow, wide))
+    assert out.dtype == torch.bfloat16 and torch.equal(out, exact.to(torch.bfloat16))
+    weights = torch.randn(out.shape).to(torch.bfloat16)
+    out.backward(weights)
+    exact.backward(weights.float())
+    for mine, theirs in zip(narrow, wide, strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad.to(torch.bfloat16))

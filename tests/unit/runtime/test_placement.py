@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.placement import ColocatedGroup, place
+from llamarl.runtime.placement import ColocatedGroup, Placement, place
 
 
 def executor(name: str, *, num_ranks: int = 1, threads: int = 0, device: str = "auto") -> ExecutorSpec:
@@ -52,6 +54,43 @@ def test_executors_share_a_lone_device_and_the_table_says_so() -> None:
         "3 threads on 3 cores",
         "cuda:0 is shared by generator, trainer: they take turns, and its memory must hold them all",
     ]
+
+
+def _with_a_filling_trainer(cores: int, *, generator: int = 0, ranks: int = 1, threads: int = 0) -> Placement:
+    trainer = replace(executor("trainer", num_ranks=ranks, threads=threads), fills_cores=True)
+    job = [executor("generator", threads=generator), executor("reward", threads=1), trainer]
+    return place(job, cores=cores, cuda_devices=0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "generator", "trainer"),
+    [
+        (1, 1, 1),
+        (2, 1, 2),
+        (3, 2, 3),
+        (4, 3, 4),
+        (5, 2, 2),
+        (9, 4, 4),
+    ],  # from 5 on the two share what the reward leaves
+)
+def test_who_fills_cores_gets_a_thread_each_of_a_small_machine_and_the_others_share_them_all(
+    cores: int, generator: int, trainer: int
+) -> None:
+    settled = {spec.name: spec.threads for spec in _with_a_filling_trainer(cores).executors}
+    assert settled == {"generator": generator, "reward": 1, "trainer": trainer}
+
+
+def test_a_number_of_threads_and_several_ranks_are_left_as_they_are() -> None:
+    one = {spec.name: spec.threads for spec in _with_a_filling_trainer(2, threads=1).executors}
+    assert one == {"generator": 1, "reward": 1, "trainer": 1}
+    two = {spec.name: spec.threads for spec in _with_a_filling_trainer(4, ranks=2).executors}
+    assert two == {"generator": 1, "reward": 1, "trainer": 1}
+
+
+def test_the_table_says_who_uses_what_the_others_leave() -> None:
+    assert _with_a_filling_trainer(2).notes()[0] == "4 threads on 2 cores: trainer uses what the others leave"
+    crowded = _with_a_filling_trainer(2, generator=2).notes()[0]
+    assert crowded == "5 threads on 2 cores: executors that work at the same time take turns"
 
 
 def test_the_table_says_when_threads_outnumber_cores() -> None:

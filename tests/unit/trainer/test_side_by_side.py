@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,14 @@ def test_the_callers_number_of_threads_stays_and_the_computing_ones_divide_it() 
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there has a thread a priority of its own")
+def test_the_computing_threads_stand_back_and_the_caller_does_not() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    found = list(in_order(lambda _: os.getpriority(os.PRIO_PROCESS, 0), range(2), at_once=2, threads=2))
+    assert found == [min(19, own + 5)] * 2
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 def _trained(
