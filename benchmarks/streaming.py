@@ -2,9 +2,9 @@
 
     python benchmarks/streaming.py --rounds 5 --json OUT
 
-Decoding and training are waits (``costed_parts.py``), everything else is a true job of processes: 8 prompts, 8 responses with log-normal
-lengths (mean 32, sigma 0.7, at most 64 tokens). Costs are a tenth of those in docs/notes/streaming.md. Both settings of a round draw
-the same lengths.
+Decoding and training are waits (``costed_parts.py``; all rewards are alike, so nothing is computed), everything else is a true job of
+processes: 8 prompts, 8 responses with log-normal lengths (mean 32, sigma 0.7, at most 64 tokens). Costs are a tenth of those in
+docs/notes/streaming.md. Both settings of a round draw the same lengths.
 """
 
 from __future__ import annotations
@@ -53,13 +53,16 @@ def main() -> None:
     claims = []
     for slots in args.slots:
         whole, in_parts = f"{slots} slots, 1 parts", f"{slots} slots, {args.parts} parts"
-        ratio = paired_ratio(times[in_parts], times[whole])
+        best = min((f"{of} slots, 1 parts" for of in args.slots), key=lambda name: statistics.median(times[name]))
+        ratio, by_best = paired_ratio(times[in_parts], times[whole]), paired_ratio(times[in_parts], times[best])
         forecast = forecast_s(slots, args.parts, prompt_tokens) / forecast_s(slots, 1, prompt_tokens)
-        results[f"{slots} slots"] = {"ratio": ratio, "forecast": forecast}
-        print(f"{slots} slots: {args.parts} parts against whole {ratio['median']:.3f}, forecast {forecast:.3f}")
-        claims.append(
-            claim(f"{slots} slots: measured ratio by the forecast", ratio["median"] / forecast, 1.05, at_least=False)
+        results[f"{slots} slots"] = {"ratio": ratio, "forecast": forecast, "by_best_whole": by_best}
+        print(
+            f"{slots} slots: {args.parts} parts against whole {ratio['median']:.3f} (forecast {forecast:.3f}), "
+            f"against whole with the best of these slots ({best.split(',')[0]}) {by_best['median']:.3f}"
         )
+        text = f"{slots} slots: measured ratio by the forecast one"
+        claims.append(claim(text, ratio["median"] / forecast, 1.05, at_least=False))
     write_report(args.json, results, claims)
 
 
@@ -81,7 +84,6 @@ def run_job(run_dir: Path, slots: int, parts: int, steps: int, *, seed: int) -> 
         "generator.engine.max_sequences": slots,
         "generator.threads": 1,
         "trainer.threads": 1,
-        "trainer.skip_zero_advantage": "false",
         "executors.trainer.factory": f"{here}/costed_parts.py:PartCostedTrainer",
         "evaluation.every": 0,
         "checkpoint.every": 0,
