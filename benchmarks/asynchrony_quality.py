@@ -1,10 +1,11 @@
-"""What staleness, the clip rho, the loss and the generator's precision do to quality: the tiny task, several seeds.
+"""What staleness, the clip rho, the loss, the precision and the faster defaults do to quality: several seeds of one task.
 
     python benchmarks/asynchrony_quality.py --json OUT --picture docs/images/asynchrony_quality.png
     python benchmarks/asynchrony_quality.py --studies rho staleness losses precision --json OUT --picture PNG
+    python benchmarks/asynchrony_quality.py --studies defaults --recipe recipes/smollm2.toml --set model.path=models/smollm2
 
-Each run is ``recipes/tiny.toml`` with a few keys changed; what is compared is the mean of the last three held-out
-accuracies (a single evaluation moves by a few hundredths). Runs in ``--runs`` are kept: finished ones are not made again
+Each run is ``recipes/tiny.toml`` (or ``--recipe``) with a few keys changed; what is compared is the mean of the last three
+held-out accuracies (a single evaluation moves by a few hundredths). Runs in ``--runs`` are kept: finished ones are not made again
 and studies share them; one that was interrupted goes on from its checkpoint.
 """
 
@@ -55,7 +56,14 @@ STUDIES: dict[str, dict[str, Settings]] = {
         }.items()
     },
     "precision": {"fp32 generator": aipo(1), "int8 generator": aipo(1, **{"generator.quantization": '"int8"'})},
+    "defaults": {
+        "first release": {"generator.engine.kernels": '"torch"', "trainer.skip_zero_advantage": "false"},
+        "float32": {},
+        "bfloat16 trainer": {"trainer.dtype": '"bfloat16"'},
+        "bfloat16 both": {"trainer.dtype": '"bfloat16"', "generator.engine.dtype": '"bfloat16"'},
+    },
 }
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "tiny.toml"
 
 
 def main() -> None:
@@ -65,14 +73,22 @@ def main() -> None:
     parser.add_argument("--picture", help="write the curves here (PNG; needs matplotlib)")
     parser.add_argument("--runs", default="runs/asynchrony_quality", help="folder of the runs")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--recipe", type=Path, default=RECIPE, help="another recipe than the tiny one; name a --runs of its own"
+    )
+    parser.add_argument("--arms", nargs="+", help="only these of the studies' arms")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of all runs (strings)"
+    )
     args = parser.parse_args()
-    curves = {
-        study: {
-            arm: [run(Path(args.runs), arm, settings, seed) for seed in range(args.seeds)]
-            for arm, settings in STUDIES[study].items()
-        }
-        for study in args.studies
-    }
+    fixed: Settings = {key: json.dumps(value) for key, value in (word.split("=", 1) for word in args.set)}
+    curves: dict[str, dict[str, list[dict[int, float]]]] = {}
+    for study in args.studies:
+        arms = {arm: settings for arm, settings in STUDIES[study].items() if arm in (args.arms or STUDIES[study])}
+        curves[study] = {arm: [] for arm in arms}
+        for seed in range(args.seeds):  # seed by seed, so that what is there early has all arms
+            for arm, settings in arms.items():
+                curves[study][arm].append(run(Path(args.runs), args.recipe, arm, settings, seed, fixed))
     final = {study: {arm: [last(c) for c in seeds] for arm, seeds in arms.items()} for study, arms in curves.items()}
     for study, arms in final.items():
         print(f"\n{study}")
@@ -102,13 +118,17 @@ def folder_name(settings: Settings, seed: int) -> str:
     return "_".join([*words, f"seed_{seed}"])
 
 
-def run(folder: Path, arm: str, settings: dict[str, Any], seed: int) -> dict[int, float]:
-    """Held-out accuracy by policy version."""
+def run(folder: Path, recipe: Path, arm: str, settings: Settings, seed: int, fixed: Settings) -> dict[int, float]:
+    """Held-out accuracy by policy version.
+
+    Args:
+        fixed: Settings of every run, which its folder's name leaves out.
+    """
     run_dir = folder / folder_name(settings, seed)
     if not (run_dir / "model").exists():
         print(f"{arm}, seed {seed} ...", flush=True)
-        words = {**settings, "run.seed": seed, "run.dir": json.dumps(str(run_dir)), "observability.console": '"none"'}
-        recipe = Path(__file__).resolve().parents[1] / "recipes" / "tiny.toml"
+        own = {"run.seed": seed, "run.dir": json.dumps(str(run_dir)), "observability.console": '"none"'}
+        words = {**fixed, **settings, **own}
         flags = [word for key, value in words.items() for word in (f"--{key}", str(value))]
         resume = ["--resume", str(run_dir)] if (run_dir / "config.toml").exists() else []
         command = [sys.executable, "-m", "llamarl.cli.main", "train", str(recipe), *resume, *flags]
