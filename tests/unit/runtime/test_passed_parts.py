@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
@@ -14,6 +15,7 @@ from llamarl.errors import ChannelError, SourceGone
 from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
 from llamarl.runtime.base import Order
 from llamarl.runtime.passed_parts import PartMade, PartOrder, PartsHeard, parts_channel
+from llamarl.runtime.ranks import Rank, Ranks
 from llamarl.runtime.worker import Worker, WorkerPlan
 from llamarl.tick_parts import AHEAD
 
@@ -158,3 +160,24 @@ def test_where_parts_are_not_passed_on_none_is_sent(monkeypatch: pytest.MonkeyPa
     worker._executor.context.send_part(0, 0, ["items"])  # type: ignore[union-attr]
     worker.take_part(part_order(0, "items"))
     assert (told, worker._executor.took) == ([], [])  # type: ignore[union-attr]
+
+
+def test_the_controller_orders_the_sink_at_once_and_leaves_out_what_a_second_attempt_tells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Ranks({}, {})
+    source, second, sink = Rank("source", 0), Rank("source", 0, 1), Rank("sink", 0)
+    ranks.of, ranks.twins = {"source": [source], "sink": [sink]}, {"source": [second]}
+    ordered: list[tuple[Rank, str, Any]] = []
+
+    def command(rank: Rank, doing: str, blob: bytes) -> None:
+        *_, method, argument = cloudpickle.loads(blob)
+        ordered.append((rank, f"{method}, {doing}", cloudpickle.loads(argument)))
+
+    monkeypatch.setattr(ranks, "_command", command)
+    monkeypatch.setattr(ranks, "_spawn", lambda done: None)
+    ranks._pass_on(second, cloudpickle.dumps(made(0)))
+    assert ordered == []
+    ranks._pass_on(source, cloudpickle.dumps(made(0)))
+    assert ordered == [(sink, "take_part, tick 3", order(ranks=[0]))]
+    ranks._loop.close()
