@@ -24,7 +24,7 @@ from llamarl.models.attention import PackedSequences
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.transfer import to_device
 from llamarl.trainer.credit import response_reward, standardize, token_advantages
-from llamarl.trainer.packing import pack, shared_units
+from llamarl.trainer.packing import for_several_at_once, pack, shared_units
 from llamarl.trainer.shared_prompts import SharedPrompts
 from llamarl.types import Group, Response, Score
 
@@ -315,12 +315,13 @@ def pack_sequences(
     share_prompts: bool,
     layout: ParallelLayout,
     device: str | torch.device,
-    at_least: int = 1,
+    at_once: int = 1,
 ) -> list[list[int]]:
     """Indices of the sequences of each micro-batch; as many micro-batches on every rank, the surplus empty.
 
     Args:
-        at_least: Micro-batches, where there are as many sequences.
+        at_once: Micro-batches that a lone rank computes at the same time: at least as many are made, if there are as many units, and in an
+            order in which they end together.
     """
     units = [[i] for i in range(len(sequences))]
     if share_prompts:
@@ -328,8 +329,13 @@ def pack_sequences(
         responses = [len(s.tokens) - s.num_prompt for s in sequences]
         units = shared_units([s.group for s in sequences], prompts, responses, max_tokens)
     costs = [sum(len(sequences[i].tokens) for i in u) - (len(u) - 1) * sequences[u[0]].num_prompt for u in units]
-    packing = pack(costs, max_tokens, min_microbatches=min(at_least, len(costs)))
+    packing = pack(costs, max_tokens, min_microbatches=min(at_once, len(costs)))
     count = int(layout.max_over_data(torch.tensor(len(packing), device=device)).item())
     if len(packing) < count:
         packing = pack(costs, max_tokens, min_microbatches=count)
-    return [[i for unit in items for i in units[unit]] for items in packing]
+    microbatches = [[i for unit in items for i in units[unit]] for items in packing]
+    if at_once == 1:
+        return microbatches
+    of_each = [sum(costs[unit] for unit in items) for items in packing]
+    own = [len(s.tokens) - (s.num_prompt if share_prompts else 0) for s in sequences]
+    return for_several_at_once(microbatches, of_each, own, at_once)

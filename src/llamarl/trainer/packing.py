@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["balance", "pack", "shared_units"]
+__all__ = ["balance", "for_several_at_once", "pack", "shared_units"]
 
 
 def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -83,3 +83,36 @@ def shared_units(
             units.append([i])
             used = prompt_lengths[i] + length
     return units
+
+
+def for_several_at_once(
+    microbatches: Sequence[Sequence[int]], costs: Sequence[int], lengths: Sequence[int], at_once: int
+) -> list[list[int]]:
+    """Micro-batches in the order in which ``at_once`` threads that each take the next one end closest together: the largest first, and
+    what is left over after whole rounds cut so that there is something for each.
+
+    Args:
+        costs: Tokens of each micro-batch.
+        lengths: Own tokens of each sequence, by which the pieces are made equal.
+    """
+    ordered = [list(microbatches[i]) for i in sorted(range(len(microbatches)), key=lambda i: (-costs[i], i))]
+    rest = len(ordered) % at_once
+    pieces = at_once // rest if rest else 1
+    whole = len(ordered) - rest
+    return ordered[:whole] + [piece for items in ordered[whole:] for piece in _contiguous(items, lengths, pieces)]
+
+
+def _contiguous(items: Sequence[int], lengths: Sequence[int], num_pieces: int) -> list[list[int]]:
+    """``items`` in pieces of nearly equal length, none empty, so fewer where there are too few of them. Neighbours stay neighbours: they
+    share a prompt."""
+    num_pieces = min(num_pieces, len(items))
+    pieces: list[list[int]] = [[]]
+    total, before = sum(lengths[i] for i in items), 0
+    for number, item in enumerate(items):
+        full = before + lengths[item] / 2 > total * len(pieces) / num_pieces
+        must = len(items) - number == num_pieces - len(pieces)  # one item for each piece that is still to come
+        if pieces[-1] and len(pieces) < num_pieces and (full or must):
+            pieces.append([])
+        pieces[-1].append(item)
+        before += lengths[item]
+    return pieces

@@ -69,6 +69,7 @@ def in_order(
         torch.set_num_threads(max(1, threads // at_once))  # of this thread
         _stand_back()
 
+    own = torch.get_num_threads()
     waiting: deque[Future[Result]] = deque()
     pool = ThreadPoolExecutor(at_once, thread_name_prefix="microbatch", initializer=begin)
     try:
@@ -80,7 +81,7 @@ def in_order(
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # what threads that begin later find
+        torch.set_num_threads(own)  # what threads that begin later find
 
 
 def _stand_back() -> None:

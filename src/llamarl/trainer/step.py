@@ -398,7 +398,7 @@ class Trainer(ShardedModel[Policy]):
             share_prompts=self.share_prompts,
             layout=self.layout,
             device=self.device,
-            at_least=self._num_at_once(),
+            at_once=self._num_at_once(),
         )
 
     def _microbatches(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.trainer.packing import balance, pack, shared_units
+from llamarl.trainer.packing import balance, for_several_at_once, pack, shared_units
 
 
 def test_longest_first_into_the_emptiest() -> None:
@@ -61,3 +61,37 @@ def test_units_hold_one_group_within_the_budget() -> None:
     # prompt 5: 5 + 4 + 6 = 15 fits in 16, the third response opens a new unit with the prompt again
     assert shared_units([0, 0, 0, 1], [5, 5, 5, 2], [4, 6, 3, 20], 16) == [[0, 1], [2], [3]]
     assert shared_units([], [], [], 16) == []
+
+
+def test_the_largest_micro_batches_go_first_and_the_one_left_over_is_cut_in_two() -> None:
+    microbatches, costs = [[0, 1], [2, 3, 4, 5], [6]], [20, 36, 24]
+    lengths = [9, 9, 8, 8, 8, 8, 20]
+    # 36 and 24 are a round of two threads; 20 is left, two sequences of 9 behind one prompt
+    assert for_several_at_once(microbatches, costs, lengths, 2) == [[2, 3, 4, 5], [6], [0], [1]]
+
+
+def test_whole_rounds_are_only_put_in_order_and_equal_ones_keep_theirs() -> None:
+    assert for_several_at_once([[0], [1], [2], [3]], [5, 7, 7, 5], [5, 7, 7, 5], 2) == [[1], [2], [0], [3]]
+
+
+def test_two_left_of_four_threads_are_halved_and_three_left_as_they_are() -> None:
+    lengths = [4] * 12
+    assert for_several_at_once([[0, 1, 2, 3], [4, 5, 6, 7]], [20, 20], lengths, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    three = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert for_several_at_once(three, [20] * 3, lengths, 4) == three
+
+
+def test_pieces_are_cut_by_tokens_and_a_single_sequence_stays_whole() -> None:
+    assert for_several_at_once([[0, 1, 2]], [20], [10, 3, 3], 2) == [[0], [1, 2]]
+    assert for_several_at_once([[0, 1, 2]], [20], [1, 1, 50], 3) == [[0], [1], [2]]
+    assert for_several_at_once([[0]], [20], [20], 4) == [[0]]
+
+
+def test_every_sequence_is_in_one_micro_batch_whatever_the_sizes() -> None:
+    for num_units in range(1, 12):
+        for at_once in (2, 3, 4):
+            microbatches = [[3 * unit, 3 * unit + 1, 3 * unit + 2] for unit in range(num_units)]
+            lengths = [1 + (7 * i) % 11 for i in range(3 * num_units)]
+            costs = [sum(lengths[i] for i in items) for items in microbatches]
+            found = for_several_at_once(microbatches, costs, lengths, at_once)
+            assert all(found) and sorted(i for items in found for i in items) == list(range(3 * num_units))

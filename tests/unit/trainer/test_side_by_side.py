@@ -14,6 +14,7 @@ from training_fixtures import make_groups, tiny_config, write_model
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.decoder import changes_with_length
+from llamarl.trainer.batch import pack_sequences
 from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.side_by_side import in_order, num_at_once
 from llamarl.trainer.step import Trainer
@@ -140,8 +141,10 @@ def _trained(
     ids=["float32", "bfloat16", "recomputed", "adapters"],
 )
 def test_two_at_once_give_the_bits_of_one_thread_that_takes_them_in_turn(
-    settings: dict[str, Any], tmp_path: Path
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    same = lambda *args, **named: pack_sequences(*args, **{**named, "at_once": 2})  # noqa: E731
+    monkeypatch.setattr("llamarl.trainer.step.pack_sequences", same)  # one thread would cut the batch otherwise
     folder = write_model(tmp_path / "model")
     in_turn, said_in_turn = _trained(folder, threads=1, **settings)
     at_once, said_at_once = _trained(folder, threads=2, **settings)
