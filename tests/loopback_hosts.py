@@ -74,7 +74,7 @@ def loopback_hosts(
             assert host.process.stdin is not None and host.process.stdout is not None
             host.process.stdin.close()
         for host in hosts:
-            host.process.wait(20.0)
+            host.process.wait(60.0)  # it gives a successor 30 s to stop
             host.process.stdout.close()  # type: ignore[union-attr]
 
 
