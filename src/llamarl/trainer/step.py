@@ -151,6 +151,7 @@ class Trainer(ShardedModel[Policy]):
             lora_seed=derive_seed(seed, _ADAPTER_SEED),
         )
         self.policy = built.module
+        self.num_parameters = sum(parameter.numel() for parameter in self.policy.parameters())
         super().__init__(
             built,
             layout,
@@ -353,6 +354,7 @@ class Trainer(ShardedModel[Policy]):
         return num_at_once(
             self.config.microbatches_at_once,
             threads=torch.get_num_threads(),
+            num_parameters=self.num_parameters,
             alone=self.device.type == "cpu" and self.layout.num_ranks == 1,
             reentrant=not changes_with_length(self.policy.model.config),
         )

@@ -23,19 +23,22 @@ from llamarl.trainer.step import Trainer
 @pytest.mark.parametrize(
     ("threads", "expected"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (7, 1), (8, 4), (10, 2), (16, 4)]
 )
-def test_threads_are_divided_without_rest_among_at_most_four(threads: int, expected: int) -> None:
-    assert num_at_once(0, threads=threads) == expected
+def test_threads_are_divided_without_rest_among_at_most_four_where_the_model_is_not_small(
+    threads: int, expected: int
+) -> None:
+    assert num_at_once(0, threads=threads, num_parameters=20_000_000) == expected
+    assert num_at_once(0, threads=threads, num_parameters=19_999_999) == 1
 
 
 def test_what_is_asked_for_counts_up_to_the_threads() -> None:
-    assert num_at_once(1, threads=8) == 1
-    assert num_at_once(8, threads=8) == 8
-    assert num_at_once(8, threads=2) == 2
+    assert num_at_once(1, threads=8, num_parameters=10**8) == 1
+    assert num_at_once(8, threads=8, num_parameters=10**8) == 8
+    assert num_at_once(8, threads=2, num_parameters=10) == 2
 
 
 def test_ranks_of_a_mesh_and_models_that_write_into_themselves_take_one_after_the_other() -> None:
-    assert num_at_once(2, threads=4, alone=False) == 1
-    assert num_at_once(2, threads=4, reentrant=False) == 1
+    assert num_at_once(2, threads=4, num_parameters=10**8, alone=False) == 1
+    assert num_at_once(2, threads=4, num_parameters=10**8, reentrant=False) == 1
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("default", False), ("linear", False), ("dynamic", True)])
@@ -121,7 +124,7 @@ def _trained(
         torch.set_num_threads(threads)
         trainer = Trainer(
             folder,
-            TrainerConfig(max_tokens_per_microbatch=20, share_prompts=False, **settings),
+            TrainerConfig(max_tokens_per_microbatch=20, share_prompts=False, microbatches_at_once=2, **settings),
             OptimizerConfig(lr=1e-2),
             AlgorithmConfig(),
             temperature=1.0,
