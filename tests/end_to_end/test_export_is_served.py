@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lora, adapter exported": ADAPTER_ALONE,
     "lora, adapter exported, bfloat16": {**ADAPTER_ALONE, "generator.engine.dtype": '"bfloat16"'},
 }  # fmt: skip
-IN_SHORT = frozenset({"float32", "int8", "lora, adapter handed over to bfloat16"})
+IN_SHORT = frozenset({"int8", "lora, adapter handed over to bfloat16"})
 FLOAT32_BASE = frozenset({"lora, adapter handed over to bfloat16", "lora, adapter exported, bfloat16"})
 """Here rounding the base before or after the adapter is added makes a difference."""
 

@@ -125,6 +125,7 @@ def test_executors_that_are_given_no_host_stay_here(hosts: list[LoopbackHost]) -
     none_left(hosts)
 
 
+@pytest.mark.long  # beside make test-hosts, whose trainers span four hosts
 def test_ranks_of_two_hosts_meet_in_one_process_group(hosts: list[LoopbackHost]) -> None:
     spec = ExecutorSpec(name="reducer", factory=f"{HERE}:Reducer", config=Config(), num_ranks=3, process_group="gloo")
     runtime, recorder = runtime_over(hosts, {"reducer": (0, 0, 1)}), Recorder()

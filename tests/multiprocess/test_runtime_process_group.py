@@ -42,6 +42,7 @@ def test_ranks_sum_over_gloo_and_one_that_fails_ends_the_job_though_its_peer_wai
         reduce_at(local, 1)
 
 
+@pytest.mark.long  # what old kernels need; the first test of this file meets as new ones do
 def test_ranks_meet_in_a_private_folder_where_there_is_no_memfd_and_leave_none(
     local: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
