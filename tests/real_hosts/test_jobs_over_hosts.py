@@ -324,7 +324,8 @@ def test_replicas_come_to_a_spare_host_once_it_reaches_the_trainer_and_are_repla
     assert controller.returncode == 0, errors
     assert_same_run(folder / "one-replica", run_dir)
     texts = [json.loads(line)["text"] for line in (run_dir / "warnings.jsonl").read_text().splitlines()]
-    assert len([text for text in texts if "does not answer" in text and "brought up again" in text]) == 1, texts
+    # Either its ranks' connection or the one for their files is the first to say that nobody answers.
+    assert len([text for text in texts if f"host {spare}" in text and "brought up again" in text]) == 1, texts
     wait_for_none_left(three)
 
 
