@@ -1,6 +1,6 @@
 """A decoder over several devices: FSDP2 x tensor parallelism, from the model's own plan.
 
-    mesh (fsdp, tp), rank = fsdp_index * tp + tp_index
+    mesh (pp, fsdp, tp), rank = (pp_index * fsdp + fsdp_index) * tp + tp_index
 
     tensor parallelism cuts first, inside a layer           FSDP2 then cuts what is left by rows
     colwise  W[out/tp, in]   x copied in, y stays cut       every parameter [d0, ...] -> [d0/fsdp, ...]
@@ -13,6 +13,7 @@ needs no process group at all. Embeddings, norms and the output layer are whole 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import weakref
@@ -34,6 +35,7 @@ from llamarl.models.sizes import fitting_sizes
 from llamarl.models.support import why_unsupported
 
 __all__ = [
+    "AXES",
     "ParallelLayout",
     "ParameterShard",
     "apply_fully_shard",
@@ -47,30 +49,54 @@ __all__ = [
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 
+AXES = ("pp", "fsdp", "tp")
+"""Axes of the mesh, outermost first: the fewer bytes travel along one, the farther apart its neighbours may stand. Ranks count
+row by row, so the last axis has neighbouring ranks."""
+
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Where this rank stands on the (fsdp, tp) mesh. ``mesh`` is None for a single rank."""
+    """Where this rank stands on the mesh of ``AXES``. ``mesh`` is None for a single rank, and lacks axes of size 1."""
 
     fsdp: int
     tp: int
     mesh: DeviceMesh | None
+    pp: int = 1
+
+    def size(self, axis: str) -> int:
+        return {"pp": self.pp, "fsdp": self.fsdp, "tp": self.tp}[axis]
+
+    def index(self, axis: str) -> int:
+        """Where this rank stands along an axis."""
+        return 0 if self.mesh is None or self.size(axis) == 1 else self.mesh.get_local_rank(axis)
+
+    def index_of(self, rank: int, axis: str) -> int:
+        """Where any rank stands along an axis."""
+        inner = AXES[AXES.index(axis) + 1 :]
+        return rank // math.prod(map(self.size, inner)) % self.size(axis)
 
     @property
     def num_ranks(self) -> int:
-        return self.fsdp * self.tp
+        return math.prod(map(self.size, AXES))
+
+    @property
+    def pp_rank(self) -> int:
+        return self.index("pp")
 
     @property
     def fsdp_rank(self) -> int:
-        return 0 if self.mesh is None else self.mesh.get_local_rank("fsdp")
+        return self.index("fsdp")
 
     @property
     def tp_rank(self) -> int:
-        return 0 if self.mesh is None else self.mesh.get_local_rank("tp")
+        return self.index("tp")
 
     @property
     def rank(self) -> int:
-        return self.fsdp_rank * self.tp + self.tp_rank
+        rank = 0
+        for axis in AXES:
+            rank = rank * self.size(axis) + self.index(axis)
+        return rank
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Process group of this rank along a mesh axis."""
@@ -105,26 +131,35 @@ class ParameterShard:
 
 
 def make_layout(
-    *, fsdp: int, tp: int, device: str, keys: tuple[str, str] = ("trainer.fsdp", "trainer.tp")
+    *,
+    fsdp: int,
+    tp: int,
+    device: str,
+    pp: int = 1,
+    keys: tuple[str, ...] = ("trainer.fsdp", "trainer.tp"),
 ) -> ParallelLayout:
-    """The (fsdp, tp) mesh over the default process group; no process group is needed for one rank.
+    """The mesh over the default process group; no process group is needed for one rank.
 
     Args:
         fsdp: Ranks along the data axis. A generator's replicas, which hold whole copies, count here too.
-        keys: The configuration keys of both sizes, to name in the error.
+        pp: Stages into which the layers are cut.
+        keys: The configuration keys of these sizes (fsdp, tp, pp), to name in the error.
 
     Raises:
         ValueError: The process group is missing or has another size.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if world != fsdp * tp:
+    layout = ParallelLayout(fsdp=fsdp, tp=tp, mesh=None, pp=pp)
+    if world != layout.num_ranks:
+        sizes = " * ".join(str(size) for _, size in zip(keys, (fsdp, tp, pp), strict=False))
         raise ValueError(
-            f"{' * '.join(keys)} = {fsdp} * {tp} needs a process group of {fsdp * tp} ranks, found {world}"
+            f"{' * '.join(keys)} = {sizes} needs a process group of {layout.num_ranks} ranks, found {world}"
         )
     if world == 1:
-        return ParallelLayout(fsdp=1, tp=1, mesh=None)
-    mesh = init_device_mesh(torch.device(device).type, (fsdp, tp), mesh_dim_names=("fsdp", "tp"))
-    return ParallelLayout(fsdp=fsdp, tp=tp, mesh=mesh)
+        return layout
+    axes = tuple(axis for axis in AXES if layout.size(axis) > 1)
+    mesh = init_device_mesh(torch.device(device).type, tuple(map(layout.size, axes)), mesh_dim_names=axes)
+    return dataclasses.replace(layout, mesh=mesh)
 
 
 def apply_tensor_parallel(
@@ -228,7 +263,7 @@ def shard_box(
     """Global (start, stop) a dimension of what ``rank`` holds of a parameter cut by ``cuts``, in that order."""
     box = [(0, size) for size in shape]
     for axis, dim in cuts:
-        parts, part = (layout.tp, rank % layout.tp) if axis == "tp" else (layout.fsdp, rank // layout.tp)
+        parts, part = layout.size(axis), layout.index_of(rank, axis)
         start, stop = box[dim]
         step = -(-(stop - start) // parts)
         box[dim] = (min(stop, start + part * step), min(stop, start + (part + 1) * step))

@@ -44,6 +44,15 @@ def test_a_model_refuses_a_size_that_does_not_divide_it(tmp_path: Path) -> None:
         apply_tensor_parallel(model, ParallelLayout(fsdp=1, tp=3, mesh=None))
 
 
+def test_ranks_count_row_by_row_with_the_pipeline_outermost() -> None:
+    layout = ParallelLayout(fsdp=3, tp=2, mesh=None, pp=2)
+    assert layout.num_ranks == 12
+    places = [tuple(layout.index_of(rank, axis) for axis in ("pp", "fsdp", "tp")) for rank in range(12)]
+    assert places[:4] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
+    assert places[5:8] == [(0, 2, 1), (1, 0, 0), (1, 0, 1)]
+    assert shard_box((6, 4), [("tp", 1), ("fsdp", 0)], layout, 7) == ((0, 2), (2, 4))  # as rank 1: stages cut no box
+
+
 def test_boxes_by_hand() -> None:
     layout = ParallelLayout(fsdp=2, tp=2, mesh=None)
     # tensor parallelism cuts 10 rows into 5 + 5, FSDP each five into 3 + 2; rank = fsdp_index * 2 + tp_index
