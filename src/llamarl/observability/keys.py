@@ -429,6 +429,23 @@ KEYS: tuple[MetricKey, ...] = (
         "precision and kernel differences together.",
         "same",
     ),
+    _key(
+        "experts/load_max",
+        "ratio",
+        "Of a sparse model: the load of the busiest expert of any layer. An expert's load is its share of the choices that its "
+        "layer's router made, times the number of experts: 1 where all are chosen alike. Over the tokens that the trainer "
+        "computed, prompts included; with several steps, their mean.",
+        "same",
+    ),
+    _key("experts/load_mean", "ratio", "The load of each layer's busiest expert, mean over layers.", "same"),
+    _key("experts/unused", "share", "Experts of all layers that no token of the step chose.", "same"),
+    _key(
+        "experts/dropped",
+        "choices",
+        "Choices of routers that no expert computed: 0, since experts have no capacity that could be full.",
+        "same",
+        integer=True,
+    ),
     _key("loss/policy", "loss", "Policy loss over the whole optimizer step.", "same"),
     _key(
         "kl/reference",

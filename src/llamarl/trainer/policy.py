@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from llamarl.errors import ModelError
 from llamarl.models.attention import PackedSequences, attending, current_packing
 from llamarl.models.decoder import decoder_layers
+from llamarl.models.experts import current_routing, num_experts, watch_experts, watching
 from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.logprobs import LogitTransform, token_logprobs
 
@@ -37,6 +38,9 @@ class Policy(nn.Module):
         self.transform = transform
         self.chunk_tokens = chunk_tokens
         self.entropy_needs_grad = entropy_needs_grad
+        experts = watch_experts(model)
+        self.num_sparse_layers = len(experts)
+        self.num_experts = num_experts(experts[0]) if experts else 0
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -76,10 +80,10 @@ class Policy(nn.Module):
             original = layer.forward
 
             def forward(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
-                packing = current_packing()
+                packing, routing = current_packing(), current_routing()
 
                 def again(*args: Any, **kwargs: Any) -> Any:
-                    with attending(packing):
+                    with attending(packing), watching(routing):
                         return original(*args, **kwargs)
 
                 return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

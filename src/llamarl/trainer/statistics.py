@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.diagnostics import MAXIMA
+from llamarl.models.experts import expert_metrics
 from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.batch import TrainingSequence
 
@@ -21,7 +22,7 @@ _NOT_AVERAGED = ("loss/policy", "tokens/computed")
 """Sums that already carry the step's weights, and counts."""
 _OBSERVED = "observed"
 """Trained tokens that went through the forward pass: what the other sums are averaged over."""
-_COUNTS = ("tokens/trained", "tokens/computed", "samples/trained")
+_COUNTS = ("tokens/trained", "tokens/computed", "samples/trained", "experts/dropped")
 """Metrics that add up over the steps of a tick."""
 
 
@@ -55,6 +56,7 @@ class StepStatistics:
         """Those of them that a version of the policy sampled."""
         self._num_computed = 0
         self._num_observed = 0
+        self._chosen_experts: Tensor | None = None
         self.num_observed = 0.0
         """Tokens over which the means of ``metrics`` were taken, over all ranks; known once it was called."""
         oldest = torch.tensor(int(staleness.max(initial=0)), device=device)
@@ -75,13 +77,29 @@ class StepStatistics:
             step.num_aged += part.num_aged
             step._sum_staleness += part._sum_staleness
             step._max_staleness = max(step._max_staleness, part._max_staleness)
-            step.add(part._sums, num_computed=part._num_computed, num_trained=part._num_observed)
+            step.add(
+                part._sums,
+                num_computed=part._num_computed,
+                num_trained=part._num_observed,
+                chosen_experts=part._chosen_experts,
+            )
         if "loss/policy" in step._sums:
             step._sums["loss/policy"] = step._sums["loss/policy"] * factor
         return step
 
-    def add(self, values: Mapping[str, Tensor], *, num_computed: int, num_trained: int) -> None:
-        """Add one micro-batch's sums (and maxima), and its numbers of input tokens and of trained tokens."""
+    def add(
+        self,
+        values: Mapping[str, Tensor],
+        *,
+        num_computed: int,
+        num_trained: int,
+        chosen_experts: Tensor | None = None,
+    ) -> None:
+        """Add one micro-batch's sums (and maxima), its numbers of input tokens and of trained tokens, and of a sparse model how
+        often each expert was chosen (``Routing.counts``), by every rank or by none."""
+        if chosen_experts is not None:
+            before = self._chosen_experts
+            self._chosen_experts = chosen_experts if before is None else before + chosen_experts
         self._num_computed += num_computed
         self._num_observed += num_trained
         for key, value in values.items():
@@ -117,6 +135,8 @@ class StepStatistics:
             sums.update(zip(largest, maxima, strict=True))
         if not self.num_observed:  # micro-batches without a token, for the sake of the other ranks
             sums = {key: sums[key] for key in _NOT_AVERAGED}
+        if self._chosen_experts is not None:
+            sums |= expert_metrics(self._layout.sum_over_data(self._chosen_experts.clone()).cpu())
         return {**result, **sums}
 
 

@@ -28,6 +28,7 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY, find_loss
 from llamarl.errors import TrainingDiverged
 from llamarl.models.decoder import changes_with_length
+from llamarl.models.experts import Routing, watching
 from llamarl.models.exported import ExportFacts
 from llamarl.models.loading import load_model_config
 from llamarl.models.parallel import make_layout
@@ -75,6 +76,8 @@ class _Computed:
     policy_logprobs: Tensor
     gradients: tuple[Tensor | None, ...]
     """In the order of the parameters; empty where they have been added to the parameters' own."""
+    chosen_experts: Tensor | None
+    """As ``Routing.counts`` gives it; None of a dense model."""
 
 
 class Trainer(ShardedModel[Policy]):
@@ -361,7 +364,9 @@ class Trainer(ShardedModel[Policy]):
 
     def _forward_backward(self, microbatch: Microbatch, *, gradients_apart: bool) -> _Computed:
         """What one micro-batch adds. Its gradients are with the parameters afterwards, or ``apart`` from them in the result."""
-        policy_logprobs, entropy = self.policy(microbatch)
+        routing = Routing(self.policy.num_sparse_layers)
+        with watching(routing):
+            policy_logprobs, entropy = self.policy(microbatch)
         loss, sums, clipped = microbatch_loss(
             self.loss, policy_logprobs, entropy, microbatch, self.algorithm, has_reference=self.has_reference
         )
@@ -370,7 +375,15 @@ class Trainer(ShardedModel[Policy]):
             gradients = torch.autograd.grad(loss, list(self.weights.parameters.values()), allow_unused=True)
         else:
             loss.backward()
-        return _Computed(loss.detach(), sums, clipped, policy_logprobs.detach(), gradients)
+        return _Computed(
+            loss.detach(), sums, clipped, policy_logprobs.detach(), gradients, self._chosen_experts(routing, microbatch)
+        )
+
+    def _chosen_experts(self, routing: Routing, microbatch: Microbatch) -> Tensor | None:
+        if not self.policy.num_sparse_layers:
+            return None
+        counts = routing.counts(self.policy.num_experts)
+        return counts if microbatch.num_tokens else torch.zeros_like(counts)
 
     def _take(
         self,
@@ -383,7 +396,12 @@ class Trainer(ShardedModel[Policy]):
         self.weights.add_gradients(computed.gradients)
         if self.on_tokens is not None and part:
             self.on_tokens(part, computed.policy_logprobs, computed.clipped)
-        statistics.add(computed.sums, num_computed=microbatch.num_tokens, num_trained=len(microbatch.targets))
+        statistics.add(
+            computed.sums,
+            num_computed=microbatch.num_tokens,
+            num_trained=len(microbatch.targets),
+            chosen_experts=computed.chosen_experts,
+        )
         return computed.loss
 
     def _worth_computing(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
