@@ -285,6 +285,13 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             f"{config.trainer.tp}: set both to 1, or lora.rank to 0",
             ("trainer.fsdp", "trainer.tp"),
         )
+    if config.trainer.router == "replay" and config.generator.engine.name != "native":
+        yield Mistake(
+            "trainer.router",
+            f"is 'replay', but generator.engine.name is {config.generator.engine.name!r}, and only the native engine notes which "
+            "experts it chose: set it to 'native', or trainer.router to 'live'",
+            ("generator.engine.name",),
+        )
     if config.generator.engine.name == "vllm":
         yield from _vllm_checks(config)
     yield from _batch_checks(config)

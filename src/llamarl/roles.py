@@ -163,6 +163,11 @@ def _generates(config: RunConfig) -> tuple[Use, ...]:
     return uses if generator.quantization == "none" else (*uses, generator.quantization)
 
 
+def _trains(config: RunConfig) -> tuple[Use, ...]:
+    asked: dict[Use, bool] = {"lora": config.lora.rank > 0, "router_replay": config.trainer.router == "replay"}
+    return ("train", *(use for use, wanted in asked.items() if wanted))
+
+
 def _scores(config: RunConfig) -> tuple[Use, ...]:
     """On one rank any classifier of transformers does; over several it takes one that is known here."""
     return ("reward_model",) if config.reward_model.fsdp * config.reward_model.tp > 1 else ()
@@ -260,7 +265,7 @@ ROLES: Mapping[str, Role] = {
             section="trainer",
             sizes=("fsdp", "tp"),
             model_sizes=("fsdp", "tp"),
-            model=Model(uses=lambda config: ("train", "lora") if config.lora.rank else ("train",), trained=True),
+            model=Model(uses=_trains, trained=True),
             products=(
                 Product(
                     folder="adapter",

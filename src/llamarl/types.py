@@ -134,10 +134,15 @@ class Response:
     values: npt.NDArray[np.float32] | None = None
     """[R] the critic's estimate, before each token, of the return from there on; NaN on tokens that do not train. None
     where no critic has seen it."""
+    routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
+    """[R, sparse layers, k] the experts that computed each token when it was first put in: the token behind it was sampled so. 0
+    for what was never put in, as the last token. Of a sparse model under ``trainer.router = "replay"``, else None."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.behavior_logprobs), len(self.policy_versions), len(self.loss_mask)}
-        lengths |= {len(noted) for noted in (self.reference_logprobs, self.values) if noted is not None}
+        lengths |= {
+            len(noted) for noted in (self.reference_logprobs, self.values, self.routed_experts) if noted is not None
+        }
         if len(lengths) != 1:
             raise ValueError(f"response {self.prompt_index}/{self.sample_index}: arrays differ in length: {lengths}")
 
@@ -155,6 +160,8 @@ class Group:
     responses: tuple[Response, ...]
     part: int = 0
     """Of its tick, by when it was complete (``schedule.parts``)."""
+    prompt_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
+    """[P, sparse layers, k] of the prompt's tokens, where responses have ``routed_experts``: of the first member that has any."""
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.drafts import Drafter
+from llamarl.engine.expert_notes import note_prompts, note_tokens
 from llamarl.engine.kv_state import export_state, import_state
 from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
@@ -43,6 +44,7 @@ class NativeEngine:
         clock: Seconds, monotonic; for deadlines.
         layout: This rank's place among the tensor-parallel ranks of the engine; None is a single rank. All ranks make the
             same calls with the same sequences, in the same order, and get the same tokens.
+        note_experts: Write down in each sequence which experts of a sparse model computed its tokens (``Sequence.experts``).
         parked: Come up as ``park`` leaves the engine; the KV cache is then never held beside what else is being set up.
     """
 
@@ -58,13 +60,20 @@ class NativeEngine:
         clock: Callable[[], float] = time.monotonic,
         layout: ParallelLayout | None = None,
         parked: bool = False,
+        note_experts: bool = False,
     ) -> None:
         self.config = config
         self._tokenizer = tokenizer
         self._clock = clock
         self._ranks = EngineRanks(layout)
         self._runner = ModelRunner(
-            model_path, config, device=device, quantization=quantization, layout=layout, parked=parked
+            model_path,
+            config,
+            device=device,
+            quantization=quantization,
+            layout=layout,
+            parked=parked,
+            note_experts=note_experts,
         )
         self._scheduler = Scheduler(
             num_blocks=self._runner.num_blocks,
@@ -115,8 +124,13 @@ class NativeEngine:
         if plan.chunks or plan.samples:
             logits = self._runner.execute(plan)
             self._count_step(plan.num_tokens)
+            chosen = self._runner.chosen_experts(plan) if self._runner.notes_experts else None
+            if chosen is not None:
+                note_prompts(plan, chosen)
             if plan.samples:
                 self._append(plan, logits)
+            if chosen is not None:
+                note_tokens(plan, chosen)
         ended = sorted(self._ended, key=lambda m: m.order)
         self._ended = []
         return [member.sequence for member in ended]

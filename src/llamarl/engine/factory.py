@@ -33,12 +33,14 @@ def make_engine(
     device: str,
     layout: ParallelLayout | None = None,
     parked: bool = False,
+    note_experts: bool = False,
 ) -> Engine:
     """The engine that the recipe's generator section asks for.
 
     Args:
         layout: This rank's place among tensor-parallel ranks; None holds the whole model.
         parked: Without its memory until ``unpark``; the native engine only.
+        note_experts: Write down which experts compute which token; the native engine only.
     """
     if config.generator.engine.by_import_path:
         return _users_engine(config, tokenizer, device=device)
@@ -54,6 +56,7 @@ def make_engine(
         quantization=config.generator.quantization,
         layout=layout,
         parked=parked,
+        note_experts=note_experts,
     )
 
 
@@ -110,4 +113,5 @@ def to_response(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> 
         kept_kv=sequence.kept_kv,
         outcome=Failure(kind=kind, detail=sequence.error or sequence.finish_reason) if failed else None,
         turns=() if episode is None else tuple(episode.turns),
+        routed_experts=None if sequence.experts is None else sequence.experts.rows(len(sequence.tokens)),
     )

@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from llamarl.engine.expert_record import joined
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.engine.scheduler import Member, Prompt, Scheduler
 from llamarl.engine.sequence import Sequence
@@ -34,6 +36,8 @@ def export_state(scheduler: Scheduler, runner: ModelRunner) -> tuple[dict[str, A
     for i, prompt in enumerate(prompts):
         if isinstance(prompt.end_state, Tensor):
             tensors[f"end_state_{i}"] = prompt.end_state.detach().to("cpu", copy=True)
+        if prompt.experts:
+            tensors[f"experts_{i}"] = torch.from_numpy(joined(prompt.experts).copy())
     state = {
         "next_order": scheduler.next_order,
         "used": used,
@@ -82,6 +86,8 @@ def import_state(
         prompt.kept = state["prompts"][i].get("kept", False)
         if f"end_state_{i}" in tensors:
             prompt.end_state = tensors[f"end_state_{i}"].to(runner.device)
+        if f"experts_{i}" in tensors:
+            prompt.experts = [tensors[f"experts_{i}"].numpy()]
     members = []
     for saved in state["members"]:
         sequence = sequences[saved["sequence"][0], saved["sequence"][1]]

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.cuda_graphs import Buckets, DecodeInputs, PaddedDecoder, why_graphs_unsupported
+from llamarl.engine.expert_record import Experts, narrowed
 from llamarl.engine.kernel_library import KernelsUnavailable
 from llamarl.engine.kernels import Kernels, load_kernels
 from llamarl.engine.lean_decoder import DecodeTables, LeanDecoder, why_kernels_unsupported
@@ -29,6 +31,7 @@ from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.decoder import cache_shape, logit_scale, logit_softcap
 from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
+from llamarl.models.experts import Routing, num_experts, watch_experts, watching
 from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk, paged_step
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.repeatable import suspended
@@ -53,6 +56,7 @@ class ModelRunner:
         quantization: str,
         layout: ParallelLayout | None = None,
         parked: bool = False,
+        note_experts: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -75,6 +79,13 @@ class ModelRunner:
             )
         if quantization != "none" and (reason := why_unsupported(self.model_config.to_dict(), cast(Use, quantization))):
             raise ModelError(f"generator.quantization={quantization!r}: {reason}")
+        self._expert_layers = watch_experts(self.model) if note_experts else []
+        if note_experts and not self._expert_layers:
+            raise ModelError(f"{type(self.model).__name__} has no experts whose choice could be noted")
+        self._routing: Routing | None = None
+        """Of the last step, where it is noted."""
+        self._row_of: list[int] = []
+        """The first row of each chunk in it."""
         kernels = _kernels(self.model, config, self.dtype, self.device)
         self._parameters = dict(self.model.named_parameters())
         self._adopted = False
@@ -268,6 +279,7 @@ class ModelRunner:
         if plan.copies:
             self._cache.index_copy_(2, targets, self._cache.index_select(2, sources))
         if self.padded_decoder is not None and _only_decodes(plan):
+            self._row_of = list(range(len(plan.chunks)))
             logits = self.padded_decoder.run(plan.chunks)
             if logits is not None:
                 return logits
@@ -289,6 +301,22 @@ class ModelRunner:
         logits = self._logits(torch.stack(states))
         return logits if rows == list(range(len(states))) else logits.index_select(0, *indices([rows], self.device))
 
+    @property
+    def notes_experts(self) -> bool:
+        return bool(self._expert_layers)
+
+    def chosen_experts(self, plan: StepPlan) -> list[Experts]:
+        """Of each chunk of the plan that ``execute`` has just computed, [its tokens, layers, k]."""
+        if not plan.chunks:
+            return []
+        assert self._routing is not None
+        layers = [chosen for chosen in self._routing.chosen if chosen is not None]
+        rows = narrowed(torch.stack(layers, dim=1).cpu().numpy(), num_experts(self._expert_layers[0]))
+        return [
+            np.ascontiguousarray(rows[first : first + len(chunk.tokens)])
+            for first, chunk in zip(self._row_of, plan.chunks, strict=True)
+        ]
+
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.ranks.gather_logits(self.model.get_output_embeddings()(hidden), self.model_config.vocab_size)
         logits = logits.float()
@@ -301,6 +329,7 @@ class ModelRunner:
     def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, list[int]]:
         """Hidden states [T, E] of the step's row, and for each chunk the row of its last token."""
         last_row = [0] * len(chunks)
+        first_row = self._row_of = [0] * len(chunks)
         if not chunks:
             return torch.empty(0, self.model_config.hidden_size, dtype=self.dtype), last_row
         # decodes by context length, longest first, so that neighbours pad each other little
@@ -321,6 +350,7 @@ class ModelRunner:
             positions += range(chunk.start, end)
             slots += [chunk.blocks[p // size] * size + p % size for p in range(chunk.start, end)]
             last_row[i] = len(tokens) - 1
+            first_row[i] = first
             if chunk.decode:
                 decoding.append(chunk)
             else:
@@ -340,7 +370,8 @@ class ModelRunner:
     def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
         """Hidden states [T, E] of a row of tokens [T]."""
         row: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None]}
-        with paged_step(batch):
+        self._routing = Routing(len(self._expert_layers)) if self._expert_layers else None
+        with paged_step(batch), watching(self._routing):
             return self.model.base_model(**row, use_cache=False).last_hidden_state[0]
 
     def _decode_padded(self, inputs: DecodeInputs) -> Tensor:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.engine.block_manager import BlockManager
+from llamarl.engine.expert_record import Experts
 from llamarl.engine.sequence import Sequence as TokenSequence
 
 __all__ = ["Chunk", "Member", "Prompt", "Scheduler", "StepPlan"]
@@ -46,6 +47,8 @@ class Prompt:
     """What the model runner keeps of the last position, so that late members can still sample from it."""
     kept: bool = False
     """Its K and V outlived a change of weights."""
+    experts: list[Experts] = field(default_factory=list)
+    """Of its tokens from the first on, where they are noted; of all at once if its first blocks are a sequence's."""
 
     @property
     def complete(self) -> bool:
@@ -85,6 +88,8 @@ class Chunk:
     """The owner's whole block table, as of this step."""
     decode: bool
     """One token on top of a sequence that samples in every step."""
+    owner: Member | Prompt | None = None
+    """Whose tokens they are."""
 
 
 @dataclass(slots=True)
@@ -275,6 +280,8 @@ class Scheduler:
                 self.blocks.share(prompt.blocks)
                 prompt.num_computed = full * self._block_size
                 prompt.kept = sibling.prompt is not None and sibling.prompt.kept
+                if sibling.sequence.experts is not None and sibling.sequence.experts.prompt is not None:
+                    prompt.experts = [sibling.sequence.experts.prompt]
                 self.prompt_tokens_shared += prompt.num_computed
         else:
             self.prompt_tokens_shared += len(prompt.tokens)
@@ -318,7 +325,7 @@ class Scheduler:
                 if not self._make_room_for_prompt(member, used, plan, scheduled):
                     return 0
                 start = prompt.num_computed
-                plan.chunks.append(Chunk(prompt.tokens[start : start + used], start, prompt.blocks, decode=False))
+                plan.chunks.append(Chunk(prompt.tokens[start : start + used], start, prompt.blocks, False, prompt))
                 prompt.num_computed += used
                 self.prompt_tokens_computed += used
                 if prompt.complete:
@@ -351,7 +358,7 @@ class Scheduler:
         first = start - len(sequence.prompt_tokens)
         tokens = sequence.tokens[first : first + n]
         member.num_computed += n
-        plan.chunks.append(Chunk(tokens, start, member.blocks, decode))
+        plan.chunks.append(Chunk(tokens, start, member.blocks, decode, member))
         if member.num_pending == 0:
             plan.samples.append((member, len(plan.chunks) - 1))
         return n
@@ -363,7 +370,7 @@ class Scheduler:
         draft = draft[:room]
         self._extend(member.blocks, self.blocks.blocks_for(start + len(draft)) - len(member.blocks), plan)
         for position, token in enumerate(draft, start):
-            plan.chunks.append(Chunk([token], position, member.blocks, decode=True))
+            plan.chunks.append(Chunk([token], position, member.blocks, True, member))
             plan.samples.append((member, len(plan.chunks) - 1))
         if draft:
             plan.drafts[member.order] = draft

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from llamarl.engine.config import LEAST_TEMPERATURE
+from llamarl.engine.expert_record import ExpertRecord
 from llamarl.environments.episodes import Episode
 from llamarl.types import FinishReason
 
@@ -70,6 +71,8 @@ class Sequence:
     kept_kv: bool = False
     """Whether its KV cache was kept over a change of weights."""
     error: str | None = None
+    experts: ExpertRecord | None = None
+    """Of an engine that notes them: which experts computed its tokens."""
     episode: Episode | None = None
     """With an environment: where in its episode it is. An engine knows nothing of it (``engine/episodes.py``)."""
 

@@ -94,6 +94,7 @@ def _group(record: Mapping[str, Any]) -> Group:
     return Group(
         prompt=Prompt(**_fields(record["prompt"])),
         responses=tuple(Response(**_fields(response)) for response in record["responses"]),
+        prompt_experts=_array(record.get("prompt_experts")),
     )
 
 

@@ -36,6 +36,7 @@ from llamarl.config import RunConfig
 from llamarl.engine.base import KeepsKV, Parkable
 from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import EpisodeEngine, ReplyTimes, make_player
+from llamarl.engine.expert_record import of_group
 from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode_pool import Environments
@@ -119,7 +120,12 @@ class GeneratorExecutor(BaseExecutor):
             self.environments = make_environments(self.config.task, layout)
         self.prompts = make_prompt_stream(self.config, self.tokenizer, self.environments)
         self.engine = make_engine(
-            self.config, self.tokenizer, device=self.context.device, layout=layout, parked=self._colocated
+            self.config,
+            self.tokenizer,
+            device=self.context.device,
+            layout=layout,
+            parked=self._colocated,
+            note_experts=self.config.trainer.router == "replay" and self._weights is not None,
         )
         if self._colocated:
             assert isinstance(self.engine, Parkable)  # the configuration has been checked
@@ -340,7 +346,11 @@ class GeneratorExecutor(BaseExecutor):
     def _to_group(self, active: ActiveGroup) -> Group:
         sampled_by = "" if self._weights is not None else self.name
         responses = (to_response(s, self.tokenizer) for s in active.sequences)
-        return Group(prompt=active.prompt, responses=tuple(replace(r, sampled_by=sampled_by) for r in responses))
+        return Group(
+            prompt=active.prompt,
+            responses=tuple(replace(r, sampled_by=sampled_by) for r in responses),
+            prompt_experts=of_group(s.experts for s in active.sequences),
+        )
 
     def save(self, folder: Path, tick: int) -> None:
         for shard in self.shards:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llamarl.engine.expert_record import ExpertRecord
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episodes import load_episode, save_episode
 from llamarl.tick_schedule import NEVER, deadlines, leaving_so_far, select_due
@@ -195,6 +196,8 @@ class GeneratorShard:
                     load_episode(sequence.episode, values["episode"])
                 for name in _STATE:
                     setattr(sequence, name, values[name])
+                if "experts" in values:
+                    sequence.experts = ExpertRecord.from_plain(values["experts"])
             self.active.append(group)
 
 
@@ -204,7 +207,8 @@ _STATE = ("tokens", "logprobs", "raw_logprobs", "policy_versions", "loss_mask", 
 def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
     """What a new sequence of the same prompt lacks. Floats survive JSON: Python writes the shortest exact form."""
     episode = {} if sequence.episode is None else {"episode": save_episode(sequence.episode)}
-    return {name: getattr(sequence, name) for name in _STATE} | episode
+    experts = {} if sequence.experts is None else {"experts": sequence.experts.to_plain()}
+    return {name: getattr(sequence, name) for name in _STATE} | episode | experts
 
 
 def num_sampled(groups: Sequence[ActiveGroup]) -> int:

@@ -197,7 +197,8 @@ def sample_and_score(
         ModelError: A response broke off because its logits were not finite.
     """
     params = sampling_params(config.generator.sampling, tokenizer)
-    engine = make_engine(config, tokenizer, device=device)
+    replay = config.trainer.router == "replay"
+    engine = make_engine(config, tokenizer, device=device, note_experts=replay)
     sequences = [
         TokenSequence(
             prompt_index=i, sample_index=0, prompt_tokens=list(prompt), params=params, seed=derive_seed(seed, i, 0)
@@ -218,6 +219,7 @@ def sample_and_score(
 def _score(config: RunConfig, sequences: Sequence[TokenSequence], device: str) -> list[npt.NDArray[np.float32]]:
     layout = ParallelLayout(fsdp=1, tp=1, mesh=None)
     share = can_share_prompts(load_model_config(config.model.path))
+    replay = config.trainer.router == "replay"
     policy = build_policy(
         config.model.path,
         layout,
@@ -227,15 +229,26 @@ def _score(config: RunConfig, sequences: Sequence[TokenSequence], device: str) -
         share_prompts=share,
         device=torch.device(device),
         trained=False,
+        replay=replay,
     ).module
-    items = [TrainingSequence.to_score(s.prompt_tokens, s.tokens, group=i) for i, s in enumerate(sequences)]
+    items = [
+        TrainingSequence.to_score(s.prompt_tokens, s.tokens, group=i, experts=_experts(s))
+        for i, s in enumerate(sequences)
+    ]
     packing = pack_sequences(items, max_tokens=_MICROBATCH_TOKENS, share_prompts=share, layout=layout, device=device)
     found: list[npt.NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(items)
     for members in packing:
         batch = make_microbatch(
-            [items[i] for i in members], [1.0] * len(members), torch.device(device), share_prompts=share
+            [items[i] for i in members], [1.0] * len(members), torch.device(device), share_prompts=share, replay=replay
         )
         parts = policy(batch)[0].float().cpu().split([len(items[i].targets) for i in members])
         for i, part in zip(members, parts, strict=True):
             found[i] = part.numpy()
     return found
+
+
+def _experts(sequence: TokenSequence) -> npt.NDArray[np.unsignedinteger[Any]] | None:
+    """That computed its tokens in the engine, prompt first; None where nobody noted them."""
+    record = sequence.experts
+    own = None if record is None else record.rows(len(sequence.tokens))
+    return None if record is None or record.prompt is None or own is None else np.concatenate([record.prompt, own])

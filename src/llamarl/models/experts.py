@@ -28,6 +28,9 @@ class Routing:
     """
 
     def __init__(self, num_layers: int) -> None:
+        self.recorded: Tensor | None = None
+        """[N, layers, k] experts that the routers are to choose instead of their own, of a model that was ``let_replay``; a row of -1
+        is left to the router."""
         self.chosen: list[Tensor | None] = [None] * num_layers
         """[N, k] int64 of each sparse layer, first to last; None until it has been computed."""
 
@@ -68,8 +71,9 @@ def expert_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def num_experts(experts: nn.Module) -> int:
-    """Of one such module."""
-    return int(_fused(experts)[0].shape[0])
+    """Of one such module, over all ranks that share it."""
+    of_all_ranks: int | None = getattr(experts, "num_experts_of_all_ranks", None)
+    return int(_fused(experts)[0].shape[0]) if of_all_ranks is None else of_all_ranks
 
 
 def watch_experts(model: nn.Module) -> list[nn.Module]:

@@ -34,6 +34,7 @@ Use = Literal[
     "lora",
     "vllm",
     "compiled_kernels",
+    "router_replay",
 ]
 
 USES: Mapping[Use, str] = {
@@ -48,6 +49,7 @@ USES: Mapping[Use, str] = {
     "lora": "LoRA adapters",
     "vllm": "vLLM as the engine",
     "compiled_kernels": "the engine's compiled loops on CPU (engine.kernels)",
+    "router_replay": "replay of the generator's experts in the trainer (trainer.router)",
 }
 """What a model can be asked for -> what that is."""
 
@@ -71,6 +73,7 @@ class Family:
 _LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
+_NO_EXPERTS: Mapping[Use, str] = {"router_replay": "it has no experts"}
 _OTHER_LAYER: Mapping[Use, str] = {"compiled_kernels": "its layers are not those that these loops know"}
 _NO_VALUE_FORM: Mapping[Use, str] = {"critic": "transformers has no form of it with a value head named 'score'"}
 _NO_SCORE_FORM: Mapping[Use, str] = {
@@ -82,22 +85,25 @@ _PACKED_PLAN: Mapping[Use, str] = {
     "tensor_parallel": "its plan cuts packed matrices in ways that are not carried out here"
 }
 _NOT_IN_VLLM: Mapping[Use, str] = {"vllm": "nobody has tried it with llamarl"}
-_DENSE: Mapping[Use, str] = {**_OTHER_LAYER, **_NOT_IN_VLLM}
+_DENSE: Mapping[Use, str] = {**_OTHER_LAYER, **_NOT_IN_VLLM, **_NO_EXPERTS}
 _SPARSE: Mapping[Use, str] = {
-    **_DENSE,
+    **_OTHER_LAYER,
+    **_NOT_IN_VLLM,
     "tensor_parallel": "its experts are not cut over ranks",
     "int8": "its experts are no linear layers, which alone are quantized",
     "fp8": "its experts are no linear layers, which alone are quantized",
 }
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "mistral": Family(),
-    "gemma2": Family(lacks=_OTHER_LAYER),
-    "gemma3_text": Family(lacks={**_OTHER_LAYER, **_NO_VALUE_FORM}),
-    "phi3": Family(lacks=_PACKED_PLAN, linear_layers=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    "llama": Family(lacks=_NO_EXPERTS),
+    "qwen2": Family(lacks=_NO_EXPERTS),
+    "qwen3": Family(lacks=_NO_EXPERTS),
+    "mistral": Family(lacks=_NO_EXPERTS),
+    "gemma2": Family(lacks={**_NO_EXPERTS, **_OTHER_LAYER}),
+    "gemma3_text": Family(lacks={**_NO_EXPERTS, **_OTHER_LAYER, **_NO_VALUE_FORM}),
+    "phi3": Family(
+        lacks={**_NO_EXPERTS, **_PACKED_PLAN}, linear_layers=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    ),
     "gemma": Family(lacks=_DENSE),
     "granite": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
     "smollm3": Family(lacks=_DENSE),

@@ -68,10 +68,23 @@ class TrainingSequence:
     """[T] where tokens differ; None where each has ``advantage``."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """[T] where a reference executor has seen the response."""
+    experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
+    """[L, sparse layers, k] that computed ``tokens`` in the generator; None where nobody noted them."""
 
     @classmethod
-    def to_score(cls, prompt: Sequence[int], response: Sequence[int], *, group: int) -> TrainingSequence:
-        """A response whose log-probs are wanted and nothing else: every token of it, no history, no advantage."""
+    def to_score(
+        cls,
+        prompt: Sequence[int],
+        response: Sequence[int],
+        *,
+        group: int,
+        experts: npt.NDArray[np.unsignedinteger[Any]] | None = None,
+    ) -> TrainingSequence:
+        """A response whose log-probs are wanted and nothing else: every token of it, no history, no advantage.
+
+        Args:
+            experts: Of prompt and response, [P + R, sparse layers, k], where they are known.
+        """
         tokens = np.array([*prompt, *response], np.int64)
         return cls(
             tokens=tokens[:-1],
@@ -82,6 +95,7 @@ class TrainingSequence:
             advantage=0.0,
             group=group,
             num_prompt=len(prompt),
+            experts=None if experts is None else experts[: len(tokens) - 1],
         )
 
     @property
@@ -117,6 +131,9 @@ class Microbatch:
     num_sequences: int
     reference_logprobs: Tensor | None = None
     """[T] float32; None where there is no reference."""
+    experts: Tensor | None = None
+    """[N, sparse layers, k] int16: what the routers are to choose, -1 in the rows of sequences of which it is not known. None where
+    they choose themselves."""
 
     @property
     def num_tokens(self) -> int:
@@ -191,13 +208,17 @@ def make_microbatch(
     device: torch.device,
     *,
     share_prompts: bool = False,
+    replay: bool = False,
 ) -> Microbatch:
     """Lay sequences end to end. None gives one input token that trains nothing: a rank must step with the others.
 
     Args:
         weights: Of each sequence's tokens in the step's mean.
         share_prompts: Neighbours of one group have one prompt between them.
+        replay: Routers are to choose the experts that the sequences know.
     """
+    experts = _known_experts(sequences) if replay else None
+    of_rows: list[npt.NDArray[np.int16]] = []  # of the same tokens as rows
     rows: list[npt.NDArray[np.int64]] = []  # input tokens, piece by piece
     positions = []  # of each sequence: indices into the row
     units: list[tuple[int, list[int]]] = []  # prompt tokens, tokens of each response
@@ -211,9 +232,13 @@ def make_microbatch(
             units.append((prompt, []))
             rows.append(sequence.tokens[:prompt])
             start += prompt
+            if experts is not None:
+                of_rows.append(experts[i][:prompt])
         in_prompt = sequence.positions < prompt
         positions.append(np.where(in_prompt, prompt_start + sequence.positions, start + sequence.positions - prompt))
         rows.append(sequence.tokens[prompt:])
+        if experts is not None:
+            of_rows.append(experts[i][prompt:])
         units[-1][1].append(len(sequence.tokens) - prompt)
         start += len(sequence.tokens) - prompt
     packed: PackedSequences | SharedPrompts
@@ -250,7 +275,19 @@ def make_microbatch(
         sequence_ids=tensor(per_token(range(len(sequences))), torch.int64),
         num_sequences=len(sequences),
         reference_logprobs=_reference_logprobs(sequences, device),
+        experts=tensor(list(of_rows), torch.int16) if of_rows else None,
     )
+
+
+def _known_experts(sequences: Sequence[TrainingSequence]) -> list[npt.NDArray[np.int16]] | None:
+    """Of each sequence's tokens, -1 throughout where it knows none; None if no sequence does."""
+    shape = next((s.experts.shape[1:] for s in sequences if s.experts is not None), None)
+    if shape is None:
+        return None
+    unknown = (np.full((len(s.tokens), *shape), -1, np.int16) for s in sequences)
+    return [
+        none if s.experts is None else s.experts.astype(np.int16) for s, none in zip(sequences, unknown, strict=True)
+    ]
 
 
 def _reference_logprobs(sequences: Sequence[TrainingSequence], device: torch.device) -> Tensor | None:
@@ -305,7 +342,14 @@ def training_sequence(
         num_prompt=num_prompt,
         token_advantages=of_tokens,
         reference_logprobs=None if response.reference_logprobs is None else response.reference_logprobs[trained],
+        experts=_experts(group, response, int(positions[-1]) + 1),
     )
+
+
+def _experts(group: Group, response: Response, num_tokens: int) -> npt.NDArray[np.unsignedinteger[Any]] | None:
+    if group.prompt_experts is None or response.routed_experts is None:
+        return None
+    return np.concatenate([group.prompt_experts, response.routed_experts])[:num_tokens]
 
 
 def pack_sequences(

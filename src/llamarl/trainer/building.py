@@ -19,6 +19,7 @@ from llamarl.models.loading import load_model
 from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import ParallelLayout, apply_fully_shard, apply_tensor_parallel, parameter_shards
 from llamarl.models.reward_model import load_reward_model
+from llamarl.models.router_replay import let_replay
 from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts
 from llamarl.models.small_copy import small_model
 from llamarl.models.value import load_value_model
@@ -58,6 +59,7 @@ def build_policy(
     checkpoint_every: int = 0,
     lora: LoraConfig | None = None,
     lora_seed: int = 0,
+    replay: bool = False,
 ) -> Built[Policy]:
     """This rank's part of the model in ``model_path``.
 
@@ -67,6 +69,7 @@ def build_policy(
         trained: False freezes every parameter.
         checkpoint_every: Every so many layers one recomputes its activations in the backward pass; 0 is none.
         lora: With it, adapters are added and the model itself is frozen; one rank only.
+        replay: Its routers choose what a micro-batch says (``Microbatch.experts``).
 
     Raises:
         ModelError: The model is not supported, or not with this ``tp``.
@@ -79,6 +82,8 @@ def build_policy(
         streamed = can_stream(model_path, model)
     if not streamed:
         model = load_model(model_path, dtype=torch.float32, device=device, attention=attention)
+    if replay:
+        let_replay(model)
     transform = LogitTransform.of_model(model.config, temperature)
     check_output_layer(_small_copy(model.config, attention) if streamed else model, transform)
     if lora is not None:

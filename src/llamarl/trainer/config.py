@@ -83,6 +83,11 @@ class TrainerConfig:
     logprob_chunk_tokens: PositiveInt = 512
     """Tokens whose logits exist at once: peak memory of the output layer is this many rows of the vocabulary."""
 
+    router: Annotated[Literal["live", "replay"], IN_STATE] = "live"
+    """Which experts of a sparse model compute a token in the trainer. "live": those that its router chooses now. "replay": those that
+    computed it in the generator, which notes them (R3, arXiv:2510.11370); the router's present weights of them count, so it still
+    learns. Rounding and age then no longer send a token to other experts than those under which it was sampled."""
+
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """``full`` keeps only each layer's input and recomputes the layer in the backward pass; ``selective`` does so for
     every second layer; ``none`` keeps everything."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from llamarl.errors import ModelError
 from llamarl.models.attention import PackedSequences, attending, current_packing
 from llamarl.models.decoder import decoder_layers
-from llamarl.models.experts import current_routing, num_experts, watch_experts, watching
+from llamarl.models.experts import Routing, current_routing, num_experts, watch_experts, watching
 from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.logprobs import LogitTransform, token_logprobs
 
@@ -53,7 +53,11 @@ class Policy(nn.Module):
 
     def forward(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of each trained token of the micro-batch, nats, [T] each."""
-        with attending(batch.packed):
+        routing = current_routing()
+        if batch.experts is not None:
+            routing = routing or Routing(self.num_sparse_layers)
+            routing.recorded = batch.experts
+        with attending(batch.packed), watching(routing):
             hidden = self.model.base_model(
                 input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
             ).last_hidden_state[0]

@@ -152,6 +152,7 @@ class Trainer(ShardedModel[Policy]):
             checkpoint_every=_CHECKPOINT_EVERY[config.activation_checkpointing],
             lora=lora,
             lora_seed=derive_seed(seed, _ADAPTER_SEED),
+            replay=config.router == "replay",
         )
         self.policy = built.module
         self.num_parameters = sum(parameter.numel() for parameter in self.policy.parameters())
@@ -193,7 +194,7 @@ class Trainer(ShardedModel[Policy]):
             joined = join_parts(self._all_parts(groups, done), self.algorithm)
             steps, statistics = [joined.sequences], [joined.statistics]
         else:
-            sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
+            sequences = self._with_experts(make_sequences(groups, self.algorithm, self._sum_over_data))
             steps, planned = self._plan_steps(groups, sequences, tick)
             statistics = [StepStatistics(step, self.policy_version, self.layout, self.device) for step in steps]
         planned |= self._token_counts(groups, steps)
@@ -275,7 +276,7 @@ class Trainer(ShardedModel[Policy]):
             first_group: Groups in its earlier parts.
         """
         self._check_versions(groups)
-        sequences = make_sequences(groups, self.algorithm, first_group=first_group)
+        sequences = self._with_experts(make_sequences(groups, self.algorithm, first_group=first_group))
         statistics = StepStatistics(sequences, self.policy_version, self.layout, self.device)
         loss = self._add_gradients(sequences, statistics, of_whole_step=False)
         return PartOfStep(sequences, statistics, loss)
@@ -308,6 +309,18 @@ class Trainer(ShardedModel[Policy]):
         self.weights.scale_gradients(joined.factor)
         return self._apply_gradients(joined.loss, lr)
 
+    def _with_experts(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
+        """The same sequences, each with what is to be replayed; one that another model sampled has nothing of the kind.
+
+        Raises:
+            ValueError: What the policy sampled comes without the experts that computed it.
+        """
+        if self.config.router == "replay" and any(s.experts is None and len(s.policy_versions) for s in sequences):
+            raise ValueError(
+                'trainer.router is "replay", but a response came without the experts that computed it: its generator noted none'
+            )
+        return sequences
+
     def _plan_steps(
         self, groups: Sequence[Group], sequences: list[TrainingSequence], tick: int
     ) -> tuple[list[list[TrainingSequence]], dict[str, float]]:
@@ -335,7 +348,7 @@ class Trainer(ShardedModel[Policy]):
         found = list(sequences)
         for items in self._pack(sequences):
             part = [sequences[i] for i in items]
-            microbatch = make_microbatch(part, [1.0] * len(part), self.device, share_prompts=self.share_prompts)
+            microbatch = self._microbatch(part, [1.0] * len(part))
             logprobs = self.policy(microbatch)[0].float().cpu().numpy()
             ends = np.cumsum([len(s.targets) for s in part])
             for i, values in zip(items, np.split(logprobs, ends[:-1]), strict=False):
@@ -438,9 +451,12 @@ class Trainer(ShardedModel[Policy]):
         for items in self._pack(sequences):
             part = [sequences[i] for i in items]
             of_part = [weights[i] for i in items]
-            microbatch = make_microbatch(part, of_part, self.device, share_prompts=self.share_prompts)
-            microbatches.append((part, microbatch))
+            microbatches.append((part, self._microbatch(part, of_part)))
         return microbatches
+
+    def _microbatch(self, part: Sequence[TrainingSequence], weights: Sequence[float]) -> Microbatch:
+        replay = self.config.router == "replay"
+        return make_microbatch(part, weights, self.device, share_prompts=self.share_prompts, replay=replay)
 
     def _sum_over_data(self, values: np.ndarray) -> np.ndarray:
         if self.layout.fsdp == 1:

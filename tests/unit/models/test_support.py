@@ -38,6 +38,7 @@ from llamarl.executors.self_check import find_differences
 from llamarl.models.folders import read_model_config, resolve_model_path
 from llamarl.models.loading import load_model
 from llamarl.models.parallel import _STYLES
+from llamarl.models.router_replay import let_replay
 from llamarl.models.support import FAMILIES, NOT_COMPUTED, USES, Use, why_unsupported
 from llamarl.planner.model_spec import find_model
 from llamarl.planner.rooflines import tensor_parallel_sizes
@@ -149,6 +150,7 @@ def done(use: Use, folder: Path, family: str) -> None:
         "lora": lambda: adapters(folder, family),
         "tensor_parallel": lambda: cut(folder),
         "compiled_kernels": lambda: compile_kernels(folder),
+        "router_replay": lambda: let_replay(load_model(folder, dtype=torch.float32, attention="llamarl_packed")),
     }[use]()
 
 
@@ -160,6 +162,7 @@ ASKED: dict[Use, Any] = {
     "critic": {"algorithm": {"advantage": "gae"}},
     "lora": {"lora": {"rank": 2}},
     "tensor_parallel": {"generator": {"tp": 2}},
+    "router_replay": {"trainer": {"router": "replay"}},
 }
 """What a recipe says to ask for it."""
 

@@ -1,0 +1,153 @@
+"""What the engine writes down of its routers, against the library's forward pass of each sequence alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
+from tiny_models import SPARSE, tiny_config
+from transformers import PreTrainedModel
+
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.expert_record import ExpertRecord
+from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.errors import ModelError
+from llamarl.models.loading import load_model
+from llamarl.models.small_copy import small_model
+
+PROMPT, OTHER = [3, 14, 15, 9, 26, 5, 35], [8, 9, 7]
+
+
+def write(folder: Path, family: str, seed: int = 0) -> Path:
+    model = small_model(tiny_config(family))
+    if seed:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+def engine_of(folder: Path, **settings: object) -> NativeEngine:
+    config = EngineConfig(block_size=4, **{"kv_cache_bytes": 1 << 20, "max_batch_tokens": 6, **settings})  # type: ignore[arg-type]
+    return NativeEngine(folder, config, eos_token_ids=(), note_experts=True)
+
+
+def sequences(new_tokens: int = 9, temperature: float = 1.0) -> list[Sequence]:
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=temperature)
+    return [
+        Sequence(prompt_index=i, sample_index=s, prompt_tokens=list(prompt), params=params, seed=10 * i + s)
+        for i, prompt in enumerate((PROMPT, OTHER))
+        for s in range(3)
+    ]
+
+
+def run(engine: NativeEngine, asked: list[Sequence], steps: int = 10_000) -> None:
+    engine.add([s for s in asked if not s.finished])
+    while engine.has_work and steps:
+        engine.step()
+        steps -= 1
+
+
+@torch.no_grad()
+def library(model: PreTrainedModel, sequence: Sequence) -> np.ndarray:
+    """[P + R, layers, k]"""
+    ids = torch.tensor([[*sequence.prompt_tokens, *sequence.tokens]])
+    logits = model(ids, output_router_logits=True, use_cache=False).router_logits
+    k = model.config.num_experts_per_tok
+    return torch.stack([layer.float().topk(k, dim=-1).indices for layer in logits], dim=1).numpy()
+
+
+def noted(sequence: Sequence) -> np.ndarray:
+    assert sequence.experts is not None and sequence.experts.prompt is not None
+    own = sequence.experts.rows(len(sequence.tokens))
+    assert own is not None and own.dtype == np.uint8
+    return np.concatenate([sequence.experts.prompt, own])
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_each_token_has_the_experts_that_the_library_gives_it(family: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, family)
+    asked = sequences()
+    run(engine_of(folder), asked)
+    model = load_model(folder, dtype=torch.float32, attention="eager")
+    for sequence in asked:
+        assert np.array_equal(noted(sequence)[:-1], library(model, sequence)[:-1])
+        assert not noted(sequence)[-1].any()  # the last token was never put in
+    prompts = [s.experts.prompt for s in asked[:3] if s.experts is not None]
+    assert prompts[0] is prompts[1] is prompts[2]  # computed once, held once
+
+
+def test_guesses_that_were_not_drawn_leave_no_trace(tmp_path: Path) -> None:
+    folder = write(tmp_path, "mixtral")
+    plain, guessed = sequences(24, 0.3), sequences(24, 0.3)
+    run(engine_of(folder, max_batch_tokens=64), plain)
+    engine = engine_of(folder, max_batch_tokens=64, speculative_tokens=3)
+    run(engine, guessed)
+    assert [s.tokens for s in guessed] == [s.tokens for s in plain]
+    for one, other in zip(plain, guessed, strict=True):
+        assert np.array_equal(noted(one), noted(other))
+
+
+def test_little_memory_and_computing_again_change_nothing(tmp_path: Path) -> None:
+    folder = write(tmp_path, "mixtral")
+    roomy, tight = sequences(16), sequences(16)
+    run(engine_of(folder), roomy)
+    engine = engine_of(folder)
+    small = engine_of(folder, kv_cache_bytes=engine._runner.block_bytes * 16)
+    run(small, tight)
+    assert small.stats()["preemptions"] > 0
+    for one, other in zip(roomy, tight, strict=True):
+        assert one.tokens == other.tokens and np.array_equal(noted(one), noted(other))
+
+
+def test_a_token_keeps_the_experts_under_which_the_next_one_was_sampled(tmp_path: Path) -> None:
+    old, new = write(tmp_path / "old", "mixtral"), write(tmp_path / "new", "mixtral", seed=1)
+    engine, asked = engine_of(old), sequences(20)
+    run(engine, asked, steps=12)
+    carried = engine.suspend()
+    before = [len(s.tokens) for s in asked]
+    assert carried and any(before)
+    with torch.no_grad():
+        for name, parameter in engine.parameters_for_sync().items():
+            parameter.copy_(load_model(new, dtype=torch.float32).state_dict()[name])
+    engine.weights_updated(1)
+    state = json.loads(json.dumps([s.experts.to_plain() if s.experts else None for s in asked]))
+    for sequence, saved in zip(asked, state, strict=True):  # as a checkpoint holds them
+        sequence.experts = None if saved is None else ExpertRecord.from_plain(saved)
+    run(engine, asked)
+    first, second = (load_model(folder, dtype=torch.float32, attention="eager") for folder in (old, new))
+    differs = 0
+    for sequence, length in zip(asked, before, strict=True):
+        if not length:
+            continue
+        known = len(sequence.prompt_tokens) + length - 1  # the last token was sampled, not yet put in
+        found, under_old, under_new = noted(sequence), library(first, sequence), library(second, sequence)
+        assert np.array_equal(found[:known], under_old[:known])
+        assert np.array_equal(found[known:-1], under_new[known:-1])
+        differs += int((under_old[:known] != under_new[:known]).any())
+    assert differs  # else the two models would not tell them apart
+
+
+def test_a_dense_model_has_nothing_to_note(tmp_path: Path) -> None:
+    small_model(tiny_config("llama")).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has no experts whose choice could be noted"):
+        engine_of(tmp_path)
+
+
+def test_more_than_256_experts_take_two_bytes() -> None:
+    from llamarl.engine.expert_record import narrowed
+
+    assert narrowed(np.array([[[255]]]), 256).dtype == np.uint8
+    wide = narrowed(np.array([[[256]]]), 257)
+    assert wide.dtype == np.uint16 and wide.item() == 256
+    again = ExpertRecord.from_plain(json.loads(json.dumps(ExpertRecord(wide, [wide]).to_plain())))
+    assert again.prompt is not None and again.prompt.dtype == np.uint16 and again.rows(2).tolist() == [[[256]], [[0]]]
