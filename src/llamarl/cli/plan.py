@@ -391,6 +391,7 @@ def _write_recipe(
         settings["hosts"] = {"workers": list(hosts)}
         if where := place_roles(plan, hardware, hosts):
             settings["hosts"]["on"] = where
+    _settle_parts(settings, config or {})
     for role in ("generator", "trainer"):
         if (config or {}).get(role, {}).get("device", "auto") not in ("auto", kind):
             settings[role]["device"] = kind
@@ -406,6 +407,21 @@ def _write_recipe(
     if folder is None:
         header += f"\n{_NEEDS_FOLDER.format(shape=model_path)}"
     _write(path, config or {}, settings, header)
+
+
+def _settle_parts(settings: dict[str, Any], config: dict[str, Any]) -> None:
+    """Leave ``schedule.parts`` at 1 where the rest of the recipe works on whole ticks."""
+    from llamarl.config import validate
+    from llamarl.errors import ConfigError
+
+    schedule = settings["schedule"]
+    if "parts" in config.get("schedule", {}):
+        schedule.setdefault("parts", 1)
+    if schedule.get("parts", 1) > 1:
+        try:
+            validate(_merge(config, {"schedule": schedule}))
+        except ConfigError:
+            schedule["parts"] = 1
 
 
 _OURS = "Written by llamarl plan: "

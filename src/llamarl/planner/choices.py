@@ -12,18 +12,21 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from llamarl.errors import PlanError
+from llamarl.planner.cores import core_rate, scaled
 from llamarl.planner.generation import GeneratorDemand, generator_memory, generator_tick_s, weight_bytes
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.rooflines import GeneratorLayout, tensor_parallel_sizes
 from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime, trainer_memory, trainer_tick
+from llamarl.trainer.config import num_at_once
 
 __all__ = [
     "GeneratorChoice",
     "Options",
     "TrainerChoice",
     "Workload",
+    "filling_choices",
     "fits",
     "generator_choice",
     "generator_choices",
@@ -116,6 +119,8 @@ class TrainerChoice:
     layout: TrainerLayout
     time: TrainerTime
     memory: Mapping[str, float]
+    core_s: float = 0.0
+    """Seconds of one core that the tick takes, of a rank that uses what others leave (``layout.threads`` above 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,3 +271,33 @@ def micro_batches(
         yield TrainerChoice(
             layout=candidate, time=trainer_tick(hardware, model, candidate, demand), memory=memory
         )  # fmt: skip
+
+
+def filling_choices(
+    hardware: Hardware, work: Workload, options: Options, cores: int, *, memory_limit: float, held: int = 0
+) -> Iterator[TrainerChoice]:
+    """A lone trainer rank with a thread a core, beside a generator that has ``held`` of the cores to itself while it works.
+
+    Times are of all cores, as where nobody else works; memory is that of one core of those that the generator leaves.
+    """
+    demand = TrainerDemand(
+        lengths=work.response,
+        prompt_tokens=work.prompt_tokens,
+        sequences=work.sequences,
+        reference_forward=work.reference_model,
+    )
+    at_once = num_at_once(0, threads=cores, num_parameters=work.model.total_params)
+    rate = core_rate(cores)
+    for recompute in (False, True):
+        for micro in powers(max(1, work.sequences // at_once)):
+            layout = TrainerLayout(
+                micro_batch=micro, recompute=recompute, runnable=options.runnable, threads=cores, at_once=at_once
+            )
+            whole = trainer_memory(hardware, work.model, layout, demand)
+            memory = {name: size / (cores - held) for name, size in whole.items()}
+            if not fits(memory, memory_limit):
+                break
+            alone = trainer_tick(hardware, work.model, layout, demand)
+            yield TrainerChoice(
+                layout=layout, time=scaled(alone, 1.0 / rate), memory=memory, core_s=alone.total_s * cores / rate
+            )

@@ -31,6 +31,7 @@ __all__ = [
     "batch_profile",
     "generator_memory",
     "generator_tick_s",
+    "group_ends_s",
     "padded_profile",
     "weight_bytes",
 ]
@@ -64,13 +65,17 @@ def batch_profile(lengths: Lengths, count: int, slots: int, total: int) -> Batch
     Lengths are the representative ones of the distribution in a fixed shuffled order, but the longest is the expected maximum of all
     ``total`` responses of the tick: the step waits for the slowest replica.
     """
-    values = lengths.representative(count).astype(np.float64)
-    values[-1] = max(values[-1], lengths.expected_max(total))
-    values = values[np.random.default_rng(0).permutation(count)]
+    values = _tick_lengths(lengths, count, total)
     slots = min(slots, count)
     start = slot_starts(values[None], slots)
     runs = constant_batches(values[None], start, np.zeros_like(start), np.array([math.inf]), slots)
     return _merged(np.stack([runs.steps, runs.active, runs.written], axis=1), float(runs.held.max()), slots)
+
+
+def _tick_lengths(lengths: Lengths, count: int, total: int) -> npt.NDArray[np.float64]:
+    values = lengths.representative(count).astype(np.float64)
+    values[-1] = max(values[-1], lengths.expected_max(total))
+    return values[np.random.default_rng(0).permutation(count)]
 
 
 def padded_profile(lengths: Lengths, count: int, slots: int) -> BatchProfile:
@@ -142,6 +147,20 @@ def generator_tick_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayo
     copies = demand.group_size if demand.shared_prefix else 1
     prompts = demand.sequences * demand.prompt_tokens / copies
     return float((profile.steps * step).sum()) + prefill_s(hardware, model, layout, prompts, demand.prompt_tokens / 2)
+
+
+def group_ends_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, demand: GeneratorDemand) -> list[float]:
+    """Seconds into a tick of whole batches at which each of a replica's groups is complete, ascending; the last is the tick's end."""
+    d = demand
+    values = _tick_lengths(d.lengths, d.sequences, d.total_sequences)[None]
+    ends = (slot_starts(values, min(d.slots, d.sequences)) + values)[0]
+    steps = np.sort([ends[i : i + d.group_size].max() for i in range(0, d.sequences, d.group_size)])
+    profile = _profile(d)
+    step_s = np.asarray(decode_step_s(hardware, model, layout, profile.active, d.prompt_tokens + profile.written))
+    at = np.concatenate([[0.0], np.cumsum(profile.steps)])
+    seconds = np.concatenate([[0.0], np.cumsum(profile.steps * step_s)])
+    first_s = generator_tick_s(hardware, model, layout, d) - float(seconds[-1])
+    return [first_s + float(second) for second in np.interp(steps, at, seconds)]
 
 
 def _partial_tick_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, demand: GeneratorDemand) -> float:

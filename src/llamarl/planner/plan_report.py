@@ -31,7 +31,7 @@ def system_title(plan: Plan) -> str:
         return "sync, one layout"
     if plan.system == "resharding":
         return "sync, re-sharding"
-    return f"separate, staleness {plan.max_staleness}"
+    return f"separate, staleness {plan.max_staleness}" + (f", {plan.parts} parts" if plan.parts > 1 else "")
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -58,8 +58,16 @@ def _bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def _split(plan: Plan) -> str:
+    if plan.system != "separate":
+        return "shared"
+    return f"{plan.generator.devices}+" + ("rest" if plan.trainer.core_s else f"{plan.trainer.layout.devices}")
+
+
 def _trainer_layout(plan: Plan) -> str:
     t = plan.trainer.layout
+    if plan.trainer.core_s:
+        return plural(t.threads, "thread")
     sizes = [f"tp{t.tp}"] + ([f"pp{t.pp}"] if t.pp > 1 else []) + [f"fsdp{t.fsdp}"]
     return "·".join(sizes + ([f"dp{t.dp}"] if t.dp > 1 else []))
 
@@ -101,7 +109,6 @@ def report_text(
         head.append("cost/step")
     rows = [head]
     for plan in plans:
-        split = f"{plan.generator.devices}+{plan.trainer.layout.devices}" if plan.system == "separate" else "shared"
         mark = "*" if plan is chosen else ""
         row = [
             system_title(plan) + mark,
@@ -111,7 +118,7 @@ def report_text(
             seconds_text(plan.sync_s),
             f"{plan.bubble:.0%}",
             f"{plan.tokens_per_s:,.0f}",
-            split,
+            _split(plan),
             _generator_layout(plan),
             _trainer_layout(plan),
         ]
@@ -144,10 +151,18 @@ def _details(plan: Plan) -> list[str]:
         f"{plural(g.demand.slots, 'sequence')} at once each, {rollouts}" + waits[0]
     )
     recompute = "recomputed activations" if t.layout.recompute else "kept activations"
+    where = plural(t.layout.devices, "device")
+    if t.core_s:
+        where = f"{'what the generator leaves of ' if separate else ''}{plural(plan.devices, 'core')}, "
+        where += plural(t.layout.threads, "thread")
+        where += f", {t.layout.at_once} micro-batches at once" if t.layout.at_once > 1 else ""
     lines.append(
-        f"  trainer    {plural(t.layout.devices, 'device')}: micro-batch {plural(t.layout.micro_batch, 'sequence')} a rank, "
-        f"{recompute}" + waits[1]
+        f"  trainer    {where}: micro-batch {plural(t.layout.micro_batch, 'sequence')} a rank, {recompute}" + waits[1]
     )
+    if plan.parts > 1:
+        lines.append(
+            f"  parts      {plan.parts}: what is complete is trained while the rest is decoded (schedule.parts)"
+        )
     parts = dataclasses.asdict(t.time)
     lines.append("             " + ", ".join(f"{k[:-2].replace('_', ' ')} {seconds_text(v)}" for k, v in parts.items()))
     for role, memory in (("generator", g.memory), ("trainer", t.memory)):
@@ -169,6 +184,7 @@ def plan_to_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
         "binds": plan.binds,
         "tokens_per_s": plan.tokens_per_s,
         "sync_s": plan.sync_s,
+        "parts": plan.parts,
         "bubble": plan.bubble,
         "cost_per_step": _cost(plan, price),
         "memory_limit_bytes": plan.memory_limit,
@@ -189,6 +205,7 @@ def plan_to_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
             **dataclasses.asdict(t.layout),
             "devices": t.layout.devices,
             "time_s": t.time.total_s,
+            "core_s": t.core_s or None,
             "parts_s": dataclasses.asdict(t.time),
             "idle": plan.trainer_idle,
             "memory_bytes": dict(t.memory),

@@ -110,13 +110,15 @@ def plan_settings(
     sequence = work.prompt_tokens + work.lengths.mean
     one = shared and cpu  # on CPU cores one process does the work of all planned replicas
     together = g.replicas if one else 1
-    threads = {"threads": plan.devices if shared else 1} if cpu else {}
+    own, rest = (plan.devices, plan.devices) if shared else (1, t.threads)
+    threads, filling = ({"threads": own}, {"threads": rest}) if cpu else ({}, {})
     return {
         "model": {"path": model_path},
         "schedule": {
             "prompts_per_step": work.total_sequences // work.group_size,
             "max_staleness": plan.max_staleness,
             "colocated": shared,
+            **({"parts": plan.parts} if plan.parts > 1 else {}),
         },
         "generator": {
             "group_size": work.group_size,
@@ -139,7 +141,7 @@ def plan_settings(
             "tp": 1 if one else t.tp,
             "pp": t.pp,
             "dtype": dtype,
-            **threads,
+            **filling,
             "max_tokens_per_microbatch": max(1, round(t.micro_batch * sequence)),
             "activation_checkpointing": "full" if t.recompute else "none",
         },

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 from llamarl.errors import PlanError
 from llamarl.planner.choices import (
@@ -20,6 +21,7 @@ from llamarl.planner.choices import (
     Options,
     TrainerChoice,
     Workload,
+    filling_choices,
     generator_choice,
     generator_choices,
     micro_batches,
@@ -29,6 +31,7 @@ from llamarl.planner.choices import (
     split_sizes,
     trainer_choices,
 )
+from llamarl.planner.cores import PARTS, finished_s, parts_ready, scaled, shares_cores
 from llamarl.planner.fitting import nothing_fits
 from llamarl.planner.generation import GeneratorDemand
 from llamarl.planner.hardware import Hardware
@@ -65,6 +68,8 @@ class Plan:
     """What sets the step time."""
     tokens_per_s: float
     memory_limit: float
+    parts: int = 1
+    """``schedule.parts``: the tick's groups are trained in so many parts, while later ones are still decoded."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -88,6 +93,9 @@ class Plan:
         if self.system != "separate":
             return max(0.0, 1.0 - (self.trainer.time.total_s + self.generator.time_s + self.sync_s) / self.step_s)
         train, generate = self.trainer.layout.devices, self.generator.devices
+        if self.trainer.core_s:  # both on the same cores
+            busy = generate * (1.0 - self.generator_idle) * self.step_s + self.trainer.core_s
+            return max(0.0, 1.0 - busy / (self.devices * self.step_s))
         idle = train * self.trainer_idle + generate * self.generator_idle
         return (idle + (self.devices - train - generate)) / self.devices
 
@@ -115,13 +123,15 @@ def best_split(
     modes = (False, True) if options.partial_rollouts and options.max_segments > 1 else (False,)
     for trainers in splits if splits is not None else split_sizes(devices, hardware.device.devices_per_node):
         choices = trainer_choices(hardware, work, options, trainers, memory_limit=limit)
-        trainer = min(choices, key=_trainer_rank, default=None)
-        if trainer is None:
-            continue
-        for partial in modes:
-            for generator in generator_choices(
-                hardware, work, options, devices - trainers, memory_limit=limit, partial=partial
-            ):
+        held = devices - trainers
+        found_trainers = [min(choices, key=_trainer_rank, default=None)]
+        if shares_cores(hardware, devices):
+            left = filling_choices(hardware, work, options, devices, memory_limit=limit, held=held)
+            found_trainers.append(min(left, key=_trainer_rank, default=None))
+        for trainer, partial in product(found_trainers, modes):
+            if trainer is None:
+                continue
+            for generator in generator_choices(hardware, work, options, held, memory_limit=limit, partial=partial):
                 sync = weight_sync_s(
                     hardware,
                     work.model,
@@ -157,9 +167,10 @@ def best_separate(
         )
     found = candidates if candidates is not None else best_split(hardware, work, options, devices)
     best: tuple[tuple[float, int], TrainerChoice, GeneratorChoice, float] | None = None
-    for trainer, generator, sync in found:
+    for alone, generator, sync in found:
         if generator.demand.partial and max_staleness == 0:
             continue
+        trainer = _beside(alone, generator, sync, devices) if max_staleness else alone
         step = max(
             generator.time_s + sync,
             trainer.time.total_s,
@@ -182,6 +193,9 @@ def best_separate(
     )
     period = max_cycle_mean(durations, edges)
     binds = period.cycle[0] if len(period.cycle) == 1 else "the whole round"
+    step_s, parts = period.period_s, 1
+    if max_staleness == 0:
+        step_s, parts = _in_parts(hardware, work, trainer, generator, sync, devices, whole_s=step_s)
     return Plan(
         system="separate",
         max_staleness=max_staleness,
@@ -189,11 +203,55 @@ def best_separate(
         trainer=trainer,
         generator=generator,
         sync_s=sync,
-        step_s=period.period_s,
+        step_s=step_s,
         binds=f"{binds}: {_part(trainer.time, generator, binds)}",
-        tokens_per_s=_tokens_rate(work, period.period_s),
+        tokens_per_s=_tokens_rate(work, step_s),
         memory_limit=hardware.usable_memory_bytes,
+        parts=parts,
     )
+
+
+def _beside(trainer: TrainerChoice, generator: GeneratorChoice, sync_s: float, cores: int) -> TrainerChoice:
+    """The trainer at work at the same time as the generator: longer, where it has what that leaves of the cores."""
+    if not trainer.core_s:
+        return trainer
+    busy_s = generator.time_s + sync_s
+    elapsed_s = finished_s([(0.0, trainer.core_s)], cores=cores, held=generator.devices, held_s=busy_s)
+    return replace(trainer, time=scaled(trainer.time, elapsed_s / trainer.time.total_s))
+
+
+def _in_parts(
+    hardware: Hardware,
+    work: Workload,
+    trainer: TrainerChoice,
+    generator: GeneratorChoice,
+    sync_s: float,
+    devices: int,
+    *,
+    whole_s: float,
+) -> tuple[float, int]:
+    """A synchronous step and the number of parts that its tick is best cut into: the fewest within 1% of the shortest.
+
+    A lone trainer rank on the generator's host takes parts; what no part shortens is the update.
+    """
+    best = whole_s, 1
+    if (
+        trainer.layout.tp * trainer.layout.pp * trainer.layout.data_ranks > 1
+        or devices > hardware.device.devices_per_node
+    ):
+        return best
+    cores, held = (devices, generator.devices) if trainer.core_s else (1, 0)
+    update_s = trainer.time.optimizer_s + trainer.time.other_s
+    parts_s = (trainer.time.total_s - update_s) * cores
+    for parts in PARTS[1:]:
+        if parts * generator.replicas > work.prompts_per_step:
+            break
+        ready = parts_ready(hardware, work.model, generator.layout, generator.demand, parts, work.reward_s)
+        queue = [(sync_s + second, share * parts_s) for second, share in ready]
+        done_s = finished_s(queue, cores=cores, held=held, held_s=sync_s + generator.time_s)
+        if done_s + update_s < 0.99 * best[0]:
+            best = done_s + update_s, parts
+    return best
 
 
 def _part(time: TrainerTime, generator: GeneratorChoice, role: str) -> str:
@@ -222,7 +280,8 @@ def best_resharding(hardware: Hardware, work: Workload, options: Options, device
     _check_devices(devices)
     limit = hardware.usable_memory_bytes
     e, device = hardware.efficiency, hardware.device
-    trainers = sorted(trainer_choices(hardware, work, options, devices, memory_limit=limit), key=_trainer_rank)
+    filling = filling_choices if shares_cores(hardware, devices) else trainer_choices
+    trainers = sorted(filling(hardware, work, options, devices, memory_limit=limit), key=_trainer_rank)
     best: tuple[float, TrainerChoice, GeneratorChoice, float, str] | None = None
     for trainer in trainers[:8]:
         state = _static_bytes(trainer.memory)

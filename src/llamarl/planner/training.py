@@ -40,6 +40,11 @@ class TrainerLayout:
     """As llamarl's trainer: embedding and output layer whole on every tensor-parallel rank, each of which computes all logits of
     its tokens. False: the vocabulary is cut too."""
 
+    threads: int = 1
+    """CPU threads of a lone rank that uses what others leave of the cores; 1: every rank has a device."""
+    at_once: int = 1
+    """Micro-batches that such a rank computes at the same time (``trainer.microbatches_at_once``)."""
+
     @property
     def vocabulary_shards(self) -> int:
         return 1 if self.runnable else self.tp
@@ -226,7 +231,10 @@ def trainer_memory(
     if layout.runnable and layout.fsdp > 1:
         # When the backward pass ends, the gradients of embedding and head are whole, and copied in fp32 to be reduced.
         parts["activations"] = max(parts["activations"], model.embedding_params * (width + 4.0))
-    parts["logits"] = (
+    if layout.at_once > 1:  # gradients of those at work and of one that is done stand beside the sum
+        parts["gradients"] *= layout.at_once + 2
+        parts["activations"] *= layout.at_once
+    parts["logits"] = layout.at_once * (
         min(tokens, RUNNABLE_LOGIT_ROWS if layout.runnable else 4096.0) * model.vocab / layout.vocabulary_shards * 8.0
     )  # log-probs are made in chunks of tokens
     return parts

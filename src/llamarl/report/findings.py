@@ -215,6 +215,8 @@ def _by_waiting(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 f"the {role} stands idle for {sum(idle) / len(idle):.0%} of the time. Give the {other} more of the machine, or "
                 f"ask llamarl plan for a split; the timeline says what each gap waits for"
             )
+            if role == "generator":
+                text += ". On a CPU, trainer.threads = 0 has the trainer use what the generator leaves of up to 4 cores"
             first = int(rows[1].get("step") or 0)
             found.append(Finding(kind=f"{role}_waits", level="note", text=text, first_tick=first, now=True))
     return found

@@ -5,8 +5,8 @@
 
 Where the runs' ticks were so alike that a line has all its time in the tick, that is the batch's time all the same.
 
-A device is a GPU, or one CPU core; a role's threads count as that many devices without loss, as ``scenario_from_recipe`` takes
-them. Every rate is a measured one, so the matching efficiency is 1. The rooflines stay, so plans from it extrapolate to other
+A device is a GPU, or one CPU core; a generator's threads count as that many devices without loss, a trainer's with that of
+``planner/cores.py``, as ``scenario_from_recipe`` takes them. Every rate is a measured one, so the matching efficiency is 1. The rooflines stay, so plans from it extrapolate to other
 models, batch sizes and lengths the way those of named hardware do.
 """
 
@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from llamarl.config import RunConfig
 from llamarl.errors import PlanError
+from llamarl.planner.cores import core_rate
 from llamarl.planner.hardware import Hardware, find_hardware, this_machine
 from llamarl.planner.lengths import grouped
 from llamarl.planner.model_spec import ModelSpec, find_model
@@ -51,7 +52,7 @@ def machine_of_run(config: RunConfig, found: RecipeCalibration) -> Hardware:
     sequences = config.schedule.prompts_per_step * config.generator.group_size
     generator, trainer = recipe_layouts(config, base, costs.prompt_tokens + lengths.mean)
     demand = TrainerDemand(lengths=lengths, prompt_tokens=costs.prompt_tokens, sequences=sequences)
-    speed = threads["trainer"]
+    speed = core_rate(threads["trainer"])
     tick_s, batch_s = costs.trainer.tick_s * speed, costs.trainer.token_s * sequences * demand.mean_tokens * speed
     if batch_s == 0.0:
         tick_s, batch_s = 0.0, tick_s

@@ -10,6 +10,7 @@ from typing import Any
 from llamarl.config import RunConfig
 from llamarl.errors import PlanError
 from llamarl.planner.choices import Options, Workload
+from llamarl.planner.cores import core_rate
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths, grouped, read_lengths
 from llamarl.planner.rooflines import GeneratorLayout, weight_sync_s
@@ -42,6 +43,7 @@ def scenario_from_plan(plan: Plan, work: Workload, hardware: Hardware, options: 
         trainer=_trainer_cost(t.time, tokens),
         reward=RewardCost(tick_s=work.reward_s),
         max_staleness=plan.max_staleness,
+        parts=1 if t.core_s else plan.parts,  # parts on shared cores slow the generator's tail, which is not simulated
         max_segments=g.demand.max_segments if g.demand.partial else 1,
         oversubscription=options.oversubscription if g.demand.partial else 1.0,
         replicas=g.replicas,
@@ -91,7 +93,7 @@ def scenario_from_recipe(
     layout, trainer = recipe_layouts(config, hardware, work.prompt_tokens + work.response.mean)
     demand = TrainerDemand(lengths=work.response, prompt_tokens=work.prompt_tokens, sequences=work.sequences)
     cost = _trainer_cost(trainer_tick(hardware, work.model, trainer, demand), work.tokens)
-    speed = float(threads["trainer"])
+    speed = core_rate(threads["trainer"])
     scenario = Scenario(
         title=f"{work.model.name}, as the recipe says, {hardware.device.title}",
         prompts_per_step=work.prompts_per_step,

@@ -11,7 +11,20 @@ from pydantic.dataclasses import dataclass
 from llamarl.errors import Mistake
 from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, refuse
 
-__all__ = ["CriticConfig", "LoraConfig", "OptimizerConfig", "ReferenceConfig", "SelectionConfig", "TrainerConfig"]
+__all__ = [
+    "CriticConfig",
+    "LoraConfig",
+    "OptimizerConfig",
+    "ReferenceConfig",
+    "SelectionConfig",
+    "TrainerConfig",
+    "num_at_once",
+]
+
+_SMALL = 20_000_000
+"""Parameters below which one micro-batch is computed after the other."""
+_MOST = 4
+"""Each further one costs a micro-batch's activations and a set of gradients, and takes a share of the one interpreter."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -280,3 +293,23 @@ class CriticConfig:
 
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """The critic's own AdamW; its schedule counts ticks, as the policy's does."""
+
+
+def num_at_once(asked: int, *, threads: int, num_parameters: int, alone: bool = True, reentrant: bool = True) -> int:
+    """Micro-batches that one rank computes at the same time.
+
+    Args:
+        asked: As configured; 0 leaves it to this rule: the largest divisor of ``threads`` up to 4, for a model of 20 million
+            parameters or more. In a smaller one the interpreter, of which there is one, is most of the time.
+        threads: CPU threads of the rank.
+        num_parameters: Of the model.
+        alone: A lone rank on the CPU. Ranks that share a model meet in every layer, and a GPU has enough with one.
+        reentrant: Whether a forward pass leaves the model as it was.
+    """
+    if not alone or not reentrant:
+        return 1
+    if asked:
+        return min(asked, threads)
+    if num_parameters < _SMALL:
+        return 1
+    return max(n for n in range(1, min(_MOST, threads) + 1) if threads % n == 0)

@@ -23,36 +23,12 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["in_order", "num_at_once"]
+__all__ = ["in_order"]
 
-_SMALL = 20_000_000
 _NICE = 5
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-_MOST = 4
-"""Each further one costs a micro-batch's activations and a set of gradients, and takes a share of the one interpreter."""
-
-
-def num_at_once(asked: int, *, threads: int, num_parameters: int, alone: bool = True, reentrant: bool = True) -> int:
-    """Micro-batches that one rank computes at the same time.
-
-    Args:
-        asked: As configured; 0 leaves it to this rule: the largest divisor of ``threads`` up to 4, for a model of 20 million
-            parameters or more. In a smaller one the interpreter, of which there is one, is most of the time.
-        threads: CPU threads of the rank.
-        num_parameters: Of the model.
-        alone: A lone rank on the CPU. Ranks that share a model meet in every layer, and a GPU has enough with one.
-        reentrant: Whether a forward pass leaves the model as it was.
-    """
-    if not alone or not reentrant:
-        return 1
-    if asked:
-        return min(asked, threads)
-    if num_parameters < _SMALL:
-        return 1
-    return max(n for n in range(1, min(_MOST, threads) + 1) if threads % n == 0)
 
 
 def in_order(

@@ -45,7 +45,7 @@ from llamarl.trainer.batch import (
     token_weight,
 )
 from llamarl.trainer.building import build_policy
-from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
+from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig, num_at_once
 from llamarl.trainer.narrowing import KLText
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.optimizer import learning_rate
@@ -53,7 +53,7 @@ from llamarl.trainer.parts import JoinedParts, PartOfStep, join_parts
 from llamarl.trainer.policy import Policy
 from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
-from llamarl.trainer.side_by_side import in_order, num_at_once
+from llamarl.trainer.side_by_side import in_order
 from llamarl.trainer.staleness import check_token_versions
 from llamarl.trainer.statistics import StepStatistics, tick_metrics
 from llamarl.trainer.step_plan import plan_of_rank

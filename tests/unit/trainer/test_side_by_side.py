@@ -15,8 +15,8 @@ from training_fixtures import make_groups, tiny_config, write_model
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.decoder import changes_with_length
 from llamarl.trainer.batch import pack_sequences
-from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
-from llamarl.trainer.side_by_side import in_order, num_at_once
+from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig, num_at_once
+from llamarl.trainer.side_by_side import in_order
 from llamarl.trainer.step import Trainer
 
 

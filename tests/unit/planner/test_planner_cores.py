@@ -1,0 +1,154 @@
+"""Generator and trainer on the cores of one CPU, and ticks that are trained in parts: worked by hand, measured, simulated."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+
+from llamarl.config import known_keys, validate
+from llamarl.planner.choices import Options, Workload, filling_choices
+from llamarl.planner.cores import SIDE_BY_SIDE, core_rate, finished_s, shares_cores
+from llamarl.planner.generation import GeneratorDemand, generator_tick_s, group_ends_s
+from llamarl.planner.hardware import Hardware, find_hardware, this_machine
+from llamarl.planner.lengths import lognormal
+from llamarl.planner.model_spec import find_model
+from llamarl.planner.plan_report import plan_to_dict, report_text
+from llamarl.planner.recipe import plan_settings, recipe_text
+from llamarl.planner.rooflines import GeneratorLayout
+from llamarl.planner.search import Plan, best_resharding, best_separate, search_all
+from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_memory, trainer_tick
+from llamarl.simulator.simulate import simulate
+from llamarl.simulator.sources import scenario_from_plan
+
+
+def machine(cores: int) -> Hardware:
+    here = this_machine()
+    return replace(here, device=replace(here.device, devices_per_node=cores, memory_bytes=64e9))
+
+
+WORK = Workload(
+    model=find_model("Qwen2.5-0.5B"), response=lognormal(200, limit=800), prompts_per_step=8, group_size=4, prompt_tokens=50
+)  # fmt: skip
+WHOLE = Options(partial_rollouts=False)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([(0.0, 30.0)], 20.0),  # 10 s beside the generator on one core, then 20 s of work on two
+        ([(0.0, 5.0)], 5.0),
+        ([(12.0, 6.0)], 15.0),  # the generator is done by then
+        ([(4.0, 8.0), (10.0, 6.0)], 14.0),  # 6 s of the first by 10 s, its rest to 11 s, the second to 14 s
+        ([(4.0, 2.0), (10.0, 6.0)], 13.0),  # done at 6 s, it waits
+    ],
+)
+def test_a_trainer_has_the_cores_that_the_generator_leaves(parts: list[tuple[float, float]], expected: float) -> None:
+    assert finished_s(parts, cores=2, held=1, held_s=10.0) == pytest.approx(expected)
+
+
+def test_a_trainer_with_devices_of_its_own_takes_parts_as_they_come() -> None:
+    assert finished_s([(4.0, 5.0), (8.0, 5.0)], cores=1) == pytest.approx(14.0)
+    assert finished_s([(4.0, 2.0), (8.0, 2.0)], cores=1) == pytest.approx(10.0)
+
+
+def test_steps_on_two_cores_are_those_that_were_measured() -> None:
+    """docs/results.md, a step on two cores: the trainer's time of a token on one core (the middle of what is given), times the
+    tokens of the step; the generator's tick. Bfloat16 on idle cores; beside it float32, when others took 12% of the cores."""
+    bfloat16 = finished_s([(0.0, 7.25 / 1189 * 4322 / SIDE_BY_SIDE)], cores=2, held=1, held_s=10.9)
+    assert bfloat16 == pytest.approx(20.9, rel=0.03)
+    float32 = finished_s([(0.0, 11.45 / 1189 * 4416 / SIDE_BY_SIDE)], cores=2, held=1, held_s=15.7)
+    assert float32 == pytest.approx(35.9 * 0.88, rel=0.05)
+
+
+def test_only_a_few_cores_of_one_machine_are_filled() -> None:
+    assert [shares_cores(machine(4), devices) for devices in (1, 2, 4, 5)] == [False, True, True, False]
+    assert not shares_cores(machine(2), 4)  # two machines
+    assert not shares_cores(find_hardware("h100"), 2)
+
+
+def test_micro_batches_side_by_side_hold_activations_and_gradients_each() -> None:
+    demand = TrainerDemand(lengths=WORK.response, prompt_tokens=50, sequences=32)
+    hardware = machine(2)
+    alone = trainer_memory(hardware, WORK.model, TrainerLayout(micro_batch=4, runnable=True), demand)
+    both = trainer_memory(
+        hardware, WORK.model, TrainerLayout(micro_batch=4, runnable=True, threads=2, at_once=2), demand
+    )
+    for part, times in (("activations", 2), ("logits", 2), ("gradients", 4), ("optimizer", 1), ("parameters", 1)):
+        assert both[part] == times * alone[part]
+
+
+def test_a_filling_trainer_leaves_no_micro_batch_without_a_thread() -> None:
+    found = list(filling_choices(machine(2), WORK, WHOLE, 2, memory_limit=60e9, held=1))
+    assert found and max(choice.layout.micro_batch for choice in found) == 16  # of 32 sequences
+    for choice in found:
+        assert (choice.layout.threads, choice.layout.at_once) == (2, 2)
+        demand = TrainerDemand(lengths=WORK.response, prompt_tokens=50, sequences=32)
+        core_s = trainer_tick(machine(2), WORK.model, choice.layout, demand).total_s
+        assert choice.time.total_s == pytest.approx(core_s / core_rate(2))
+        assert choice.core_s == pytest.approx(core_s / SIDE_BY_SIDE)
+
+
+def test_two_cores_are_never_idle_while_the_trainer_has_work() -> None:
+    plan = best_separate(machine(2), WORK, WHOLE, 2, 1)
+    assert plan.trainer.layout.threads == 2 and plan.generator.devices == 1
+    busy = plan.generator.time_s + plan.sync_s + plan.trainer.core_s
+    assert plan.step_s == pytest.approx(busy / 2)
+    assert plan.bubble == pytest.approx(0.0, abs=1e-9)
+    said = report_text([plan], plan, WORK, machine(2))
+    assert "trainer    what the generator leaves of 2 cores, 2 threads, 2 micro-batches at once" in said
+
+
+def test_sharing_in_turns_computes_side_by_side_too() -> None:
+    plan = best_resharding(machine(2), WORK, WHOLE, 2)
+    assert plan.trainer.layout.threads == 2
+    assert plan.trainer.time.total_s == pytest.approx(plan.trainer.core_s / 2)
+
+
+def test_groups_end_in_order_and_the_last_ends_the_tick() -> None:
+    hardware, layout = find_hardware("h100"), GeneratorLayout(runnable=True)
+    demand = GeneratorDemand(
+        lengths=WORK.response, prompt_tokens=50, group_size=4, sequences=32, total_sequences=32, slots=8
+    )
+    ends = group_ends_s(hardware, WORK.model, layout, demand)
+    assert len(ends) == 8 and ends == sorted(ends)
+    assert ends[-1] == pytest.approx(generator_tick_s(hardware, WORK.model, layout, demand))
+    assert ends[0] > 0.1 * ends[-1]
+
+
+def in_parts() -> tuple[Hardware, Plan]:
+    """A synchronous job of two devices whose trainer works about as long as its generator."""
+    hardware = find_hardware("h100").with_efficiency(matmul=0.05, train_step_overhead_s=0.0)
+    work = replace(WORK, prompts_per_step=32)
+    return hardware, best_separate(hardware, work, replace(WHOLE, max_slots=16), 2, 0)
+
+
+def test_a_synchronous_plan_in_parts_is_what_the_simulation_gives() -> None:
+    hardware, plan = in_parts()
+    work = replace(WORK, prompts_per_step=32)
+    whole_s = plan.generator.time_s + plan.sync_s + plan.trainer.time.total_s
+    assert plan.parts > 1 and plan.step_s < 0.9 * whole_s
+    found = simulate(scenario_from_plan(plan, work, hardware, WHOLE, num_ticks=30))
+    assert plan.step_s == pytest.approx(found.step_s, rel=0.1)
+
+
+def test_parts_are_planned_for_a_lone_trainer_rank_and_no_asynchronous_job() -> None:
+    hardware, plan = in_parts()
+    assert plan_to_dict(plan)["parts"] == plan.parts
+    work = replace(WORK, prompts_per_step=32)
+    plans = search_all(hardware, work, WHOLE, 8, (0, 1))
+    for found in plans:
+        if found.parts > 1:
+            assert found.system == "separate" and found.max_staleness == 0 and found.trainer.layout.devices == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_written_recipe_has_the_threads_and_parts_of_the_plan(staleness: int) -> None:
+    hardware = machine(2)
+    plan = best_separate(hardware, WORK, WHOLE, 2, staleness)
+    settings = plan_settings(plan, "bundled:tiny", hardware, 1.0)
+    config = validate(tomllib.loads(recipe_text(settings, set(known_keys()), "")))
+    assert (config.generator.threads, config.trainer.threads) == (1, plan.trainer.layout.threads)
+    assert config.schedule.parts == plan.parts
+    assert (plan.parts > 1) == (staleness == 0)
