@@ -28,6 +28,7 @@ Use = Literal[
     "critic",
     "reward_model",
     "tensor_parallel",
+    "pipeline",
     "replicate",
     "int8",
     "fp8",
@@ -43,6 +44,7 @@ USES: Mapping[Use, str] = {
     "critic": "a critic: the decoder with a value head",
     "reward_model": "a reward model in packed batches, which may lie over several ranks",
     "tensor_parallel": "tensor parallelism above 1, in generator, trainer, reference, critic and reward model",
+    "pipeline": "pipeline stages, in the trainer",
     "replicate": "generator replicas, and FSDP ranks of whatever is trained",
     "int8": "int8 weights in the generator, on CPU",
     "fp8": "fp8 weights in the generator, on CUDA",
@@ -81,6 +83,7 @@ _NO_SCORE_FORM: Mapping[Use, str] = {
     "reward_model": "transformers has no form of it that classifies sequences",
 }
 _NO_PLAN: Mapping[Use, str] = {"tensor_parallel": "transformers has no plan that cuts it"}
+_NO_STAGES: Mapping[Use, str] = {"pipeline": "transformers has no plan that cuts it into stages"}
 _PACKED_PLAN: Mapping[Use, str] = {
     "tensor_parallel": "its plan cuts packed matrices in ways that are not carried out here"
 }
@@ -111,11 +114,11 @@ FAMILIES: Mapping[str, Family] = {
     "olmo3": Family(lacks={**_DENSE, **_NO_VALUE_FORM, **_PACKED_PLAN}),
     "glm4": Family(lacks={**_DENSE, **_PACKED_PLAN}, linear_layers=(*_ATTENTION_LAYERS, "gate_up_proj", "down_proj")),
     "starcoder2": Family(lacks=_DENSE, linear_layers=(*_ATTENTION_LAYERS, "c_fc", "c_proj")),
-    "stablelm": Family(lacks={**_DENSE, **_NO_PLAN}),
+    "stablelm": Family(lacks={**_DENSE, **_NO_PLAN, **_NO_STAGES}),
     "phi": Family(lacks=_DENSE, linear_layers=("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")),
     "cohere": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
     "cohere2": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
-    "nemotron": Family(lacks=_DENSE, linear_layers=(*_ATTENTION_LAYERS, "up_proj", "down_proj")),
+    "nemotron": Family(lacks={**_DENSE, **_NO_STAGES}, linear_layers=(*_ATTENTION_LAYERS, "up_proj", "down_proj")),
     "exaone4": Family(lacks=_DENSE),
     "ernie4_5": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
     "gpt_neox": Family(
@@ -127,6 +130,7 @@ FAMILIES: Mapping[str, Family] = {
             **_DENSE,
             **_NO_VALUE_FORM,
             **_NO_PLAN,
+            **_NO_STAGES,
             "int8": "its layers are convolutions in name, and only linear layers are quantized",
             "fp8": "its layers are convolutions in name, and only linear layers are quantized",
             "lora": "it has no linear layer inside: its own are convolutions in name",
@@ -134,13 +138,13 @@ FAMILIES: Mapping[str, Family] = {
         linear_layers=(),
     ),
     "opt": Family(
-        lacks={**_DENSE, **_NO_VALUE_FORM, **_NO_PLAN},
+        lacks={**_DENSE, **_NO_VALUE_FORM, **_NO_PLAN, **_NO_STAGES},
         linear_layers=("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
     ),
     "qwen3_moe": Family(lacks=_SPARSE, linear_layers=_ATTENTION_LAYERS),
-    "olmoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM}, linear_layers=_ATTENTION_LAYERS),
+    "olmoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM, **_NO_STAGES}, linear_layers=_ATTENTION_LAYERS),
     "mixtral": Family(lacks=_SPARSE, linear_layers=_ATTENTION_LAYERS),
-    "granitemoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM}, linear_layers=_ATTENTION_LAYERS),
+    "granitemoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM, **_NO_STAGES}, linear_layers=_ATTENTION_LAYERS),
 }
 """``model_type`` -> family. Their tokens and gradients are tested against the library's own forward."""
 

@@ -39,6 +39,8 @@ from llamarl.models.folders import read_model_config, resolve_model_path
 from llamarl.models.loading import load_model
 from llamarl.models.parallel import _STYLES
 from llamarl.models.router_replay import let_replay
+from llamarl.models.small_copy import small_model
+from llamarl.models.stages import check_stages
 from llamarl.models.support import FAMILIES, NOT_COMPUTED, USES, Use, why_unsupported
 from llamarl.planner.model_spec import find_model
 from llamarl.planner.rooflines import tensor_parallel_sizes
@@ -149,6 +151,7 @@ def done(use: Use, folder: Path, family: str) -> None:
         "reward_model": lambda: score(folder),
         "lora": lambda: adapters(folder, family),
         "tensor_parallel": lambda: cut(folder),
+        "pipeline": lambda: check_stages(small_model(AutoConfig.from_pretrained(folder)), 3),
         "compiled_kernels": lambda: compile_kernels(folder),
         "router_replay": lambda: let_replay(load_model(folder, dtype=torch.float32, attention="llamarl_packed")),
     }[use]()

@@ -1,0 +1,144 @@
+"""One stage of a pipeline at work: its schedule carried out, hidden states sent on, gradients sent back.
+
+    stage s - 1 ──hidden states of micro-batch i, [1, N_i, H]──▶ stage s ──▶ stage s + 1
+                ◀─────────their gradient, [1, N_i, H]──────────         ◀──
+
+Micro-batches are packed, so each has another number of tokens: more than ``torch.distributed.pipelining`` allows, whose buffers
+have one shape. Every stage packs the same groups in the same way, so each knows N_i and nothing is announced.
+
+No deadlock: a send never waits for its receiver, a stage waits only for what it receives, and what it receives was made from
+earlier passes alone. The two directions have groups of their own: NCCL carries out one group's transfers in the order in which they
+were asked for, and there a send that waits for its receiver would hold up what the receiver waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llamarl.models.parallel import ParallelLayout
+from llamarl.trainer.pipeline_schedule import Action
+
+__all__ = ["Links", "Neighbours", "run_stage"]
+
+_WAIT_LIMIT = timedelta(minutes=30)
+"""Longest wait for one transfer: as long as a neighbour may compute on its micro-batches before. A dead one is noticed at once."""
+
+
+class Neighbours(Protocol):
+    """What a stage says to the stages beside it. Sending returns at once."""
+
+    is_first: bool
+    is_last: bool
+
+    def send_hidden(self, microbatch: int, hidden: Tensor) -> None: ...
+
+    def receive_hidden(self, microbatch: int) -> Tensor: ...
+
+    def send_gradient(self, microbatch: int, gradient: Tensor) -> None: ...
+
+    def receive_gradient(self, microbatch: int) -> Tensor: ...
+
+    def finish(self) -> None:
+        """Return when everything has been sent."""
+        ...
+
+
+class Links:
+    """Neighbours over ``torch.distributed``; one object lives as long as its mesh.
+
+    Args:
+        width: H, features of a hidden state.
+        dtype: In which layers hand hidden states on.
+    """
+
+    def __init__(self, layout: ParallelLayout, *, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.is_first, self.is_last = layout.pp_rank == 0, layout.pp_rank == layout.pp - 1
+        self._width, self._dtype, self._device = width, dtype, device
+        stride = layout.fsdp * layout.tp
+        self._before, self._after = layout.rank - stride, layout.rank + stride
+        self._forward = layout.group("pp")
+        columns = [list(range(start, layout.num_ranks, stride)) for start in range(stride)]
+        self._backward, _ = dist.new_subgroups_by_enumeration(columns)
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._num_tokens: Sequence[int] = ()
+
+    def begin(self, num_tokens: Sequence[int]) -> None:
+        """Say how many tokens each of the step's micro-batches has; the same on every stage."""
+        self._num_tokens = num_tokens
+
+    def send_hidden(self, microbatch: int, hidden: Tensor) -> None:
+        self._send(microbatch, hidden, self._after, self._forward)
+
+    def receive_hidden(self, microbatch: int) -> Tensor:
+        return self._receive(microbatch, self._before, self._forward)
+
+    def send_gradient(self, microbatch: int, gradient: Tensor) -> None:
+        self._send(microbatch, gradient, self._before, self._backward)
+
+    def receive_gradient(self, microbatch: int) -> Tensor:
+        return self._receive(microbatch, self._after, self._backward)
+
+    def finish(self) -> None:
+        for work, _ in self._sent:
+            if work is not None:
+                work.wait(_WAIT_LIMIT)
+        self._sent.clear()
+
+    def _send(self, microbatch: int, tensor: Tensor, to: int, group: Any) -> None:
+        expected = (1, self._num_tokens[microbatch], self._width)
+        assert tuple(tensor.shape) == expected and tensor.dtype == self._dtype, (
+            f"micro-batch {microbatch}: {tuple(tensor.shape)} in {tensor.dtype}, its receiver waits for {expected} in {self._dtype}"
+        )
+        tensor = tensor.contiguous()
+        self._sent = [(work, kept) for work, kept in self._sent if work is not None and not work.is_completed()]
+        self._sent.append((dist.isend(tensor, dst=to, group=group), tensor))  # kept until it has left
+
+    def _receive(self, microbatch: int, source: int, group: Any) -> Tensor:
+        tensor = torch.empty((1, self._num_tokens[microbatch], self._width), dtype=self._dtype, device=self._device)
+        work = dist.irecv(tensor, src=source, group=group)
+        assert work is not None
+        work.wait(_WAIT_LIMIT)
+        return tensor
+
+
+def run_stage(
+    actions: Sequence[Action], neighbours: Neighbours, forward: Callable[[int, Tensor | None], Tensor]
+) -> int:
+    """Carry out a stage's passes. Gradients are added to its parameters' own.
+
+    Args:
+        actions: Of this stage; without backward passes nothing is kept for them.
+        forward: (micro-batch, hidden states of the stage before, or None on the first) -> hidden states for the next stage, or on
+            the last the loss, a scalar.
+
+    Returns:
+        Most micro-batches whose activations were kept at once.
+    """
+    trains = any(kind == "B" for kind, _ in actions)
+    alive: dict[int, tuple[Tensor | None, Tensor]] = {}
+    most = 0
+    for kind, i in actions:
+        if kind == "F":
+            received = None if neighbours.is_first else neighbours.receive_hidden(i).requires_grad_(trains)
+            output = forward(i, received)
+            if not neighbours.is_last:
+                neighbours.send_hidden(i, output.detach())
+            if trains:
+                alive[i] = received, output
+                most = max(most, len(alive))
+            del received, output
+        else:
+            received, output = alive.pop(i)
+            output.backward(None if neighbours.is_last else neighbours.receive_gradient(i))  # type: ignore[no-untyped-call]
+            if received is not None:
+                # a micro-batch that only keeps step with other ranks may have a loss that depends on nothing
+                neighbours.send_gradient(i, torch.zeros_like(received) if received.grad is None else received.grad)
+            del received, output
+    neighbours.finish()
+    return most
