@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "models"))
 from tiny_models import tiny_model
@@ -25,8 +26,15 @@ from llamarl.models.parallel import ParallelLayout, make_layout
 from llamarl.weight_sync.layout import mesh_layout
 from llamarl.weight_sync.model_layouts import model_parameters, tp_placements
 
+WIDE = {"num_attention_heads": 8}
+"""Of the models in folders that end so: eight query heads over two key-value heads."""
 NUM_KV_TOKENS = 90
 """Room that all sequences together do not have: some are preempted."""
+
+
+def make_model(name: str, seed: int = 0) -> PreTrainedModel:
+    family, _, wide = name.partition("-")
+    return tiny_model(family, "eager", seed=seed, **(WIDE if wide else {}))
 
 
 def sequences() -> list[Sequence]:
@@ -54,7 +62,7 @@ def generate(folder: Path, family: str, layout: ParallelLayout | None) -> dict[s
     token_bytes = NativeEngine(folder / family, EngineConfig(block_size=4)).token_bytes if layout is None else 0
     tp = 1 if layout is None else layout.tp
     if layout is not None:
-        token_bytes = json.loads((folder / f"{family}-1-0.json").read_text())["token_bytes"] // tp
+        token_bytes = json.loads((folder / f"{family}-1-0.json").read_text())["token_bytes"] // min(tp, 2)
     config = EngineConfig(
         block_size=4, kv_cache_bytes=NUM_KV_TOKENS * token_bytes, max_sequences=8, max_batch_tokens=24
     )
@@ -71,7 +79,7 @@ def generate(folder: Path, family: str, layout: ParallelLayout | None) -> dict[s
     )
     parameters = model_parameters(folder / family, dtype="float32")
     parts = mesh_layout(parameters, {"dp": 1, "tp": tp}, tp_placements(parameters))
-    later = dict(tiny_model(family, "sdpa", seed=9).named_parameters())
+    later = dict(make_model(family, seed=9).named_parameters())
     handle = sender.send(0, WeightsPayload(version=1, tensors=later, sink_layout=parts))
     receiver.receive((handle,), 60.0).load_into(engine.parameters_for_sync(), parts)  # type: ignore[union-attr]
     engine.weights_updated(1)

@@ -14,21 +14,29 @@ from forked_command import SERVER
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import engine_ranks  # noqa: E402
-from engine_ranks import tiny_model  # noqa: E402
+from engine_ranks import make_model  # noqa: E402
 
 FAMILIES = ("llama", "gemma3_text")
+WIDE = ("llama-wide", "qwen3-wide", "gemma2-wide")
+"""Eight query heads over two key-value heads: of eight ranks four hold the same one."""
+SIZES = {**dict.fromkeys(FAMILIES, 2), **dict.fromkeys(WIDE, 8)}
+CASES = [pytest.param(family, marks=pytest.mark.long if family in WIDE[1:] else ()) for family in SIZES]
+"""Eight ranks on two cores take ten seconds a family."""
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By family: the report of the single rank, then those of two."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By family: the report of the single rank, then those of two or eight."""
     folder = tmp_path_factory.mktemp("engine_ranks")
-    for family in FAMILIES:
-        tiny_model(family, "sdpa").save_pretrained(folder / family)
-    for world in (1, 2):
+    own = [item for item in request.session.items if item.path == request.path]
+    every = any(item.get_closest_marker("long") for item in own)
+    asked = {family: size for family, size in SIZES.items() if every or family not in WIDE[1:]}
+    for family in asked:
+        make_model(family).save_pretrained(folder / family)
+    for world in (1, 2, 8):
+        families = [family for family, size in asked.items() if world in (1, size)]
         ranks = [
-            SERVER.Process(target=engine_ranks.main, args=(rank, world, folder, list(FAMILIES)))
-            for rank in range(world)
+            SERVER.Process(target=engine_ranks.main, args=(rank, world, folder, families)) for rank in range(world)
         ]
         for rank in ranks:
             rank.start()
@@ -39,12 +47,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         finally:
             for rank in ranks:
                 rank.kill()
-    names = ("1-0", "2-0", "2-1")
-    return {f: [json.loads((folder / f"{f}-{name}.json").read_text()) for name in names] for f in FAMILIES}
+    return {
+        family: [
+            json.loads((folder / f"{family}-{name}.json").read_text())
+            for name in ("1-0", *(f"{size}-{rank}" for rank in range(size)))
+        ]
+        for family, size in asked.items()
+    }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_sample_the_tokens_of_one_through_preemption_and_new_weights(
+@pytest.mark.parametrize("family", CASES)
+def test_ranks_sample_the_tokens_of_one_through_preemption_and_new_weights(
     runs: dict[str, list[dict[str, Any]]], family: str
 ) -> None:
     alone, *ranks = runs[family]
@@ -57,16 +70,17 @@ def test_two_ranks_sample_the_tokens_of_one_through_preemption_and_new_weights(
         for name in ("logprobs", "raw_logprobs"):
             for got, expected in zip(rank[name], alone[name], strict=True):
                 torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-4, rtol=0)
-    assert ranks[0] == ranks[1]  # both ranks recorded the same bits
+    assert all(rank == ranks[0] for rank in ranks)  # all ranks recorded the same bits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 def test_each_rank_holds_its_heads_cache_and_its_share_of_the_layers(
     runs: dict[str, list[dict[str, Any]]], family: str
 ) -> None:
     alone, *ranks = runs[family]
-    whole = dict(tiny_model(family, "sdpa").named_parameters())
+    whole = dict(make_model(family).named_parameters())
+    heads = sum(t.numel() for name, t in whole.items() if "k_proj" in name or "v_proj" in name) * 4
     in_layers = sum(t.numel() for name, t in whole.items() if "proj" in name) * 4
     for rank in ranks:
-        assert rank["token_bytes"] * 2 == alone["token_bytes"]
-        assert rank["held"] == alone["held"] - in_layers // 2
+        assert rank["token_bytes"] * 2 == alone["token_bytes"]  # one of two heads
+        assert rank["held"] == alone["held"] - in_layers + heads // 2 + (in_layers - heads) // SIZES[family]

@@ -25,15 +25,21 @@ import trainer_ranks  # noqa: E402
 from training_fixtures import write_model  # noqa: E402
 
 FAMILIES = ("llama", "qwen3", "gemma2")
-LAYOUTS = ("2x1", "1x2", "2x2")
-WHOLE_FIRST = [pytest.param(sizes, marks=() if sizes == "2x2" else pytest.mark.long) for sizes in LAYOUTS]
+HALVES = ("2x1", "1x2")
+WHOLE = ("2x2", "1x4")
+"""Four ranks; the models have two key-value heads, so that of four tensor-parallel ranks two hold the same one."""
+LAYOUTS = (*HALVES, *WHOLE)
+WHOLE_FIRST = [pytest.param(sizes, marks=() if sizes == "2x2" else pytest.mark.long) for sizes in (*HALVES, "2x2")]
 SMALLEST, EXPORTED = FAMILIES[:2]
 CASES = [
-    pytest.param(family, sizes, marks=() if family == SMALLEST or sizes == "2x2" else pytest.mark.long)
+    pytest.param(family, sizes, marks=() if family == SMALLEST or sizes in WHOLE else pytest.mark.long)
     for family in FAMILIES
     for sizes in LAYOUTS
 ]
 """The other families' two halves of a mesh take as long again as all the rest."""
+ONE_HEAD = "one_head"
+"""Qwen3 with one key-value head and biases: both ranks of ``tp 2`` hold it, and FSDP2 cuts its rows over two more."""
+CASES.append(pytest.param(ONE_HEAD, "2x2"))
 
 
 def _launch(folder: Path, world: int, cases: list[str]) -> None:
@@ -57,16 +63,19 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("ranks")
     for family in FAMILIES:
         write_model(folder / family, family)
+    write_model(folder / ONE_HEAD, "qwen3", num_key_value_heads=1, attention_bias=True)
     config = write_model(folder / "scaled", "qwen3") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"logits_scaling": 8.0}))
     rounded = "qwen3:{}:bfloat16"
-    _launch(folder, 1, [f"{family}:1x1:float32" for family in FAMILIES] + [rounded.format("1x1"), "llama:1x1:plans"])
-    cases = [f"{family}:{sizes}:float32" for family in in_halves for sizes in ("2x1", "1x2")]
+    alone = [f"{family}:1x1:float32" for family in (*FAMILIES, ONE_HEAD)]
+    _launch(folder, 1, [*alone, rounded.format("1x1"), "llama:1x1:plans"])
+    cases = [f"{family}:{sizes}:float32" for family in in_halves for sizes in HALVES]
     others = (rounded, "llama:{}:plans", "llama:{}:refusals")
     if in_halves == FAMILIES:  # else the whole mesh stands for its halves
-        cases += [kind.format(sizes) for kind in others for sizes in ("2x1", "1x2")]
+        cases += [kind.format(sizes) for kind in others for sizes in HALVES]
     _launch(folder, 2, cases)
-    _launch(folder, 4, [f"{family}:2x2:float32" for family in FAMILIES] + [kind.format("2x2") for kind in others])
+    cases = [f"{family}:{sizes}:float32" for family in FAMILIES for sizes in WHOLE] + [f"{ONE_HEAD}:2x2:float32"]
+    _launch(folder, 4, cases + [kind.format("2x2") for kind in others])
     return folder
 
 
@@ -110,10 +119,12 @@ def test_ranks_hold_a_share_not_the_model(runs: Path, sizes: str) -> None:
     _, parts = _read(runs, "llama", sizes)
     name = "model.layers.0.mlp.down_proj.weight"
     assert all(p[name].numel() == whole[name].numel() // (fsdp * tp) for p in parts)
-    total = sum(t.numel() for t in whole.values())
+    heads = sum(t.numel() for n, t in whole.items() if "k_proj" in n or "v_proj" in n)
+    cut = sum(t.numel() for n, t in whole.items() if "proj" in n) - heads
     uncut = sum(t.numel() for n, t in whole.items() if "proj" not in n)
     most = max(sum(t.numel() for t in p.values()) for p in parts)
-    assert most <= (total - uncut) / (fsdp * tp) + uncut / fsdp + 64  # rows that do not divide evenly
+    held = cut / tp + heads / min(tp, 2) + uncut
+    assert most <= held / fsdp + 64  # rows that do not divide evenly
 
 
 @pytest.mark.parametrize("sizes", WHOLE_FIRST)

@@ -35,7 +35,8 @@ examples:
   llamarl plan-sync Qwen3-8B --trainer fsdp=8 --generator replicas=8 --json
   llamarl plan-sync recipes/tiny.toml                  layouts, type and staleness as the recipe says
 
-Layouts are planned even where llamarl train refuses them: its own tp must divide the key-value heads too (8 in the first line).
+Where tp is above the number of key-value heads, neighbouring ranks hold the same head. Layouts are planned even where llamarl
+train refuses them: its own tp must divide the intermediate size too.
 The time is a bound: the bytes of the busiest rank over its own link, with the link at the share of its peak that transfers
 reach. On one node the link between devices counts, else each device's part of the network. docs/weight_sync.md shows the
 plan on an example and how the hand-over works."""

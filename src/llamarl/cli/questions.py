@@ -61,8 +61,8 @@ def add_any_tp(group: Any) -> None:
         "--any-tp",
         action="store_true",
         default=None,
-        help="also layouts that llamarl train does not run yet: experts and vocabulary cut, more ranks than key-value heads, "
-        "codes held without the weights they come from",
+        help="also layouts that llamarl train does not run yet: experts and vocabulary cut, codes held without the weights "
+        "they come from",
     )
 
 

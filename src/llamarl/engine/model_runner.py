@@ -97,11 +97,11 @@ class ModelRunner:
             device=self.device,
             kernels=kernels,
             ranks=self.ranks,
-            summed=frozenset(name.removesuffix(".weight") for name, dim in cuts.items() if dim == 1),
+            summed=frozenset(name.removesuffix(".weight") for name, cut in cuts.items() if cut.dim == 1),
         )
         self.block_size = config.block_size
         self._num_layers, num_kv_heads, self._head_dim = cache_shape(self.model_config)
-        self._num_kv_heads = num_kv_heads // self.ranks.size
+        self._num_kv_heads = max(1, num_kv_heads // self.ranks.size)
         self._logit_scale, self._final_softcap = logit_scale(self.model_config), logit_softcap(self.model_config)
         padded = self._pads_decodes(config)
         self._cache_blocks = config.kv_cache_bytes // self.block_bytes

@@ -9,6 +9,10 @@
 Tensor parallelism works on plain local tensors (the f and g operators of Megatron-LM, arXiv:1909.08053): the module
 keeps its code and holds a slice, two hooks carry the sums. So FSDP2 wraps it like any other module, and a mesh of one
 needs no process group at all. Embeddings, norms and the output layer are whole on every tensor-parallel rank.
+
+Where there are more ranks than key-value heads, each holds one head of ``k_proj`` and ``v_proj``, the same as its
+neighbours. Its queries are then a part of those that read that head, so its gradient is a part of a sum over these
+neighbours, who all make the same step with it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,16 +35,18 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
-from llamarl.models.sizes import fitting_sizes
+from llamarl.models.sizes import KEY_VALUE_LAYERS, fitting_sizes, part_of_rank
 from llamarl.models.support import why_unsupported
 
 __all__ = [
     "AXES",
+    "Cut",
     "ParallelLayout",
     "ParameterShard",
     "apply_fully_shard",
     "apply_tensor_parallel",
     "gather_parameters",
+    "holds_first",
     "local_tensor",
     "make_layout",
     "parameter_shards",
@@ -116,6 +122,15 @@ class ParallelLayout:
         return values
 
 
+class Cut(NamedTuple):
+    """A dimension of a parameter is cut over the ranks of a mesh axis, in even parts."""
+
+    axis: str
+    dim: int
+    at_most: int | None = None
+    """Into no more parts than these: of more ranks, neighbours hold the same. None: a part a rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
     """One parameter and the part of it that this rank holds."""
@@ -126,8 +141,8 @@ class ParameterShard:
     """Of the tensors that are handed over: a torch dtype's name without ``torch.``."""
     box: tuple[tuple[int, int], ...]
     """Global (start, stop) a dimension of this rank's part; empty where there are more ranks than rows."""
-    cuts: tuple[tuple[str, int], ...]
-    """(mesh axis, dimension) in the order in which the parameter was cut; the same on every rank."""
+    cuts: tuple[Cut, ...]
+    """In the order in which they were made; the same on every rank."""
 
 
 def make_layout(
@@ -164,7 +179,7 @@ def make_layout(
 
 def apply_tensor_parallel(
     model: PreTrainedModel, layout: ParallelLayout, *, key: str = "trainer.tp", training: bool = True
-) -> dict[str, int]:
+) -> dict[str, Cut]:
     """Cut the model's linear layers over the tensor-parallel ranks, in place, and install the sums.
 
     Call it on whole weights, before ``apply_fully_shard``.
@@ -174,7 +189,7 @@ def apply_tensor_parallel(
         training: Also sum the gradients of what is whole on every rank.
 
     Returns:
-        Parameter name -> dimension that was cut.
+        Parameter name -> how it was cut.
 
     Raises:
         ModelError: The architecture has no plan that is carried out here, or does not divide.
@@ -185,15 +200,19 @@ def apply_tensor_parallel(
         raise ModelError(f"{key} = {layout.tp}: {reason}; set {key} to 1")
     text = model.config.get_text_config()
     heads = text.num_attention_heads
-    sizes = fitting_sizes(heads, getattr(text, "num_key_value_heads", None) or heads, text.intermediate_size)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    sizes = fitting_sizes(heads, kv_heads, text.intermediate_size)
     if layout.tp not in sizes:
         raise ModelError(
             f"{key} = {layout.tp} does not divide {type(model).__name__}; sizes that fit: {', '.join(map(str, sizes))}"
         )
+    columns = Cut("tp", 0)
+    heads_apart = Cut("tp", 0, kv_heads) if layout.tp > kv_heads else columns
+    sharing = _group_of_same_part(layout, kv_heads) if training and layout.tp > kv_heads else None
     base = model.base_model
     plan: Mapping[str, str] = getattr(base.config, "base_model_tp_plan", None) or {}
     prefix = f"{model.base_model_prefix}."
-    cut: dict[str, int] = {}
+    cut: dict[str, Cut] = {}
     shared_input = _SharedInput(layout.group("tp"))
     for name, module in base.named_modules():
         style = plan.get(re.sub(r"\.\d+\.", ".*.", name))
@@ -204,11 +223,13 @@ def apply_tensor_parallel(
                 f"{type(model).__name__}: tensor-parallel style {style!r} of {name} is not supported: set {key} to 1"
             )
         if style == "colwise":
-            _cut_columns(module, layout, shared_input)
-            cut |= {f"{prefix}{name}.{p}": 0 for p, _ in module.named_parameters(recurse=False)}
+            of_head = name.rpartition(".")[2] in KEY_VALUE_LAYERS
+            how = heads_apart if of_head else columns
+            _cut_columns(module, layout, shared_input, how, sharing if of_head else None)
+            cut |= {f"{prefix}{name}.{p}": how for p, _ in module.named_parameters(recurse=False)}
         elif style == "rowwise":
             _cut_rows(module, layout)
-            cut[f"{prefix}{name}.weight"] = 1
+            cut[f"{prefix}{name}.weight"] = Cut("tp", 1)
         elif training:
             _sum_gradients(module, layout.group("tp"))
     if not cut:
@@ -238,18 +259,18 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def parameter_shards(
-    parameters: Mapping[str, Tensor], tensor_parallel_cuts: Mapping[str, int], layout: ParallelLayout, dtype: str
+    parameters: Mapping[str, Tensor], tensor_parallel_cuts: Mapping[str, Cut], layout: ParallelLayout, dtype: str
 ) -> dict[str, ParameterShard]:
     """What this rank holds of every parameter; agrees with PyTorch's ``torch.chunk`` sharding."""
     shards = {}
     for name, parameter in parameters.items():
         shape = list(parameter.shape)  # of a DTensor: after tensor parallelism, before FSDP
-        cuts: list[tuple[str, int]] = []
-        if (dim := tensor_parallel_cuts.get(name)) is not None:
-            shape[dim] *= layout.tp
-            cuts.append(("tp", dim))
+        cuts: list[Cut] = []
+        if (cut := tensor_parallel_cuts.get(name)) is not None:
+            shape[cut.dim] *= part_of_rank(layout.tp, 0, cut.at_most)[0]
+            cuts.append(cut)
         if layout.fsdp > 1:
-            cuts.append(("fsdp", 0))
+            cuts.append(Cut("fsdp", 0))
         box = shard_box(shape, cuts, layout, layout.rank)
         shards[name] = ParameterShard(shape=tuple(shape), dtype=dtype, box=box, cuts=tuple(cuts))
         held = tuple(stop - start for start, stop in box)
@@ -258,16 +279,22 @@ def parameter_shards(
 
 
 def shard_box(
-    shape: Sequence[int], cuts: Sequence[tuple[str, int]], layout: ParallelLayout, rank: int
+    shape: Sequence[int], cuts: Sequence[Cut], layout: ParallelLayout, rank: int
 ) -> tuple[tuple[int, int], ...]:
     """Global (start, stop) a dimension of what ``rank`` holds of a parameter cut by ``cuts``, in that order."""
     box = [(0, size) for size in shape]
-    for axis, dim in cuts:
-        parts, part = layout.size(axis), layout.index_of(rank, axis)
-        start, stop = box[dim]
+    for cut in cuts:
+        parts, part = part_of_rank(layout.size(cut.axis), layout.index_of(rank, cut.axis), cut.at_most)
+        start, stop = box[cut.dim]
         step = -(-(stop - start) // parts)
-        box[dim] = (min(stop, start + part * step), min(stop, start + (part + 1) * step))
+        box[cut.dim] = (min(stop, start + part * step), min(stop, start + (part + 1) * step))
     return tuple(box)
+
+
+def holds_first(cut: Cut, layout: ParallelLayout) -> bool:
+    """Whether this rank is the first along the tensor-parallel axis to hold its part."""
+    parts, _ = part_of_rank(layout.tp, 0, cut.at_most)
+    return layout.tp_rank % (layout.tp // parts) == 0
 
 
 @torch.no_grad()
@@ -346,26 +373,45 @@ class _SharedInput:
         return out
 
 
-def _keep_slice(module: nn.Module, name: str, dim: int, layout: ParallelLayout) -> None:
+def _group_of_same_part(layout: ParallelLayout, parts: int) -> dist.ProcessGroup:
+    """The ranks that hold the same of ``parts`` parts as this one."""
+    ranks = dist.get_process_group_ranks(layout.group("tp"))
+    part = part_of_rank(layout.tp, layout.tp_rank, parts)[1]
+    copies = layout.tp // parts
+    return dist.new_group(ranks[part * copies : (part + 1) * copies], use_local_synchronization=True)
+
+
+def _keep_slice(module: nn.Module, name: str, cut: Cut, layout: ParallelLayout) -> None:
     parameter = module._parameters.get(name)
     if parameter is not None:
-        part = parameter.detach().chunk(layout.tp, dim)[layout.tp_rank].clone()
-        module._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        parts, part = part_of_rank(layout.tp, layout.tp_rank, cut.at_most)
+        held = parameter.detach().chunk(parts, cut.dim)[part].clone()
+        module._parameters[name] = nn.Parameter(held, requires_grad=parameter.requires_grad)
 
 
-def _cut_columns(module: nn.Linear, layout: ParallelLayout, shared_input: _SharedInput) -> None:
-    _keep_slice(module, "weight", 0, layout)
-    _keep_slice(module, "bias", 0, layout)
-    module.out_features //= layout.tp
+def _cut_columns(
+    module: nn.Linear, layout: ParallelLayout, shared_input: _SharedInput, cut: Cut, sharing: dist.ProcessGroup | None
+) -> None:
+    """
+    Args:
+        sharing: The ranks that hold the same part, each with some of the queries that read it: its gradient is summed over them.
+    """
+    _keep_slice(module, "weight", cut, layout)
+    _keep_slice(module, "bias", cut, layout)
+    module.out_features = len(module.weight)
 
     def forward(x: Tensor) -> Tensor:
-        return F.linear(shared_input(x), module.weight, module.bias)
+        weight, bias = module.weight, module.bias
+        if sharing is not None:
+            weight = _CopyToRanks.apply(weight, sharing)
+            bias = None if bias is None else _CopyToRanks.apply(bias, sharing)
+        return F.linear(shared_input(x), weight, bias)
 
     module.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _cut_rows(module: nn.Linear, layout: ParallelLayout) -> None:
-    _keep_slice(module, "weight", 1, layout)
+    _keep_slice(module, "weight", Cut("tp", 1), layout)
     module.in_features //= layout.tp
     group = layout.group("tp")
 

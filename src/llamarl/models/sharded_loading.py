@@ -23,6 +23,7 @@ from llamarl.errors import ModelError
 from llamarl.models.folders import check_supported, resolve_model_path
 from llamarl.models.loading import load_model, load_model_config, use_of
 from llamarl.models.parallel import (
+    Cut,
     ParallelLayout,
     ParameterShard,
     apply_tensor_parallel,
@@ -65,7 +66,7 @@ def load_tensor_parallel(
     device: torch.device,
     attention: str,
     key: str,
-) -> tuple[PreTrainedModel, dict[str, int]]:
+) -> tuple[PreTrainedModel, dict[str, Cut]]:
     """This tensor-parallel rank's part of a model that only computes, in eval mode; whole if there is one rank.
 
     Args:
@@ -73,7 +74,7 @@ def load_tensor_parallel(
         key: The configuration key of the tensor-parallel size, to name in errors.
 
     Returns:
-        The model, and parameter name -> dimension that was cut.
+        The model, and parameter name -> how it was cut.
 
     Raises:
         ModelError: The model cannot be loaded, or not be cut so.

@@ -1,21 +1,45 @@
-"""Which tensor-parallel sizes fit a model folder. No torch, so that a wrong size is refused before any process starts."""
+"""Which tensor-parallel sizes fit a model folder. No torch, so that a wrong size is refused before any process starts.
+
+query heads, MLP width     cut over all ranks
+key-value heads            cut over all ranks; where these are more, ``tp / heads`` neighbouring ranks hold the same head
+"""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from llamarl.errors import ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.reading import read_object
 
-__all__ = ["check_tensor_parallel_size", "fitting_sizes"]
+__all__ = ["KEY_VALUE_LAYERS", "check_tensor_parallel_size", "fitting_sizes", "part_of_rank"]
+
+KEY_VALUE_LAYERS = ("k_proj", "v_proj")
+"""Layers with rows for each key-value head, in every family that may have fewer of these than query heads."""
 
 
 def fitting_sizes(num_heads: int, num_key_value_heads: int, intermediate_size: int) -> list[int]:
-    """Every size that divides heads, key-value heads and the intermediate size, ascending."""
-    common = math.gcd(num_heads, num_key_value_heads, intermediate_size)
-    return [n for n in range(1, common + 1) if common % n == 0]
+    """Every size that divides heads and intermediate size, and divides or is a multiple of the key-value heads; ascending."""
+    kv = num_key_value_heads
+    return [
+        n
+        for n in range(1, num_heads + 1)
+        if num_heads % n == 0 and intermediate_size % n == 0 and (kv % n == 0 or n % kv == 0)
+    ]
+
+
+def part_of_rank(num_ranks: int, rank: int, at_most: int | None = None) -> tuple[int, int]:
+    """(number of parts, the part of ``rank``) of something cut over ranks into ``at_most`` parts; None: one a rank.
+
+    Where there are more ranks, neighbours hold the same part: of 8 ranks and 2 parts, ranks 0 to 3 hold the first.
+
+    Raises:
+        ValueError: The ranks cannot share the parts evenly.
+    """
+    parts = num_ranks if at_most is None else min(num_ranks, at_most)
+    if num_ranks % parts:
+        raise ValueError(f"{num_ranks} ranks cannot share {parts} parts evenly")
+    return parts, rank // (num_ranks // parts)
 
 
 def check_tensor_parallel_size(path: str | Path, tp: int, *, key: str = "trainer.tp") -> None:
@@ -40,6 +64,7 @@ def check_tensor_parallel_size(path: str | Path, tp: int, *, key: str = "trainer
     sizes = fitting_sizes(heads, key_value_heads, intermediate)
     if tp not in sizes:
         raise ModelError(
-            f"{key} = {tp} does not divide this model's {heads} heads, {key_value_heads} key-value heads and"
-            f" intermediate size {intermediate}; sizes that fit: {', '.join(map(str, sizes))}"
+            f"{key} = {tp} does not divide this model's {heads} heads and intermediate size {intermediate}, or neither"
+            f" divides its {key_value_heads} key-value heads nor is a multiple of them; sizes that fit:"
+            f" {', '.join(map(str, sizes))}"
         )

@@ -93,7 +93,7 @@ class Options:
     """With partial rollouts, groups that a generator keeps in flight, in units of those that a tick delivers."""
     runnable: bool = True
     """Only tensor-parallel sizes that ``llamarl train`` takes (``tensor_parallel_sizes``). False: all that cut the attention
-    heads evenly, for questions about another system, which may hold copies of key-value heads and cut experts."""
+    heads evenly, for questions about another system, which may cut experts."""
     max_pipeline: int = 1
     """Largest pipeline size; llamarl's trainer and engine run 1."""
     whole_groups: bool = True

@@ -183,10 +183,11 @@ def weight_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) 
     computed = BYTES_PER_WEIGHT[layout.precision]
     if not layout.runnable:
         return body * computed / layout.devices + model.embedding_params * width / layout.tp
-    held = body * width / layout.devices + model.embedding_params * width / layout.pp
+    layers = model.body_params(layout.tp) / layout.pp
+    held = layers * width + model.embedding_params * width / layout.pp
     train = hardware.device.train_precision
     derived = layout.precision != train or train == "fp32"
-    return held + (body / layout.devices + model.head_params / layout.tp) * computed * derived
+    return held + (layers + model.head_params / layout.tp) * computed * derived
 
 
 def generator_memory(

@@ -169,6 +169,16 @@ class ModelSpec:
         """The output projection, which multiplies every token."""
         return self.vocab * self.hidden
 
+    def body_params(self, tp: int) -> float:
+        """Of all parameters but embedding and output layer, what one of ``tp`` tensor-parallel ranks of llamarl holds: an even
+        part, where ranks beyond the key-value heads hold copies of what these are made with."""
+        body = self.total_params - self.embedding_params
+        copies = max(1, tp // self.kv_shards)
+        if copies == 1 or self.kv_lora_rank:
+            return body / tp
+        heads = self.layers * 2 * self.kv_heads * self.head_dim * (self.hidden + self.qkv_bias)
+        return (body + (copies - 1) * heads) / tp
+
     @property
     def total_params(self) -> int:
         sparse = self.sparse_fixed_params + self.experts * self.expert_params

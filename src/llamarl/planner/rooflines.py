@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from llamarl.models.sizes import fitting_sizes
 from llamarl.planner.hardware import BYTES_PER_WEIGHT, Hardware
 from llamarl.planner.model_spec import ModelSpec
 
@@ -60,16 +61,14 @@ def tensor_parallel_sizes(model: ModelSpec, limit: int, *, runnable: bool = True
     """Tensor-parallel sizes up to ``limit``, ascending.
 
     Args:
-        runnable: Those that ``llamarl train`` takes: divisors of heads, key-value heads and MLP width alike, and 1 alone
-            for a model whose layers it does not cut. False: any that cuts the attention heads evenly.
+        runnable: Those that ``llamarl train`` takes (``fitting_sizes``), and 1 alone for a model whose layers it does not cut.
+            False: any that cuts the attention heads evenly.
     """
     if not runnable:
-        most = model.heads
-    elif not model.cut_by_llamarl:
-        most = 1
-    else:
-        most = math.gcd(model.heads, model.kv_heads, model.intermediate)
-    return [tp for tp in range(1, min(limit, most) + 1) if most % tp == 0]
+        return [tp for tp in range(1, min(limit, model.heads) + 1) if model.heads % tp == 0]
+    if not model.cut_by_llamarl:
+        return [1] if limit >= 1 else []
+    return [tp for tp in fitting_sizes(model.heads, model.kv_heads, model.intermediate) if tp <= limit]
 
 
 def group_link(hardware: Hardware, ranks: int, stride: int = 1) -> float:
@@ -205,9 +204,9 @@ def prefill_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, tok
 def pulled_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> float:
     """Bytes of one version that a generator rank receives; those of ``plan-sync`` for the same layout."""
     width = hardware.device.activation_bytes
-    body = model.total_params - model.embedding_params
     if layout.runnable:
-        return body * width / layout.devices + model.embedding_params * width / layout.pp
+        return (model.body_params(layout.tp) + model.embedding_params) * width / layout.pp
+    body = model.total_params - model.embedding_params
     codes = BYTES_PER_WEIGHT[layout.precision]
     scales = 4.0 / SCALE_GROUP if codes < width else 0.0
     return (body * (codes + scales) + model.embedding_params * width) / layout.devices

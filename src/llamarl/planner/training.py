@@ -195,7 +195,8 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
 def _stage_params(model: ModelSpec, layout: TrainerLayout) -> float:
     """Parameters of one tensor-parallel rank of a pipeline stage, before they are sharded."""
     body = model.total_params - model.embedding_params
-    return (body / layout.tp + model.embedding_params / layout.vocabulary_shards) / layout.pp
+    held = model.body_params(layout.tp) if layout.runnable else body / layout.tp
+    return (held + model.embedding_params / layout.vocabulary_shards) / layout.pp
 
 
 def trainer_memory(

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.errors import PlanError
+from llamarl.models.sizes import part_of_rank
 from llamarl.weight_sync.layout import ParameterSpec, Shard, dtype_bytes, shard_box
 
 __all__ = ["LinkReport", "MeshSide", "SyncReport", "format_bytes", "report_links", "report_transfer"]
@@ -141,14 +142,17 @@ class _Grid:
     def __init__(self, spec: ParameterSpec, side: MeshSide, cuts: Sequence[Shard]) -> None:
         axes = [cut.axis for cut in cuts]
         for cut in cuts:
-            if cut.axis not in side.mesh or not 0 <= cut.dim < len(spec.shape) or axes.count(cut.axis) > 1:
+            size = side.mesh.get(cut.axis, 0)
+            uneven = cut.at_most is not None and size > cut.at_most and size % cut.at_most
+            if not size or uneven or not 0 <= cut.dim < len(spec.shape) or axes.count(cut.axis) > 1:
                 raise PlanError(f"shape {spec.shape} cannot be cut by {tuple(cuts)} on mesh {dict(side.mesh)}")
         coordinates = dict(
             zip(side.mesh, np.indices(tuple(side.mesh.values())).reshape(len(side.mesh), -1), strict=True)
         )
         self.spec = spec
         self._num_ranks = side.num_ranks
-        self.replicas = side.num_ranks // math.prod(side.mesh[axis] for axis in axes)
+        parts = [part_of_rank(side.mesh[cut.axis], 0, cut.at_most)[0] for cut in cuts]
+        self.replicas = side.num_ranks // math.prod(parts)
         """Ranks that hold the same box."""
         self.intervals: list[npt.NDArray[np.int64]] = []
         """By dimension: [num intervals, 2]."""
@@ -157,11 +161,10 @@ class _Grid:
         for dim, size in enumerate(spec.shape):
             intervals = [(0, size)]
             held = np.zeros(self._num_ranks, np.int64)
-            for cut in cuts:
+            for cut, count in zip(cuts, parts, strict=True):
                 if cut.dim == dim:
-                    parts = side.mesh[cut.axis]
-                    intervals = [shard_box((i,), 0, parts, part)[0] for i in intervals for part in range(parts)]
-                    held = held * parts + coordinates[cut.axis]
+                    intervals = [shard_box((i,), 0, count, part)[0] for i in intervals for part in range(count)]
+                    held = held * count + coordinates[cut.axis] // (side.mesh[cut.axis] // count)
             self.intervals.append(np.array(intervals, np.int64))
             self.held.append(held)
 

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llamarl.models.adapters import add_adapters
 from llamarl.models.loading import load_model
 from llamarl.models.onednn import use_onednn_linears
-from llamarl.models.parallel import ParallelLayout, apply_fully_shard, apply_tensor_parallel, parameter_shards
+from llamarl.models.parallel import Cut, ParallelLayout, apply_fully_shard, apply_tensor_parallel, parameter_shards
 from llamarl.models.reward_model import load_reward_model
 from llamarl.models.router_replay import let_replay
 from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts
@@ -39,8 +39,8 @@ class Built(Generic[Module]):
     """A model on one rank, and what its optimizer must know of it."""
 
     module: Module
-    cuts: dict[str, int]
-    """Parameter -> the dimension that tensor parallelism cut."""
+    cuts: dict[str, Cut]
+    """Parameter -> how tensor parallelism cut it."""
     initial: dict[str, Tensor] | None
     """Float32 values of the trained parameters from before they were rounded to the compute dtype; None if they still hold them."""
 
@@ -97,7 +97,7 @@ def build_policy(
             policy.checkpoint_activations(every=checkpoint_every)
         return policy
 
-    def read(policy: Policy, cuts: dict[str, int]) -> None:
+    def read(policy: Policy, cuts: dict[str, Cut]) -> None:
         give_storage(policy, device)
         parameters = dict(model.named_parameters())
         read_parts(model_path, parameters, parameter_shards(parameters, cuts, layout, "float32"))
@@ -144,7 +144,7 @@ def _spread(
     layout: ParallelLayout,
     dtype: torch.dtype,
     *,
-    fill: Callable[[Module, dict[str, int]], None] | None = None,
+    fill: Callable[[Module, dict[str, Cut]], None] | None = None,
 ) -> Built[Module]:
     """Cut by tensor parallelism, then by FSDP2, then round to the compute dtype.
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llamarl.models.parallel import ParallelLayout, local_tensor
+from llamarl.models.parallel import Cut, ParallelLayout, holds_first, local_tensor
 from llamarl.trainer.config import OptimizerConfig
 
 __all__ = ["MasterWeights", "learning_rate"]
@@ -58,7 +58,7 @@ class MasterWeights:
         config: OptimizerConfig,
         layout: ParallelLayout,
         *,
-        tensor_parallel_cuts: Mapping[str, int],
+        tensor_parallel_cuts: Mapping[str, Cut],
         initial: Mapping[str, Tensor] | None = None,
         offload: bool = False,
     ) -> None:
@@ -123,7 +123,10 @@ class MasterWeights:
         cut: list[Tensor] = []
         for name, tensor in self.tensors.items():
             assert tensor.grad is not None
-            (cut if name in self._cuts else whole).append(torch.linalg.vector_norm(tensor.grad))
+            if (how := self._cuts.get(name)) is None:
+                whole.append(torch.linalg.vector_norm(tensor.grad))
+            elif holds_first(how, self.layout):
+                cut.append(torch.linalg.vector_norm(tensor.grad))
         device = next(iter(self.parameters.values())).device  # where collectives work
         zero = torch.zeros((), device=next(iter(self.tensors.values())).device)
         squares = torch.stack([_sum_of_squares(whole, zero), _sum_of_squares(cut, zero)]).to(device)

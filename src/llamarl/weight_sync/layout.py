@@ -4,7 +4,7 @@ A *parameter* is named and shaped as the source of truth names it (Hugging Face 
 box of the global tensor that lies somewhere in one of the rank's local tensors. That one notion says it all:
 
     sharded      box = rows 128..256 of model.embed_tokens.weight, local tensor of the same name, at (0, 0)
-    replicated   every rank has a piece whose box is the whole
+    replicated   every rank has a piece whose box is the whole; or neighbours share a part, as of more ranks than heads
     fused        q_proj, k_proj and v_proj are pieces of the local tensor qkv_proj.weight at rows 0, n_q, n_q + n_k
     tied         one parameter; a rank that keeps two copies has two pieces of it, in two tensors
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llamarl.errors import PlanError
+from llamarl.models.sizes import part_of_rank
 
 __all__ = [
     "Box",
@@ -88,6 +89,8 @@ class Shard:
 
     axis: str
     dim: int
+    at_most: int | None = None
+    """Into no more parts than these: of more ranks along the axis, neighbours hold the same. None: a part a rank."""
 
 
 @dataclass(frozen=True)
@@ -169,13 +172,15 @@ def mesh_layout(
         placements: Parameter -> cuts in the order they were made; tensor parallelism before FSDP. Absent: replicated.
 
     Raises:
-        PlanError: A cut names an axis or a dimension that does not exist.
+        PlanError: A cut names an axis or a dimension that does not exist, or its parts do not go evenly over more ranks.
     """
     num_ranks = math.prod(mesh.values())
     cuts = {name: tuple(placements.get(name, ())) for name in parameters}
     for name, shards in cuts.items():
         for shard in shards:
-            if shard.axis not in mesh or not 0 <= shard.dim < len(parameters[name].shape):
+            size = mesh.get(shard.axis, 0)
+            uneven = shard.at_most is not None and size > shard.at_most and size % shard.at_most
+            if not size or uneven or not 0 <= shard.dim < len(parameters[name].shape):
                 raise PlanError(
                     f"layout: {name!r} of shape {parameters[name].shape} cannot be cut by {shard} on mesh {dict(mesh)}"
                 )
@@ -188,7 +193,7 @@ def mesh_layout(
         for name, spec in parameters.items():
             box = whole_box(spec.shape)
             for shard in cuts[name]:
-                box = shard_box(box, shard.dim, mesh[shard.axis], coordinates[shard.axis])
+                box = shard_box(box, shard.dim, *part_of_rank(mesh[shard.axis], coordinates[shard.axis], shard.at_most))
             if box_elements(box) > 0:
                 pieces.append(Piece(name, box, name, (0,) * len(box)))
         ranks.append(tuple(pieces))

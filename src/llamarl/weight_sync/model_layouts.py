@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llamarl.errors import ModelError
+from llamarl.models.sizes import KEY_VALUE_LAYERS
 from llamarl.weight_sync.layout import ParameterSpec, Shard
 
 __all__ = ["ModelParameters", "fsdp_tp_placements", "model_parameters", "name_pattern", "tp_placements"]
@@ -33,6 +34,7 @@ class ModelParameters(dict[str, ParameterSpec]):
         packed: Of these, the ones that hold two matrices one after the other along that dimension (gate and up), each cut
             for itself.
         whole: Why each of the others is whole on every rank.
+        at_most: Parts into which some are cut at most: a key-value head is not cut, more ranks hold the same one.
         tp_sizes: The sizes that fit the model, ascending; None: not known.
     """
 
@@ -43,17 +45,19 @@ class ModelParameters(dict[str, ParameterSpec]):
         *,
         packed: Collection[str] = (),
         whole: Mapping[str, str] | None = None,
+        at_most: Mapping[str, int] | None = None,
         tp_sizes: Sequence[int] | None = None,
     ) -> None:
         super().__init__(specs)
         self.tp_dims = dict(tp_dims)
         self.packed = frozenset(packed)
         self.whole = dict(whole or {})
+        self.at_most = dict(at_most or {})
         self.tp_sizes = None if tp_sizes is None else tuple(tp_sizes)
 
     def with_specs(self, specs: Mapping[str, ParameterSpec], tp_dims: Mapping[str, int]) -> ModelParameters:
         """The same model with other parameters: none of them packed."""
-        return ModelParameters(specs, tp_dims, whole=self.whole, tp_sizes=self.tp_sizes)
+        return ModelParameters(specs, tp_dims, whole=self.whole, at_most=self.at_most, tp_sizes=self.tp_sizes)
 
     @property
     def num_elements(self) -> int:
@@ -110,6 +114,8 @@ def model_parameters(
     tp_dims: dict[str, int] = {}
     packed: set[str] = set()
     whole: dict[str, str] = {}
+    at_most: dict[str, int] = {}
+    kv_heads = getattr(base.config, "num_key_value_heads", None)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     vocabulary = [layer.weight for layer in ends if layer is not None]
     for name, parameter in model.named_parameters():
@@ -122,6 +128,8 @@ def model_parameters(
             tp_dims[name] = 0
         elif (dim := _cut_dim(style, parameter.ndim)) is not None:
             tp_dims[name] = dim
+            if kv_heads and path.split(".")[-2] in KEY_VALUE_LAYERS:
+                at_most[name] = kv_heads
             if str(style).startswith("packed_") and parameter.shape[dim] % 2 == 0:
                 packed.add(name)
         elif style is None:
@@ -131,7 +139,7 @@ def model_parameters(
         else:
             whole[name] = f"its style {style!r} cuts no parameter that is known here"
     return ModelParameters(
-        specs, tp_dims, packed=packed, whole=whole, tp_sizes=_tp_sizes(base.config) if plan else (1,)
+        specs, tp_dims, packed=packed, whole=whole, at_most=at_most, tp_sizes=_tp_sizes(base.config) if plan else (1,)
     )
 
 
@@ -169,13 +177,17 @@ def _described(config: str | Path | Mapping[str, Any]) -> PretrainedConfig:
 
 def tp_placements(parameters: ModelParameters, axis: str = "tp") -> dict[str, list[Shard]]:
     """Cuts of a tensor-parallel generator; what the plan does not cut is replicated."""
-    return {name: [Shard(axis, dim)] for name, dim in parameters.tp_dims.items()}
+    return {name: [_tp_shard(parameters, name, axis)] for name in parameters.tp_dims}
 
 
 def fsdp_tp_placements(parameters: ModelParameters, fsdp: str = "fsdp", tp: str = "tp") -> dict[str, list[Shard]]:
     """Cuts of a trainer: tensor parallelism first, then FSDP along dimension 0 of what is left."""
     return {
-        name: [*([Shard(tp, parameters.tp_dims[name])] if name in parameters.tp_dims else []), Shard(fsdp, 0)]
+        name: [*([_tp_shard(parameters, name, tp)] if name in parameters.tp_dims else []), Shard(fsdp, 0)]
         for name, spec in parameters.items()
         if spec.shape
     }
+
+
+def _tp_shard(parameters: ModelParameters, name: str, axis: str) -> Shard:
+    return Shard(axis, parameters.tp_dims[name], parameters.at_most.get(name))

@@ -82,17 +82,18 @@ _OWN_NAMES = {
 }  # fmt: skip
 
 
-def tiny_config(family: str) -> PretrainedConfig:
+def tiny_config(family: str, **traits: object) -> PretrainedConfig:
     names = _OWN_NAMES.get(family, {})
     common = {names.get(key, key): value for key, value in _COMMON.items()}
     if family in ("gpt_neox", "gpt2", "opt"):  # every head has its own keys, and nobody says so
         del common["num_key_value_heads"]
-    return AutoConfig.for_model(family, **{**common, **_TRAITS[family]})
+    return AutoConfig.for_model(family, **{**common, **_TRAITS[family], **traits})
 
 
-def tiny_model(family: str, attention: str, seed: int = 0) -> PreTrainedModel:
+def tiny_model(family: str, attention: str, seed: int = 0, **traits: object) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=attention, dtype=torch.float32)
+    config = tiny_config(family, **traits)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:  # the library's 0.02 would make attention nearly uniform

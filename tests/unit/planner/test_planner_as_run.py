@@ -36,7 +36,7 @@ def plan(line: str) -> int:
 
 @pytest.mark.parametrize(
     ("name", "fsdp", "trainer_tp", "tp", "replicas"),
-    [("Llama-3.1-8B", 8, 1, 2, 4), ("Llama-3.1-70B", 16, 4, 8, 4), ("Llama-3.1-405B", 64, 8, 8, 16), ("Qwen2.5-7B", 4, 1, 4, 1)],
+    [("Llama-3.1-8B", 8, 1, 2, 4), ("Llama-3.1-70B", 16, 4, 8, 4), ("Llama-3.1-405B", 64, 8, 8, 16), ("Llama-3.1-405B", 64, 8, 32, 8), ("Qwen2.5-7B", 4, 1, 4, 1)],
 )  # fmt: skip
 def test_the_hand_over_takes_what_plan_sync_counts(
     name: str, fsdp: int, trainer_tp: int, tp: int, replicas: int
@@ -104,10 +104,11 @@ def test_plans_hold_layouts_as_they_run_unless_told_otherwise() -> None:
 def test_what_llamarl_cannot_run_is_planned_all_the_same_and_said(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    line = "--model Llama-3.1-405B --devices 1024 --hardware h100 --response-tokens 400 --staleness 1"
+    line = "--model DeepSeek-V3 --devices 1024 --hardware h100 --response-tokens 400 --staleness 1"
     assert plan(line) == 0
     text = capsys.readouterr().out
-    assert "not yet    llamarl train does not run this plan: Llama-3.1-405B" in text
+    assert "not yet    llamarl train does not run this plan: " in text
+    assert "DeepSeek-V3 (671.0 B parameters) does not fit" in text
     plan(line + " --json")
     answer = json.loads(capsys.readouterr().out)
     assert "nor on any number" in answer["unrunnable"] and answer["options"]["runnable"] is False

@@ -32,11 +32,14 @@ def test_sizes_are_those_of_the_run_and_one_for_experts(name: str) -> None:
 
 def test_any_divisor_of_the_heads_is_there_for_another_system() -> None:
     spec = find_model("Llama-3.1-405B")  # 128 heads, 8 key-value heads
-    assert tensor_parallel_sizes(spec, 1024) == [1, 2, 4, 8]
-    assert tensor_parallel_sizes(spec, 1024, runnable=False) == [1, 2, 4, 8, 16, 32, 64, 128]
-    work = Workload(model=spec, response=constant(400), prompts_per_step=32, group_size=8)
-    plans = search_all(H100, work, Options(runnable=False), 512)
-    assert max(plan.generator.layout.tp for plan in plans) > 8
+    assert tensor_parallel_sizes(spec, 1024) == [1, 2, 4, 8, 16, 32, 64, 128]  # above 8, ranks hold copies of these
+    spec = find_model("Qwen2.5-7B")  # 28 heads, 4 key-value heads, 7 does not divide the MLP's width
+    assert tensor_parallel_sizes(spec, 1024) == [1, 2, 4]
+    assert tensor_parallel_sizes(spec, 1024, runnable=False) == [1, 2, 4, 7, 14, 28]
+    work = Workload(model=find_model("Llama-3.1-405B"), response=constant(400), prompts_per_step=32, group_size=8)
+    for runnable in (True, False):
+        plans = search_all(H100, work, Options(runnable=runnable), 512)
+        assert max(plan.generator.layout.tp for plan in plans) > 8
 
 
 @pytest.mark.parametrize(("name", "devices"), [("Llama-3.1-70B", 128), ("Qwen3-30B-A3B", 32), ("Qwen2.5-7B", 16)])

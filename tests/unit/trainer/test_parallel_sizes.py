@@ -11,13 +11,27 @@ from training_fixtures import write_model
 
 from llamarl.errors import ModelError
 from llamarl.models.loading import load_model
-from llamarl.models.parallel import ParallelLayout, apply_tensor_parallel, shard_box
-from llamarl.models.sizes import check_tensor_parallel_size, fitting_sizes
+from llamarl.models.parallel import Cut, ParallelLayout, apply_tensor_parallel, holds_first, shard_box
+from llamarl.models.sizes import check_tensor_parallel_size, fitting_sizes, part_of_rank
 
 
-def test_sizes_divide_heads_key_value_heads_and_intermediate_size() -> None:
-    assert fitting_sizes(32, 8, 14336) == [1, 2, 4, 8]
-    assert fitting_sizes(9, 3, 1536) == [1, 3]  # SmolLM2-135M
+def test_sizes_divide_heads_and_intermediate_size_and_go_evenly_with_key_value_heads() -> None:
+    assert fitting_sizes(32, 8, 14336) == [1, 2, 4, 8, 16, 32]
+    assert fitting_sizes(9, 3, 1536) == [1, 3]  # SmolLM2-135M: 9 does not divide the intermediate size
+    assert fitting_sizes(28, 4, 18944) == [1, 2, 4]  # Qwen2.5-7B: 7, 14 and 28 are no sizes of its MLP
+    assert fitting_sizes(12, 4, 48) == [1, 2, 4, 12]  # 3 and 6 are neither divisors nor multiples of 4
+    assert fitting_sizes(16, 1, 64) == [1, 2, 4, 8, 16]
+
+
+def test_neighbouring_ranks_hold_the_same_part_where_there_are_fewer_parts() -> None:
+    assert [part_of_rank(8, rank, 2) for rank in range(8)] == [(2, 0)] * 4 + [(2, 1)] * 4
+    assert (
+        [part_of_rank(2, rank, 8) for rank in range(2)]
+        == [part_of_rank(2, rank) for rank in range(2)]
+        == [(2, 0), (2, 1)]
+    )
+    with pytest.raises(ValueError, match="3 ranks cannot share 2 parts evenly"):
+        part_of_rank(3, 0, 2)
 
 
 def test_a_wrong_size_is_refused_with_those_that_fit(tmp_path: Path) -> None:
@@ -50,13 +64,30 @@ def test_ranks_count_row_by_row_with_the_pipeline_outermost() -> None:
     places = [tuple(layout.index_of(rank, axis) for axis in ("pp", "fsdp", "tp")) for rank in range(12)]
     assert places[:4] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
     assert places[5:8] == [(0, 2, 1), (1, 0, 0), (1, 0, 1)]
-    assert shard_box((6, 4), [("tp", 1), ("fsdp", 0)], layout, 7) == ((0, 2), (2, 4))  # as rank 1: stages cut no box
+    assert shard_box((6, 4), [Cut("tp", 1), Cut("fsdp", 0)], layout, 7) == ((0, 2), (2, 4))  # as rank 1: stages cut no box
 
 
 def test_boxes_by_hand() -> None:
     layout = ParallelLayout(fsdp=2, tp=2, mesh=None)
     # tensor parallelism cuts 10 rows into 5 + 5, FSDP each five into 3 + 2; rank = fsdp_index * 2 + tp_index
-    boxes = [shard_box((10, 4), [("tp", 0), ("fsdp", 0)], layout, rank) for rank in range(4)]
+    boxes = [shard_box((10, 4), [Cut("tp", 0), Cut("fsdp", 0)], layout, rank) for rank in range(4)]
     assert boxes == [((0, 3), (0, 4)), ((5, 8), (0, 4)), ((3, 5), (0, 4)), ((8, 10), (0, 4))]
-    assert shard_box((3, 8), [("tp", 1), ("fsdp", 0)], layout, 3) == ((2, 3), (4, 8))
-    assert shard_box((1,), [("fsdp", 0)], layout, 2) == ((1, 1),)  # more ranks than rows: nothing
+    assert shard_box((3, 8), [Cut("tp", 1), Cut("fsdp", 0)], layout, 3) == ((2, 3), (4, 8))
+    assert shard_box((1,), [Cut("fsdp", 0)], layout, 2) == ((1, 1),)  # more ranks than rows: nothing
+    # two heads of five rows on four ranks: neighbours hold the same one, and FSDP cuts its five rows into 3 + 2
+    layout = ParallelLayout(fsdp=2, tp=4, mesh=None)
+    boxes = [shard_box((10,), [Cut("tp", 0, 2), Cut("fsdp", 0)], layout, rank) for rank in range(8)]
+    assert boxes == [((0, 3),)] * 2 + [((5, 8),)] * 2 + [((3, 5),)] * 2 + [((8, 10),)] * 2
+
+
+class _At(ParallelLayout):
+    @property
+    def tp_rank(self) -> int:
+        return int(self.mesh)  # type: ignore[call-overload]
+
+
+def test_each_part_is_counted_once_on_the_first_rank_that_holds_it() -> None:
+    ranks = [_At(fsdp=1, tp=4, mesh=rank) for rank in range(4)]  # type: ignore[arg-type]
+    assert [holds_first(Cut("tp", 0, 2), rank) for rank in ranks] == [True, False, True, False]
+    assert [holds_first(Cut("tp", 0, 1), rank) for rank in ranks] == [True, False, False, False]
+    assert all(holds_first(Cut("tp", 0), rank) for rank in ranks)

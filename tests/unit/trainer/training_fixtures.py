@@ -35,14 +35,16 @@ _TRAITS: dict[str, dict[str, object]] = {
 }
 
 
-def tiny_config(family: str) -> PretrainedConfig:
-    return AutoConfig.for_model(family, **{**_COMMON, **_TRAITS[family]})
+def tiny_config(family: str, **traits: object) -> PretrainedConfig:
+    return AutoConfig.for_model(family, **{**_COMMON, **_TRAITS[family], **traits})
 
 
-def write_model(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+def write_model(
+    folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **traits: object
+) -> Path:
     """A tiny random model folder."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **traits), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:

@@ -28,11 +28,12 @@ def random_specs(rng: random.Random) -> dict[str, ParameterSpec]:
 
 
 def random_layout(rng: random.Random, specs: dict[str, ParameterSpec]) -> Layout:
-    """A mesh of up to three axes; each parameter cut along some of them; sometimes fused, tied twice, cut irregularly."""
+    """A mesh of up to three axes; each parameter cut along some of them, into a part a rank or fewer that neighbours share;
+    sometimes fused, tied twice, cut irregularly."""
     axes = [f"a{i}" for i in range(rng.randint(1, 3))]
-    mesh = {axis: rng.randint(1, 3) for axis in axes}
+    mesh = {axis: rng.choice([1, 2, 3, 4]) for axis in axes}
     cuts = {
-        name: [Shard(axis, rng.randrange(len(spec.shape))) for axis in rng.sample(axes, rng.randint(0, len(axes)))]
+        name: [random_cut(rng, axis, mesh[axis], spec) for axis in rng.sample(axes, rng.randint(0, len(axes)))]
         for name, spec in specs.items()
         if spec.shape
     }
@@ -44,6 +45,12 @@ def random_layout(rng: random.Random, specs: dict[str, ParameterSpec]) -> Layout
     if rng.random() < 0.3:
         layout = irregular(rng, layout)
     return layout
+
+
+def random_cut(rng: random.Random, axis: str, size: int, spec: ParameterSpec) -> Shard:
+    """Sometimes into at most as many parts as go evenly over the ranks, or into more parts than there are ranks."""
+    at_most = rng.choice([None, None, *(parts for parts in range(1, size) if size % parts == 0), size + 1])
+    return Shard(axis, rng.randrange(len(spec.shape)), at_most)
 
 
 def fuse_alike(rng: random.Random, layout: Layout) -> Layout:

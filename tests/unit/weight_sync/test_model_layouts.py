@@ -1,0 +1,90 @@
+"""Layouts of whole models with more tensor-parallel ranks than key-value heads: who holds what, and what is handed over."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from test_random_layouts import full_values, slice_of_gathered, slices
+
+from llamarl.errors import PlanError
+from llamarl.models.sizes import fitting_sizes
+from llamarl.planner.weight_traffic import MeshSide, report_links, report_transfer
+from llamarl.weight_sync.layout import Layout, ParameterSpec, Shard, mesh_layout
+from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters, tp_placements
+from llamarl.weight_sync.plan import plan_transfer
+
+HEAD_DIM = 4
+
+
+def small_llama(heads: int, kv_heads: int) -> ModelParameters:
+    return model_parameters(
+        {
+            "model_type": "llama", "hidden_size": 2 * heads, "intermediate_size": 16 * heads, "num_hidden_layers": 1,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": HEAD_DIM, "vocab_size": 11,
+            "tie_word_embeddings": False,
+        },
+        dtype="float32",
+    )  # fmt: skip
+
+
+def box_of(layout: Layout, rank: int, name: str) -> tuple[tuple[int, int], ...]:
+    (box,) = (piece.box for piece in layout.pieces[rank] if piece.parameter.endswith(name))
+    return box
+
+
+def test_neighbouring_ranks_hold_the_same_key_value_head_and_other_query_heads() -> None:
+    parameters = small_llama(heads=8, kv_heads=2)
+    layout = mesh_layout(parameters, {"dp": 1, "tp": 8}, tp_placements(parameters))
+    assert [box_of(layout, rank, "k_proj.weight")[0] for rank in range(8)] == [(0, 4)] * 4 + [(4, 8)] * 4
+    assert [box_of(layout, rank, "q_proj.weight")[0] for rank in range(8)] == [(4 * r, 4 * r + 4) for r in range(8)]
+    sharded = mesh_layout(parameters, {"fsdp": 2, "tp": 4}, fsdp_tp_placements(parameters))
+    assert [box_of(sharded, rank, "v_proj.weight")[0] for rank in range(8)] == [
+        (0, 2), (0, 2), (4, 6), (4, 6), (2, 4), (2, 4), (6, 8), (6, 8),
+    ]  # fmt: skip
+
+
+def test_parts_that_do_not_go_evenly_over_the_ranks_are_refused() -> None:
+    specs, mesh = {"w": ParameterSpec((6,), "float32")}, {"tp": 3}
+    with pytest.raises(PlanError, match="cannot be cut"):
+        mesh_layout(specs, mesh, {"w": [Shard("tp", 0, 2)]})
+    side = MeshSide(mesh=mesh, placements={"w": [Shard("tp", 0, 2)]})
+    with pytest.raises(PlanError, match="cannot be cut"):
+        report_transfer(specs, side, side)
+
+
+def test_any_layout_of_a_model_is_handed_over_to_any_other_whole_and_counted_right() -> None:
+    """Random heads and meshes on both sides: every element arrives, once, with its value; forecasts count what plans move."""
+    replicated = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        kv_heads = rng.choice([1, 2, 3, 4])
+        parameters = small_llama(kv_heads * rng.choice([1, 2, 4]), kv_heads)
+        heads = parameters["model.layers.0.self_attn.q_proj.weight"].shape[0] // HEAD_DIM
+        sizes = fitting_sizes(heads, kv_heads, 16 * heads)
+        meshes = (
+            {"fsdp": rng.choice([1, 2, 3]), "tp": rng.choice(sizes)},
+            {"dp": rng.choice([1, 2]), "tp": rng.choice(sizes)},
+        )
+        replicated += max(mesh["tp"] for mesh in meshes) > kv_heads
+        cuts = fsdp_tp_placements(parameters), tp_placements(parameters)
+        source, sink = (mesh_layout(parameters, mesh, cut) for mesh, cut in zip(meshes, cuts, strict=True))
+        plan = plan_transfer(source, sink)
+        full = full_values(parameters)
+        held = [slice_of_gathered(source, rank, full) for rank in range(source.num_ranks)]
+        for rank in range(sink.num_ranks):
+            expected = slice_of_gathered(sink, rank, full)
+            got = {name: np.zeros_like(value) for name, value in expected.items()}
+            for c in plan.to_sink(rank):
+                assert not got[c.sink_tensor][slices(c.sink_slice)].any(), f"seed {seed}: {c.parameter} twice"
+                got[c.sink_tensor][slices(c.sink_slice)] = held[c.source_rank][c.source_tensor][slices(c.source_slice)]
+            for name, value in expected.items():
+                np.testing.assert_array_equal(got[name], value, err_msg=f"seed {seed}, rank {rank}, {name}")
+        sides = [MeshSide(mesh=mesh, placements=cut) for mesh, cut in zip(meshes, cuts, strict=True)]
+        report, links = report_transfer(parameters, *sides), report_links(parameters, *sides)
+        np.testing.assert_array_equal(report.received_bytes, plan.received_bytes())
+        assert report.num_copies == len(plan.copies)
+        assert report.sent_bytes.sum() == pytest.approx(sum(plan.sent_bytes()))
+        assert links.num_links >= len(plan.link_bytes())  # copies of a part that several hold come from one of them
+    assert replicated > 15
