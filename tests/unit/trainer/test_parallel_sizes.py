@@ -64,7 +64,10 @@ def test_ranks_count_row_by_row_with_the_pipeline_outermost() -> None:
     places = [tuple(layout.index_of(rank, axis) for axis in ("pp", "fsdp", "tp")) for rank in range(12)]
     assert places[:4] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
     assert places[5:8] == [(0, 2, 1), (1, 0, 0), (1, 0, 1)]
-    assert shard_box((6, 4), [Cut("tp", 1), Cut("fsdp", 0)], layout, 7) == ((0, 2), (2, 4))  # as rank 1: stages cut no box
+    assert shard_box((6, 4), [Cut("tp", 1), Cut("fsdp", 0)], layout, 7) == (
+        (0, 2),
+        (2, 4),
+    )  # as rank 1: stages cut no box
 
 
 def test_boxes_by_hand() -> None:
