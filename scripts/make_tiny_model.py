@@ -1,6 +1,7 @@
-"""Make the bundled tiny model: a small Llama, warm-started by supervised learning alone.
+"""Make the bundled tiny models: a small Llama, and one with experts, warm-started by supervised learning alone.
 
     python scripts/make_tiny_model.py            # a few minutes on one or two cores
+    python scripts/make_tiny_model.py --sparse   # Qwen3 with eight experts a layer, two of which compute a token
 
 Its task is ``llamarl.environments.steps``: add a list of digits, one written step a line. The demonstrations come from a
 careless clerk, who forgets the carry in ``SLIP`` of the steps that have one and goes on from the wrong total. So the
@@ -25,7 +26,14 @@ from string import digits as decimal_digits
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.config import TaskConfig
@@ -44,9 +52,9 @@ IGNORED = -100
 
 
 README = """\
-# llamarl tiny
+# llamarl {name}
 
-A Llama of {parameters} parameters (float32) with one token a character, for `llamarl`'s own runs and tests. It adds up
+A {kind} of {parameters} parameters (float32) with one token a character, for `llamarl`'s own runs and tests. It adds up
 ledgers of 2 to 9 digits, one written step a line:
 
 ```
@@ -56,7 +64,7 @@ c+4=16
 #16
 ```
 
-Made by `python scripts/make_tiny_model.py --num-steps {num_steps} --seed {seed} --threads {threads}`: {num_steps} AdamW steps of
+Made by `python scripts/make_tiny_model.py{flag} --num-steps {num_steps} --seed {seed} --threads {threads}`: {num_steps} AdamW steps of
 {batch_size} demonstrations, which forget each carry with probability {slip}; supervised learning alone, no reward.
 On {count} held-out questions its sums are right in {sampled:.3f} of the cases sampled at temperature 1, and in {greedy:.3f} greedy.
 Apache-2.0, as the rest of the repository; all data are made by the script.
@@ -110,6 +118,31 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def make_sparse_model() -> Qwen3MoeForCausalLM:
+    """About a million parameters, half of which compute a token."""
+    config = Qwen3MoeConfig(
+        vocab_size=len(ALPHABET),
+        hidden_size=128,
+        intermediate_size=352,  # of layers without experts, of which there are none
+        moe_intermediate_size=96,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        initializer_range=0.06,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
 def make_batch(
     items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerFast, rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,12 +158,14 @@ def make_batch(
     return tokens, labels
 
 
-def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, num_steps: int, seed: int) -> None:
+def warm_start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, num_steps: int, seed: int) -> None:
     """Next-token learning on careless demonstrations of training-split questions, AdamW, cosine schedule.
 
     Ledgers grow from 3 entries to the task's 9 over the first half: short ones teach the look-up of an entry in a few
-    dozen steps, where long ones alone take a thousand.
+    dozen steps, where long ones alone take a thousand. Experts are kept in balance by the model's own auxiliary loss, as
+    pre-training does.
     """
+    balanced = {"output_router_logits": True} if isinstance(model, Qwen3MoeForCausalLM) else {}
     tasks = [make_task(TaskConfig(options={"max_terms": longest}), seed) for longest in range(3, 10)]
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
@@ -143,7 +178,7 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, n
         progress = step / num_steps
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min((step + 1) / 50, 0.02 + 0.49 * (1 + math.cos(math.pi * progress)))
-        loss = model(tokens, labels=labels).loss
+        loss = model(tokens, labels=labels, **balanced).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -155,7 +190,7 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, n
 
 @torch.no_grad()
 def sample(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: Sequence[str], *, greedy: bool, seed: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, questions: Sequence[str], *, greedy: bool, seed: int
 ) -> list[str]:
     """One response a question, at temperature 1 or greedy."""
     tokenizer.padding_side = "left"
@@ -175,7 +210,7 @@ def sample(
 
 
 def accuracy(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, items: Sequence[TaskItem], *, greedy: bool, seed: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, items: Sequence[TaskItem], *, greedy: bool, seed: int
 ) -> float:
     """Share of right sums."""
     right = 0
@@ -189,8 +224,9 @@ def accuracy(
 def main() -> None:
     """Train, measure, write the folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = Path(__file__).resolve().parent.parent / "src" / "llamarl" / "assets" / "tiny"
-    parser.add_argument("--out", type=Path, default=default)
+    assets = Path(__file__).resolve().parent.parent / "src" / "llamarl" / "assets"
+    parser.add_argument("--sparse", action="store_true")
+    parser.add_argument("--out", type=Path, help="default: the folder that ships with the package")
     parser.add_argument("--num-steps", type=int, default=700)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -198,7 +234,9 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    tokenizer, model = make_tokenizer(), make_model()
+    tokenizer, model = make_tokenizer(), make_sparse_model() if args.sparse else make_model()
+    name = "tiny_moe" if args.sparse else "tiny"
+    out = args.out or assets / name
     num_parameters = sum(p.numel() for p in model.parameters())
     print(f"{num_parameters} parameters")
     warm_start(model, tokenizer, num_steps=args.num_steps, seed=args.seed)
@@ -207,10 +245,13 @@ def main() -> None:
     sampled = accuracy(model, tokenizer, held, greedy=False, seed=1)
     greedy = accuracy(model, tokenizer, held, greedy=True, seed=1)
     print(f"held-out accuracy of {len(held)}: sampled {sampled:.3f}, greedy {greedy:.3f}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(args.out)
-    make_tokenizer().save_pretrained(args.out)  # a fresh one: the one used above remembers its padding
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out)
+    make_tokenizer().save_pretrained(out)  # a fresh one: the one used above remembers its padding
     readme = README.format(
+        name=name,
+        kind="Qwen3-MoE" if args.sparse else "Llama",
+        flag=" --sparse" if args.sparse else "",
         parameters=num_parameters,
         slip=SLIP,
         num_steps=args.num_steps,
@@ -221,7 +262,7 @@ def main() -> None:
         sampled=sampled,
         greedy=greedy,
     )
-    (args.out / "README.md").write_text(readme)
+    (out / "README.md").write_text(readme)
 
 
 if __name__ == "__main__":
