@@ -3,7 +3,8 @@
     skeleton (parameters without storage) ─▶ cut by tensor parallelism and FSDP2 ─▶ storage for this rank's parts
                                                               ─▶ each part's slice read from the safetensors files
 
-Only plain folders go this way: every parameter in a safetensors file under its own name. ``can_stream`` tells.
+Every parameter must lie in a safetensors file under its own name, or in pieces as transformers publishes it (one tensor an expert).
+``where_stored`` tells.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from llamarl.models.parallel import (
     local_tensor,
     parameter_shards,
 )
+from llamarl.models.stored_parts import StoredPart, find_parts
 from llamarl.reading import read_object
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "open_tensors",
     "read_parts",
     "stored_weights",
+    "where_stored",
 ]
 
 
@@ -82,23 +85,50 @@ def load_tensor_parallel(
     if layout.tp == 1:
         return load_model(path, dtype=dtype, device=device, attention=attention), {}
     model = make_skeleton(path, attention=attention)
-    streamed = can_stream(path, model)
-    if not streamed:
+    parts = where_stored(path, model)
+    if parts is None:
         model = load_model(path, dtype=dtype, device=device, attention=attention)
     cuts = apply_tensor_parallel(model, layout, key=key, training=False)
-    if streamed:
+    if parts is not None:
         parameters = dict(model.named_parameters())
         shards = parameter_shards(parameters, cuts, dataclasses.replace(layout, fsdp=1), str(dtype).split(".")[1])
         for parameter in parameters.values():
             parameter.data = parameter.data.to(dtype)  # buffers keep their own precision
         give_storage(model, device)
-        read_parts(path, dict(model.named_parameters()), shards)
+        read_parts(path, dict(model.named_parameters()), shards, parts)
     return model, cuts
 
 
 def can_stream(path: str | Path, model: PreTrainedModel) -> bool:
-    """Whether the folder's safetensors files hold every parameter of ``model`` under its own name."""
-    return all(name in _files(path) for name, _ in model.named_parameters())
+    """Whether no rank needs to read the folder whole."""
+    return where_stored(path, model) is not None
+
+
+def where_stored(path: str | Path, model: PreTrainedModel) -> dict[str, list[StoredPart]] | None:
+    """Parameter of ``model``, not yet cut -> the tensors of the folder that make it; None where it must be loaded whole."""
+    files = _files(path)
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+
+        def shape_of(name: str) -> tuple[int, ...]:
+            return tuple(_slice_of(name, files, opened, stack).get_shape())
+
+        return find_parts(model, files, shape_of)
+
+
+def _slice_of(name: str, files: Mapping[str, Path], opened: dict[Path, Any], stack: ExitStack) -> Any:
+    """A stored tensor of which parts can be read; its file stays open as long as ``stack``.
+
+    Raises:
+        ModelError: The file that is said to hold it does not.
+    """
+    file = files[name]
+    if file not in opened:
+        opened[file] = stack.enter_context(open_tensors(file))
+    try:
+        return opened[file].get_slice(name)
+    except SafetensorError as error:
+        raise ModelError(f"model.path: {file} lacks {name}: {error}") from error
 
 
 def give_storage(module: nn.Module, device: torch.device) -> None:
@@ -115,8 +145,16 @@ def give_storage(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def read_parts(path: str | Path, parameters: Mapping[str, nn.Parameter], shards: Mapping[str, ParameterShard]) -> None:
+def read_parts(
+    path: str | Path,
+    parameters: Mapping[str, nn.Parameter],
+    shards: Mapping[str, ParameterShard],
+    parts: Mapping[str, list[StoredPart]] | None = None,
+) -> None:
     """Fill this rank's part of every parameter from the folder, reading only those slices.
+
+    Args:
+        parts: As ``where_stored`` gives it; None: each under its own name.
 
     Raises:
         ModelError: A tensor has another shape than the architecture says.
@@ -125,19 +163,22 @@ def read_parts(path: str | Path, parameters: Mapping[str, nn.Parameter], shards:
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         for name, parameter in parameters.items():
-            file = files[name]
-            if file not in opened:
-                opened[file] = stack.enter_context(open_tensors(file))
-            try:
-                stored = opened[file].get_slice(name)
-            except SafetensorError as error:
-                raise ModelError(f"model.path: {file} lacks {name}: {error}") from error
             shard = shards[name]
-            if tuple(stored.get_shape()) != shard.shape:
-                raise ModelError(f"{file}: {name} has shape {tuple(stored.get_shape())}, expected {shard.shape}")
+            whole = StoredPart(name, tuple((0, size) for size in shard.shape))
             local = local_tensor(parameter)
-            if local.numel():
-                local.copy_(stored[tuple(slice(start, stop) for start, stop in shard.box)])
+            for part in [whole] if parts is None else parts[name]:
+                shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(part.box, shard.box, strict=True)]
+                if any(start >= stop for start, stop in shared):
+                    continue
+                stored = _slice_of(part.name, files, opened, stack)
+                kept = len(stored.get_shape())
+                if tuple(stored.get_shape()) != part.shape[len(part.shape) - kept :]:
+                    raise ModelError(
+                        f"{files[part.name]}: {part.name} has shape {tuple(stored.get_shape())}, expected {part.shape}"
+                    )
+                there = [slice(a - c, b - c) for (a, b), (c, _) in zip(shared, part.box, strict=True)]
+                here = [slice(a - c, b - c) for (a, b), (c, _) in zip(shared, shard.box, strict=True)]
+                local[tuple(here)] = stored[tuple(there[len(there) - kept :])].to(local.dtype)
 
 
 @contextmanager

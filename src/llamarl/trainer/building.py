@@ -20,7 +20,7 @@ from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import Cut, ParallelLayout, apply_fully_shard, apply_tensor_parallel, parameter_shards
 from llamarl.models.reward_model import load_reward_model
 from llamarl.models.router_replay import let_replay
-from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts
+from llamarl.models.sharded_loading import give_storage, make_skeleton, read_parts, where_stored
 from llamarl.models.small_copy import small_model
 from llamarl.models.value import load_value_model
 from llamarl.trainer.config import LoraConfig
@@ -76,16 +76,16 @@ def build_policy(
         ValueError: ``temperature`` is 0.
     """
     attention = _attention(share_prompts)
-    streamed = False
+    parts = None
     if layout.num_ranks > 1:  # no rank may need memory for the whole
         model = make_skeleton(model_path, attention=attention)
-        streamed = can_stream(model_path, model)
-    if not streamed:
+        parts = where_stored(model_path, model)
+    if parts is None:
         model = load_model(model_path, dtype=torch.float32, device=device, attention=attention)
     if replay:
         let_replay(model)
     transform = LogitTransform.of_model(model.config, temperature)
-    check_output_layer(_small_copy(model.config, attention) if streamed else model, transform)
+    check_output_layer(_small_copy(model.config, attention) if parts is not None else model, transform)
     if lora is not None:
         add_adapters(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=lora_seed)
 
@@ -100,9 +100,9 @@ def build_policy(
     def read(policy: Policy, cuts: dict[str, Cut]) -> None:
         give_storage(policy, device)
         parameters = dict(model.named_parameters())
-        read_parts(model_path, parameters, parameter_shards(parameters, cuts, layout, "float32"))
+        read_parts(model_path, parameters, parameter_shards(parameters, cuts, layout, "float32"), parts)
 
-    return _spread(model, wrap, layout, dtype, fill=read if streamed else None)
+    return _spread(model, wrap, layout, dtype, fill=read if parts is not None else None)
 
 
 def build_value_model(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from training_fixtures import write_model
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
+from tiny_models import SPARSE
+from tiny_models import tiny_config as sparse_config
+
 from llamarl.errors import ModelError
 from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model
-from llamarl.models.parallel import ParallelLayout, parameter_shards
-from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts
+from llamarl.models.parallel import ParallelLayout, ParameterShard, parameter_shards
+from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts, where_stored
+from llamarl.models.small_copy import small_model
 
 ONE_RANK = ParallelLayout(fsdp=1, tp=1, mesh=None)
 
@@ -32,6 +38,36 @@ def test_a_skeleton_with_its_parts_read_is_the_loaded_model(family: str, tmp_pat
     with torch.no_grad():
         got, expected = (m(**inputs, packed_sequences=packed).logits for m in (model, loaded))
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_of_published_experts_each_rank_reads_its_own(family: str, tmp_path: Path) -> None:
+    small_model(sparse_config(family)).save_pretrained(tmp_path)
+    loaded = dict(load_model(tmp_path, dtype=torch.float32).named_parameters())
+    model = make_skeleton(tmp_path, attention="llamarl_packed")
+    parts = where_stored(tmp_path, model)
+    assert parts is not None
+    give_storage(model, torch.device("cpu"))
+    parameters = dict(model.named_parameters())
+    read_parts(tmp_path, parameters, parameter_shards(parameters, {}, ONE_RANK, "float32"), parts)
+    assert all(torch.equal(parameters[name], value) for name, value in loaded.items())
+    gate_up = next(name for name in parameters if name.endswith("experts.gate_up_proj"))
+    experts, rows, width = parameters[gate_up].shape
+    box = ((1, 3), (rows // 2 - 2, rows // 2 + 5), (3, width))  # of two experts, across the border of gate and up
+    here = torch.nn.Parameter(torch.zeros(2, 7, width - 3, dtype=torch.bfloat16))
+    shard = ParameterShard(shape=(experts, rows, width), dtype="float32", box=box, cuts=())
+    read_parts(tmp_path, {gate_up: here}, {gate_up: shard}, parts)
+    expected = loaded[gate_up][tuple(slice(*extent) for extent in box)].bfloat16()
+    assert torch.equal(here, expected)
+
+
+def test_a_folder_that_lacks_an_expert_is_not_read_in_parts(tmp_path: Path) -> None:
+    small_model(sparse_config("mixtral")).save_pretrained(tmp_path)
+    model = make_skeleton(tmp_path, attention="llamarl_packed")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[next(name for name in tensors if ".experts.2." in name)]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert where_stored(tmp_path, model) is None
 
 
 def test_a_folder_with_other_names_or_shapes_is_noticed(tmp_path: Path) -> None:
