@@ -79,6 +79,10 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     compare.add_argument(
         "--trainer-precision", choices=("float32", "bfloat16"), help="of the trainer (default: the run's, else float32)"
     )
+    compare.add_argument(
+        "--router", choices=("live", "replay"), help="of a sparse model: who chooses experts in the trainer (default: the run's, "
+        "else live)",
+    )  # fmt: skip
     compare.add_argument("--rho", type=float, help="AIPO's clip on trainer / generator (default: the run's, else 4)")
     compare.add_argument("--temperature", type=float, help="of sampling (default: the run's, else 1)")
     compare.add_argument(
@@ -167,6 +171,8 @@ def _compare(args: argparse.Namespace) -> int:
     uses: list[Use] = ["train", "vllm" if engine.name == "vllm" else "generate"]
     if quantization != "none":
         uses.append(quantization)
+    if config.trainer.router == "replay":
+        uses.append("router_replay")
     for use in uses:
         check_supported(config.model.path, use)
     check_architecture(config.model.path, generated=engine.name == "native", compiled=engine.kernels != "torch")
@@ -205,7 +211,8 @@ def _compare(args: argparse.Namespace) -> int:
     else:
         served = engine.dtype if quantization == "none" else f"{quantization} over {engine.dtype}"
         print(f"generator    {engine.name}, {served}, on {device}")
-        print(f"trainer      {config.trainer.dtype}, the same weights")
+        replayed = ", the generator's experts" if config.trainer.router == "replay" else ""
+        print(f"trainer      {config.trainer.dtype}, the same weights{replayed}")
         print(_describe(found, sequences, tokenizer, rho))
         print("\n".join([verdict.sentence, *(f"  - {line}" for line in verdict.advice)]))
     return 0 if verdict.safe else 1
@@ -262,6 +269,8 @@ def _generator(args: argparse.Namespace) -> RunConfig:
         algorithm = dataclasses.replace(algorithm, rho=args.rho)
     if args.trainer_precision is not None:
         trainer = dataclasses.replace(trainer, dtype=args.trainer_precision)
+    if args.router is not None or engine.name != "native":  # no other engine notes its experts
+        trainer = dataclasses.replace(trainer, router=args.router or "live")
     device = "auto" if args.device == "auto" else args.device
     generator = dataclasses.replace(
         generator, engine=engine, quantization=quantization, sampling=sampling, device=device, dp=1, tp=1
