@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE))
 import engine_ranks  # noqa: E402
 from engine_ranks import make_model  # noqa: E402
 
-FAMILIES = ("llama", "gemma3_text")
+FAMILIES = ("llama", "gemma3_text", "qwen3_moe")
 WIDE = ("llama-wide", "qwen3-wide", "gemma2-wide")
 """Eight query heads over two key-value heads: of eight ranks four hold the same one."""
 SIZES = {**dict.fromkeys(FAMILIES, 2), **dict.fromkeys(WIDE, 8)}

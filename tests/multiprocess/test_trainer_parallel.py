@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE))
 import trainer_ranks  # noqa: E402
 from training_fixtures import write_model  # noqa: E402
 
-FAMILIES = ("llama", "qwen3", "gemma2")
+FAMILIES = ("llama", "qwen3", "gemma2", "qwen3_moe")
 HALVES = ("2x1", "1x2")
 WHOLE = ("2x2", "1x4")
 """Four ranks; the models have two key-value heads, so that of four tensor-parallel ranks two hold the same one."""

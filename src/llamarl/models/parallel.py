@@ -5,6 +5,7 @@
     tensor parallelism cuts first, inside a layer           FSDP2 then cuts what is left by rows
     colwise  W[out/tp, in]   x copied in, y stays cut       every parameter [d0, ...] -> [d0/fsdp, ...]
     rowwise  W[out, in/tp]   x comes cut, y summed          gathered layer by layer while it computes
+    experts  [E/tp, ., .]    x copied in, y summed          (models/expert_parallel.py)
 
 Tensor parallelism works on plain local tensors (the f and g operators of Megatron-LM, arXiv:1909.08053): the module
 keeps its code and holds a slice, two hooks carry the sums. So FSDP2 wraps it like any other module, and a mesh of one
@@ -35,7 +36,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
-from llamarl.models.sizes import KEY_VALUE_LAYERS, fitting_sizes, part_of_rank
+from llamarl.models.expert_parallel import cut_experts
+from llamarl.models.experts import expert_layers, num_experts
+from llamarl.models.sizes import KEY_VALUE_LAYERS, fitting_sizes, part_of_rank, whole_experts
 from llamarl.models.support import why_unsupported
 
 __all__ = [
@@ -201,7 +204,9 @@ def apply_tensor_parallel(
     text = model.config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    experts = expert_layers(model)
     sizes = fitting_sizes(heads, kv_heads, text.intermediate_size)
+    sizes = whole_experts(sizes, num_experts(experts[0]) if experts else 0)
     if layout.tp not in sizes:
         raise ModelError(
             f"{key} = {layout.tp} does not divide {type(model).__name__}; sizes that fit: {', '.join(map(str, sizes))}"
@@ -213,8 +218,19 @@ def apply_tensor_parallel(
     plan: Mapping[str, str] = getattr(base.config, "base_model_tp_plan", None) or {}
     prefix = f"{model.base_model_prefix}."
     cut: dict[str, Cut] = {}
-    shared_input = _SharedInput(layout.group("tp"))
+    group = layout.group("tp")
+    shared_input = _SharedInput(group)
     for name, module in base.named_modules():
+        if module in experts:
+            names = cut_experts(
+                module,
+                ranks=layout.tp,
+                rank=layout.tp_rank,
+                copied=lambda x: _CopyToRanks.apply(x, group),
+                summed=lambda x: _SumOverRanks.apply(x, group),
+            )
+            cut |= {f"{prefix}{name}.{p}": columns for p in names}
+            continue
         style = plan.get(re.sub(r"\.\d+\.", ".*.", name))
         if style is None:
             continue
@@ -231,7 +247,7 @@ def apply_tensor_parallel(
             _cut_rows(module, layout)
             cut[f"{prefix}{name}.weight"] = Cut("tp", 1)
         elif training:
-            _sum_gradients(module, layout.group("tp"))
+            _sum_gradients(module, group)
     if not cut:
         raise ModelError(f"{type(model).__name__}: its tensor-parallel plan fits none of its layers: set {key} to 1")
     return cut

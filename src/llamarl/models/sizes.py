@@ -6,16 +6,18 @@ key-value heads            cut over all ranks; where these are more, ``tp / head
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from llamarl.errors import ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.reading import read_object
 
-__all__ = ["KEY_VALUE_LAYERS", "check_tensor_parallel_size", "fitting_sizes", "part_of_rank"]
+__all__ = ["KEY_VALUE_LAYERS", "check_tensor_parallel_size", "fitting_sizes", "part_of_rank", "whole_experts"]
 
 KEY_VALUE_LAYERS = ("k_proj", "v_proj")
 """Layers with rows for each key-value head, in every family that may have fewer of these than query heads."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def fitting_sizes(num_heads: int, num_key_value_heads: int, intermediate_size: int) -> list[int]:
@@ -42,6 +44,11 @@ def part_of_rank(num_ranks: int, rank: int, at_most: int | None = None) -> tuple
     return parts, rank // (num_ranks // parts)
 
 
+def whole_experts(sizes: Iterable[int], num_experts: int) -> list[int]:
+    """Of these sizes, those by which each rank gets as many whole experts; all, of a model without any."""
+    return [n for n in sizes if num_experts % n == 0]
+
+
 def check_tensor_parallel_size(path: str | Path, tp: int, *, key: str = "trainer.tp") -> None:
     """Compare a configured size with the folder's ``config.json``.
 
@@ -57,11 +64,12 @@ def check_tensor_parallel_size(path: str | Path, tp: int, *, key: str = "trainer
         config = config.get("text_config") or config
         heads, intermediate = int(config["num_attention_heads"]), int(config["intermediate_size"])
         key_value_heads = int(config.get("num_key_value_heads") or heads)
+        experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ModelError(
             f"model.path: {file} does not say the model's heads and intermediate size: {error!r}"
         ) from error
-    sizes = fitting_sizes(heads, key_value_heads, intermediate)
+    sizes = whole_experts(fitting_sizes(heads, key_value_heads, intermediate), experts)
     if tp not in sizes:
         raise ModelError(
             f"{key} = {tp} does not divide this model's {heads} heads and intermediate size {intermediate}, or neither"

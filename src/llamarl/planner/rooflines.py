@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.models.sizes import fitting_sizes
+from llamarl.models.sizes import fitting_sizes, whole_experts
 from llamarl.planner.hardware import BYTES_PER_WEIGHT, Hardware
 from llamarl.planner.model_spec import ModelSpec
 
@@ -61,14 +61,15 @@ def tensor_parallel_sizes(model: ModelSpec, limit: int, *, runnable: bool = True
     """Tensor-parallel sizes up to ``limit``, ascending.
 
     Args:
-        runnable: Those that ``llamarl train`` takes (``fitting_sizes``), and 1 alone for a model whose layers it does not cut.
-            False: any that cuts the attention heads evenly.
+        runnable: Those that ``llamarl train`` takes (``fitting_sizes``, ``whole_experts``), and 1 alone for a model whose layers it
+            does not cut. False: any that cuts the attention heads evenly.
     """
     if not runnable:
         return [tp for tp in range(1, min(limit, model.heads) + 1) if model.heads % tp == 0]
     if not model.cut_by_llamarl:
         return [1] if limit >= 1 else []
-    return [tp for tp in fitting_sizes(model.heads, model.kv_heads, model.intermediate) if tp <= limit]
+    sizes = whole_experts(fitting_sizes(model.heads, model.kv_heads, model.intermediate), model.experts)
+    return [tp for tp in sizes if tp <= limit]
 
 
 def group_link(hardware: Hardware, ranks: int, stride: int = 1) -> float:

@@ -130,7 +130,7 @@ def model_parameters(
             tp_dims[name] = dim
             if kv_heads and path.split(".")[-2] in KEY_VALUE_LAYERS:
                 at_most[name] = kv_heads
-            if str(style).startswith("packed_") and parameter.shape[dim] % 2 == 0:
+            if str(style).startswith("packed_") and parameter.ndim == 2 and parameter.shape[dim] % 2 == 0:
                 packed.add(name)
         elif style is None:
             whole[name] = "not in the model's tensor-parallel plan"
@@ -149,7 +149,10 @@ def name_pattern(name: str) -> str:
 
 
 def _cut_dim(style: str | None, ndim: int) -> int | None:
-    """The dimension that a style cuts: outputs are the last but one of a weight [..., out, in], and a bias's only one."""
+    """The dimension that a style cuts: outputs are the last but one of a weight [..., out, in], and a bias's only one. Of experts,
+    [experts, ., .], each rank has some whole (``models/expert_parallel.py``)."""
+    if ndim == 3 and style in (*_COLUMNS, *_ROWS):
+        return 0
     if style in _COLUMNS:
         return max(0, ndim - 2)
     return ndim - 1 if style in _ROWS and ndim >= 2 else None

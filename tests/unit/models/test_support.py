@@ -133,8 +133,9 @@ def cut(folder: Path) -> None:
     plan = AutoConfig.from_pretrained(folder).base_model_tp_plan
     if plan is None:
         raise ModelError("no plan")
-    if unknown := set(plan.values()) - set(_STYLES):
-        raise ModelError(f"styles {unknown}")
+    of_layers = {style for name, style in plan.items() if ".experts" not in name}
+    if not of_layers or (unknown := of_layers - set(_STYLES)):
+        raise ModelError(f"styles {unknown}" if of_layers else "experts alone")
 
 
 def adapters(folder: Path, family: str) -> None:

@@ -126,12 +126,12 @@ DEEPSEEK_V3 = {
 }  # fmt: skip
 
 
-def test_experts_of_qwen3_moe_are_cut_as_its_plan_says() -> None:
+def test_experts_of_qwen3_moe_lie_over_ranks_and_the_rest_as_its_plan_says() -> None:
     parameters = model_parameters(QWEN3_MOE)
     gate_up, down = (f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
     assert parameters[gate_up].shape == (6, 24, 16) and parameters[down].shape == (6, 16, 12)
-    assert (parameters.tp_dims[gate_up], parameters.tp_dims[down]) == (1, 2)
-    assert parameters.packed == {f"model.layers.{i}.mlp.experts.gate_up_proj" for i in range(2)}
+    assert (parameters.tp_dims[gate_up], parameters.tp_dims[down]) == (0, 0)  # whole experts
+    assert not parameters.packed
     answer = forecast_sync(
         parameters, SyncQuestion(model="m", trainer_fsdp=2, trainer_tp=1, generator_tp=2, generator_replicas=1)
     )
@@ -164,8 +164,8 @@ def test_halves_of_a_packed_expert_matrix_meet_only_their_own_ranks() -> None:
 
 def test_deepseek_v3_says_which_parameters_are_whole_and_why() -> None:
     parameters = model_parameters(DEEPSEEK_V3)
-    assert parameters.tp_dims["model.layers.1.mlp.experts.gate_up_proj"] == 1
-    assert parameters.tp_dims["model.layers.1.mlp.experts.down_proj"] == 2
+    assert parameters.tp_dims["model.layers.1.mlp.experts.gate_up_proj"] == 0
+    assert parameters.tp_dims["model.layers.1.mlp.experts.down_proj"] == 0
     assert parameters.tp_dims["model.layers.1.mlp.shared_experts.down_proj.weight"] == 1
     attention = [name for name in parameters if ".self_attn." in name]
     assert attention and all(parameters.whole[n] == "not in the model's tensor-parallel plan" for n in attention)

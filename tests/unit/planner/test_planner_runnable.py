@@ -11,7 +11,7 @@ import pytest
 from llamarl.cli import plan as verb
 from llamarl.config import load_config
 from llamarl.errors import PlanError
-from llamarl.models.sizes import fitting_sizes
+from llamarl.models.sizes import fitting_sizes, whole_experts
 from llamarl.planner.choices import Options, Workload, generator_choices
 from llamarl.planner.hardware import find_hardware
 from llamarl.planner.lengths import constant
@@ -23,9 +23,10 @@ H100 = find_hardware("h100")
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_sizes_are_those_of_the_run_and_one_for_experts(name: str) -> None:
+def test_sizes_are_those_of_the_run_with_whole_experts_on_a_rank(name: str) -> None:
     spec = find_model(name)
-    run = [1] if spec.experts else fitting_sizes(spec.heads, spec.kv_heads, spec.intermediate)
+    fitting = fitting_sizes(spec.heads, spec.kv_heads, spec.intermediate)
+    run = whole_experts(fitting, spec.experts) if spec.cut_by_llamarl else [1]
     assert tensor_parallel_sizes(spec, 1024) == run
     assert tensor_parallel_sizes(spec, 4) == [tp for tp in run if tp <= 4]
 

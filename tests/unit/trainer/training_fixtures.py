@@ -31,6 +31,13 @@ _TRAITS: dict[str, dict[str, object]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False},
     "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
 }
 
@@ -47,8 +54,9 @@ def write_model(
     model = AutoModelForCausalLM.from_config(tiny_config(family, **traits), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0.0, 0.5 if "embed" in name or "lm_head" in name else 0.15)
+            if parameter.dim() >= 2:  # wide experts: each sees a part of the tokens, and its gradients are to be no rounding
+                wide = "embed" in name or "lm_head" in name or parameter.dim() == 3
+                parameter.normal_(0.0, 0.5 if wide else 0.15)
     model.to(dtype).save_pretrained(folder)
     return folder
 

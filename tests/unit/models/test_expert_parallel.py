@@ -1,0 +1,81 @@
+"""Experts over ranks, in one process: what the ranks compute adds up to what one computes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor, nn
+
+from llamarl.errors import ModelError
+from llamarl.models.expert_parallel import cut_experts
+from llamarl.models.experts import Routing, expert_layers, num_experts, watch_experts, watching
+from llamarl.models.sizes import check_tensor_parallel_size, fitting_sizes, whole_experts
+
+
+def unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def experts_of(implementation: str) -> nn.Module:
+    model = tiny_model("mixtral", "eager")
+    model.set_experts_implementation(implementation)
+    return expert_layers(model)[0]
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parts_and_their_gradients_add_up_to_the_whole(implementation: str, ranks: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 32, generator=generator)
+    index = torch.tensor([[0, 1], [1, 0], [2, 3], [0, 3], [1, 2], [0, 1], [1, 0]])
+    weights = torch.rand(7, 2, generator=generator)
+    direction = torch.randn(7, 32, generator=generator)
+
+    def passed(experts: nn.Module) -> list[Tensor]:
+        given = [hidden.clone().requires_grad_(), weights.clone().requires_grad_()]
+        out = experts(given[0], index, given[1])
+        own = [p for p in experts.parameters() if p.ndim == 3]
+        return [out.detach(), *torch.autograd.grad((out * direction).sum(), [*given, *own])]
+
+    whole = passed(experts_of(implementation))
+    parts = []
+    for rank in range(ranks):
+        module = experts_of(implementation)
+        names = cut_experts(module, ranks=ranks, rank=rank, copied=unchanged, summed=unchanged)
+        assert sorted(names) == ["down_proj", "gate_up_proj"]
+        assert num_experts(module) == 4 and all(len(p) == 4 // ranks for p in module.parameters())
+        parts.append(passed(module))
+    for place in range(3):  # output, and gradients of hidden states and weights
+        torch.testing.assert_close(sum(part[place] for part in parts), whole[place], atol=1e-5, rtol=1e-5)
+    for place in (3, 4):  # each expert's gradient is on its rank
+        torch.testing.assert_close(torch.cat([part[place] for part in parts]), whole[place], atol=1e-5, rtol=1e-5)
+
+
+def test_a_rank_notes_the_choices_of_all_experts() -> None:
+    model = tiny_model("mixtral", "eager")
+    tokens = torch.tensor([[5, 17, 33, 8]])
+    found = []
+    for cut in (False, True):
+        own = copy.deepcopy(model)
+        layers = watch_experts(own)
+        for layer in layers if cut else []:
+            cut_experts(layer, ranks=2, rank=1, copied=unchanged, summed=unchanged)
+        routing = Routing(len(layers))
+        with torch.no_grad(), watching(routing):
+            own(tokens, use_cache=False)
+        found.append(routing.counts(num_experts(layers[0]))[0])
+    assert torch.equal(found[0], found[1])  # of the first layer, whose input is the same
+
+
+def test_sizes_leave_each_rank_as_many_whole_experts(tmp_path: Path) -> None:
+    assert whole_experts([1, 2, 4, 8], 6) == [1, 2]
+    assert whole_experts([1, 2, 4], 0) == [1, 2, 4]
+    tiny_model("qwen3_moe", "eager").config.save_pretrained(tmp_path)  # six experts, four heads, two key-value heads
+    assert 4 in fitting_sizes(4, 4, 48)
+    check_tensor_parallel_size(tmp_path, 2)
+    with pytest.raises(ModelError, match="does not divide"):
+        check_tensor_parallel_size(tmp_path, 3)
