@@ -54,7 +54,9 @@ def write_model(
     model = AutoModelForCausalLM.from_config(tiny_config(family, **traits), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:  # wide experts: each sees a part of the tokens, and its gradients are to be no rounding
+            if (
+                parameter.dim() >= 2
+            ):  # wide experts: each sees a part of the tokens, and its gradients are to be no rounding
                 wide = "embed" in name or "lm_head" in name or parameter.dim() == 3
                 parameter.normal_(0.0, 0.5 if wide else 0.15)
     model.to(dtype).save_pretrained(folder)
