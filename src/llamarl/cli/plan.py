@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llamarl.cli.plan_unlike import run_unlike
 from llamarl.cli.questions import (
     add_any_tp,
     add_devices,
@@ -55,6 +56,7 @@ examples:
   llamarl plan --model Llama-3.1-70B --devices 256 --hardware h100-sxm --prompts 128 --group-size 16 \\
       --response-tokens 4096:lognormal
   llamarl plan --model path/to/hf-folder --devices 8 --hardware a100 --picture plan.png --recipe plan.toml
+  llamarl plan --model Llama-3.1-70B --devices 128:h100-sxm,128:a100-80gb
   llamarl plan recipes/tiny.toml                 what this machine will make of a recipe
   llamarl plan runs/tiny                         the same with the lengths that the run measured
   llamarl plan recipes/tiny.toml --calibrate     measure short runs of it first; keep what they say of this machine
@@ -89,7 +91,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     )
     what = add_job(parser, "a recipe or run")
     what.add_argument("--reference-model", action="store_true", help="the trainer also scores with a frozen reference")
-    where = add_devices(parser)
+    where = add_devices(parser, kinds=True)
     where.add_argument("--price-per-device-hour", type=float, help="adds the cost of a step, in the price's currency")
     where.add_argument(
         "--calibrate",
@@ -132,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
     model_path = args.model or (question.model if question else None) or _model_source(args)
     if model_path is None:
         raise PlanError("no model: give --model NAME_OR_FOLDER, a recipe, a run folder or a config.json")
+    if isinstance(args.devices, str):
+        return run_unlike(args, model_path, question)
     hosts = _host_names(args, config)
     hardware = _with_link(_hardware(args), args.link)
     measured = _measured(args, hardware)

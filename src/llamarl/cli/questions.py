@@ -20,6 +20,7 @@ __all__ = [
     "add_devices",
     "add_job",
     "device_count",
+    "devices_asked",
     "hardware_of",
     "options_of",
     "refuse_flags",
@@ -45,11 +46,20 @@ def add_job(parser: argparse.ArgumentParser, of: str) -> Any:
     return job
 
 
-def add_devices(parser: argparse.ArgumentParser) -> Any:
-    """Flags of the devices; returns the group."""
+def add_devices(parser: argparse.ArgumentParser, *, kinds: bool = False) -> Any:
+    """Flags of the devices; returns the group.
+
+    Args:
+        kinds: ``--devices`` may name several kinds.
+    """
     devices = parser.add_argument_group("the devices")
     devices.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x, this-machine (default)")
-    devices.add_argument("--devices", type=int, help="how many (default for this-machine: its cores or GPUs)")
+    many = "; or of several kinds: 128:h100-sxm,128:a100-80gb" if kinds else ""
+    devices.add_argument(
+        "--devices",
+        type=devices_asked if kinds else int,
+        help=f"how many (default for this-machine: its cores or GPUs){many}",
+    )
     devices.add_argument(
         "--calibration", type=Path, help="calibration file (default ~/.cache/llamarl/calibration.json)"
     )
@@ -106,6 +116,18 @@ def device_count(given: int | None, hardware: Hardware) -> int:
     if hardware.device.name != "this-machine":
         raise PlanError(f"how many {hardware.device.name}? give --devices N, for example --devices 8")
     return hardware.device.devices_per_node
+
+
+def devices_asked(text: str) -> int | str:
+    """Of ``--devices``: a number, or numbers of named kinds, which ``parse_pools`` reads."""
+    if ":" in text:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number nor numbers of kinds, such as 128:h100-sxm,128:a100-sxm"
+        ) from None
 
 
 def refuse_flags(args: argparse.Namespace, *flags: str, because: str) -> None:

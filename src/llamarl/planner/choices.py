@@ -32,6 +32,7 @@ __all__ = [
     "generator_choices",
     "micro_batches",
     "powers",
+    "precisions_of",
     "replicas_of",
     "slot_counts",
     "split_sizes",
@@ -190,7 +191,7 @@ def generator_choices(
     partial: bool,
 ) -> Iterator[GeneratorChoice]:
     """Every generator that fits on ``devices``, best concurrency only for each layout and precision."""
-    precisions = _precisions(hardware, work.model, options)
+    precisions = precisions_of(hardware, work.model, options)
     for pp in powers(min(options.max_pipeline, work.model.layers)):
         for tp in tensor_parallel_sizes(work.model, devices // pp, runnable=options.runnable):
             replicas = replicas_of(work, options, devices // (tp * pp))
@@ -225,7 +226,12 @@ def generator_choices(
                     yield best
 
 
-def _precisions(hardware: Hardware, model: ModelSpec, options: Options) -> tuple[str, ...]:
+def precisions_of(hardware: Hardware, model: ModelSpec, options: Options) -> tuple[str, ...]:
+    """Precisions that a generator may have.
+
+    Raises:
+        PlanError: What was asked for is none that this model has.
+    """
     asked = options.precisions or hardware.device.weight_precisions
     if model.quantized_by_llamarl or not options.runnable:
         return asked

@@ -38,6 +38,7 @@ BYTES_PER_WEIGHT: Mapping[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "
 
 _ALIASES = {
     "a100": "a100-sxm",
+    "a100-80gb": "a100-sxm",
     "h100": "h100-sxm",
     "h200": "h200-sxm",
     "b200": "b200-sxm",

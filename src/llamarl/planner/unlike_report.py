@@ -1,0 +1,134 @@
+"""A plan for devices of several kinds as a table and as plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from llamarl.planner.plan_report import seconds_text, table_lines
+from llamarl.planner.unlike import Pool, Share, UnlikePlan
+from llamarl.plural import plural
+
+__all__ = ["unlike_json", "unlike_text"]
+
+
+def _trainer(plan: UnlikePlan) -> str:
+    t = plan.trainer.layout
+    sizes = (
+        [f"tp{t.tp}"] + ([f"pp{t.pp}"] if t.pp > 1 else []) + [f"fsdp{t.fsdp}"] + ([f"dp{t.dp}"] if t.dp > 1 else [])
+    )
+    return f"{t.devices} {plan.trainer_hardware.device.name} {'·'.join(sizes)}"
+
+
+def _generator(share: Share) -> str:
+    g = share.choice.layout
+    sizes = [f"tp{g.tp}"] + ([f"pp{g.pp}"] if g.pp > 1 else []) + [f"dp{len(share.prompts)}", g.precision]
+    return f"{share.devices} {share.hardware.device.name} {'·'.join(sizes)}"
+
+
+def _dealt(prompts: Sequence[int]) -> str:
+    """``4 x 9, 12 x 8 prompts``."""
+    counted = Counter(prompts)
+    return ", ".join(f"{number} x {count}" for count, number in sorted(counted.items(), reverse=True)) + " prompts"
+
+
+def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], model: str) -> str:
+    """The table, the first plan in detail, and what of all this a recipe can say.
+
+    Args:
+        plans: The best first.
+    """
+    best = plans[0]
+    lines = [f"{model} on {' + '.join(f'{pool.devices} x {pool.hardware.device.title}' for pool in pools)}", ""]
+    rows = [["plan", "step", "generate", "train", "waiting", "tokens/s", "trainer", "generators"]]
+    for plan in plans:
+        rows.append(
+            [
+                plan.title + ("*" if plan is best else ""),
+                seconds_text(plan.step_s),
+                seconds_text(plan.generate_s),
+                seconds_text(plan.trainer.time.total_s),
+                f"{plan.waiting:.0%}",
+                f"{plan.tokens_per_s:,.0f}",
+                _trainer(plan),
+                " + ".join(map(_generator, plan.shares)),
+            ]
+        )
+    lines += [*table_lines(rows), "", f"* staleness {best.max_staleness}"]
+    lines.append(
+        f"  trainer    {_trainer(best)}: micro-batch {plural(best.trainer.layout.micro_batch, 'sequence')} a rank"
+    )
+    for share in best.shares:
+        rollouts = "partial rollouts" if share.choice.demand.partial else "whole batches"
+        lines.append(
+            f"  generator  {_generator(share)}: {_dealt(share.prompts)} of a tick, {plural(share.choice.demand.slots, 'sequence')} "
+            f"at once, {rollouts}; {seconds_text(share.choice.time_s)}, hand-over {seconds_text(share.sync_s)}"
+        )
+    for plan in plans[1:]:
+        lines.append(f"  gain       {plan.step_s / best.step_s:.2f} times as fast as {plan.title}")
+    if best.why_not_run:
+        lines.append(f"  not yet    llamarl train does not run this plan: {best.why_not_run}")
+        runnable = min((plan for plan in plans[1:] if not plan.why_not_run), key=lambda plan: plan.step_s, default=None)
+        if runnable is not None:
+            lines.append(f"  to run     {runnable.title}: {_keys(runnable)}")
+    else:
+        lines.append(f"  to run     {_keys(best)}")
+    return "\n".join(lines)
+
+
+def _keys(plan: UnlikePlan) -> str:
+    """The keys of a recipe that say a plan's layout."""
+    t, (share, *_) = plan.trainer.layout, plan.shares
+    g = share.choice.layout
+    keys = [f"trainer.fsdp = {t.data_ranks}", f"trainer.tp = {t.tp}", f"generator.dp = {len(share.prompts)}"]
+    keys += [f"generator.tp = {g.tp}"] + ([f"trainer.pp = {t.pp}"] if t.pp > 1 else [])
+    if g.precision != share.hardware.device.train_precision:
+        keys.append(f'generator.quantization = "{g.precision}"')
+    if share.hardware.device.name != plan.trainer_hardware.device.name:
+        keys.append("hosts.on with each role's hosts")
+    return ", ".join(keys)
+
+
+def _plain(plan: UnlikePlan) -> dict[str, Any]:
+    return {
+        "title": plan.title,
+        "max_staleness": plan.max_staleness,
+        "step_s": plan.step_s,
+        "tokens_per_s": plan.tokens_per_s,
+        "waiting": plan.waiting,
+        "unrunnable": plan.why_not_run or None,
+        "trainer": {
+            "device": plan.trainer_hardware.device.name,
+            **dataclasses.asdict(plan.trainer.layout),
+            "devices": plan.trainer.layout.devices,
+            "time_s": plan.trainer.time.total_s,
+            "memory_bytes": dict(plan.trainer.memory),
+        },
+        "generators": [
+            {
+                "device": share.hardware.device.name,
+                **dataclasses.asdict(share.choice.layout),
+                "devices": share.devices,
+                "replicas": len(share.prompts),
+                "prompts": list(share.prompts),
+                "slots": share.choice.demand.slots,
+                "partial_rollouts": share.choice.demand.partial,
+                "time_s": share.choice.time_s,
+                "sync_s": share.sync_s,
+                "memory_bytes": dict(share.choice.memory),
+            }
+            for share in plan.shares
+        ],
+    }
+
+
+def unlike_json(plans: Sequence[UnlikePlan], pools: Sequence[Pool], model: str) -> dict[str, Any]:
+    """Plain values; times in seconds, memory in bytes. The first plan is the recommended one."""
+    return {
+        "model": model,
+        "pools": [{"device": pool.name, "devices": pool.devices} for pool in pools],
+        "plans": [_plain(plan) for plan in plans],
+        "recommended": 0,
+    }
