@@ -15,11 +15,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import claim, spread, write_report
+from harness import claim, core_seconds, spread, write_report
 
 TASK = "reasoning_gym:gsm_symbolic"
 TRL_PACKAGES = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0")
@@ -68,6 +69,37 @@ def main() -> None:
         "trl_runs": theirs,
     }
     write_report(args.json, results, [claim("llamarl's step over TRL's best step", ratio, 0.5, at_least=False)])
+
+
+class CoresAtRows:
+    """Reads the cores' own clocks whenever a file has a line more.
+
+    with CoresAtRows(path) as cores: ...
+    cores.idle(1, 4)  # share of all core time that was idle between line 2 and line 5 (counted from zero: 1 and 4)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: list[tuple[float, float]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> CoresAtRows:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join(timeout=10)
+
+    def idle(self, first: int, last: int) -> float:
+        (busy_before, all_before), (busy, every) = self._seen[first], self._seen[last]
+        return 1 - (busy - busy_before) / (every - all_before)
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.1):
+            lines = self._path.read_bytes().count(b"\n") if self._path.exists() else 0
+            self._seen += [core_seconds()] * (lines - len(self._seen))
 
 
 def trl_python(folder: Path) -> Path:
@@ -128,17 +160,22 @@ def run_llamarl(
         # An empty value leaves a key out: an older llamarl may not know it.
         words = [word for key, value in all_settings.items() if value != "" for word in (f"--{key}", str(value))]
         recipe = Path(__file__).resolve().parents[1] / "recipes" / "smollm2.toml"
-        subprocess.run(
-            [sys.executable, "-m", "llamarl.cli.main", "train", str(recipe), *words],
-            check=True,
-            timeout=3600,
-            env={**os.environ, **(environment or {})},
-        )
+        with CoresAtRows(run_dir / "metrics.jsonl") as cores:
+            subprocess.run(
+                [sys.executable, "-m", "llamarl.cli.main", "train", str(recipe), *words],
+                check=True,
+                timeout=3600,
+                env={**os.environ, **(environment or {})},
+            )
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     # The last steps run with the generator already idle: they are left out, as are the two of warm-up.
     timed = rows[2 : 2 + steps]
     keys = ("time/generator_s", "time/trainer_s", "time/reward_s", "response/length_mean")
-    return {"step_s": [row["time/step_s"] for row in timed]} | {k: [row.get(k) for row in timed] for k in keys}
+    return {
+        "step_s": [row["time/step_s"] for row in timed],
+        "idle": cores.idle(1, 1 + len(timed)),
+        **{key: [row.get(key) for row in timed] for key in keys},
+    }
 
 
 def run_trl(python: Path, job: dict[str, Any]) -> dict[str, Any]:

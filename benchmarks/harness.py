@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["claim", "paired_ratio", "spread", "write_report"]
+__all__ = ["claim", "core_seconds", "paired_ratio", "spread", "write_report"]
 
 _PACKAGES = ("llamarl", "torch", "transformers", "torchmonarch", "numpy")
 
@@ -97,3 +97,12 @@ def write_report(path: str | None, results: dict[str, Any], claims: Sequence[dic
             "claims": list(claims),
         }
         Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def core_seconds() -> tuple[float, float]:
+    """(at work, in all) of the cores of this machine since it began, in seconds."""
+    with open("/proc/stat") as file:
+        user, nice, system, idle, iowait, *others = (int(word) for word in file.readline().split()[1:])
+    tick = os.sysconf("SC_CLK_TCK")
+    busy = user + nice + system + sum(others[:2])
+    return busy / tick, (busy + idle + iowait) / tick

@@ -12,11 +12,10 @@ another checkout's ``src`` times that one). A key without a value is left out. T
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 from end_to_end import run_llamarl
-from harness import paired_ratio, spread, write_report
+from harness import core_seconds, paired_ratio, spread, write_report
 
 SIZES = {"prompts_per_step": 8, "group_size": 8, "max_new_tokens": 64}
 
@@ -43,12 +42,18 @@ def main() -> None:
             found[name].append(run)
             print(
                 f"round {number + 1}, {name}: {run['step_median_s']:.2f} s a step, generator {_mean(run, 'time/generator_s'):.2f}, "
-                f"trainer {_mean(run, 'time/trainer_s'):.2f}, cores busy {run['busy']:.0%} of the run",
+                f"trainer {_mean(run, 'time/trainer_s'):.2f}, cores idle {run['idle']:.1%} of these steps, busy {run['busy']:.0%} of the whole run",
                 flush=True,
             )
     first, *others = cases
     times = {name: [run["step_median_s"] for run in runs] for name, runs in found.items()}
     ratios = {name: paired_ratio(times[name], times[first]) for name in others}
+    for name, runs in found.items():
+        every = spread([seconds for run in runs for seconds in run["step_s"]])
+        idle = spread([run["idle"] for run in runs])
+        print(
+            f"{name}: median of {sum(len(run['step_s']) for run in runs)} steps {every['median']:.2f} s, cores idle {idle['median']:.1%}"
+        )
     for name, ratio in ratios.items():
         print(f"{name} against {first}: {ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})")
     if args.json:
@@ -57,15 +62,6 @@ def main() -> None:
             {"cases": cases, "step_s": {n: spread(t) for n, t in times.items()}, "ratios": ratios, "runs": found},
             [],
         )
-
-
-def core_seconds() -> tuple[float, float]:
-    """(at work, in all) of the cores of this machine since it began, in seconds."""
-    with open("/proc/stat") as file:
-        user, nice, system, idle, iowait, *others = (int(word) for word in file.readline().split()[1:])
-    tick = os.sysconf("SC_CLK_TCK")
-    busy = user + nice + system + sum(others[:2])
-    return busy / tick, (busy + idle + iowait) / tick
 
 
 def _mean(run: dict[str, Any], key: str) -> float:
