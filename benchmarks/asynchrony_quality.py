@@ -33,6 +33,10 @@ def loss(name: str, staleness: int) -> Settings:
     return {"schedule.max_staleness": staleness, "algorithm.name": json.dumps(name)}
 
 
+def precision(trainer: str, engine: str) -> Settings:
+    return {"trainer.dtype": json.dumps(trainer), "generator.engine.dtype": json.dumps(engine)}
+
+
 STUDIES: dict[str, dict[str, Settings]] = {
     "asynchrony": {
         "staleness 0": aipo(0),
@@ -57,10 +61,14 @@ STUDIES: dict[str, dict[str, Settings]] = {
     },
     "precision": {"fp32 generator": aipo(1), "int8 generator": aipo(1, **{"generator.quantization": '"int8"'})},
     "defaults": {
-        "first release": {"generator.engine.kernels": '"torch"', "trainer.skip_zero_advantage": "false"},
-        "float32": {},
-        "bfloat16 trainer": {"trainer.dtype": '"bfloat16"'},
-        "bfloat16 both": {"trainer.dtype": '"bfloat16"', "generator.engine.dtype": '"bfloat16"'},
+        "first release": {
+            "generator.engine.kernels": '"torch"',
+            "trainer.skip_zero_advantage": "false",
+            **precision("float32", "float32"),
+        },
+        "float32": precision("float32", "float32"),
+        "bfloat16 trainer": precision("bfloat16", "float32"),
+        "bfloat16 both": precision("bfloat16", "bfloat16"),
     },
 }
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "tiny.toml"

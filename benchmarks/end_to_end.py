@@ -23,6 +23,8 @@ from typing import Any
 from harness import claim, core_seconds, spread, write_report
 
 TASK = "reasoning_gym:gsm_symbolic"
+BARS = {"float32": 0.25, "bfloat16": 0.2}
+"""Precision -> at most so much of TRL's step."""
 TRL_PACKAGES = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0")
 
 
@@ -41,34 +43,45 @@ def main() -> None:
     parser.add_argument(
         "--micro-batches", type=int, nargs="+", default=[8, 16], help="TRL micro-batch sizes; the best counts"
     )
+    parser.add_argument(
+        "--precisions", nargs="+", choices=list(BARS), default=["float32"], help="of both sides, compared one by one"
+    )
     args = parser.parse_args()
     sizes = {"prompts_per_step": 8, "group_size": 8, "max_new_tokens": 64}
     cores = len(os.sched_getaffinity(0))
     python = trl_python(Path(args.trl_env))
     prompts = export_prompts(args.model, sizes["prompts_per_step"] * (args.trl_steps + 1))
-    ours: list[dict[str, Any]] = []
-    theirs: list[dict[str, Any]] = []
+    ours: dict[str, list[dict[str, Any]]] = {precision: [] for precision in args.precisions}
+    theirs: dict[str, list[dict[str, Any]]] = {precision: [] for precision in args.precisions}
     for round_number in range(args.rounds):
-        print(f"round {round_number + 1}: llamarl ...", flush=True)
-        ours.append(run_llamarl(args.model, sizes, args.llamarl_steps))
-        print(f"  {ours[-1]['step_s']}", flush=True)
-        micro_batch = args.micro_batches[round_number % len(args.micro_batches)]
-        print(f"round {round_number + 1}: TRL, micro-batch {micro_batch} ...", flush=True)
-        job = {**sizes, "model": args.model, "prompts": prompts, "threads": cores, "micro_batch": micro_batch}
-        theirs.append(run_trl(python, {**job, "num_steps": args.trl_steps + 1}) | {"micro_batch": micro_batch})
-        print(f"  {theirs[-1]['step_s']}", flush=True)
-    llamarl = spread([s for run in ours for s in run["step_s"]])
-    trl = min((spread(run["step_s"]) for run in theirs), key=lambda s: s["median"])
-    ratio = llamarl["median"] / trl["median"]
-    results = {
-        "sizes": sizes,
-        "task": TASK,
-        "llamarl_step_s": llamarl,
-        "trl_step_s": trl,
-        "llamarl_runs": ours,
-        "trl_runs": theirs,
-    }
-    write_report(args.json, results, [claim("llamarl's step over TRL's best step", ratio, 0.5, at_least=False)])
+        for precision in args.precisions:
+            print(f"round {round_number + 1}, {precision}: llamarl ...", flush=True)
+            named = json.dumps(precision)
+            settings = {"trainer.dtype": named, "generator.engine.dtype": named}
+            ours[precision].append(run_llamarl(args.model, sizes, args.llamarl_steps, settings=settings))
+            print(f"  {ours[precision][-1]['step_s']}", flush=True)
+            micro_batch = args.micro_batches[round_number % len(args.micro_batches)]
+            print(f"round {round_number + 1}, {precision}: TRL, micro-batch {micro_batch} ...", flush=True)
+            job = {**sizes, "model": args.model, "prompts": prompts, "threads": cores, "micro_batch": micro_batch}
+            job |= {"num_steps": args.trl_steps + 1, "precision": precision}
+            theirs[precision].append(run_trl(python, job) | {"micro_batch": micro_batch})
+            print(f"  {theirs[precision][-1]['step_s']}", flush=True)
+    results: dict[str, Any] = {"sizes": sizes, "task": TASK}
+    claims = []
+    for precision, bar in BARS.items():
+        if precision in args.precisions:
+            llamarl = spread([s for run in ours[precision] for s in run["step_s"]])
+            trl = min((spread(run["step_s"]) for run in theirs[precision]), key=lambda s: s["median"])
+            ratio = llamarl["median"] / trl["median"]
+            print(f"{precision}: llamarl {llamarl['median']:.1f} s, TRL {trl['median']:.1f} s, ratio {ratio:.3f}")
+            results[precision] = {
+                "llamarl_step_s": llamarl,
+                "trl_step_s": trl,
+                "llamarl_runs": ours[precision],
+                "trl_runs": theirs[precision],
+            }
+            claims.append(claim(f"{precision}: llamarl's step over TRL's best step", ratio, bar, at_least=False))
+    write_report(args.json, results, claims)
 
 
 class CoresAtRows:
@@ -114,14 +127,14 @@ def trl_python(folder: Path) -> Path:
     return python
 
 
-def export_prompts(model: str, count: int) -> list[dict[str, str]]:
-    """The first ``count`` prompts of llamarl's own stream, as text, for TRL."""
-    from llamarl.config import validate
+def export_prompts(model: str, count: int, recipe: Path | None = None) -> list[dict[str, str]]:
+    """The first ``count`` prompts of llamarl's own stream (of ``TASK``, or of a recipe), as text, for TRL."""
+    from llamarl.config import load_config, validate
     from llamarl.data.prompts import PromptStream
     from llamarl.environments.factory import make_task
     from llamarl.models.loading import load_tokenizer
 
-    config = validate({"task": {"name": TASK}})
+    config = validate({"task": {"name": TASK}}) if recipe is None else load_config(str(recipe))
     stream = PromptStream(make_task(config.task, config.run.seed), load_tokenizer(model), config.data, config.run.seed)
     prompts = [stream.get(index) for index in range(count)]
     return [{"text": p.text, "answer": p.answer or ""} for p in prompts]
@@ -178,7 +191,8 @@ def run_llamarl(
     }
 
 
-def run_trl(python: Path, job: dict[str, Any]) -> dict[str, Any]:
+def run_trl(python: Path, job: dict[str, Any], *, drop_first: bool = True) -> dict[str, Any]:
+    """What TRL's process answers. Its first step is warm-up."""
     script = Path(__file__).with_name("trl_baseline.py")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -187,7 +201,7 @@ def run_trl(python: Path, job: dict[str, Any]) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"TRL failed:\n{done.stderr[-4000:]}")
     result = json.loads(done.stdout.splitlines()[-1])
-    return result | {"step_s": result["step_s"][1:]}
+    return result | {"step_s": result["step_s"][1 if drop_first else 0 :]}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One GRPO run by TRL, timed a step: the baseline of ``end_to_end.py``, run with TRL's own environment.
 
-Reads a JSON job on standard input (model folder, prompts as token texts with answers, sizes, threads) and prints one JSON
-object: seconds of each step. The reward is the share of prompts whose answer stands last in the response.
+Reads a JSON job on standard input (model folder, prompts as token texts with answers, sizes, threads; for a run that learns also
+output_dir, save_every, learning_rate, schedule, warmup_steps) and prints one JSON object: seconds of each step. Precision "bfloat16" is TRL's ``bf16=True``: float32 weights, products in bfloat16. The reward is the share of prompts whose answer stands last in the response.
 """
 
 from __future__ import annotations
@@ -36,29 +36,40 @@ def main() -> None:
         ]
 
     lengths: list[int] = []
-    ends: list[float] = []
+    steps: list[float] = []
+    begun = 0.0
 
     class Clock(TrainerCallback):
+        """Seconds from the beginning of a step to its end; saving is not among them."""
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            nonlocal begun
+            begun = time.monotonic()
+
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.monotonic())
+            steps.append(time.monotonic() - begun)
 
     samples = job["prompts_per_step"] * job["group_size"]
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=job.get("output_dir") or tempfile.mkdtemp(),
         per_device_train_batch_size=job["micro_batch"],
         gradient_accumulation_steps=samples // job["micro_batch"],
         num_generations=job["group_size"],
         max_completion_length=job["max_new_tokens"],
         max_steps=job["num_steps"],
-        learning_rate=1e-6,
+        learning_rate=job.get("learning_rate", 1e-6),
+        lr_scheduler_type=job.get("schedule", "constant"),
+        warmup_steps=job.get("warmup_steps", 0),
         temperature=1.0,
         beta=0.0,
         use_cpu=True,
-        bf16=False,
+        bf16=job.get("precision") == "bfloat16",
         fp16=False,
         gradient_checkpointing=False,
         report_to="none",
-        save_strategy="no",
+        save_strategy="steps" if job.get("save_every") else "no",
+        save_steps=job.get("save_every", 500),
+        save_only_model=True,
         logging_strategy="no",
         disable_tqdm=True,
         seed=0,
@@ -72,9 +83,7 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[Clock()],
     )
-    started = time.monotonic()
     trainer.train()
-    steps = [end - begin for begin, end in zip([started, *ends[:-1]], ends, strict=True)]
     import trl
 
     mean_length = sum(lengths) / len(lengths)

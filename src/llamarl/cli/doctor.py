@@ -161,13 +161,16 @@ def _compare(args: argparse.Namespace) -> int:
     from llamarl.executors.self_check import check_architecture
     from llamarl.models.folders import check_supported, local_model_path
     from llamarl.models.loading import context_length, load_tokenizer
+    from llamarl.models.precision import settle_precision
 
-    engine, quantization = config.generator.engine, config.generator.quantization
+    quantization = config.generator.quantization
     rho = math.inf if config.algorithm.rho == "none" else float(config.algorithm.rho)
     device = resolve_device(args.device)
     check_engine(config, sections=["generator"])
     path = local_model_path(config.model.path, code=config.model.trust_remote_code)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
+    config = settle_precision(config)
+    engine = config.generator.engine
     uses: list[Use] = ["train", "vllm" if engine.name == "vllm" else "generate"]
     if quantization != "none":
         uses.append(quantization)

@@ -79,6 +79,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Raises PlanError (exit code 2) for a question that makes no sense."""
+    from llamarl.models.precision import BFLOAT16_PAYS_FROM
     from llamarl.planner.model_spec import find_config
     from llamarl.planner.sync_forecast import SyncQuestion, forecast_sync
     from llamarl.weight_sync.model_layouts import model_parameters
@@ -94,6 +95,9 @@ def run(args: argparse.Namespace) -> int:
         generator = {"tp": getattr(recipe.generator, "tp", 1), "replicas": recipe.generator.dp} | generator
         staleness = recipe.schedule.max_staleness
         dtype = recipe.generator.engine.dtype
+        if dtype == "auto":
+            size = model_parameters(config, dtype="float32").num_elements
+            dtype = "bfloat16" if size >= BFLOAT16_PAYS_FROM else "float32"
     if args.max_staleness is not None:
         staleness = args.max_staleness
     if staleness < 0:

@@ -52,6 +52,7 @@ from llamarl.controller.twins import Twins, never_twice
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.errors import ConfigError, LlamaRLError, ModelError, NothingTrained, RunFolderLost, RunStopped
 from llamarl.models.folders import resolve_model_path
+from llamarl.models.precision import settled_precisions
 from llamarl.observability.events import REPLAY_FILE, EventLog
 from llamarl.observability.job_description import describe_job
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
@@ -269,7 +270,10 @@ def _settle(
         if role.section
     }
     config, recorded = with_settings(config, used), with_settings(recorded, used)
-    engines = settled_engines(config, like, hosts.facts["processor"] if hosts is not None else "")
+    processor = hosts.facts["processor"] if hosts is not None else ""
+    precisions = settled_precisions(config, processor)
+    config, recorded = with_settings(config, precisions), with_settings(recorded, precisions)
+    engines = settled_engines(config, like, processor)
     config, recorded = with_settings(config, engines), with_settings(recorded, engines)
     try:
         _raise_all(

@@ -29,6 +29,7 @@ from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import check_supported, resolve_model_path
 from llamarl.models.loading import context_length
+from llamarl.models.precision import engine_dtype
 from llamarl.models.sharded_loading import make_skeleton, stored_weights
 from llamarl.seeding import derive_seed
 from llamarl.types import FinishReason
@@ -107,11 +108,12 @@ class VllmEngine:
         # sequences fit the token budget instead.
         on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
         longest = min(context_length(folder) or config.max_batch_tokens, config.max_batch_tokens) if on_cpu else None
+        dtype_name = engine_dtype(config.dtype, quantization, device="cpu" if on_cpu else "cuda", model=folder)
         set_num_threads = torch.set_num_threads
         self._llm: Any = self._vllm.LLM(
             model=str(folder),
             trust_remote_code=False,
-            dtype=config.dtype,
+            dtype=dtype_name,
             quantization=_QUANTIZATIONS[quantization],
             seed=0,
             logprobs_mode="processed_logprobs",
@@ -129,7 +131,7 @@ class VllmEngine:
         self._folder = folder
         self._context: int = self._llm.llm_engine.model_config.max_model_len
         skeleton = make_skeleton(folder, attention="sdpa")
-        dtype: torch.dtype = getattr(torch, config.dtype)
+        dtype: torch.dtype = getattr(torch, dtype_name)
         self._shapes = {name: (tuple(p.shape), dtype) for name, p in skeleton.named_parameters()}
         self._staged: dict[str, Tensor] | None = None
         self._policy_version = 0

@@ -23,7 +23,7 @@ from llamarl.config import RunConfig
 from llamarl.engine.factory import make_engine, sampling_params
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ModelError
-from llamarl.models.loading import load_model_config
+from llamarl.models.loading import load_model_config, torch_dtype
 from llamarl.models.parallel import ParallelLayout
 from llamarl.seeding import derive_seed
 from llamarl.trainer.batch import TrainingSequence, make_microbatch, pack_sequences
@@ -224,7 +224,7 @@ def _score(config: RunConfig, sequences: Sequence[TokenSequence], device: str) -
         config.model.path,
         layout,
         temperature=config.generator.sampling.temperature,
-        dtype=getattr(torch, config.trainer.dtype),
+        dtype=torch_dtype(config.trainer.dtype, device=device, model=config.model.path),
         chunk_tokens=config.trainer.logprob_chunk_tokens,
         share_prompts=share,
         device=torch.device(device),

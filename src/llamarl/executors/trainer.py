@@ -26,6 +26,7 @@ from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
 from llamarl.executors.device_lease import DeviceLease
 from llamarl.executors.generator_ranks import generator_weights
 from llamarl.models.exported import ExportFacts
+from llamarl.models.precision import settle_precision
 from llamarl.observability.ranks import own_metrics
 from llamarl.observability.trained_tokens import write_trained
 from llamarl.observability.writing import Patience
@@ -71,13 +72,13 @@ class TrainerExecutor(BaseExecutor):
     """Owns the policy. Version v is the weights after v ticks."""
 
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
-        super().__init__(config, context)
+        super().__init__(settle_precision(config), context)
         self._stop = ""
         self._readers: list[_Released] = []
         """Copies of the last version into slots that may still be running."""
         self._copied_s = 0.0
         """How long the copies took that have ended since the last tick."""
-        served = getattr(torch, config.generator.engine.dtype)
+        served = getattr(torch, self.config.generator.engine.dtype)
         adapters_only = config.lora.rank > 0 and config.lora.hand_over == "adapter"
         self._wire_dtype = served if served != torch.float32 and not adapters_only else None
         """Generators hold the weights in it, so they travel in it; adapters are merged in float32."""

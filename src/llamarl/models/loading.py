@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from llamarl.errors import FileError, ModelError
 from llamarl.models.folders import check_supported, resolve_model_path
+from llamarl.models.precision import settled_dtype
 from llamarl.models.support import Use, text_part
 from llamarl.reading import read_object
 
@@ -51,8 +52,20 @@ __all__ = [
     "load_tokenizer",
     "quiet",
     "resolve_model_path",
+    "torch_dtype",
     "use_of",
 ]
+
+
+def torch_dtype(asked: str, *, device: str, model: str | Path) -> torch.dtype:
+    """The type of a configured ``dtype``, what "auto" means here included (``models/precision.py``).
+
+    Args:
+        model: Hugging Face folder.
+    """
+    dtype = getattr(torch, settled_dtype(asked, device=device, model=resolve_model_path(model)))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def load_model_config(path: str | Path) -> PretrainedConfig:

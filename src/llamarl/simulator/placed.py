@@ -9,6 +9,7 @@ from llamarl.config import RunConfig
 from llamarl.controller.graph import Graph
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError, PlanError
+from llamarl.models.precision import BFLOAT16_PAYS_FROM
 from llamarl.roles import present_roles
 from llamarl.runtime.config import HERE, hosts_named, parse_workers
 from llamarl.runtime.host_placement import spread
@@ -58,7 +59,10 @@ def hosts_of_plan(scenario: Scenario, devices_per_host: int) -> dict[str, tuple[
 
 def weight_bytes_of(config: RunConfig, num_parameters: float) -> float:
     """Of one version as it travels: in the generator's dtype."""
-    return num_parameters * _BYTES.get(config.generator.engine.dtype, 4)
+    dtype = config.generator.engine.dtype
+    return num_parameters * (
+        _BYTES.get(dtype, 4) if dtype != "auto" else 2 if num_parameters >= BFLOAT16_PAYS_FROM else 4
+    )
 
 
 def apart(

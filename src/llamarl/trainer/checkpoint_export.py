@@ -21,6 +21,7 @@ from llamarl.models.attention import PACKED_ATTENTION
 from llamarl.models.exported import ExportFacts, write_export
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParameterShard
+from llamarl.models.precision import settle_precision
 from llamarl.models.sharded_loading import make_skeleton, stored_weights
 from llamarl.trainer.narrowing import KLText, NarrowingCount, is_narrower, measure_kl
 from llamarl.trainer.sharded_state import read_state
@@ -55,6 +56,7 @@ def export_checkpoint(
         ModelError: The run's base model is gone, or a weight is too large for the precision.
     """
     state = checkpoint / "trainer" / "state"
+    config = settle_precision(config)
     served, lora = config.generator.engine.dtype, config.lora
     model = make_skeleton(config.model.path, attention=PACKED_ATTENTION)
     parameters = dict(model.named_parameters())

@@ -73,8 +73,10 @@ class TrainerConfig:
 
     selection: SelectionConfig = Field(default_factory=SelectionConfig)
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of forward and backward. Master weights, gradients between micro-batches, and moments are float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of forward and backward. "auto" is bfloat16 for models of 20 million parameters or more on a GPU and on a processor
+    with bfloat16 products (avx512_bf16, amx_bf16), else float32; the run's config.toml says which. Master weights, gradients
+    between micro-batches, and moments are float32."""
 
     max_tokens_per_microbatch: PositiveInt = 4096
     """Tokens (prompt and response) that one forward pass packs, >= 1. Bounds activation memory; a single longer
@@ -233,8 +235,8 @@ class ReferenceConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of its weights and of the forward pass."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of its weights and of the forward pass; "auto" is that of ``trainer.dtype``, so the KL of equal weights is 0."""
 
     max_tokens_per_microbatch: PositiveInt = 8192
     """Tokens (prompt and response) that one forward pass packs."""

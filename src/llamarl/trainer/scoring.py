@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.models.loading import load_model_config
+from llamarl.models.loading import load_model_config, torch_dtype
 from llamarl.models.parallel import make_layout
 from llamarl.trainer.annotate import annotate, locate, microbatches, per_sequence
 from llamarl.trainer.batch import pack_sequences
@@ -53,7 +53,7 @@ class FrozenScorer:
             model_path,
             self.layout,
             temperature=temperature,
-            dtype=getattr(torch, config.dtype),
+            dtype=torch_dtype(config.dtype, device=device, model=model_path),
             chunk_tokens=config.logprob_chunk_tokens,
             share_prompts=self.share_prompts,
             device=torch.device(device),

@@ -30,7 +30,7 @@ from llamarl.errors import TrainingDiverged
 from llamarl.models.decoder import changes_with_length
 from llamarl.models.experts import Routing, watching
 from llamarl.models.exported import ExportFacts
-from llamarl.models.loading import load_model_config
+from llamarl.models.loading import load_model_config, torch_dtype
 from llamarl.models.parallel import make_layout
 from llamarl.models.repeatable import demanded
 from llamarl.observability.ledger import scored_tokens
@@ -139,12 +139,13 @@ class Trainer(ShardedModel[Policy]):
         lora = lora if lora is not None and lora.rank else None
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
         layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
+        dtype = torch_dtype(config.dtype, device=device, model=model_path)
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         built = build_policy(
             model_path,
             layout,
             temperature=temperature,
-            dtype=getattr(torch, config.dtype),
+            dtype=dtype,
             chunk_tokens=config.logprob_chunk_tokens,
             share_prompts=self.share_prompts,
             device=torch.device(device),
@@ -162,7 +163,7 @@ class Trainer(ShardedModel[Policy]):
             optimizer,
             model_path=model_path,
             device=torch.device(device),
-            dtype=getattr(torch, config.dtype),
+            dtype=dtype,
             offload=config.offload_optimizer,
             lora=lora,
         )

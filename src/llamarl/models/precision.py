@@ -1,0 +1,109 @@
+"""What ``dtype = "auto"`` stands for: bfloat16 where it is faster and learns as well, else float32. No torch but for a model's size.
+
+    a processor with products of bfloat16, a model of 20 million parameters or more   bfloat16
+    a GPU, such a model                                                               bfloat16
+    anything else                                                                     float32
+
+Below that size the products are so short that rounding to bfloat16 costs what it saves. What was chosen stands in the run's
+``config.toml``, so a resume on another machine computes as the run began.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from llamarl.checkpoint.platform import platform_facts
+from llamarl.config import RunConfig
+from llamarl.engine.config import EngineConfig
+from llamarl.roles import Role, present_roles, with_settings
+
+__all__ = [
+    "BFLOAT16_PAYS_FROM",
+    "engine_dtype",
+    "has_bfloat16_products",
+    "num_parameters",
+    "settle_precision",
+    "settled_dtype",
+    "settled_precisions",
+]
+
+BFLOAT16_PAYS_FROM = 20_000_000
+"""Parameters of a model."""
+_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
+
+
+def settle_precision(config: RunConfig, processor: str = "") -> RunConfig:
+    """``config`` with what "auto" means for each role that has a model; itself, if nothing is left open.
+
+    Args:
+        config: With models as folders, or with names that can be resolved to such.
+        processor: As for ``settled_dtype``.
+    """
+    return with_settings(config, settled_precisions(config, processor))
+
+
+def settled_precisions(config: RunConfig, processor: str = "") -> dict[str, dict[str, Any]]:
+    """Role -> what ``settle_precision`` changes in its section."""
+    changes = {role.name: _settled(role, config, processor) for role in present_roles(config)}
+    return {name: change for name, change in changes.items() if change}
+
+
+def _settled(role: Role, config: RunConfig, processor: str) -> dict[str, Any]:
+    settings, found = role.settings(config), {}
+    engine = getattr(settings, "engine", None)
+    open_engine = isinstance(engine, EngineConfig) and engine.dtype == "auto"
+    open_model = getattr(settings, "dtype", "") == "auto"
+    if not (open_engine or open_model) or role.model is None or not role.model.uses(config):
+        return {}
+    # a frozen model that is compared with the policy computes as that does
+    like = config.trainer if role.name == "reference" and settings.dtype == "auto" else settings
+    where = {"device": settings.device, "model": role.model.path(config), "processor": processor}
+    if open_engine:
+        quantization = getattr(settings, "quantization", "none")
+        found["engine"] = dataclasses.replace(engine, dtype=engine_dtype("auto", quantization, **where))
+    if open_model:
+        found["dtype"] = settled_dtype(like.dtype, **where)
+    return found
+
+
+def settled_dtype(asked: str, *, device: str, model: str | Path, processor: str = "") -> str:
+    """``asked``, or what "auto" means for a model in a folder on a device.
+
+    Args:
+        asked: "auto", "float32", "bfloat16", ...
+        device: "cpu", "cuda", "cuda:1"; "auto" is CUDA where this machine has it.
+        model: Hugging Face folder.
+        processor: As ``checkpoint.platform`` describes it; empty is this machine's. Of several kinds (``joint_facts``) all must
+            have the instructions.
+    """
+    if asked != "auto":
+        return asked
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cpu") and not has_bfloat16_products(processor or platform_facts()["processor"]):
+        return "float32"
+    return "bfloat16" if num_parameters(model) >= BFLOAT16_PAYS_FROM else "float32"
+
+
+def engine_dtype(asked: str, quantization: str, *, device: str, model: str | Path, processor: str = "") -> str:
+    """``settled_dtype`` of an engine: "auto" leaves what stands around int8 weights in float32, and around fp8 in bfloat16."""
+    if asked == "auto" and quantization != "none":
+        return "float32" if quantization == "int8" else "bfloat16"
+    return settled_dtype(asked, device=device, model=model, processor=processor)
+
+
+def has_bfloat16_products(processor: str) -> bool:
+    """Whether it multiplies bfloat16 in one instruction. Without, oneDNN converts to float32 and back, which is slower."""
+    return all(any(name in one.split() for name in _INSTRUCTIONS) for one in processor.split(" and "))
+
+
+def num_parameters(model: str | Path) -> int:
+    """Numbers in a model, tied ones once, by its configuration alone: a model of the Hub may have no weights here yet."""
+    from llamarl.models.sharded_loading import make_skeleton
+
+    skeleton = make_skeleton(model, attention="sdpa")
+    return sum(parameter.numel() for parameter in skeleton.parameters())
