@@ -85,7 +85,9 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     parser.add_argument("--samples", type=int, default=1, help="responses a prompt (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="to compute in (default: the run's, else float32)"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="to compute in (default: the run's, else bfloat16 for a large model where it is fast)",
     )
     parser.add_argument("--quantization", choices=("none", "int8", "fp8"), help="default: the run's, else none")
     parser.add_argument(
