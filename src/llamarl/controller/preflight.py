@@ -188,13 +188,16 @@ def _check_cache(config: RunConfig, folder: Path, prompt_tokens: int) -> None:
     """
     from llamarl.models.decoder import cache_shape
     from llamarl.models.loading import load_model_config
+    from llamarl.models.precision import engine_dtype
 
     engine = config.generator.engine
     if engine.name != "native":
         return
     layers, heads, head_dim = cache_shape(load_model_config(folder))
-    width = 4 if engine.dtype == "float32" else 2
-    block_bytes = 2 * layers * max(1, heads // config.generator.tp) * head_dim * width * engine.block_size
+    generator = config.generator
+    dtype = engine_dtype(engine.dtype, generator.quantization, device=generator.device, model=folder)
+    width = 4 if dtype == "float32" else 2
+    block_bytes = 2 * layers * max(1, heads // generator.tp) * head_dim * width * engine.block_size
     new_tokens = config.generator.sampling.max_new_tokens
     # the prompt's last, partial block lies beside the sequence's own copy of it
     blocks = -(-(prompt_tokens + new_tokens) // engine.block_size) + (prompt_tokens % engine.block_size > 0)

@@ -34,7 +34,7 @@ def settled_engines(config: RunConfig, run_dir: Path, processor: str = "") -> di
     """Role -> its ``engine``, where "auto" has become what it stands for here. Builds the library where it is needed and not yet there.
 
     Args:
-        config: With models as folders and devices settled.
+        config: With models as folders, devices and precisions settled.
         run_dir: Of the run whose library it is to be; none need be there.
         processor: Of the hosts that hold ranks; empty: they are on this machine.
 

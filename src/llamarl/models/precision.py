@@ -105,5 +105,5 @@ def num_parameters(model: str | Path) -> int:
     """Numbers in a model, tied ones once, by its configuration alone: a model of the Hub may have no weights here yet."""
     from llamarl.models.sharded_loading import make_skeleton
 
-    skeleton = make_skeleton(model, attention="sdpa")
+    skeleton = make_skeleton(model, attention="eager")
     return sum(parameter.numel() for parameter in skeleton.parameters())

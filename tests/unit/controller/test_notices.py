@@ -46,8 +46,8 @@ def test_the_plan_says_when_how_many_and_how_much() -> None:
 
 
 def test_a_checkpoint_of_float32_weights_takes_sixteen_bytes_a_parameter_at_staleness_one() -> None:
-    one = load_config(None, ["--schedule.max_staleness", "1"])
-    none = load_config(None, ["--schedule.max_staleness", "0"])
+    words = ["--trainer.dtype", "float32", "--schedule.max_staleness"]
+    one, none = load_config(None, [*words, "1"]), load_config(None, [*words, "0"])
     parameters = checkpoint_bytes(none) / 12
     assert parameters == int(parameters) > 100_000
     assert checkpoint_bytes(one) == 16 * parameters

@@ -18,7 +18,7 @@ from llamarl.files.content import paths_in
 
 
 def _config(*changes: str) -> RunConfig:
-    base = ["--generator.device", "cpu", "--model.path", "bundled:tiny"]
+    base = ["--generator.device", "cpu", "--generator.engine.dtype", "float32", "--model.path", "bundled:tiny"]
     return validate(apply_overrides(to_plain(RunConfig()), [*base, *changes]))
 
 

@@ -15,11 +15,13 @@ from llamarl.controller.run import plan_run
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.controller.weight_edges import WeightEdge, edge_copies_held, settle_weight_edges, versions_held
 from llamarl.errors import ConfigError
+from llamarl.models.precision import settle_precision
 
 TINY_BYTES = 4 * 559_360  # fp32 parameters of the bundled model
 
 
 def settled(config: RunConfig, devices: dict[str, str]) -> tuple[Graph, dict[str, WeightEdge]]:
+    config = settle_precision(config)
     graph = llamarl_graph(config)
     executors = tuple(dataclasses.replace(e, device=devices.get(e.name, "cpu")) for e in graph.executors)
     graph, edges = settle_weight_edges(config, Graph(executors, graph.channels))
@@ -45,13 +47,14 @@ def test_ends_that_share_a_process_use_no_handles_of_gpu_memory() -> None:
 
 
 def test_ranks_on_several_hosts_take_tcp_and_the_hosts_are_named() -> None:
-    graph = llamarl_graph(load_config(None))
+    config = settle_precision(load_config(None))
+    graph = llamarl_graph(config)
     hosts = {e.name: ["b" if e.name == "generator" else "a"] * e.num_ranks for e in graph.executors}
-    graph, found = settle_weight_edges(load_config(None), graph, hosts=hosts)
+    graph, found = settle_weight_edges(config, graph, hosts=hosts)
     edges = {edge.channel: edge for edge in found}
     assert (edges["weights"].transport, edges["weights"].reason) == ("tcp", "ranks lie on 2 hosts (a, b)")
     assert edges["eval_weights"].transport == "shared_memory"
-    _, found = settle_weight_edges(load_config(None), graph, hosts=hosts, ibverbs=["a", "b"])
+    _, found = settle_weight_edges(config, graph, hosts=hosts, ibverbs=["a", "b"])
     assert {edge.channel: edge.transport for edge in found} == {"weights": "rdma", "eval_weights": "shared_memory"}
     with pytest.raises(ConfigError, match="'cuda_ipc' stays on one host, and ranks lie on 2 hosts"):
         settle_weight_edges(load_config(None, ["--schedule.transport", "cuda_ipc"]), graph, hosts=hosts)
