@@ -16,6 +16,7 @@ from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.errors import ModelError
 from llamarl.executors.base import BaseExecutor, ExecutorContext
 from llamarl.import_path import resolve
+from llamarl.models import precision
 from llamarl.roles import ROLES, Model, Reads, Role
 
 SECOND = Role(
@@ -108,6 +109,20 @@ def test_a_co_located_recipe_that_leaves_its_devices_open_is_settled() -> None:
     colocated = ["--schedule.colocated", "true", "--schedule.max_staleness", "0", "--evaluation.every", "0"]
     config = prepare(load_config(None, colocated)).config
     assert config.generator.device == config.trainer.device != "auto"
+
+
+def test_a_run_starts_with_the_precisions_that_auto_stands_for_and_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "platform_facts", lambda: {"processor": "x86_64 avx512_bf16"})
+    words = ["--generator.device", "cpu", "--trainer.device", "cpu", "--reference.device", "cpu"]
+    config = load_config(None, [*words, "--algorithm.kl_coef", "0.1"])
+    small = prepare(config)
+    assert (small.config.trainer.dtype, small.config.generator.engine.dtype) == ("float32", "float32")
+    monkeypatch.setattr(precision, "num_parameters", lambda model: 10**8)
+    large = prepare(config)
+    for found in (large.config, large.local):
+        assert (found.trainer.dtype, found.generator.engine.dtype, found.reference.dtype) == ("bfloat16",) * 3
+    executor = next(spec for spec in large.graph.executors if spec.name == "trainer")
+    assert executor.config.trainer.dtype == "bfloat16"
 
 
 def test_what_a_run_leaves_and_may_reshard_stands_in_the_table() -> None:
