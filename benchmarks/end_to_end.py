@@ -191,7 +191,7 @@ def run_llamarl(
     }
 
 
-def run_trl(python: Path, job: dict[str, Any], *, drop_first: bool = True) -> dict[str, Any]:
+def run_trl(python: Path, job: dict[str, Any]) -> dict[str, Any]:
     """What TRL's process answers. Its first step is warm-up."""
     script = Path(__file__).with_name("trl_baseline.py")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
@@ -201,7 +201,7 @@ def run_trl(python: Path, job: dict[str, Any], *, drop_first: bool = True) -> di
     if done.returncode:
         raise SystemExit(f"TRL failed:\n{done.stderr[-4000:]}")
     result = json.loads(done.stdout.splitlines()[-1])
-    return result | {"step_s": result["step_s"][1 if drop_first else 0 :]}
+    return result | {"step_s": result["step_s"][1:]}
 
 
 if __name__ == "__main__":

