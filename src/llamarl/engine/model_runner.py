@@ -32,7 +32,6 @@ from llamarl.errors import ConfigError, ModelError
 from llamarl.models.decoder import cache_shape, logit_scale, logit_softcap
 from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
 from llamarl.models.experts import Routing, num_experts, watch_experts, watching
-from llamarl.models.folders import resolve_model_path
 from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk, paged_step
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.precision import engine_dtype
@@ -61,8 +60,7 @@ class ModelRunner:
         note_experts: bool = False,
     ) -> None:
         self.device = torch.device(device)
-        folder = resolve_model_path(model_path)
-        name = engine_dtype(config.dtype, quantization, device=self.device.type, model=folder)
+        name = engine_dtype(config.dtype, quantization, device=self.device.type, model=model_path)
         self.dtype: torch.dtype = getattr(torch, name)
         self.ranks = EngineRanks(layout)
         self.model, cuts = load_tensor_parallel(

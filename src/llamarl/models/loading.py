@@ -63,7 +63,7 @@ def torch_dtype(asked: str, *, device: str, model: str | Path) -> torch.dtype:
     Args:
         model: Hugging Face folder.
     """
-    dtype = getattr(torch, settled_dtype(asked, device=device, model=resolve_model_path(model)))
+    dtype = getattr(torch, settled_dtype(asked, device=device, model=model))
     assert isinstance(dtype, torch.dtype)
     return dtype
 
