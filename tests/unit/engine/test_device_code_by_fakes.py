@@ -37,7 +37,7 @@ def _runner(monkeypatch: pytest.MonkeyPatch, family: str, quantization: str, **s
 
     monkeypatch.setattr(model_runner, "load_tensor_parallel", load)
     monkeypatch.setattr(model_runner, "supported_quantizations", lambda device: ("none", "fp8"))
-    config = EngineConfig(block_size=4, kv_cache_bytes=1 << 18, **settings)
+    config = EngineConfig(block_size=4, kv_cache_bytes=1 << 18, **{"dtype": "float32", **settings})
     return ModelRunner(Path("unused"), config, device=META, quantization=quantization)
 
 
