@@ -60,7 +60,7 @@ def _settled(role: Role, config: RunConfig, processor: str) -> dict[str, Any]:
     # a frozen model that is compared with the policy computes as that does
     like = config.trainer if role.name == "reference" and settings.dtype == "auto" else settings
     where = {"device": settings.device, "model": role.model.path(config), "processor": processor}
-    if open_engine:
+    if isinstance(engine, EngineConfig) and open_engine:
         quantization = getattr(settings, "quantization", "none")
         found["engine"] = dataclasses.replace(engine, dtype=engine_dtype("auto", quantization, **where))
     if open_model:
