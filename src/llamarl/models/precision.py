@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from llamarl.checkpoint.platform import platform_facts
 from llamarl.config import RunConfig
@@ -51,7 +51,8 @@ def settled_precisions(config: RunConfig, processor: str = "") -> dict[str, dict
 
 
 def _settled(role: Role, config: RunConfig, processor: str) -> dict[str, Any]:
-    settings, found = role.settings(config), {}
+    settings = role.settings(config)
+    found: dict[str, Any] = {}
     engine = getattr(settings, "engine", None)
     open_engine = isinstance(engine, EngineConfig) and engine.dtype == "auto"
     open_model = getattr(settings, "dtype", "") == "auto"
@@ -62,7 +63,7 @@ def _settled(role: Role, config: RunConfig, processor: str) -> dict[str, Any]:
     where = {"device": settings.device, "model": role.model.path(config), "processor": processor}
     if isinstance(engine, EngineConfig) and open_engine:
         quantization = getattr(settings, "quantization", "none")
-        found["engine"] = dataclasses.replace(engine, dtype=engine_dtype("auto", quantization, **where))
+        found["engine"] = dataclasses.replace(engine, dtype=cast(Any, engine_dtype("auto", quantization, **where)))
     if open_model:
         found["dtype"] = settled_dtype(like.dtype, **where)
     return found
