@@ -237,8 +237,8 @@ ROLES: Mapping[str, Role] = {
             reads=(Reads(channels=("scored",), kind="scatter"),),
             writes=("referenced",),
             section="reference",
-            sizes=("fsdp", "tp"),
-            model_sizes=("fsdp", "tp"),
+            sizes=("fsdp", "tp", "pp"),
+            model_sizes=("fsdp", "tp", "pp"),
             model=Model(key="reference.path", uses=lambda config: ("train",)),
             present=lambda config: config.has_reference,
         ),
@@ -263,8 +263,8 @@ ROLES: Mapping[str, Role] = {
             reads=(Reads(channels=("valued", "referenced", "scored"), kind="scatter"),),
             writes=("weights", "eval_weights"),
             section="trainer",
-            sizes=("fsdp", "tp"),
-            model_sizes=("fsdp", "tp"),
+            sizes=("fsdp", "tp", "pp"),
+            model_sizes=("fsdp", "tp", "pp"),
             model=Model(uses=_trains, trained=True),
             products=(
                 Product(

@@ -42,11 +42,11 @@ def share(groups: list[Group], fsdp: int, fsdp_rank: int) -> list[Group]:
     return [groups[fsdp_rank]] if fsdp_rank < fsdp - 1 else groups[fsdp - 1 :]
 
 
-def make_trainer(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32") -> Trainer:
+def make_trainer(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32", *, pp: int = 1) -> Trainer:
     return Trainer(
         folder / family,
         TrainerConfig(
-            fsdp=fsdp, tp=tp, dtype=dtype, max_tokens_per_microbatch=48, logprob_chunk_tokens=9,
+            fsdp=fsdp, tp=tp, pp=pp, dtype=dtype, max_tokens_per_microbatch=48, logprob_chunk_tokens=9,
             activation_checkpointing="selective",
         ),
         OptimizerConfig(lr=1e-3, weight_decay=0.01),
@@ -55,8 +55,10 @@ def make_trainer(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "fl
     )  # fmt: skip
 
 
-def make_reference(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32") -> FrozenScorer:
-    config = ReferenceConfig(fsdp=fsdp, tp=tp, dtype=dtype, max_tokens_per_microbatch=40, logprob_chunk_tokens=9)
+def make_reference(
+    folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32", *, pp: int = 1
+) -> FrozenScorer:
+    config = ReferenceConfig(fsdp=fsdp, tp=tp, pp=pp, dtype=dtype, max_tokens_per_microbatch=40, logprob_chunk_tokens=9)
     return FrozenScorer(folder / family, config, ALGORITHM, temperature=0.9)
 
 
@@ -92,13 +94,13 @@ PLANS: dict[str, dict[str, Any]] = {
 """How a tick's batch may be cut into optimizer steps; each is trained in every layout."""
 
 
-def train_plans(folder: Path, family: str, fsdp: int, tp: int) -> dict[str, list[dict[str, float]]]:
+def train_plans(folder: Path, family: str, fsdp: int, tp: int, *, pp: int = 1) -> dict[str, list[dict[str, float]]]:
     """Metrics of two ticks under each plan, with a loss that needs the proximal policy."""
     metrics = {}
     for name, plan in PLANS.items():
         trainer = Trainer(
             folder / family,
-            TrainerConfig(fsdp=fsdp, tp=tp, max_tokens_per_microbatch=48, **plan),
+            TrainerConfig(fsdp=fsdp, tp=tp, pp=pp, max_tokens_per_microbatch=48, **plan),
             OptimizerConfig(lr=1e-3),
             AlgorithmConfig(name="decoupled_ppo"),
             temperature=0.9,
@@ -109,10 +111,10 @@ def train_plans(folder: Path, family: str, fsdp: int, tp: int) -> dict[str, list
     return metrics
 
 
-def refuse_together(folder: Path, fsdp: int, tp: int) -> dict[str, Any]:
+def refuse_together(folder: Path, fsdp: int, tp: int, *, pp: int = 1) -> dict[str, Any]:
     """What one data-parallel rank alone sees and all must act on: a loss that is not finite, then a token too old."""
     trainer = Trainer(
-        folder / "llama", TrainerConfig(fsdp=fsdp, tp=tp), OptimizerConfig(lr=1e-3), AlgorithmConfig(),
+        folder / "llama", TrainerConfig(fsdp=fsdp, tp=tp, pp=pp), OptimizerConfig(lr=1e-3), AlgorithmConfig(),
         temperature=0.9, max_staleness=1,
     )  # fmt: skip
     last = trainer.layout.fsdp_rank == fsdp - 1
@@ -121,11 +123,13 @@ def refuse_together(folder: Path, fsdp: int, tp: int) -> dict[str, Any]:
     before = {key: value.clone() for key, value in trainer.weights.state().items()}
     right = trainer.policy.forward
 
-    def with_a_token_of_probability_0(microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = right(microbatch)
+    def with_a_token_of_probability_0(
+        microbatch: Microbatch, received: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = right(microbatch, received)
         return logprobs.masked_fill(microbatch.sequence_ids == 0, -math.inf), entropy
 
-    if last:
+    if last and trainer.layout.is_last_stage:
         trainer.policy.forward = with_a_token_of_probability_0  # type: ignore[method-assign]
     skipped = trainer.train(groups, 1)
     trainer.policy.forward = right  # type: ignore[method-assign]

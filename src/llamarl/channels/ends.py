@@ -46,7 +46,7 @@ def make_receiver(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_si
             transport=sink_transport(_transport(spec), rank=rank),
         )
     num_parts = _num_parts(spec, num_sink_ranks)
-    part = rank // (num_sink_ranks // num_parts)
+    part = rank // spec.sink_replicas % num_parts if spec.kind is ChannelKind.SCATTER else rank
     return DataReceiver(
         spec,
         rank=part,
@@ -61,11 +61,12 @@ def _transport(spec: ChannelSpec) -> str:
 
 
 def _num_parts(spec: ChannelSpec, num_sink_ranks: int) -> int:
-    """Sink ranks that differ in what they receive; tensor-parallel peers count once."""
+    """Sink ranks that differ in what they receive; tensor-parallel peers and pipeline stages count once."""
     if spec.kind is not ChannelKind.SCATTER:
         return num_sink_ranks
-    if num_sink_ranks % spec.sink_replicas:
+    same = spec.sink_replicas * spec.sink_stages
+    if num_sink_ranks % same:
         raise ValueError(
-            f"channel {spec.name!r}: {num_sink_ranks} sink ranks are no multiple of sink_replicas = {spec.sink_replicas}"
+            f"channel {spec.name!r}: {num_sink_ranks} sink ranks are no multiple of sink_replicas * sink_stages = {same}"
         )
-    return num_sink_ranks // spec.sink_replicas
+    return num_sink_ranks // same

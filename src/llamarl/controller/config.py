@@ -114,8 +114,8 @@ def parts_mistakes(config: RunConfig) -> Iterator[Mistake]:
         found["trainer.minibatches"] = (
             "or trainer.epochs or trainer.selection cuts a tick into optimizer steps of its own"
         )
-    if config.trainer.fsdp * config.trainer.tp > 1:
-        found["trainer.fsdp"] = "times trainer.tp is more than one rank, which pack each step together"
+    if config.trainer.num_ranks > 1:
+        found["trainer.fsdp"] = "times trainer.tp times trainer.pp is more than one rank, which pack each step together"
     if config.dynamic_sampling.enabled:
         found["dynamic_sampling.enabled"] = "chooses groups when all are judged"
     if config.schedule.weights == "latest":

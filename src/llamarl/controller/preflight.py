@@ -108,9 +108,10 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
         assert role.model is not None
         path = role.model.path(config)
         _check_tensor_parallel(role, config, folder if path == config.model.path else path)
+        _check_pipeline(role, config, folder if path == config.model.path else path)
     ranks = {
-        role.name: " * ".join(f"{role.section}.{name}" for name in role.sizes)
-        + f" = {' * '.join(str(role.size_of(config, (name,))) for name in role.sizes)}"
+        role.name: " * ".join(f"{role.section}.{name}" for name in _named_sizes(role, config))
+        + f" = {' * '.join(str(role.size_of(config, (name,))) for name in _named_sizes(role, config))}"
         for role in spread
     }
     if config.run.runtime == "inline":
@@ -122,15 +123,21 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
             )
     most = _RANKS_PER_CORE * cores
     for role in spread:
-        num_ranks, (data, tensor) = role.num_ranks(config), role.sizes
+        num_ranks, (data, *others) = role.num_ranks(config), _named_sizes(role, config)
         if role.settings(config).device == "cpu" and role.model_sizes == role.sizes and num_ranks > most:
-            tp = role.size_of(config, (tensor,))
-            fitting = [f"{size} * {tp}" for size in range(1, role.size_of(config, (data,))) if size * tp <= most]
-            key = f"{role.section}.{tensor}"
+            each = role.size_of(config, others)
+            sizes = " * ".join(str(role.size_of(config, (name,))) for name in others)
+            fitting = [f"{size} * {sizes}" for size in range(1, role.size_of(config, (data,))) if size * each <= most]
+            keys = " and ".join(f"{role.section}.{name}" for name in others)
             raise ConfigError(
                 f"{ranks[role.name]} = {num_ranks} ranks on {cores} cores: more than {_RANKS_PER_CORE} ranks a core would only "
-                f"wait for each other; sizes that fit with this {key}: {', '.join(fitting) or f'none, lower {key}'}"
+                f"wait for each other; sizes that fit with this {keys}: {', '.join(fitting) or f'none, lower {keys}'}"
             )
+
+
+def _named_sizes(role: Role, config: RunConfig) -> list[str]:
+    """Those of its sizes that a message speaks of: of pipeline stages only where there are any."""
+    return [name for name in role.sizes if name != "pp" or role.size_of(config, (name,)) > 1]
 
 
 def _check_tensor_parallel(role: Role, config: RunConfig, folder: Path | str) -> None:
@@ -142,6 +149,20 @@ def _check_tensor_parallel(role: Role, config: RunConfig, folder: Path | str) ->
         instead = f"{role.section}.{role.sizes[0]}"
         raise ConfigError(f"{key} = {tp}: {reason}; set {key} to 1 and raise {instead} instead")
     check_tensor_parallel_size(folder, tp, key=key)
+
+
+def _check_pipeline(role: Role, config: RunConfig, folder: Path | str) -> None:
+    pp = role.size_of(config, (name for name in role.sizes if name == "pp"))
+    if pp == 1:
+        return
+    key, described = f"{role.section}.pp", read_model_config(folder)
+    if reason := why_unsupported(described, "pipeline"):
+        raise ConfigError(f"{key} = {pp}: {reason}; set {key} to 1")
+    layers = text_part(described).get("num_hidden_layers")
+    if isinstance(layers, int) and pp > layers:
+        raise ConfigError(
+            f"{key} = {pp} is more than the {layers} layers of this model: each stage needs one; set {key} to at most {layers}"
+        )
 
 
 def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> None:

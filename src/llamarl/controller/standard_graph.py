@@ -32,7 +32,7 @@ def _channels(roles: list[Role], config: RunConfig) -> Iterator[ChannelSpec]:
 
 def _channel(name: str, source: Role, sink: Role, reads: Reads, config: RunConfig) -> ChannelSpec:
     kind = ChannelKind(reads.kind)
-    tensor_parallel = kind is ChannelKind.SCATTER and "tp" in sink.sizes
+    spread = {name for name in sink.sizes if kind is ChannelKind.SCATTER}
     return ChannelSpec(
         name=name,
         kind=kind,
@@ -43,7 +43,8 @@ def _channel(name: str, source: Role, sink: Role, reads: Reads, config: RunConfi
         latest=reads.latest(config),
         parts=1 if kind is ChannelKind.WEIGHTS else config.schedule.parts,
         elastic=source.name == "generator" and config.generator.shards > 0,
-        sink_replicas=sink.size_of(config, ("tp",)) if tensor_parallel else 1,
+        sink_replicas=sink.size_of(config, spread & {"tp"}),
+        sink_stages=sink.size_of(config, spread & {"pp"}),
     )
 
 

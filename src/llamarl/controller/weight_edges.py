@@ -22,6 +22,7 @@ from llamarl.plural import plural
 from llamarl.roles import carries_version
 from llamarl.transports.table import Place, choose_transport
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters
+from llamarl.weight_sync.stage_layouts import stage_parameters
 
 __all__ = ["WeightEdge", "edge_copies_held", "settle_weight_edges", "versions_held"]
 
@@ -188,5 +189,6 @@ def _version_bytes(config: RunConfig, dtype: str) -> float:
     source = MeshSide(
         mesh={"fsdp": config.trainer.fsdp, "tp": config.trainer.tp}, placements=fsdp_tp_placements(parameters)
     )
-    report = report_transfer(parameters, source, MeshSide(mesh={"replica": 1}, placements={}))
-    return float(report.source_slot_bytes.max())
+    whole = MeshSide(mesh={"replica": 1}, placements={})
+    of_stages = stage_parameters(parameters, config.trainer.pp)
+    return max(float(report_transfer(stage, source, whole).source_slot_bytes.max()) for stage in of_stages)

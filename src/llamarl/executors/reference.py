@@ -33,7 +33,8 @@ class ReferenceExecutor(Stateless, BaseExecutor):
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
         groups = self.scorer.score(self.items_of(inputs))
-        first_peer = self.scorer.layout.tp_rank == 0  # tensor-parallel peers hold the same groups: one of them sends
+        layout = self.scorer.layout  # tensor-parallel peers and stages hold the same groups: one of them sends
+        first_peer = layout.tp_rank == 0 and layout.is_last_stage
         return StepResult(
             outputs=self.outputs_of(groups if first_peer else []),
             spans=(("reference", started, time.monotonic()),),

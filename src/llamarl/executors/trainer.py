@@ -174,9 +174,11 @@ class TrainerExecutor(BaseExecutor):
         return StepResult(outputs=outputs, metrics=metrics, spans=spans, stop=self._stop, files=tuple(files))
 
     def _logs_tokens(self, tick: int) -> bool:
-        """Whether this rank writes what it makes of the tick's tokens; of tensor-parallel peers, which see the same, one does."""
+        """Whether this rank writes what it makes of the tick's tokens; of tensor-parallel peers, which see the same, one does, and
+        of pipeline stages the last."""
         due = self.context.run_dir is not None and self.config.observability.rollouts_due(tick)
-        return due and self.trainer.layout.tp_rank == 0
+        layout = self.trainer.layout
+        return due and layout.tp_rank == 0 and layout.is_last_stage
 
     def take_part(self, tick: int, part: int, items: Sequence[Group]) -> bool:
         """Add a part's gradients before its tick comes."""

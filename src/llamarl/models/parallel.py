@@ -22,9 +22,9 @@ import dataclasses
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -54,9 +54,12 @@ __all__ = [
     "make_layout",
     "parameter_shards",
     "shard_box",
+    "shards_of_all_stages",
 ]
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+
+T = TypeVar("T")
 
 AXES = ("pp", "fsdp", "tp")
 """Axes of the mesh, outermost first: the fewer bytes travel along one, the farther apart its neighbours may stand. Ranks count
@@ -93,6 +96,11 @@ class ParallelLayout:
         return self.index("pp")
 
     @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes log-probs and losses."""
+        return self.pp_rank == self.pp - 1
+
+    @property
     def fsdp_rank(self) -> int:
         return self.index("fsdp")
 
@@ -124,6 +132,21 @@ class ParallelLayout:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group("fsdp"))
         return values
 
+    def sum_over_stages(self, values: Tensor) -> Tensor:
+        """Sum over the stages of this rank's samples, in place."""
+        if self.pp > 1:
+            dist.all_reduce(values, group=self.group("pp"))
+        return values
+
+    def from_last_stage(self, make: Callable[[], T]) -> T:
+        """What the last stage makes, on every stage. Small values that can be pickled; only the last stage calls ``make``."""
+        if self.pp == 1:
+            return make()
+        found = [make() if self.is_last_stage else None]
+        last = self.rank + (self.pp - 1 - self.pp_rank) * self.fsdp * self.tp
+        dist.broadcast_object_list(found, src=last, group=self.group("pp"))
+        return cast(T, found[0])
+
 
 class Cut(NamedTuple):
     """A dimension of a parameter is cut over the ranks of a mesh axis, in even parts."""
@@ -146,6 +169,8 @@ class ParameterShard:
     """Global (start, stop) a dimension of this rank's part; empty where there are more ranks than rows."""
     cuts: tuple[Cut, ...]
     """In the order in which they were made; the same on every rank."""
+    stages: tuple[int, ...] | None = None
+    """Pipeline stages that hold it; None: all."""
 
 
 def make_layout(
@@ -288,16 +313,49 @@ def parameter_shards(
         if layout.fsdp > 1:
             cuts.append(Cut("fsdp", 0))
         box = shard_box(shape, cuts, layout, layout.rank)
-        shards[name] = ParameterShard(shape=tuple(shape), dtype=dtype, box=box, cuts=tuple(cuts))
+        stages = None if layout.pp == 1 else (layout.pp_rank,)
+        shards[name] = ParameterShard(shape=tuple(shape), dtype=dtype, box=box, cuts=tuple(cuts), stages=stages)
         held = tuple(stop - start for start, stop in box)
         assert math.prod(held) == local_tensor(parameter).numel(), f"{name}: {held} is not what this rank holds"
     return shards
 
 
+def shards_of_all_stages(
+    own: Mapping[str, ParameterShard], names: Sequence[str], layout: ParallelLayout
+) -> dict[str, ParameterShard]:
+    """Every parameter of the model, of those that other stages hold an empty part. Every rank calls it.
+
+    Args:
+        own: Of this stage.
+        names: Of the whole model, in its order.
+    """
+    if layout.pp == 1:
+        return dict(own)
+    of_stages: list[Mapping[str, ParameterShard] | None] = [None] * layout.pp
+    dist.all_gather_object(of_stages, dict(own), group=layout.group("pp"))
+    found = {}
+    for name in names:
+        held = {stage: shards[name] for stage, shards in enumerate(of_stages) if shards and name in shards}
+        shard = dataclasses.replace(next(iter(held.values())), stages=tuple(held))
+        box = shard_box(shard.shape, shard.cuts, layout, layout.rank, shard.stages)
+        found[name] = dataclasses.replace(shard, box=box)
+    return found
+
+
 def shard_box(
-    shape: Sequence[int], cuts: Sequence[Cut], layout: ParallelLayout, rank: int
+    shape: Sequence[int],
+    cuts: Sequence[Cut],
+    layout: ParallelLayout,
+    rank: int,
+    stages: Collection[int] | None = None,
 ) -> tuple[tuple[int, int], ...]:
-    """Global (start, stop) a dimension of what ``rank`` holds of a parameter cut by ``cuts``, in that order."""
+    """Global (start, stop) a dimension of what ``rank`` holds of a parameter cut by ``cuts``, in that order.
+
+    Args:
+        stages: That hold it; None: all. Elsewhere the box is empty.
+    """
+    if stages is not None and layout.index_of(rank, "pp") not in stages:
+        return tuple((0, 0) for _ in shape)
     box = [(0, size) for size in shape]
     for cut in cuts:
         parts, part = part_of_rank(layout.size(cut.axis), layout.index_of(rank, cut.axis), cut.at_most)
@@ -320,24 +378,29 @@ def gather_parameters(
     """Whole parameters one after another, on rank 0 and on the CPU; other ranks send and get nothing.
 
     Every rank must iterate to the end. No rank holds more than one whole parameter at a time.
+
+    Args:
+        tensors: This rank's parts, all of one dtype; those of other stages are absent.
+        shards: Of every parameter, in the order in which they are wanted.
     """
-    for name, tensor in tensors.items():
-        shard = shards[name]
+    for name, shard in shards.items():
         if layout.num_ranks == 1:
-            yield name, tensor.detach().cpu()
+            yield name, tensors[name].detach().cpu()
             continue
-        boxes = [shard_box(shard.shape, shard.cuts, layout, rank) for rank in range(layout.num_ranks)]
+        boxes = [shard_box(shard.shape, shard.cuts, layout, rank, shard.stages) for rank in range(layout.num_ranks)]
         holders = {box: rank for rank, box in reversed(list(enumerate(boxes)))}  # the first rank of each part
         senders = {rank: box for box, rank in holders.items() if all(start < stop for start, stop in box)}
         if layout.rank != 0:
             if layout.rank in senders:
-                dist.send(tensor.detach().contiguous(), dst=0)
+                dist.send(tensors[name].detach().contiguous(), dst=0)
             continue
-        whole = torch.empty(shard.shape, dtype=tensor.dtype)
+        some = next(iter(tensors.values()))  # all have one dtype and device
+        whole = torch.empty(shard.shape, dtype=some.dtype)
         for rank, box in sorted(senders.items()):
-            part = tensor.detach()
-            if rank != 0:
-                part = tensor.new_empty([stop - start for start, stop in box])
+            if rank == 0:
+                part = tensors[name].detach()
+            else:
+                part = some.new_empty([stop - start for start, stop in box])
                 dist.recv(part, src=rank)
             whole[tuple(slice(start, stop) for start, stop in box)] = part.cpu()
         yield name, whole

@@ -1,4 +1,5 @@
-"""Which tensor-parallel sizes fit a model folder. No torch, so that a wrong size is refused before any process starts.
+"""Which tensor-parallel sizes fit a model folder, and how layers divide into pipeline stages. No torch, so that a wrong size is
+refused before any process starts.
 
 query heads, MLP width     cut over all ranks
 key-value heads            cut over all ranks; where these are more, ``tp / heads`` neighbouring ranks hold the same head
@@ -13,7 +14,14 @@ from llamarl.errors import ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.reading import read_object
 
-__all__ = ["KEY_VALUE_LAYERS", "check_tensor_parallel_size", "fitting_sizes", "part_of_rank", "whole_experts"]
+__all__ = [
+    "KEY_VALUE_LAYERS",
+    "check_tensor_parallel_size",
+    "fitting_sizes",
+    "layers_of_stages",
+    "part_of_rank",
+    "whole_experts",
+]
 
 KEY_VALUE_LAYERS = ("k_proj", "v_proj")
 """Layers with rows for each key-value head, in every family that may have fewer of these than query heads."""
@@ -47,6 +55,25 @@ def part_of_rank(num_ranks: int, rank: int, at_most: int | None = None) -> tuple
 def whole_experts(sizes: Iterable[int], num_experts: int) -> list[int]:
     """Of these sizes, those by which each rank gets as many whole experts; all, of a model without any."""
     return [n for n in sizes if num_experts % n == 0]
+
+
+def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
+    """Which layers each stage holds: as evenly as possible. What is left over goes to the stages in the middle, then to the first:
+    the last has the output layer to compute as well.
+
+    Raises:
+        ValueError: A stage would have none.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(f"{num_layers} layers cannot be cut into {num_stages} stages: each needs one")
+    each, left = divmod(num_layers, num_stages)
+    longer = [*range(1, num_stages - 1), 0][:left]
+    found, start = [], 0
+    for stage in range(num_stages):
+        stop = start + each + (stage in longer)
+        found.append(range(start, stop))
+        start = stop
+    return found
 
 
 def check_tensor_parallel_size(path: str | Path, tp: int, *, key: str = "trainer.tp") -> None:

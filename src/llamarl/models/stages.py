@@ -25,28 +25,10 @@ from transformers import PreTrainedModel
 from llamarl.errors import ModelError
 from llamarl.models.attention import PackedSequences, attending
 from llamarl.models.decoder import decoder_layers
+from llamarl.models.sizes import layers_of_stages
 from llamarl.models.support import why_unsupported
 
-__all__ = ["Stage", "check_stages", "cut_into_stage", "layers_of_stages"]
-
-
-def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
-    """Which layers each stage holds: as evenly as possible. What is left over goes to the stages in the middle, then to the first:
-    the last has the output layer to compute as well.
-
-    Raises:
-        ValueError: A stage would have none.
-    """
-    if not 1 <= num_stages <= num_layers:
-        raise ValueError(f"{num_layers} layers cannot be cut into {num_stages} stages: each needs one")
-    each, left = divmod(num_layers, num_stages)
-    longer = [*range(1, num_stages - 1), 0][:left]
-    found, start = [], 0
-    for stage in range(num_stages):
-        stop = start + each + (stage in longer)
-        found.append(range(start, stop))
-        start = stop
-    return found
+__all__ = ["Stage", "check_stages", "cut_into_stage"]
 
 
 class _Elsewhere(nn.Module):

@@ -213,7 +213,9 @@ def distances(
                 arrived = hand_over_s(list(dict.fromkeys(sources)), list(dict.fromkeys(sinks)), links, weight_bytes)
                 weights_s = message_s[channel.source] + message_s[channel.sink] + max(arrived)
             continue
-        parts = len(sinks) // channel.sink_replicas if channel.kind is ChannelKind.SCATTER else 1
+        parts = (
+            len(sinks) // (channel.sink_replicas * channel.sink_stages) if channel.kind is ChannelKind.SCATTER else 1
+        )
         each = data_bytes / len(sources) / parts
         pull_s[channel.name] = max(
             sum(links.between(source, sink).pull_s(each, DATA_ROUND_TRIPS) for source in sources) for sink in sinks

@@ -73,6 +73,7 @@ def recipe_layouts(config: RunConfig, hardware: Hardware, mean_tokens: float) ->
         precision = hardware.device.train_precision
     trainer = TrainerLayout(
         tp=t.tp,
+        pp=t.pp,
         fsdp=t.fsdp,
         micro_batch=max(1, round(t.max_tokens_per_microbatch / mean_tokens)),
         recompute=t.activation_checkpointing != "none",
@@ -113,7 +114,7 @@ def scenario_from_recipe(
         replicas=g.dp,
         slots=g.engine.max_sequences,
         generator_devices=g.dp * g.tp * threads["generator"],
-        trainer_devices=t.fsdp * t.tp * threads["trainer"],
+        trainer_devices=t.num_ranks * threads["trainer"],
         weights_load_s=weight_sync_s(
             hardware, work.model, trainer_devices=trainer.devices, replicas=g.dp, layout=layout
         ),

@@ -361,7 +361,8 @@ def pack_sequences(
     device: str | torch.device,
     at_once: int = 1,
 ) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch; as many micro-batches on every rank, the surplus empty.
+    """Indices of the sequences of each micro-batch; as many micro-batches on every rank, the surplus empty. Pipeline stages, which
+    hold the same sequences, find the same: at least as many micro-batches as there are stages, so that each has work at once.
 
     Args:
         at_once: Micro-batches that a lone rank computes at the same time: at least as many are made, if there are as many units, and in an
@@ -373,7 +374,7 @@ def pack_sequences(
         responses = [len(s.tokens) - s.num_prompt for s in sequences]
         units = shared_units([s.group for s in sequences], prompts, responses, max_tokens)
     costs = [sum(len(sequences[i].tokens) for i in u) - (len(u) - 1) * sequences[u[0]].num_prompt for u in units]
-    packing = pack(costs, max_tokens, min_microbatches=min(at_once, len(costs)))
+    packing = pack(costs, max_tokens, min_microbatches=min(max(at_once, layout.pp), len(costs)))
     count = int(layout.max_over_data(torch.tensor(len(packing), device=device)).item())
     if len(packing) < count:
         packing = pack(costs, max_tokens, min_microbatches=count)

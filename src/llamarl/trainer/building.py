@@ -1,6 +1,6 @@
 """From a Hugging Face folder to a policy or a value model that lies over the ranks of a mesh, trained or frozen.
 
-folder ─▶ read whole, or every rank its own part ─▶ prove the output layer ─▶ adapters ─▶ cut (tp, then fsdp) ─▶ compute dtype
+folder ─▶ read whole, or every rank its own part ─▶ prove the output layer ─▶ adapters ─▶ cut (pp, tp, then fsdp) ─▶ compute dtype
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from llamarl.models.reward_model import load_reward_model
 from llamarl.models.router_replay import let_replay
 from llamarl.models.sharded_loading import give_storage, make_skeleton, read_parts, where_stored
 from llamarl.models.small_copy import small_model
+from llamarl.models.stages import check_stages, cut_into_stage
 from llamarl.models.value import load_value_model
 from llamarl.trainer.config import LoraConfig
 from llamarl.trainer.logprobs import LogitTransform
@@ -41,6 +42,8 @@ class Built(Generic[Module]):
     module: Module
     cuts: dict[str, Cut]
     """Parameter -> how tensor parallelism cut it."""
+    names: tuple[str, ...]
+    """Of the parameters of the whole model, in its order, those of other stages too."""
     initial: dict[str, Tensor] | None
     """Float32 values of the trained parameters from before they were rounded to the compute dtype; None if they still hold them."""
 
@@ -60,6 +63,7 @@ def build_policy(
     lora: LoraConfig | None = None,
     lora_seed: int = 0,
     replay: bool = False,
+    key: str = "trainer.pp",
 ) -> Built[Policy]:
     """This rank's part of the model in ``model_path``.
 
@@ -70,9 +74,10 @@ def build_policy(
         checkpoint_every: Every so many layers one recomputes its activations in the backward pass; 0 is none.
         lora: With it, adapters are added and the model itself is frozen; one rank only.
         replay: Its routers choose what a micro-batch says (``Microbatch.experts``).
+        key: The configuration key of the number of pipeline stages, to name in errors.
 
     Raises:
-        ModelError: The model is not supported, or not with this ``tp``.
+        ModelError: The model is not supported, or not with this ``tp`` or ``pp``.
         ValueError: ``temperature`` is 0.
     """
     attention = _attention(share_prompts)
@@ -86,11 +91,15 @@ def build_policy(
         let_replay(model)
     transform = LogitTransform.of_model(model.config, temperature)
     check_output_layer(_small_copy(model.config, attention) if parts is not None else model, transform)
+    names = tuple(name for name, _ in model.named_parameters())
+    if layout.pp > 1:
+        check_stages(_small_copy(model.config, attention), layout.pp, key=key)
+    stage = cut_into_stage(model, layout.pp_rank, layout.pp, key=key)
     if lora is not None:
         add_adapters(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=lora_seed)
 
     def wrap(model: PreTrainedModel) -> Policy:
-        policy = Policy(model, transform, chunk_tokens=chunk_tokens, entropy_needs_grad=entropy_needs_grad)
+        policy = Policy(model, transform, chunk_tokens=chunk_tokens, entropy_needs_grad=entropy_needs_grad, stage=stage)
         if not trained:
             policy.requires_grad_(False)
         if checkpoint_every:
@@ -102,7 +111,7 @@ def build_policy(
         parameters = dict(model.named_parameters())
         read_parts(model_path, parameters, parameter_shards(parameters, cuts, layout, "float32"), parts)
 
-    return _spread(model, wrap, layout, dtype, fill=read if parts is not None else None)
+    return _spread(model, wrap, layout, dtype, names=names, fill=read if parts is not None else None)
 
 
 def build_value_model(
@@ -144,11 +153,13 @@ def _spread(
     layout: ParallelLayout,
     dtype: torch.dtype,
     *,
+    names: tuple[str, ...] = (),
     fill: Callable[[Module, dict[str, Cut]], None] | None = None,
 ) -> Built[Module]:
     """Cut by tensor parallelism, then by FSDP2, then round to the compute dtype.
 
     Args:
+        names: See ``Built``; empty: ``model`` is whole.
         fill: Reads the weights of a model that has been built without storage.
     """
     cuts = apply_tensor_parallel(model, layout)
@@ -159,11 +170,11 @@ def _spread(
     if fill is not None:
         fill(module, cuts)
     if layout.fsdp > 1 or dtype == torch.float32:  # FSDP2 rounds as it gathers
-        return Built(module, cuts, None)
+        return Built(module, cuts, names, None)
     initial = {name: p.detach().clone() for name, p in module.parameters_by_name().items()}
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
-    return Built(module, cuts, initial)
+    return Built(module, cuts, names, initial)
 
 
 def _small_copy(config: PretrainedConfig, attention: str) -> PreTrainedModel:

@@ -55,7 +55,11 @@ class TrainerConfig:
 
     tp: PositiveInt = 1
     """Ranks over which each matrix product is split (tensor parallelism, the model's own plan).
-    The trainer runs ``fsdp * tp`` processes."""
+    The trainer runs ``fsdp * tp * pp`` processes."""
+
+    pp: PositiveInt = 1
+    """Pipeline stages into which the layers are cut, >= 1; at most the model's layers. Each computes a micro-batch and hands it on,
+    so a step wants several times as many micro-batches as stages: see ``max_tokens_per_microbatch``."""
 
     threads: NonNegativeInt = 0
     """CPU threads of each trainer process; 0 divides the machine's cores, and on up to 4 of them gives a lone rank one a core, which use
@@ -133,6 +137,11 @@ class TrainerConfig:
                 "set minibatches >= 2 or selection.tokens_per_step",
                 ("minibatches", "selection.tokens_per_step"),
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes over which the policy is spread."""
+        return self.fsdp * self.tp * self.pp
 
     @property
     def steps_per_tick(self) -> int:
@@ -227,7 +236,10 @@ class ReferenceConfig:
     """Ranks over which its parameters are sharded and the batch is split."""
 
     tp: PositiveInt = 1
-    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp * pp`` processes."""
+
+    pp: PositiveInt = 1
+    """Pipeline stages into which the layers are cut, >= 1; at most the model's layers."""
 
     threads: NonNegativeInt = 0
     """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from llamarl.models.parallel import Cut, ParallelLayout, holds_first, local_tensor
 from llamarl.trainer.config import OptimizerConfig
 
-__all__ = ["MasterWeights", "learning_rate"]
+__all__ = ["MasterWeights", "TiedStages", "learning_rate"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -46,6 +47,18 @@ def learning_rate(config: OptimizerConfig, tick: int, num_ticks: int | None) -> 
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
 
 
+@dataclass(frozen=True)
+class TiedStages:
+    """Weights that the first pipeline stage and the last both hold: each computes a part of their gradient, and both make the same
+    update of the sum."""
+
+    names: frozenset[str]
+    group: dist.ProcessGroup
+    """The two ranks."""
+    counted: bool
+    """Whether this rank's copy is the one that counts in the gradient's norm."""
+
+
 class MasterWeights:
     """This rank's float32 weights and AdamW moments, and the way from gradients to the next version."""
 
@@ -61,16 +74,19 @@ class MasterWeights:
         tensor_parallel_cuts: Mapping[str, Cut],
         initial: Mapping[str, Tensor] | None = None,
         offload: bool = False,
+        tied: TiedStages | None = None,
     ) -> None:
         """
         Args:
             parameters: What the model computes with, by name; any dtype.
+            tied: Those of them that another stage holds too.
             initial: Float32 values of ``parameters`` before they were rounded, if they were.
             offload: Keep masters and moments in host memory, apart from the parameters.
         """
         self.parameters = dict(parameters)
         self.layout = layout
         self._cuts = tensor_parallel_cuts
+        self._tied = tied
         self.tensors: dict[str, nn.Parameter] = {}
         """Name -> this rank's part of the master weight, float32."""
         self._apart: set[str] = set()
@@ -116,6 +132,9 @@ class MasterWeights:
                 parameter.grad = None
             if self.tensors[name].grad is None:  # a rank beside whose rows nothing happened
                 self.tensors[name].grad = torch.zeros_like(self.tensors[name])
+        if self._tied is not None:
+            for name in sorted(self._tied.names):
+                dist.all_reduce(self.tensors[name].grad, group=self._tied.group)
 
     def gradient_norm(self) -> Tensor:
         """Global 2-norm over all ranks, a scalar on the device; each element counted once."""
@@ -123,6 +142,8 @@ class MasterWeights:
         cut: list[Tensor] = []
         for name, tensor in self.tensors.items():
             assert tensor.grad is not None
+            if self._tied is not None and name in self._tied.names and not self._tied.counted:
+                continue
             if (how := self._cuts.get(name)) is None:
                 whole.append(torch.linalg.vector_norm(tensor.grad))
             elif holds_first(how, self.layout):
@@ -132,7 +153,7 @@ class MasterWeights:
         squares = torch.stack([_sum_of_squares(whole, zero), _sum_of_squares(cut, zero)]).to(device)
         if self.layout.tp > 1:
             dist.all_reduce(squares[1:], group=self.layout.group("tp"))
-        return self.layout.sum_over_data(squares.sum()).sqrt()
+        return self.layout.sum_over_data(self.layout.sum_over_stages(squares.sum())).sqrt()
 
     def scale_gradients(self, factor: float) -> None:
         for tensor in self.tensors.values():

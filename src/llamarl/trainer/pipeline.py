@@ -6,8 +6,9 @@
 Micro-batches are packed, so each has another number of tokens: more than ``torch.distributed.pipelining`` allows, whose buffers
 have one shape. Every stage packs the same groups in the same way, so each knows N_i and nothing is announced.
 
-No deadlock: a send never waits for its receiver, a stage waits only for what it receives, and what it receives was made from
-earlier passes alone. The two directions have groups of their own: NCCL carries out one group's transfers in the order in which they
+No deadlock: a send returns at once, what a stage receives was made from earlier passes alone, and a send that has long gone is waited
+for (its memory is wanted) only towards one end: for hidden states by those who come after, for gradients by those who come before.
+The two directions have groups of their own: NCCL carries out one group's transfers in the order in which they
 were asked for, and there a send that waits for its receiver would hold up what the receiver waits for.
 """
 
@@ -22,16 +23,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.models.parallel import ParallelLayout
-from llamarl.trainer.pipeline_schedule import Action
+from llamarl.trainer.batch import Microbatch
+from llamarl.trainer.pipeline_schedule import Action, forward_only
+from llamarl.trainer.policy import Policy
 
-__all__ = ["Links", "Neighbours", "run_stage"]
+__all__ = ["Links", "Neighbours", "logprobs_of", "make_links", "run_stage"]
 
 _WAIT_LIMIT = timedelta(minutes=30)
 """Longest wait for one transfer: as long as a neighbour may compute on its micro-batches before. A dead one is noticed at once."""
 
 
+_MOST_UNDER_WAY = 2
+"""Sends in one direction that may be under way before the oldest is waited for. In steady state that one has arrived: a stage takes
+gradient i - 2 before it gives the hidden states that come just before gradient i."""
+
+_Sent = dict[int, tuple[dist.Work, Tensor]]
+"""Micro-batch -> what was sent, which must stay until it has left."""
+
+
 class Neighbours(Protocol):
-    """What a stage says to the stages beside it. Sending returns at once."""
+    """What a stage says to the stages beside it."""
 
     is_first: bool
     is_last: bool
@@ -65,39 +76,46 @@ class Links:
         self._forward = layout.group("pp")
         columns = [list(range(start, layout.num_ranks, stride)) for start in range(stride)]
         self._backward, _ = dist.new_subgroups_by_enumeration(columns)
-        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._hidden: _Sent = {}
+        self._gradients: _Sent = {}
         self._num_tokens: Sequence[int] = ()
+        self._trains = False
 
-    def begin(self, num_tokens: Sequence[int]) -> None:
-        """Say how many tokens each of the step's micro-batches has; the same on every stage."""
-        self._num_tokens = num_tokens
+    def begin(self, num_tokens: Sequence[int], *, trains: bool) -> None:
+        """Say how many tokens each of the step's micro-batches has, the same on every stage, and whether gradients come back."""
+        self._num_tokens, self._trains = num_tokens, trains
 
     def send_hidden(self, microbatch: int, hidden: Tensor) -> None:
-        self._send(microbatch, hidden, self._after, self._forward)
+        self._hidden[microbatch] = self._send(microbatch, hidden, self._after, self._forward)
+        if not self._trains:
+            _wait(self._hidden, microbatch - _MOST_UNDER_WAY)
 
     def receive_hidden(self, microbatch: int) -> Tensor:
         return self._receive(microbatch, self._before, self._forward)
 
     def send_gradient(self, microbatch: int, gradient: Tensor) -> None:
-        self._send(microbatch, gradient, self._before, self._backward)
+        self._gradients[microbatch] = self._send(microbatch, gradient, self._before, self._backward)
+        _wait(self._gradients, microbatch - _MOST_UNDER_WAY)
 
     def receive_gradient(self, microbatch: int) -> Tensor:
-        return self._receive(microbatch, self._after, self._backward)
+        gradient = self._receive(microbatch, self._after, self._backward)
+        _wait(self._hidden, microbatch)  # who answers has received it
+        return gradient
 
     def finish(self) -> None:
-        for work, _ in self._sent:
-            if work is not None:
-                work.wait(_WAIT_LIMIT)
-        self._sent.clear()
+        for sent in (self._hidden, self._gradients):
+            for microbatch in list(sent):
+                _wait(sent, microbatch)
 
-    def _send(self, microbatch: int, tensor: Tensor, to: int, group: Any) -> None:
+    def _send(self, microbatch: int, tensor: Tensor, to: int, group: Any) -> tuple[dist.Work, Tensor]:
         expected = (1, self._num_tokens[microbatch], self._width)
         assert tuple(tensor.shape) == expected and tensor.dtype == self._dtype, (
             f"micro-batch {microbatch}: {tuple(tensor.shape)} in {tensor.dtype}, its receiver waits for {expected} in {self._dtype}"
         )
         tensor = tensor.contiguous()
-        self._sent = [(work, kept) for work, kept in self._sent if work is not None and not work.is_completed()]
-        self._sent.append((dist.isend(tensor, dst=to, group=group), tensor))  # kept until it has left
+        work = dist.isend(tensor, dst=to, group=group)
+        assert work is not None
+        return work, tensor
 
     def _receive(self, microbatch: int, source: int, group: Any) -> Tensor:
         tensor = torch.empty((1, self._num_tokens[microbatch], self._width), dtype=self._dtype, device=self._device)
@@ -105,6 +123,32 @@ class Links:
         assert work is not None
         work.wait(_WAIT_LIMIT)
         return tensor
+
+
+def make_links(policy: Policy, layout: ParallelLayout, *, dtype: torch.dtype, device: torch.device) -> Links | None:
+    """Every rank calls it. None without stages."""
+    if layout.pp == 1:
+        return None
+    width = int(policy.model.config.get_text_config().hidden_size)
+    return Links(layout, width=width, dtype=dtype, device=device)
+
+
+@torch.no_grad()
+def logprobs_of(policy: Policy, microbatches: Sequence[Microbatch], links: Links | None) -> list[Tensor]:
+    """Log-probs of each micro-batch's trained tokens, [T] each; none on another stage than the last."""
+    found: list[Tensor] = []
+
+    def forward(i: int, received: Tensor | None) -> Tensor:
+        output: Tensor = policy(microbatches[i], received)[0]
+        if policy.stage.is_last:
+            found.append(output)
+        return output
+
+    if links is None:
+        return [policy(microbatch)[0] for microbatch in microbatches]
+    links.begin([microbatch.input_ids.shape[1] for microbatch in microbatches], trains=False)
+    run_stage(forward_only(len(microbatches)), links, forward)
+    return found
 
 
 def run_stage(
@@ -142,3 +186,9 @@ def run_stage(
             del received, output
     neighbours.finish()
     return most
+
+
+def _wait(sent: _Sent, microbatch: int) -> None:
+    if microbatch in sent:
+        work, _ = sent.pop(microbatch)
+        work.wait(_WAIT_LIMIT)

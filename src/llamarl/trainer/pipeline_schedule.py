@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-__all__ = ["Action", "idle_share", "most_alive", "schedule"]
+__all__ = ["Action", "forward_only", "idle_share", "most_alive", "schedule"]
 
 Action = tuple[Literal["F", "B"], int]
 """Forward or backward pass, and of which micro-batch."""
@@ -32,6 +32,11 @@ def schedule(stage: int, num_stages: int, num_microbatches: int) -> list[Action]
             actions.append(("F", i + ahead))
         actions.append(("B", i))
     return actions
+
+
+def forward_only(num_microbatches: int) -> list[Action]:
+    """What every stage does where nothing is learned."""
+    return [("F", i) for i in range(num_microbatches)]
 
 
 def most_alive(actions: Sequence[Action]) -> int:

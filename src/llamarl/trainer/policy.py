@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
 from llamarl.models.attention import PackedSequences, attending, current_packing
-from llamarl.models.decoder import decoder_layers
 from llamarl.models.experts import Routing, current_routing, num_experts, watch_experts, watching
+from llamarl.models.stages import Stage
 from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.logprobs import LogitTransform, token_logprobs
 
@@ -31,10 +31,21 @@ class Policy(nn.Module):
     """A causal language model that answers with log-probs."""
 
     def __init__(
-        self, model: PreTrainedModel, transform: LogitTransform, *, chunk_tokens: int, entropy_needs_grad: bool
+        self,
+        model: PreTrainedModel,
+        transform: LogitTransform,
+        *,
+        chunk_tokens: int,
+        entropy_needs_grad: bool,
+        stage: Stage | None = None,
     ) -> None:
+        """
+        Args:
+            stage: Which part of the decoder ``model`` is; None: all of it.
+        """
         super().__init__()
         self.model = model
+        self.stage = stage or Stage(model)
         self.transform = transform
         self.chunk_tokens = chunk_tokens
         self.entropy_needs_grad = entropy_needs_grad
@@ -44,23 +55,29 @@ class Policy(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder's layers, first to last."""
-        return decoder_layers(self.model)
+        """The decoder's layers that are here, first to last."""
+        return self.stage.layers
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by their Hugging Face names, tied ones once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def forward(self, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of each trained token of the micro-batch, nats, [T] each."""
+    def forward(self, batch: Microbatch, received: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of each trained token of the micro-batch, nats, [T] each. On another stage than the last, hidden
+        states for the next one, [1, N, H], and an empty tensor.
+
+        Args:
+            received: [1, N, H] of the stage before; None on the first.
+        """
         routing = current_routing()
         if batch.experts is not None:
             routing = routing or Routing(self.num_sparse_layers)
             routing.recorded = batch.experts
         with attending(batch.packed), watching(routing):
-            hidden = self.model.base_model(
-                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-            ).last_hidden_state[0]
+            states = self.stage.hidden_states(self.model, batch.input_ids, batch.position_ids, received)
+        if not self.stage.is_last:
+            return states, states.new_empty(0)
+        hidden = states[0]
         head = self.model.get_output_embeddings()
         return token_logprobs(
             hidden.index_select(0, batch.positions),

@@ -1,7 +1,7 @@
 """A frozen model's log-probs of every token that trains: the arithmetic of the reference executor.
 
 The distribution is the policy's as the trainer sees it: the same packing of sequences, chunked output layer and sampling
-temperature. The model lies over the (fsdp, tp) mesh of its own ranks, so it need not fit one device.
+temperature. The model lies over the (pp, fsdp, tp) mesh of its own ranks, so it need not fit one device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from llamarl.trainer.annotate import annotate, locate, microbatches, per_sequenc
 from llamarl.trainer.batch import pack_sequences
 from llamarl.trainer.building import build_policy
 from llamarl.trainer.config import ReferenceConfig
+from llamarl.trainer.pipeline import logprobs_of, make_links
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.types import Group
 
@@ -43,26 +44,36 @@ class FrozenScorer:
             temperature: The generator's.
 
         Raises:
-            ModelError: The model is not supported, or not with this ``tp``.
-            ValueError: ``fsdp * tp`` ranks are not there, or ``temperature`` is 0.
+            ModelError: The model is not supported, or not with this ``tp`` or ``pp``.
+            ValueError: ``fsdp * tp * pp`` ranks are not there, or ``temperature`` is 0.
         """
         self.config, self.algorithm, self.device = config, algorithm, device
-        self.layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
+        self.layout = make_layout(
+            fsdp=config.fsdp,
+            tp=config.tp,
+            pp=config.pp,
+            device=device,
+            keys=("reference.fsdp", "reference.tp", "reference.pp"),
+        )
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
+        dtype = torch_dtype(config.dtype, device=device, model=model_path)
         self.policy = build_policy(
             model_path,
             self.layout,
             temperature=temperature,
-            dtype=torch_dtype(config.dtype, device=device, model=model_path),
+            dtype=dtype,
             chunk_tokens=config.logprob_chunk_tokens,
             share_prompts=self.share_prompts,
             device=torch.device(device),
             trained=False,
+            key="reference.pp",
         ).module
+        self._links = make_links(self.policy, self.layout, dtype=dtype, device=torch.device(device))
 
     @torch.no_grad()
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """This data-parallel rank's groups with ``reference_logprobs`` on every response that trains."""
+        """This data-parallel rank's groups with ``reference_logprobs`` on every response that trains; as they came on another
+        pipeline stage than the last."""
         located = locate(groups, self.algorithm)
         sequences = [item.sequence for item in located]
         packing = pack_sequences(
@@ -73,5 +84,7 @@ class FrozenScorer:
             device=self.device,
         )
         batches = microbatches(sequences, packing, device=self.device, share_prompts=self.share_prompts)
-        rows = [self.policy(batch)[0] for batch in batches]
+        rows = logprobs_of(self.policy, batches, self._links)
+        if not self.layout.is_last_stage:
+            return list(groups)
         return annotate(groups, located, per_sequence(sequences, packing, rows), "reference_logprobs")

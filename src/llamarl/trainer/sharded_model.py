@@ -23,12 +23,19 @@ from llamarl.errors import CheckpointError
 from llamarl.models.adapters import base_name, merged, whole_shards, write_adapter_folder
 from llamarl.models.exported import ExportFacts, write_export
 from llamarl.models.folders import resolve_model_path
-from llamarl.models.parallel import ParallelLayout, ParameterShard, gather_parameters, local_tensor, parameter_shards
+from llamarl.models.parallel import (
+    ParallelLayout,
+    ParameterShard,
+    gather_parameters,
+    local_tensor,
+    parameter_shards,
+    shards_of_all_stages,
+)
 from llamarl.models.sharded_loading import stored_weights
 from llamarl.trainer.building import Built, Module
 from llamarl.trainer.config import LoraConfig, OptimizerConfig
 from llamarl.trainer.narrowing import KLText, NarrowingCount, is_narrower, measure_kl
-from llamarl.trainer.optimizer import MasterWeights
+from llamarl.trainer.optimizer import MasterWeights, TiedStages
 from llamarl.trainer.parking import Parking
 from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
 from llamarl.trainer.storage import export_folder
@@ -37,7 +44,7 @@ __all__ = ["ShardedModel"]
 
 
 class ShardedModel(Generic[Module]):
-    """A trained model on one rank of its role's (fsdp, tp) mesh."""
+    """A trained model on one rank of its role's mesh."""
 
     role: ClassVar[str]
     """Who trains it, for error messages."""
@@ -69,6 +76,9 @@ class ShardedModel(Generic[Module]):
         # Checkpoints are written beside the training, so their collectives need a group of their own.
         self._save_group = dist.new_group(backend="gloo") if layout.num_ranks > 1 else None
         parameters = self.module.parameters_by_name()
+        own = parameter_shards(parameters, built.cuts, layout, "float32")
+        self._shards = shards_of_all_stages(own, built.names, layout)
+        """Of every parameter of the model, other stages' too: this rank's part of those is empty."""
         self.weights = MasterWeights(
             parameters,
             optimizer,
@@ -76,10 +86,10 @@ class ShardedModel(Generic[Module]):
             tensor_parallel_cuts=built.cuts,
             initial=built.initial,
             offload=offload,
+            tied=_tied_stages(self._shards, layout),
         )
         self.parking = Parking(device)
         self._handed_over: dict[str, Tensor] = {}  # while parked: merged copies in host memory
-        self._shards = parameter_shards(parameters, built.cuts, layout, "float32")
         self._sync_shards = self._shards if lora is None else whole_shards(self.parameters_for_sync())
 
     def park(self) -> int:
@@ -117,7 +127,8 @@ class ShardedModel(Generic[Module]):
         return merged(frozen, adapters, scaling=self.lora.alpha / self.lora.rank)
 
     def sync_layout(self) -> dict[str, ParameterShard]:
-        """Global shape, dtype and this rank's slice of every parameter of ``parameters_for_sync``."""
+        """Global shape, dtype and this rank's slice of every parameter that is handed over: an empty one of what only other
+        pipeline stages hold, which ``parameters_for_sync`` does not have."""
         return dict(self._sync_shards)
 
     def stage(self, extra: Mapping[str, Mapping[str, Tensor]] | None = None, *, copy: bool = True) -> StagedState:
@@ -131,6 +142,7 @@ class ShardedModel(Generic[Module]):
             **{name: getattr(self, name) for name in self.counters},
             "fsdp": self.layout.fsdp,
             "tp": self.layout.tp,
+            **({"pp": self.layout.pp} if self.layout.pp > 1 else {}),
             "kinds": sorted(extra or {}),
         }
         tensors = {key: self.parking.where(tensor) for key, tensor in self.weights.state().items()}
@@ -171,7 +183,7 @@ class ShardedModel(Generic[Module]):
         extra: dict[str, dict[str, Tensor]] = {kind: {} for kind in values.get("kinds", ())}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
-            if kind not in kinds:
+            if kind not in kinds and _is_here(self.sync_layout()[name], self.layout):
                 extra[kind][name] = tensor
         return extra
 
@@ -252,3 +264,21 @@ class ShardedModel(Generic[Module]):
         with stored_weights(self.model_path, names) as stored:
             base = {name: stored(name).to(self.device) for name in names}
             return dict(merged(base, adapters, scaling=self.lora.alpha / self.lora.rank))
+
+
+def _is_here(shard: ParameterShard, layout: ParallelLayout) -> bool:
+    return shard.stages is None or layout.pp_rank in shard.stages
+
+
+def _tied_stages(shards: Mapping[str, ParameterShard], layout: ParallelLayout) -> TiedStages | None:
+    """What several stages hold, which are the first and the last. Every rank calls it."""
+    names = frozenset(name for name, shard in shards.items() if shard.stages is not None and len(shard.stages) > 1)
+    if not names:
+        return None
+    stride = layout.fsdp * layout.tp
+    pairs = [[rank, rank + (layout.pp - 1) * stride] for rank in range(stride)]
+    assert all(shards[name].stages == (0, layout.pp - 1) for name in names), "only the ends of a decoder are tied"
+    group, _ = dist.new_subgroups_by_enumeration(pairs)
+    if layout.pp_rank not in (0, layout.pp - 1):
+        return None
+    return TiedStages(names, group, counted=layout.pp_rank == 0)

@@ -50,6 +50,8 @@ from llamarl.trainer.narrowing import KLText
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.optimizer import learning_rate
 from llamarl.trainer.parts import JoinedParts, PartOfStep, join_parts
+from llamarl.trainer.pipeline import Links, logprobs_of, make_links, run_stage
+from llamarl.trainer.pipeline_schedule import schedule
 from llamarl.trainer.policy import Policy
 from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
@@ -81,7 +83,7 @@ class _Computed:
 
 
 class Trainer(ShardedModel[Policy]):
-    """Owns the policy and its optimizer on one rank of the (fsdp, tp) mesh."""
+    """Owns the policy and its optimizer on one rank of the (pp, fsdp, tp) mesh."""
 
     role = "trainer"
     counters = ("policy_version", "num_skipped_in_a_row")
@@ -117,8 +119,8 @@ class Trainer(ShardedModel[Policy]):
                 advantages that look at one group.
 
         Raises:
-            ModelError: The model cannot be trained, or not with this ``tp``.
-            ValueError: ``fsdp * tp`` ranks are not there, or ``temperature`` is 0.
+            ModelError: The model cannot be trained, or not with this ``tp`` or ``pp``.
+            ValueError: ``fsdp * tp * pp`` ranks are not there, or ``temperature`` is 0.
         """
         self.config, self.optimizer_config, self.algorithm = config, optimizer, algorithm
         self.num_ticks = num_ticks
@@ -138,7 +140,13 @@ class Trainer(ShardedModel[Policy]):
         self.loss = find_loss(algorithm.name)
         lora = lora if lora is not None and lora.rank else None
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
-        layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
+        layout = make_layout(
+            fsdp=config.fsdp,
+            tp=config.tp,
+            pp=config.pp,
+            device=device,
+            keys=("trainer.fsdp", "trainer.tp", "trainer.pp"),
+        )
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         built = build_policy(
@@ -167,12 +175,13 @@ class Trainer(ShardedModel[Policy]):
             offload=config.offload_optimizer,
             lora=lora,
         )
+        self._links = make_links(self.policy, layout, dtype=self.dtype, device=self.device)
 
     def train(self, groups: Sequence[Group], tick: int, done: Sequence[PartOfStep] = ()) -> dict[str, float]:
         """All optimizer steps of a tick: version ``tick`` -> version ``tick + 1``.
 
         Args:
-            groups: This data-parallel rank's scored groups; tensor-parallel peers get the same ones.
+            groups: This data-parallel rank's scored groups; its tensor-parallel peers and pipeline stages get the same ones.
             done: What ``train_part`` gave for the tick's first parts, whose gradients are in place.
 
         Returns:
@@ -212,7 +221,7 @@ class Trainer(ShardedModel[Policy]):
                 break
         self.policy_version += 1
         self.metrics = {
-            **tick_metrics(statistics),
+            **self.layout.from_last_stage(lambda: tick_metrics(statistics)),
             **planned,
             "policy_version": float(self.policy_version),
             "grad_norm": sum(norms) / max(1, len(norms)),
@@ -245,17 +254,18 @@ class Trainer(ShardedModel[Policy]):
     def _add_gradients(
         self, sequences: list[TrainingSequence], statistics: StepStatistics, *, of_whole_step: bool = True
     ) -> Tensor:
-        """Forward and backward passes of all micro-batches; the sum of their losses, a scalar."""
+        """Forward and backward passes of all micro-batches; the sum of their losses, a scalar, 0 on another stage than the last."""
         loss = torch.zeros((), device=self.device)
         microbatches = self._microbatches(self._worth_computing(sequences), statistics, of_whole_step)
-        for (part, microbatch), computed in zip(microbatches, self._computed(microbatches), strict=True):
+        through = self._computed(microbatches) if self._links is None else self._in_stages(microbatches, self._links)
+        for (part, microbatch), computed in zip(microbatches, through, strict=self.layout.is_last_stage):
             loss += self._take(part, microbatch, computed, statistics)
         return loss
 
     def _apply_gradients(self, loss: Tensor, lr: float) -> tuple[float, bool]:
         """Of ``_update`` what follows the last backward pass."""
         norm = self.weights.gradient_norm()
-        loss = self.layout.sum_over_data(loss)
+        loss = self.layout.sum_over_data(self.layout.sum_over_stages(loss))
         finite = torch.isfinite(loss)
         grad_norm, is_finite = torch.stack(
             [norm, finite.to(norm)]
@@ -345,12 +355,14 @@ class Trainer(ShardedModel[Policy]):
 
     @torch.no_grad()
     def _with_proximal_logprobs(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        """The same sequences with log-probs under the present weights, which the tick's updates are about to leave."""
+        """The same sequences with log-probs under the present weights, which the tick's updates are about to leave. On another
+        pipeline stage than the last, where no loss asks for them, the same as they were."""
         found = list(sequences)
-        for items in self._pack(sequences):
-            part = [sequences[i] for i in items]
-            microbatch = self._microbatch(part, [1.0] * len(part))
-            logprobs = self.policy(microbatch)[0].float().cpu().numpy()
+        packing = self._pack(sequences)
+        parts = [[sequences[i] for i in items] for items in packing]
+        rows = logprobs_of(self.policy, [self._microbatch(part, [1.0] * len(part)) for part in parts], self._links)
+        for items, part, row in zip(packing, parts, rows, strict=self.layout.is_last_stage):
+            logprobs = row.float().cpu().numpy()
             ends = np.cumsum([len(s.targets) for s in part])
             for i, values in zip(items, np.split(logprobs, ends[:-1]), strict=False):
                 found[i] = dataclasses.replace(sequences[i], proximal_logprobs=values)
@@ -367,6 +379,25 @@ class Trainer(ShardedModel[Policy]):
 
         return in_order(compute, microbatches, at_once=at_once, threads=torch.get_num_threads())
 
+    def _in_stages(
+        self, microbatches: Sequence[tuple[Sequence[TrainingSequence], Microbatch]], links: Links
+    ) -> list[_Computed]:
+        """This stage's forward and backward passes, in the pipeline's order; what the last stage has to say of each."""
+        found: list[_Computed] = []
+
+        def forward(i: int, received: Tensor | None) -> Tensor:
+            if not self.layout.is_last_stage:
+                hidden: Tensor = self.policy(microbatches[i][1], received)[0]
+                return hidden
+            loss, computed = self._forward(microbatches[i][1], received)
+            found.append(computed)
+            return loss
+
+        links.begin([microbatch.input_ids.shape[1] for _, microbatch in microbatches], trains=True)
+        with demanded(self.device):
+            run_stage(schedule(self.layout.pp_rank, self.layout.pp, len(microbatches)), links, forward)
+        return found
+
     def _num_at_once(self) -> int:
         return num_at_once(
             self.config.microbatches_at_once,
@@ -380,18 +411,21 @@ class Trainer(ShardedModel[Policy]):
         """What one micro-batch adds. Its gradients are with the parameters afterwards, or ``apart`` from them in the result."""
         routing = Routing(self.policy.num_sparse_layers)
         with watching(routing):
-            policy_logprobs, entropy = self.policy(microbatch)
+            loss, computed = self._forward(microbatch)
+        if gradients_apart:
+            computed.gradients = torch.autograd.grad(loss, list(self.weights.parameters.values()), allow_unused=True)
+        else:
+            loss.backward()
+        computed.chosen_experts = self._chosen_experts(routing, microbatch)
+        return computed
+
+    def _forward(self, microbatch: Microbatch, received: Tensor | None = None) -> tuple[Tensor, _Computed]:
+        """A micro-batch's loss, with grad, and what else is known of it before the backward pass."""
+        policy_logprobs, entropy = self.policy(microbatch, received)
         loss, sums, clipped = microbatch_loss(
             self.loss, policy_logprobs, entropy, microbatch, self.algorithm, has_reference=self.has_reference
         )
-        gradients: tuple[Tensor | None, ...] = ()
-        if gradients_apart:
-            gradients = torch.autograd.grad(loss, list(self.weights.parameters.values()), allow_unused=True)
-        else:
-            loss.backward()
-        return _Computed(
-            loss.detach(), sums, clipped, policy_logprobs.detach(), gradients, self._chosen_experts(routing, microbatch)
-        )
+        return loss, _Computed(loss.detach(), sums, clipped, policy_logprobs.detach(), (), None)
 
     def _chosen_experts(self, routing: Routing, microbatch: Microbatch) -> Tensor | None:
         if not self.policy.num_sparse_layers:

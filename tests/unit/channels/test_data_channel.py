@@ -228,6 +228,17 @@ def test_factory_takes_the_kind_into_account() -> None:
     )
 
 
+def test_each_pipeline_stage_gets_every_part_and_tensor_parallel_peers_the_same_one() -> None:
+    edge = replace(spec(ChannelKind.SCATTER), sink_replicas=2, sink_stages=3)
+    counts = {"num_source_ranks": 1, "num_sink_ranks": 12}  # 3 stages x 2 data ranks x 2 peers
+    sender = make_sender(edge, rank=0, **counts)
+    handle = sender.send(0, ["a", "b"])
+    found = [make_receiver(edge, rank=rank, **counts).receive((handle,), 5.0) for rank in range(12)]
+    assert found == [["a"], ["a"], ["b"], ["b"]] * 3
+    with pytest.raises(ValueError, match=r"8 sink ranks are no multiple of sink_replicas \* sink_stages = 6"):
+        make_sender(edge, rank=0, num_source_ranks=1, num_sink_ranks=8)
+
+
 def test_a_token_of_before_the_run_travels_under_its_negative_tick() -> None:
     senders, receivers = ends(ChannelKind.GATHER, 1, 1)
     assert receivers[0].receive((senders[0].send(-2, ["initial"]),), 5.0) == ["initial"]

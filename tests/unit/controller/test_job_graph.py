@@ -44,6 +44,18 @@ def test_ranks_of_a_node_share_a_process_group_and_tensor_parallel_peers_their_s
     assert replicas == {"scored": 2, "referenced": 1, "valued": 2}
 
 
+def test_pipeline_stages_are_processes_of_one_group_that_all_get_the_same_samples() -> None:
+    sizes = ["--reference.pp", "3", "--trainer.fsdp", "2", "--trainer.tp", "2", "--trainer.pp", "2"]
+    graph = llamarl_graph(load_config(None, KL + sizes))
+    specs = {e.name: e for e in graph.executors}
+    assert {name: (specs[name].num_ranks, specs[name].process_group) for name in ("reference", "trainer")} == {
+        "reference": (3, "gloo"),
+        "trainer": (8, "gloo"),
+    }
+    edges = {c.name: (c.sink_replicas, c.sink_stages) for c in graph.channels if c.kind is ChannelKind.SCATTER}
+    assert edges == {"scored": (1, 3), "referenced": (2, 2)}
+
+
 @pytest.mark.parametrize(("node", "on"), [("reference", KL), ("critic", GAE)])
 def test_a_node_with_more_ranks_than_groups_is_refused_only_where_it_runs(node: str, on: list[str]) -> None:
     sizes = [f"--{node}.fsdp", "4", "--schedule.prompts_per_step", "3"]

@@ -126,6 +126,38 @@ def test_the_evaluators_device_must_have_the_generators_quantization() -> None:
     check_engine(validate(raw | {"evaluation": {"device": "cpu", "every": 0}}))
 
 
+@pytest.mark.parametrize(("section", "on"), [("trainer", {}), ("reference", {"reference": {"enabled": True}})])
+def test_pipeline_stages_that_the_model_does_not_have_are_refused(
+    section: str, on: dict[str, Any], tmp_path: Path
+) -> None:
+    def of(pp: int) -> RunConfig:
+        return validate({**on, section: {**on.get(section, {}), "pp": pp, "device": "cpu"}})
+
+    layers = json.loads((FOLDER / "config.json").read_text())["num_hidden_layers"]
+    check_parallel_sizes(of(layers), FOLDER, cores=8)
+    refusal = rf"{section}.pp = {layers + 1} is more than the {layers} layers of this model.*set {section}.pp to at most {layers}"
+    with pytest.raises(ConfigError, match=refusal):
+        check_parallel_sizes(of(layers + 1), FOLDER, cores=8)
+    with pytest.raises(ConfigError, match=rf"{section}.fsdp \* {section}.tp \* {section}.pp = 1 \* 1 \* 2: set"):
+        check_parallel_sizes(
+            dataclasses.replace(of(2), run=validate({"run": {"runtime": "inline"}}).run), FOLDER, cores=8
+        )
+
+
+def test_what_cannot_lie_in_stages_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 4}))
+    with pytest.raises(
+        ConfigError, match="trainer.pp = 2: architecture 'gpt2' does not support pipeline stages.*set trainer.pp to 1"
+    ):
+        check_parallel_sizes(validate({"trainer": {"pp": 2, "device": "cpu"}}), tmp_path, cores=8)
+    with pytest.raises(ConfigError, match=r"lora.rank 4 trains on one rank.* and trainer.pp 2: set all to 1"):
+        validate({"trainer": {"pp": 2}, "lora": {"rank": 4}})
+    with pytest.raises(
+        ConfigError, match="schedule.parts is 2, but trainer.fsdp times trainer.tp times trainer.pp is more than one"
+    ):
+        validate({"trainer": {"pp": 2}, "schedule": {"parts": 2}})
+
+
 def test_vllm_cannot_keep_its_cache() -> None:
     with pytest.raises(ConfigError, match="generator.kv_on_update is 'keep', but engine.name is 'vllm'"):
         validate({"generator": {"engine": {"name": "vllm"}, "kv_on_update": "keep"}})

@@ -9,7 +9,8 @@ from tiny_models import tiny_model
 from llamarl.errors import ModelError
 from llamarl.models import stages
 from llamarl.models.attention import PACKED_ATTENTION, PackedSequences, attending
-from llamarl.models.stages import Stage, check_stages, cut_into_stage, layers_of_stages
+from llamarl.models.sizes import layers_of_stages
+from llamarl.models.stages import Stage, check_stages, cut_into_stage
 
 
 def test_layers_by_hand() -> None:

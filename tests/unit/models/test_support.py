@@ -330,7 +330,7 @@ EXAMPLES = {
     "granitemoe": "Granite 3 MoE",
 }  # fmt: skip
 COLUMNS: dict[str, Use] = {
-    "tp": "tensor_parallel", "critic": "critic", "reward model": "reward_model", "int8, fp8": "int8", "LoRA": "lora", "compiled": "compiled_kernels",
+    "tp": "tensor_parallel", "pp": "pipeline", "critic": "critic", "reward model": "reward_model", "int8, fp8": "int8", "LoRA": "lora", "compiled": "compiled_kernels",
     "vLLM": "vllm",
 }  # fmt: skip
 

@@ -179,8 +179,8 @@ def _with_a_token_of_probability_0(trainer: Trainer) -> None:
     """From now on the first token of each micro-batch has log-prob -inf, and no gradient."""
     right = trainer.policy.forward
 
-    def forward(microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = right(microbatch)
+    def forward(microbatch: Microbatch, received: None) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = right(microbatch, received)
         first = torch.arange(len(logprobs)) == 0
         return torch.where(first, -math.inf, logprobs), entropy
 
@@ -351,7 +351,7 @@ def test_bfloat16_compute_follows_float32_closely_and_keeps_float32_masters(mode
 
 
 def test_more_ranks_than_processes_are_refused(model_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"2 \* 1 needs a process group of 2 ranks, found 1"):
+    with pytest.raises(ValueError, match=r"2 \* 1 \* 1 needs a process group of 2 ranks, found 1"):
         _trainer(model_folder, fsdp=2)
 
 

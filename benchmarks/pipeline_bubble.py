@@ -1,0 +1,130 @@
+"""How long a pipeline stands still: the trainer's own schedule and transfers, between stages whose passes take a set time.
+
+    python benchmarks/pipeline_bubble.py --json OUT
+
+Each stage is a process. Its forward pass sleeps, its backward pass sleeps twice as long, so cores do not matter and what is left
+over is schedule and transfers. The idle share of all stages together is compared with (p - 1) / (m + p - 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import claim, spread, write_report
+from torch import Tensor
+
+from llamarl.models.parallel import make_layout
+from llamarl.trainer.pipeline import Links, run_stage
+from llamarl.trainer.pipeline_schedule import idle_share, schedule
+
+CASES = ((2, 2), (2, 8), (4, 4), (4, 8), (4, 16), (8, 16))
+"""Stages, micro-batches."""
+
+
+class _Slow(torch.autograd.Function):
+    """Takes its time, and twice that backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grad, torch.zeros(()), None
+
+
+def stage(rank: int, num_stages: int, num_microbatches: int, seconds: float, width: int, rounds: int, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=num_stages, timeout=timedelta(minutes=5)
+    )
+    layout = make_layout(fsdp=1, tp=1, pp=num_stages, device="cpu", keys=("fsdp", "tp", "pp"))
+    links = Links(layout, width=width, dtype=torch.float32, device=torch.device("cpu"))
+    tokens = [16 + i % 5 for i in range(num_microbatches)]  # no two neighbours of one size
+    weight = torch.zeros((), requires_grad=True)
+
+    def forward(i: int, received: Tensor | None) -> Tensor:
+        x = torch.zeros(1, tokens[i], width, requires_grad=True) if received is None else received
+        y: Tensor = _Slow.apply(x, weight, seconds)
+        return y.sum() if layout.is_last_stage else y
+
+    spans, most = [], 0
+    for _ in range(rounds + 1):  # the first is a warm-up
+        dist.barrier()
+        begun = time.monotonic()
+        links.begin(tokens, trains=True)
+        most = run_stage(schedule(layout.pp_rank, num_stages, num_microbatches), links, forward)
+        spans.append((begun, time.monotonic()))
+    torch.save({"spans": spans[1:], "most": most}, Path(out) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def measure(num_stages: int, num_microbatches: int, seconds: float, width: int, rounds: int) -> dict[str, Any]:
+    """Idle share of each round, and the most micro-batches that each stage kept."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as out:
+        arguments = (num_stages, num_microbatches, seconds, width, rounds, out)
+        ranks = [spawn.Process(target=stage, args=(rank, *arguments)) for rank in range(num_stages)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout=300)
+            if process.exitcode != 0:
+                raise SystemExit(f"a stage ended with {process.exitcode}")
+        found = [torch.load(Path(out) / f"{rank}.pt") for rank in range(num_stages)]
+    busy = num_microbatches * 3 * seconds
+    shares = []
+    for round_number in range(rounds):
+        begun = min(one["spans"][round_number][0] for one in found)
+        ended = max(one["spans"][round_number][1] for one in found)
+        shares.append(1 - busy / (ended - begun))
+    return {
+        "idle": spread(shares),
+        "theory": idle_share(num_stages, num_microbatches),
+        "kept": [one["most"] for one in found],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write the report here")
+    parser.add_argument("--seconds", type=float, default=0.03, help="of a forward pass")
+    parser.add_argument("--width", type=int, default=512, help="features of a hidden state")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    results: dict[str, Any] = {"seconds": args.seconds, "width": args.width}
+    claims = []
+    for num_stages, num_microbatches in CASES:
+        found = measure(num_stages, num_microbatches, args.seconds, args.width, args.rounds)
+        results[f"{num_stages} stages, {num_microbatches} micro-batches"] = found
+        idle, theory = found["idle"]["median"], found["theory"]
+        print(f"p = {num_stages}, m = {num_microbatches:2}: idle {idle:.4f}, theory {theory:.4f}, kept {found['kept']}")
+        claims.append(
+            claim(
+                f"p = {num_stages}, m = {num_microbatches}: idle share against theory, relative",
+                abs(idle / theory - 1),
+                0.05,
+                at_least=False,
+            )
+        )
+        expected = [min(num_stages - s, num_microbatches) for s in range(num_stages)]
+        claims.append(
+            claim(f"p = {num_stages}, m = {num_microbatches}: micro-batches kept beyond p - stage",
+                  sum(a - b for a, b in zip(found["kept"], expected, strict=True)), 0, at_least=False)
+        )  # fmt: skip
+    write_report(args.json, results, claims)
+
+
+if __name__ == "__main__":
+    main()
