@@ -176,7 +176,8 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     stage_params = _stage_params(model, layout)
     gradient = stage_params / layout.fsdp * 4.0
     reduce = float(all_reduce_s(hardware, gradient, layout.dp, stride * layout.fsdp))  # once a tick, over the copies
-    bubble = (layout.pp - 1) * (micro_s + exposed) / min(e.pipeline_interleave, stage_layers)
+    virtual = 1 if layout.runnable else min(e.pipeline_interleave, stage_layers)  # llamarl's stages are not interleaved
+    bubble = (layout.pp - 1) * (micro_s + exposed) / virtual
     hops = 0.0
     if layout.pp > 1:
         hops = 2.0 * micro_batches * tokens * model.hidden * width / (hardware.device.inter_node_bytes_per_s * e.link)

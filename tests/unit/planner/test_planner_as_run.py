@@ -19,6 +19,7 @@ from llamarl.planner.lengths import constant
 from llamarl.planner.model_spec import find_config, find_model
 from llamarl.planner.recipe import plan_settings
 from llamarl.planner.rooflines import GeneratorLayout, pulled_bytes, weight_sync_s
+from llamarl.planner.runnable import why_not_run
 from llamarl.planner.search import best_resharding, recommend, search_all
 from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_memory
 from llamarl.trainer.config import TrainerConfig
@@ -141,7 +142,7 @@ def test_sharing_gpus_in_turns_moves_the_training_state_through_host_memory() ->
 def test_pipeline_stages_are_planned_but_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = "--model Llama-3.1-405B --devices 256 --hardware h100 --response-tokens 400 --staleness 1 --max-pipeline 4"
     plan(line)
-    assert "pipeline stages, llamarl runs 1" in capsys.readouterr().out
+    assert "pipeline stages, llamarl's has 1" in capsys.readouterr().out
     with pytest.raises(PlanError, match="--recipe: .*pipeline stages"):
         plan(f"{line} --recipe {tmp_path}/out.toml")
 
@@ -150,7 +151,7 @@ def test_a_plan_with_stages_is_not_written_though_the_recommended_one_has_none(t
     work = Workload(model=find_model("Llama-3.1-8B"), response=constant(400), prompts_per_step=16, group_size=8)
     plans = search_all(H100, work, Options(), 8, (1,))
     staged = [
-        replace(found, trainer=replace(found.trainer, layout=replace(found.trainer.layout, pp=2)))
+        replace(found, generator=replace(found.generator, layout=replace(found.generator.layout, pp=2)))
         for found in plans
         if found.system == "separate"
     ]
@@ -159,6 +160,21 @@ def test_a_plan_with_stages_is_not_written_though_the_recommended_one_has_none(t
             tmp_path / "out.toml", staged, None, "Llama-3.1-8B", find_model("Llama-3.1-8B"), H100, Options()
         )
     assert not (tmp_path / "out.toml").exists()
+
+
+def test_a_trainer_in_stages_runs_where_the_model_can_be_cut() -> None:
+    work = Workload(model=find_model("Llama-3.1-8B"), response=constant(400), prompts_per_step=16, group_size=8)
+    plans = search_all(H100, work, Options(), 8, (1,))
+    staged = [
+        replace(found, trainer=replace(found.trainer, layout=replace(found.trainer.layout, pp=2)))
+        for found in plans
+        if found.system == "separate"
+    ]
+    assert all(why_not_run(found, find_model("Llama-3.1-8B")) == [] for found in staged)
+    sparse = find_model("Qwen3-30B-A3B")
+    assert any(
+        "the trainer of" in reason and "2 pipeline stages" in reason for reason in why_not_run(staged[0], sparse)
+    )
 
 
 def test_a_written_recipe_keeps_to_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

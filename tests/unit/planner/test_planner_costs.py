@@ -114,6 +114,8 @@ def test_a_deeper_pipeline_has_the_bubble_of_its_schedule() -> None:
     bubble = 15 / 32 * work / 4  # 32 micro-batches, 4 virtual stages a rank
     hops = 2 * 32 * 1024 * 16384 * 2 / 50e9  # there and back, one network card
     assert time.bubble_s == pytest.approx(bubble + hops)
+    own = trainer_tick(hardware, model, TrainerLayout(tp=8, pp=16, fsdp=1, dp=4, micro_batch=1, runnable=True), demand)
+    assert own.bubble_s == pytest.approx(15 / 32 * (own.compute_s + own.tensor_parallel_s) + hops)  # one stage a rank
 
 
 # Published runs, none of them used to set a constant.
