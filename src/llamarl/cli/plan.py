@@ -30,6 +30,7 @@ from llamarl.shipped import shipped_or_path
 if TYPE_CHECKING:
     from llamarl.cli.measured_schedules import MeasuredSchedules
     from llamarl.planner.choices import Options, Workload
+    from llamarl.planner.every_rank import EveryRank
     from llamarl.planner.hardware import Hardware
     from llamarl.planner.model_spec import ModelSpec
     from llamarl.planner.recipe import RecipeQuestion
@@ -116,6 +117,11 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     how.add_argument("--max-pipeline", type=int, default=1, help="largest pipeline size to try (llamarl runs 1)")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
+    out.add_argument(
+        "--every-rank",
+        action="store_true",
+        help="count the bytes of every rank of the plan from the model's own parameters (with --json: all of them)",
+    )
     out.add_argument("--picture", type=Path, metavar="OUT.png", help="time and memory bars (needs matplotlib)")
     out.add_argument(
         "--recipe", type=Path, metavar="OUT.toml", help="write the recipe of the best plan that llamarl train runs"
@@ -164,9 +170,12 @@ def run(args: argparse.Namespace) -> int:
         if reasons:
             raise PlanError(f"--recipe: {reasons[0]}")
         _write_recipe(args.recipe, plans, config, model_path, work.model, hardware, options, hosts)
+    ranks = _every_rank(chosen, work.model, model_path, hardware) if args.every_rank else None
     if args.json:
         report = report_json(plans, chosen, work, hardware, price, model_path=_absolute(model_path), options=options)
         report |= {"measured": measured.as_json() if measured else None, "unrunnable": unrunnable, "hosts": hosts}
+        if ranks is not None:
+            report["every_rank"] = ranks.as_json()
         print(json.dumps(report, indent=1))
     else:
         print(report_text(plans, chosen, work, hardware, price))
@@ -174,6 +183,8 @@ def run(args: argparse.Namespace) -> int:
             print(line)
         if unrunnable:
             print(f"  not yet    llamarl train does not run this plan: {unrunnable}\n             see docs/planner.md")
+        if ranks is not None:
+            print(f"\n{ranks.text()}\n")
         if measured:
             print(measured.text())
         if question and not args.response_tokens:
@@ -266,6 +277,18 @@ def _search(
             if None in least_devices(hardware, work, options):  # no number of devices would do
                 raise PlanError(f"{also} (in layouts that llamarl train does not run yet)") from None
             raise error from None
+
+
+def _every_rank(plan: Plan, model: ModelSpec, model_path: str, hardware: Hardware) -> EveryRank:
+    from llamarl.planner.every_rank import count_every_rank
+    from llamarl.planner.model_spec import find_config
+    from llamarl.weight_sync.model_layouts import model_parameters
+
+    dtype = "float32" if hardware.device.train_precision == "fp32" else "bfloat16"
+    as_run = plan.trainer.layout.runnable and plan.generator.layout.runnable
+    cut = {} if as_run else {"cut_vocabulary": True}
+    parameters = model_parameters(find_config(model_path)[1], dtype=dtype, **cut)
+    return count_every_rank(parameters, plan, model, hardware)
 
 
 def _model_folder(model_path: str) -> str | None:

@@ -1,0 +1,217 @@
+"""A plan's layout on every rank: bytes of parameters, gradients, optimizer and hand-over, counted from the model's own parameters.
+
+    config.json ─▶ parameters ─▶ stage of each ─▶ a stage's ranks (fsdp x tp)  ──┐ slices that meet ─▶ bytes a rank
+                              ─▶ stage of each ─▶ replicas x tp of a generator ──┘
+
+Pure: shapes alone, nothing is allocated. The planner's memory is a formula; this is the sum over boxes that each rank would hold, with
+the rows that FSDP2 leaves over, layers that do not divide over stages, and heads and norms that several ranks hold. A stage's
+parameters are counted against a stage's ranks, so a thousand ranks take seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.errors import PlanError
+from llamarl.models.stages import layers_of_stages
+from llamarl.planner.hardware import Hardware
+from llamarl.planner.model_spec import ModelSpec
+from llamarl.planner.rooflines import pulled_bytes
+from llamarl.planner.search import Plan
+from llamarl.planner.weight_traffic import MeshSide, format_bytes, report_transfer
+from llamarl.weight_sync.layout import dtype_bytes
+from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
+
+__all__ = ["EveryRank", "count_every_rank", "stages_of"]
+
+_STATE = {"parameters": 4, "gradients": 4, "optimizer": 8}
+"""Bytes a number: float32 master weights and gradients, two float32 moments."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryRank:
+    """What each rank of a plan holds and moves. Trainer ranks count (pp, fsdp, tp), generator ranks (replica, pp, tp)."""
+
+    model_bytes: int
+    """Of one version, each parameter once."""
+    trainer_mesh: Mapping[str, int]
+    generator_mesh: Mapping[str, int]
+    trainer: Mapping[str, Floats]
+    """[trainer ranks] by part: ``parameters``, ``gradients``, ``optimizer``, ``version`` (one, as it is handed over), ``sent``."""
+    generator: Mapping[str, Floats]
+    """[generator ranks]: ``received``, which is what a rank holds of a version."""
+    copied_bytes: Mapping[str, float]
+    """By role: bytes of a version that more than one rank of a copy of the model holds, each further time."""
+    forecast: Mapping[str, float]
+    """The planner's, of the fullest rank: the trainer's state and ``received``."""
+    num_copies: int
+    """Slice copies of the whole hand-over."""
+
+    @property
+    def whole_sums(self) -> Mapping[str, float]:
+        """By role: bytes of a version over the ranks of one copy of the model, without those that are held again. The model's,
+        unless a parameter was lost or counted twice."""
+        replicas = self.generator_mesh["replica"]
+        held = {
+            "trainer": float(self.trainer["version"].sum()),
+            "generator": float(self.generator["received"].sum()) / replicas,
+        }
+        return {role: held[role] - self.copied_bytes[role] for role in held}
+
+    def state(self) -> Floats:
+        """[trainer ranks] parameters, gradients and optimizer together."""
+        return np.sum([self.trainer[name] for name in _STATE], axis=0)
+
+    def text(self) -> str:
+        """For people: the mean, the fullest and the emptiest rank of each."""
+        rows: list[tuple[str, Floats, float | None]] = [
+            ("trainer: parameters", self.trainer["parameters"], None),
+            ("trainer: optimizer", self.trainer["optimizer"], None),
+            ("trainer: all its state", self.state(), self.forecast["state"]),
+            ("trainer: sends of a version", self.trainer["sent"], None),
+            ("generator: receives and holds", self.generator["received"], self.forecast["received"]),
+        ]
+        lines = [
+            f"Every rank of {_named(self.trainer_mesh)} and {_named(self.generator_mesh)}, of {format_bytes(self.model_bytes)} a version:",
+            "",
+            f"{'bytes of a rank':<32}{'least':>11}{'mean':>11}{'most':>11}{'forecast':>11}",
+        ]
+        for name, held, forecast in rows:
+            said = "" if forecast is None else format_bytes(forecast)
+            line = "".join(f"{format_bytes(value):>11}" for value in (held.min(), held.mean(), held.max()))
+            lines.append(f"{name:<32}{line}{said:>11}".rstrip())
+        sums = self.whole_sums
+        for role, whole in sums.items():
+            again = f"{format_bytes(self.copied_bytes[role])} are held by more than one rank"
+            lines.append(f"sum over one copy of the model, {role}: {format_bytes(whole)}; {again}")
+        lines.append(
+            f"hand-over: {format_bytes(float(self.trainer['sent'].sum()))} in {self.num_copies:,} slice copies"
+        )
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: all ranks."""
+        return {
+            "model_bytes": self.model_bytes,
+            "trainer_mesh": dict(self.trainer_mesh),
+            "generator_mesh": dict(self.generator_mesh),
+            "trainer": {name: held.astype(int).tolist() for name, held in self.trainer.items()},
+            "generator": {name: held.astype(int).tolist() for name, held in self.generator.items()},
+            "copied_bytes": dict(self.copied_bytes),
+            "whole_sums": dict(self.whole_sums),
+            "forecast": dict(self.forecast),
+            "num_copies": self.num_copies,
+        }
+
+
+def _named(mesh: Mapping[str, int]) -> str:
+    return f"{math.prod(mesh.values()):,} ranks ({' x '.join(f'{axis} {size}' for axis, size in mesh.items())})"
+
+
+def stages_of(parameters: Mapping[str, Any], num_stages: int, *, tied: bool) -> list[list[str]]:
+    """Names that each pipeline stage holds: its layers, the first also what stands before them and the last what follows. The last
+    holds a tied embedding too.
+
+    Raises:
+        PlanError: A stage would have no layer.
+    """
+    layer = {name: int(found.group(1)) for name in parameters if (found := re.search(r"\.(\d+)\.", name))}
+    if num_stages > (count := 1 + max(layer.values(), default=-1)):
+        raise PlanError(f"{count} layers cannot be cut into {num_stages} stages: each needs one")
+    names = list(parameters)
+    first = min((names.index(name) for name in layer), default=len(names))
+    before = [name for name in names[:first] if name not in layer]
+    after = [name for name in names[first:] if name not in layer]
+    stages = [[name for name in names if layer.get(name, -1) in held] for held in layers_of_stages(count, num_stages)]
+    stages[0] = [*before, *stages[0]]
+    stages[-1] = [*stages[-1], *after, *(before if tied and num_stages > 1 else [])]
+    return stages
+
+
+def count_every_rank(parameters: ModelParameters, plan: Plan, model: ModelSpec, hardware: Hardware) -> EveryRank:
+    """Count ``plan`` on every rank. Data ranks are sharded alike, as llamarl's trainer shards them.
+
+    Args:
+        parameters: Of the model, in the type in which versions travel, with the vocabulary cut where the plan cuts it.
+
+    Raises:
+        PlanError: A layout does not fit the model.
+    """
+    t, g, replicas = plan.trainer.layout, plan.generator.layout, plan.generator.replicas
+    model_bytes = sum(spec.nbytes for spec in parameters.values())
+    parameters = parameters.unpacked()
+    fsdp = t.data_ranks
+    senders, receivers = stages_of(parameters, t.pp, tied=model.tied), stages_of(parameters, g.pp, tied=model.tied)
+    trainer_cuts, generator_cuts = fsdp_tp_placements(parameters), tp_placements(parameters)
+    version, sent = np.zeros((t.pp, fsdp * t.tp)), np.zeros((t.pp, fsdp * t.tp))
+    received = np.zeros((replicas, g.pp, g.tp))
+    num_copies = 0
+    for stage, names in enumerate(senders):
+        source = MeshSide(mesh={"fsdp": fsdp, "tp": t.tp}, placements=trainer_cuts)
+        version[stage] = report_transfer(_some(parameters, names), source, _nobody(parameters)).source_slot_bytes
+        own = (
+            names if stage == 0 else [name for name in names if name not in senders[0]]
+        )  # the first sends what is tied
+        for place, wanted in enumerate(receivers):
+            sink = MeshSide(mesh={"replica": replicas, "tp": g.tp}, placements=generator_cuts)
+            common = set(own) & set(wanted)
+            if not common:
+                continue
+            found = report_transfer(_some(parameters, common), source, sink)
+            sent[stage] += found.sent_bytes
+            received[:, place] += found.received_bytes.reshape(replicas, g.tp)
+            num_copies += found.num_copies
+    numbers = version.reshape(-1) / dtype_bytes(next(iter(parameters.values())).dtype)
+    return EveryRank(
+        model_bytes=model_bytes,
+        trainer_mesh={"pp": t.pp, "fsdp": fsdp, "tp": t.tp},
+        generator_mesh={"replica": replicas, "pp": g.pp, "tp": g.tp},
+        trainer={
+            **{name: numbers * size for name, size in _STATE.items()},
+            "version": version.reshape(-1),
+            "sent": sent.reshape(-1),
+        },
+        generator={"received": received.reshape(-1)},
+        copied_bytes={
+            "trainer": _held_again(parameters, senders, t.tp),
+            "generator": _held_again(parameters, receivers, g.tp),
+        },
+        forecast={
+            "state": plan.trainer.memory["parameters"] * sum(_STATE.values()) / _STATE["parameters"] * t.fsdp / fsdp,
+            "received": pulled_bytes(hardware, model, g),
+        },
+        num_copies=num_copies,
+    )
+
+
+def _some(parameters: ModelParameters, names: Any) -> ModelParameters:
+    return parameters.with_specs(
+        {name: parameters[name] for name in parameters if name in set(names)}, parameters.tp_dims
+    )
+
+
+def _nobody(parameters: ModelParameters) -> MeshSide:
+    """A sink of one rank: for what sources hold, whoever reads it."""
+    return MeshSide(mesh={"replica": 1}, placements={})
+
+
+def _held_again(parameters: ModelParameters, stages: list[list[str]], tp: int) -> float:
+    """Bytes of one copy of the model that a tensor-parallel rank or a stage holds besides the first that does."""
+    again = 0.0
+    seen: set[str] = set()
+    for names in stages:
+        for name in names:
+            spec = parameters[name]
+            parts = min(tp, parameters.at_most.get(name, tp)) if name in parameters.tp_dims else 1
+            again += spec.nbytes * (tp / parts - 1 + (name in seen))
+            seen.add(name)
+    return again
