@@ -121,9 +121,11 @@ def test_ranks_hold_a_share_not_the_model(runs: Path, sizes: str) -> None:
     assert all(p[name].numel() == whole[name].numel() // (fsdp * tp) for p in parts)
     heads = sum(t.numel() for n, t in whole.items() if "k_proj" in n or "v_proj" in n)
     cut = sum(t.numel() for n, t in whole.items() if "proj" in n) - heads
-    uncut = sum(t.numel() for n, t in whole.items() if "proj" not in n)
+    vocabulary = sum(t.numel() for n, t in whole.items() if "embed" in n or "lm_head" in n)
+    uncut = sum(t.numel() for n, t in whole.items() if "norm" in n)
+    assert cut + heads + vocabulary + uncut == sum(t.numel() for t in whole.values())
     most = max(sum(t.numel() for t in p.values()) for p in parts)
-    held = cut / tp + heads / min(tp, 2) + uncut
+    held = cut / tp + heads / min(tp, 2) + vocabulary / tp + uncut
     assert most <= held / fsdp + 64  # rows that do not divide evenly
 
 

@@ -68,9 +68,9 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     parser.add_argument("--dtype", help="type in which weights travel: bf16 (default), fp16, fp32")
     parser.add_argument("--max-staleness", type=int, help="the trainer holds this + 1 versions (default 1)")
     parser.add_argument(
-        "--cut-vocabulary",
+        "--whole-vocabulary",
         action="store_true",
-        help="tp also cuts embedding and output layer (the models' plans do not)",
+        help="tp leaves embedding and output layer whole (llamarl cuts them, the models' own plans do not)",
     )
     parser.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x: adds the time")
     parser.add_argument("--link-gb-per-s", type=float, help="GB/s of one rank, each way, in place of --hardware")
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         versions=staleness + 1,
         dtype=_one_of("--dtype", args.dtype, _DTYPES) if args.dtype is not None else dtype,
     )
-    parameters = model_parameters(config, dtype=question.dtype, cut_vocabulary=args.cut_vocabulary)
+    parameters = model_parameters(config, dtype=question.dtype, cut_vocabulary=not args.whole_vocabulary)
     answer = forecast_sync(parameters, question, _link(args, question))
     print(json.dumps(answer.values(), indent=1) if args.json else answer.text())
     return 0

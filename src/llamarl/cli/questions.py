@@ -71,7 +71,7 @@ def add_any_tp(group: Any) -> None:
         "--any-tp",
         action="store_true",
         default=None,
-        help="also layouts that llamarl train does not run yet: experts and vocabulary cut, codes held without the weights "
+        help="also layouts that llamarl train does not run yet: experts cut, codes held without the weights "
         "they come from",
     )
 

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.engine.config import EngineConfig
+from llamarl.engine.cut_sampler import sample_over_ranks
 from llamarl.engine.drafts import Drafter
 from llamarl.engine.expert_notes import note_prompts, note_tokens
 from llamarl.engine.kv_state import export_state, import_state
@@ -302,9 +303,12 @@ class NativeEngine:
         rows = _rows(plan)
         sequences = [member.sequence for member, _ in rows]
         positions = [len(member.sequence.tokens) + ahead for member, ahead in rows]
-        draws = self._ranks.share_draws(
-            lambda: sample(logits, [s.params for s in sequences], [s.seed for s in sequences], positions), len(rows)
-        )
+        params, seeds = [s.params for s in sequences], [s.seed for s in sequences]
+        if self._ranks.size == 1:
+            draws = sample(logits, params, seeds, positions)
+        else:
+            vocabulary = self._runner.model_config.vocab_size
+            draws = sample_over_ranks(logits, params, seeds, positions, ranks=self._ranks, vocabulary=vocabulary)
         goes_on: dict[int, bool] = {}
         for i, (member, ahead) in enumerate(rows):
             if ahead and not goes_on[member.order]:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -75,7 +74,7 @@ class LeanDecoder:
         base: Any = model.base_model
         self._kernels = kernels
         self._keys, self._values = keys, values
-        self._embedding = base.embed_tokens.weight
+        self._embedding = base.embed_tokens
         self._rotary = base.rotary_emb
         self._eps: float = config.rms_norm_eps
         self._layers = [_layer(layer, config) for layer in base.layers]
@@ -91,7 +90,7 @@ class LeanDecoder:
             tokens, positions, slots: [T]; the decoding sequences come first.
         """
         kernels, eps = self._kernels, self._eps
-        x = F.embedding(tokens, self._embedding).float()
+        x = self._embedding(tokens).float()
         cos, sin = (part[0].contiguous() for part in self._rotary(x[None], positions[None]))
         h = kernels.add_norm(x, None, self._layers[0].norm, eps)
         after = [layer.norm for layer in self._layers[1:]] + [self._last_norm]

@@ -46,22 +46,16 @@ class FusedLinear(nn.Module):
 
     Args:
         summed: Of tensor-parallel ranks: each rank's product is a part of a sum.
-        rows: Serve these rows of the (single) source alone.
     """
 
     packs = False
     """Whether ``refresh`` makes a copy of its own, so that the parameters are only read while it runs."""
 
-    def __init__(
-        self, sources: Sequence[nn.Linear], *, summed: EngineRanks | None = None, rows: slice | None = None
-    ) -> None:
+    def __init__(self, sources: Sequence[nn.Linear], *, summed: EngineRanks | None = None) -> None:
         super().__init__()
         self._weights: list[Tensor] = [source.weight for source in sources]
         self._biases: list[Tensor | None] = [source.bias for source in sources]
         self.in_features = sources[0].in_features
-        if rows is not None:
-            self._weights = [weight[rows] for weight in self._weights]  # views: the parameters are written in place
-            self._biases = [None if bias is None else bias[rows] for bias in self._biases]
         self._summed = summed
         if summed is not None and not summed.leads:
             self._biases = [None] * len(sources)  # a bias is added once
@@ -289,8 +283,7 @@ def serve_linears(
     Take ``named_parameters`` before: the replaced modules no longer show up in the model.
 
     Args:
-        head: The output embedding; it stays in full precision unless ``quantize_head``. Of tensor-parallel ranks each
-            serves its slice of the vocabulary.
+        head: The output embedding; it stays in full precision unless ``quantize_head``.
         ranks: Of a model whose layers are cut over tensor-parallel ranks.
         kernels: Compiled loops, if the engine has them.
         summed: Names of the layers whose products are parts of a sum over these ranks.
@@ -309,8 +302,6 @@ def serve_linears(
             kind = kinds[quantization] if quantized else plain
             if len(names) == 1 and f"{path}.{names[0]}" in summed:
                 fused = kind(linears, summed=ranks)
-            elif linears[0] is head and ranks.size > 1:
-                fused = kind(linears, rows=ranks.vocabulary_slice(head.out_features))
             else:
                 fused = kind(linears)
             if isinstance(fused, _Int8Linear):

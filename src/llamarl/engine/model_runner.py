@@ -265,7 +265,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> Tensor:
         """Compute the plan's tokens and return the logits of its sampling rows, [len(plan.samples), V].
 
-        The rows of one prompt's members are equal. Of tensor-parallel ranks only rank 0 gets whole rows.
+        The rows of one prompt's members are equal. Of tensor-parallel ranks each gets its slice of the vocabulary.
         """
         assert self._parked is None and not self._awaits_version, "parked: unpark the engine and load a version first"
         with suspended(self.device):
@@ -320,8 +320,7 @@ class ModelRunner:
         ]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self.ranks.gather_logits(self.model.get_output_embeddings()(hidden), self.model_config.vocab_size)
-        logits = logits.float()
+        logits = self.model.get_output_embeddings()(hidden).float()
         if self._logit_scale != 1.0:
             logits = logits * self._logit_scale
         if self._final_softcap is not None:

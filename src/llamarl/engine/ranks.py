@@ -4,12 +4,11 @@ Every rank runs the same scheduler on the same sequences, holds its heads' part 
 each layer. Three things cross between them, in this order, the same on every rank::
 
     deadlines that have passed   rank 0's clock decides             only while a sequence has one
-    sums behind o_proj, down_proj                                   two a layer
-    logits                       each rank's slice of the vocabulary ─▶ rank 0
-    the draws                    rank 0 samples ─▶ all              the only values that decide what comes next
+    sums behind embedding, o_proj, down_proj                        one, and two a layer
+    the draws                    see ``cut_sampler.py``             the only values that decide what comes next
     replies of environments      rank 0 asks ─▶ all                 between steps; see ``episode_ranks.py``
 
-So ranks cannot drift apart, even if their sums differed in the last bit.
+So ranks cannot drift apart, even if their sums differed in the last bit: every draw is made by one of them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llamarl.engine.sampler import Draws
 from llamarl.models.parallel import ParallelLayout
 
 __all__ = ["EngineRanks"]
@@ -36,7 +34,7 @@ class EngineRanks:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank samples and decides."""
+        """Whether this rank decides where one must."""
         return self.rank == 0
 
     def sum(self, part: Tensor) -> Tensor:
@@ -45,37 +43,37 @@ class EngineRanks:
             dist.all_reduce(part, group=self._group)
         return part
 
-    def vocabulary_slice(self, vocabulary: int) -> slice:
-        """Rows of the output layer that this rank computes."""
-        step = -(-vocabulary // self.size)
-        return slice(min(vocabulary, self.rank * step), min(vocabulary, (self.rank + 1) * step))
+    def first_token(self, vocabulary: int) -> int:
+        """Where this rank's part of the vocabulary begins."""
+        return min(vocabulary, self.rank * -(-vocabulary // self.size))
 
-    def gather_logits(self, part: Tensor, vocabulary: int) -> Tensor:
-        """All ranks' slices side by side, [N, vocabulary], on rank 0; the others get back their own part.
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum of all ranks' values, in place, on all of them."""
+        if self._group is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        return values
 
-        Args:
-            part: [N, this rank's slice].
-        """
+    def gather(self, values: Tensor) -> Tensor:
+        """All ranks' ``values`` (of one shape), [ranks, ...], the same on all of them."""
         if self._group is None:
-            return part
-        step = -(-vocabulary // self.size)
-        if part.shape[-1] < step:
-            part = torch.nn.functional.pad(part, (0, step - part.shape[-1]))
-        parts = [torch.empty_like(part) for _ in range(self.size)] if self.leads else None
-        dist.gather(part.contiguous(), parts, group=self._group, group_dst=0)
-        return part if parts is None else torch.cat(parts, dim=-1)[..., :vocabulary]
+            return values[None]
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(parts, values.contiguous(), group=self._group)
+        return torch.stack(parts)
 
-    def share_draws(self, draw: Callable[[], Draws], count: int) -> Draws:
-        """Rank 0 draws ``count`` tokens; every rank gets them."""
+    def gather_on_leader(self, values: Tensor) -> Tensor | None:
+        """All ranks' ``values`` (of one shape), [ranks, ...], on rank 0; None on the others."""
         if self._group is None:
-            return draw()
-        values = torch.empty(4, count, dtype=torch.float64)  # exact for tokens and for fp32 log-probs
-        if self.leads:
-            draws = draw()
-            values = torch.tensor([draws.tokens, draws.logprobs, draws.raw_logprobs, draws.ok], dtype=torch.float64)
-        dist.broadcast(values, group=self._group, group_src=0)
-        tokens, logprobs, raw, ok = values.tolist()
-        return Draws([int(token) for token in tokens], logprobs, raw, [bool(value) for value in ok])
+            return values[None]
+        parts = [torch.empty_like(values) for _ in range(self.size)] if self.leads else None
+        dist.gather(values.contiguous(), parts, group=self._group, group_dst=0)
+        return None if parts is None else torch.stack(parts)
+
+    def from_leader(self, values: Tensor) -> Tensor:
+        """Rank 0's values, in place, on all of them."""
+        if self._group is not None:
+            dist.broadcast(values, group=self._group, group_src=0)
+        return values
 
     def share_bytes(self, make: Callable[[], bytes]) -> bytes:
         """What ``make`` gives on rank 0, on every rank; the others wait for it as long as a collective may take."""

@@ -26,7 +26,18 @@ from torch import Tensor
 from llamarl.engine.sequence import SamplingParams
 from llamarl.models.transfer import indices, to_device
 
-__all__ = ["Draws", "sample", "uniforms"]
+__all__ = [
+    "Draws",
+    "among_likeliest",
+    "candidates_for",
+    "column",
+    "find_in_slices",
+    "in_slices",
+    "needs_candidates",
+    "rows_by_width",
+    "sample",
+    "uniforms",
+]
 
 _SLICE = 256  # vocabulary entries summed into one first-level entry
 _CANDIDATES = 1024  # likeliest tokens looked at first when only top-p asks
@@ -87,23 +98,23 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int]
         rows = _rows(greedy, N, logits.device)
         tokens_N[rows] = (logits_NV if whole else logits_NV[rows]).argmax(dim=-1)
 
-    dense = [i for i, p in enumerate(params) if p.temperature > 0 and not _needs_candidates(p)]
-    ranked = [i for i, p in enumerate(params) if p.temperature > 0 and _needs_candidates(p)]
+    dense = [i for i, p in enumerate(params) if p.temperature > 0 and not needs_candidates(p)]
+    ranked = [i for i, p in enumerate(params) if p.temperature > 0 and needs_candidates(p)]
     if dense:
         tempered = any(params[i].temperature != 1.0 for i in dense)
         whole = len(dense) == N
         rows = _rows(dense, N, logits.device)
         weights = raw_NV if whole else raw_NV[rows]
         if tempered:
-            temperature = _column([params[i].temperature for i in dense], logits.device)
+            temperature = column([params[i].temperature for i in dense], logits.device)
             weights = ((logits_NV if whole else logits_NV[rows]) / temperature).softmax(dim=-1)
         if any(params[i].min_p > 0 for i in dense):
-            floor = _column([params[i].min_p for i in dense], logits.device)
+            floor = column([params[i].min_p for i in dense], logits.device)
             weights = torch.where(weights >= floor * weights.amax(dim=-1, keepdim=True), weights, 0.0)
         chosen, total = _invert(weights, u_N if whole else u_N[rows])
         tokens_N[rows] = chosen
         logprobs_N[rows] = (weights.gather(1, chosen[:, None])[:, 0].double() / total).log().float()
-    for rows_list in _by_width(ranked, params):
+    for rows_list in rows_by_width(ranked, params):
         (rows,) = indices([rows_list], logits.device)
         chosen, logprob = _sample_ranked(logits_NV[rows] - top_N[rows, None], [params[i] for i in rows_list], u_N[rows])
         tokens_N[rows] = chosen
@@ -119,11 +130,11 @@ def _rows(chosen: list[int], total: int, device: torch.device) -> Tensor | slice
     return slice(None) if len(chosen) == total else indices([chosen], device)[0]
 
 
-def _column(values: list[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def column(values: list[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     return to_device(torch.tensor(values, dtype=dtype), device)[:, None]
 
 
-def _needs_candidates(params: SamplingParams) -> bool:
+def needs_candidates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0
 
 
@@ -134,22 +145,32 @@ def _invert(weights: Tensor, u_N: Tensor) -> tuple[Tensor, Tensor]:
         weights: [N, V], >= 0.
         u_N: [N] fp64 in [0, 1).
     """
+    weights_NSW, sums = in_slices(weights)
+    total = sums[:, -1]
+    return find_in_slices(weights_NSW, sums, u_N * total, weights.shape[1]), total
+
+
+def in_slices(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, V] as [N, slices, W], filled up with zeros, and the running sums of the slices, [N, slices] fp64."""
     N, V = weights.shape
     slices = -(-V // _SLICE)
     if V % _SLICE:
         weights = torch.nn.functional.pad(weights, (0, slices * _SLICE - V))
     weights_NSW = weights.view(N, slices, _SLICE)
-    sums = _running_sums(weights_NSW.sum(dim=-1).double())  # [N, S]
-    total = sums[:, -1]
-    target = u_N * total
+    return weights_NSW, _running_sums(weights_NSW.sum(dim=-1).double())
+
+
+def find_in_slices(weights_NSW: Tensor, sums: Tensor, target: Tensor, V: int) -> Tensor:
+    """Index where the running sum of each row passes ``target``, [N] fp64; ``in_slices`` gives the rest."""
+    slices = sums.shape[1]
     index = (sums <= target[:, None]).sum(dim=-1).clamp_(max=slices - 1)
     before = torch.where(index > 0, sums.gather(1, (index - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    inside = weights_NSW[torch.arange(N, device=weights.device), index].double()  # [N, W]
+    inside = weights_NSW[torch.arange(len(sums), device=sums.device), index].double()  # [N, W]
     running = _running_sums(inside)
     # rounding may leave the target at or past the slice's own sum: then it is the slice's last possible token
-    target = torch.minimum(target - before, torch.nextafter(running[:, -1], torch.zeros_like(total)))
+    target = torch.minimum(target - before, torch.nextafter(running[:, -1], torch.zeros_like(before)))
     offset = (running <= target[:, None]).sum(dim=-1).clamp_(max=_SLICE - 1)
-    return (index * _SLICE + offset).clamp_(max=V - 1), total  # a row that is not finite must stay in range
+    return (index * _SLICE + offset).clamp_(max=V - 1)  # a row that is not finite must stay in range
 
 
 def _running_sums(rows: Tensor) -> Tensor:
@@ -159,7 +180,7 @@ def _running_sums(rows: Tensor) -> Tensor:
     return rows.cumsum(dim=-1)
 
 
-def _by_width(rows: list[int], params: Sequence[SamplingParams]) -> list[list[int]]:
+def rows_by_width(rows: list[int], params: Sequence[SamplingParams]) -> list[list[int]]:
     """Rows with the same top-k together: each set needs as many candidates."""
     sets: dict[int, list[int]] = {}
     for i in rows:
@@ -176,15 +197,43 @@ def _sample_ranked(
         shifted: [n, V] logits less their maximum, at temperature 1.
         candidates: Likeliest tokens looked at where only top-p asks; rows whose candidates do not reach it are searched again.
     """
-    device, V = shifted.device, shifted.shape[1]
-    temperature = _column([p.temperature for p in params], device)
-    top_p = _column([p.top_p for p in params], device, torch.float64)
-    min_p = _column([p.min_p for p in params], device)
-    scaled = shifted / temperature
+    V = shifted.shape[1]
+    scaled = shifted / column([p.temperature for p in params], shifted.device)
     top_k = min(params[0].top_k, V)
     mass = None if top_k else scaled.exp().sum(dim=-1, keepdim=True).double()
-    width = top_k or min(candidates, V)
+    width = candidates_for(params, V, candidates)
     values, indices = scaled.topk(width, dim=-1)  # sorted, likeliest first
+    chosen, logprobs, reached = among_likeliest(values, params, u, mass)
+    tokens = indices.gather(1, chosen[:, None])[:, 0]
+    if not top_k and width < V:
+        # Apart from the others: the order among equal logits depends on how many are asked for, and a row's draw must not
+        # depend on its neighbours. A row of NaN compares False, and is not searched.
+        short = (~reached).nonzero()[:, 0]
+        if len(short):
+            again = [params[i] for i in short.tolist()]
+            tokens[short], logprobs[short] = _sample_ranked(shifted[short], again, u[short], 8 * width)
+    return tokens, logprobs
+
+
+def candidates_for(params: list[SamplingParams], V: int, candidates: int = _CANDIDATES) -> int:
+    """How many of the likeliest tokens rows with this top-k (the same for all) look at."""
+    return min(params[0].top_k, V) or min(candidates, V)
+
+
+def among_likeliest(
+    values: Tensor, params: list[SamplingParams], u: Tensor, mass: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw among the likeliest tokens of each row, by top-p and min-p.
+
+    Args:
+        values: [n, width] tempered logits less their maximum, likeliest first.
+        mass: [n, 1] fp64, the sum of ``exp`` of these over the whole vocabulary; None: over ``values``.
+
+    Returns:
+        Place of each row's token in ``values``, its log-prob, and whether these tokens reach the row's top-p.
+    """
+    top_p = column([p.top_p for p in params], values.device, torch.float64)
+    min_p = column([p.min_p for p in params], values.device)
     weights = values.exp()
     share = _running_sums(weights.double())
     total = share[:, -1:] if mass is None else mass
@@ -194,12 +243,4 @@ def _sample_ranked(
     weights = torch.where(keep, weights, 0.0)
     chosen, kept_total = _invert(weights, u)
     logprobs = (values.gather(1, chosen[:, None])[:, 0].double() - kept_total.log()).float()
-    tokens = indices.gather(1, chosen[:, None])[:, 0]
-    if not top_k and width < V:
-        # Apart from the others: the order among equal logits depends on how many are asked for, and a row's draw must not
-        # depend on its neighbours. A row of NaN compares False, and is not searched.
-        short = (share[:, -1:] < top_p * total)[:, 0].nonzero()[:, 0]
-        if len(short):
-            again = [params[i] for i in short.tolist()]
-            tokens[short], logprobs[short] = _sample_ranked(shifted[short], again, u[short], 8 * width)
-    return tokens, logprobs
+    return chosen, logprobs, ~(share[:, -1:] < top_p * total)[:, 0]

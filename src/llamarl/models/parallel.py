@@ -7,9 +7,9 @@
     rowwise  W[out, in/tp]   x comes cut, y summed          gathered layer by layer while it computes
     experts  [E/tp, ., .]    x copied in, y summed          (models/expert_parallel.py)
 
-Tensor parallelism works on plain local tensors (the f and g operators of Megatron-LM, arXiv:1909.08053): the module
-keeps its code and holds a slice, two hooks carry the sums. So FSDP2 wraps it like any other module, and a mesh of one
-needs no process group at all. Embeddings, norms and the output layer are whole on every tensor-parallel rank.
+Tensor parallelism works on plain local tensors (``collectives.py``): the module keeps its code and holds a slice, two hooks carry
+the sums. So FSDP2 wraps it like any other module, and a mesh of one needs no process group at all. Embedding and output layer are
+cut along the vocabulary (``vocabulary.py``), which the models' plans leave whole; norms are whole on every tensor-parallel rank.
 
 Where there are more ranks than key-value heads, each holds one head of ``k_proj`` and ``v_proj``, the same as its
 neighbours. Its queries are then a part of those that read that head, so its gradient is a part of a sum over these
@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -36,10 +35,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
+from llamarl.models.collectives import CopyToRanks, SharedInput, SumOverRanks
 from llamarl.models.expert_parallel import cut_experts
 from llamarl.models.experts import expert_layers, num_experts
 from llamarl.models.sizes import KEY_VALUE_LAYERS, fitting_sizes, part_of_rank, whole_experts
 from llamarl.models.support import why_unsupported
+from llamarl.models.vocabulary import cut_vocabulary
 
 __all__ = [
     "AXES",
@@ -155,6 +156,8 @@ class Cut(NamedTuple):
     dim: int
     at_most: int | None = None
     """Into no more parts than these: of more ranks, neighbours hold the same. None: a part a rank."""
+    size: int | None = None
+    """Of the whole dimension, where the last part may be smaller. None: all parts are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +211,7 @@ def make_layout(
 def apply_tensor_parallel(
     model: PreTrainedModel, layout: ParallelLayout, *, key: str = "trainer.tp", training: bool = True
 ) -> dict[str, Cut]:
-    """Cut the model's linear layers over the tensor-parallel ranks, in place, and install the sums.
+    """Cut the model's linear layers and vocabulary over the tensor-parallel ranks, in place, and install the sums.
 
     Call it on whole weights, before ``apply_fully_shard``.
 
@@ -244,15 +247,15 @@ def apply_tensor_parallel(
     prefix = f"{model.base_model_prefix}."
     cut: dict[str, Cut] = {}
     group = layout.group("tp")
-    shared_input = _SharedInput(group)
+    shared_input = SharedInput(group)
     for name, module in base.named_modules():
         if module in experts:
             names = cut_experts(
                 module,
                 ranks=layout.tp,
                 rank=layout.tp_rank,
-                copied=lambda x: _CopyToRanks.apply(x, group),
-                summed=lambda x: _SumOverRanks.apply(x, group),
+                copied=lambda x: CopyToRanks.apply(x, group),
+                summed=lambda x: SumOverRanks.apply(x, group),
             )
             cut |= {f"{prefix}{name}.{p}": columns for p in names}
             continue
@@ -275,6 +278,8 @@ def apply_tensor_parallel(
             _sum_gradients(module, group)
     if not cut:
         raise ModelError(f"{type(model).__name__}: its tensor-parallel plan fits none of its layers: set {key} to 1")
+    sizes_of = cut_vocabulary(model, rank=layout.tp_rank, num_ranks=layout.tp, group=group)
+    cut |= {name: Cut("tp", 0, size=size) for name, size in sizes_of.items()}
     return cut
 
 
@@ -308,7 +313,7 @@ def parameter_shards(
         shape = list(parameter.shape)  # of a DTensor: after tensor parallelism, before FSDP
         cuts: list[Cut] = []
         if (cut := tensor_parallel_cuts.get(name)) is not None:
-            shape[cut.dim] *= part_of_rank(layout.tp, 0, cut.at_most)[0]
+            shape[cut.dim] = cut.size or shape[cut.dim] * part_of_rank(layout.tp, 0, cut.at_most)[0]
             cuts.append(cut)
         if layout.fsdp > 1:
             cuts.append(Cut("fsdp", 0))
@@ -406,52 +411,6 @@ def gather_parameters(
         yield name, whole
 
 
-class _CopyToRanks(torch.autograd.Function):
-    """Megatron's f: the same value on every rank; in the backward pass the ranks' gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Megatron's g: the ranks' parts are summed; the gradient passes unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _SharedInput:
-    """One ``_CopyToRanks`` for siblings that read one tensor (q, k, v): one sum in the backward pass, not three."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor], bool] | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._last is not None:
-            source, copied, with_grad = self._last[0](), self._last[1](), self._last[2]
-            if source is x and copied is not None and with_grad == torch.is_grad_enabled():
-                return copied
-        out = _CopyToRanks.apply(x, self.group)
-        self._last = (weakref.ref(x), weakref.ref(out), torch.is_grad_enabled())
-        return out
-
-
 def _group_of_same_part(layout: ParallelLayout, parts: int) -> dist.ProcessGroup:
     """The ranks that hold the same of ``parts`` parts as this one."""
     ranks = dist.get_process_group_ranks(layout.group("tp"))
@@ -469,7 +428,7 @@ def _keep_slice(module: nn.Module, name: str, cut: Cut, layout: ParallelLayout) 
 
 
 def _cut_columns(
-    module: nn.Linear, layout: ParallelLayout, shared_input: _SharedInput, cut: Cut, sharing: dist.ProcessGroup | None
+    module: nn.Linear, layout: ParallelLayout, shared_input: SharedInput, cut: Cut, sharing: dist.ProcessGroup | None
 ) -> None:
     """
     Args:
@@ -482,8 +441,8 @@ def _cut_columns(
     def forward(x: Tensor) -> Tensor:
         weight, bias = module.weight, module.bias
         if sharing is not None:
-            weight = _CopyToRanks.apply(weight, sharing)
-            bias = None if bias is None else _CopyToRanks.apply(bias, sharing)
+            weight = CopyToRanks.apply(weight, sharing)
+            bias = None if bias is None else CopyToRanks.apply(bias, sharing)
         return F.linear(shared_input(x), weight, bias)
 
     module.forward = forward  # type: ignore[method-assign, assignment]
@@ -495,7 +454,7 @@ def _cut_rows(module: nn.Linear, layout: ParallelLayout) -> None:
     group = layout.group("tp")
 
     def forward(x: Tensor) -> Tensor:
-        y = _SumOverRanks.apply(F.linear(x, module.weight), group)
+        y = SumOverRanks.apply(F.linear(x, module.weight), group)
         return y if module.bias is None else y + module.bias  # the bias once, after the sum
 
     module.forward = forward  # type: ignore[method-assign, assignment]
@@ -509,7 +468,7 @@ def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
         kept = {name: p for name, p in module._parameters.items() if p is not None}
         try:
             for name, parameter in kept.items():
-                module._parameters[name] = _CopyToRanks.apply(parameter, group)
+                module._parameters[name] = CopyToRanks.apply(parameter, group)
             return original(*args, **kwargs)
         finally:
             module._parameters.update(kept)

@@ -1,7 +1,8 @@
 """Which tensor-parallel sizes fit a model folder, and how layers divide into pipeline stages. No torch, so that a wrong size is
 refused before any process starts.
 
-query heads, MLP width     cut over all ranks
+query heads, MLP width     cut over all ranks, evenly
+vocabulary                 cut over all ranks; the last part may be smaller
 key-value heads            cut over all ranks; where these are more, ``tp / heads`` neighbouring ranks hold the same head
 """
 
@@ -21,6 +22,7 @@ __all__ = [
     "layers_of_stages",
     "part_of_rank",
     "whole_experts",
+    "why_vocabulary_not_cut",
 ]
 
 KEY_VALUE_LAYERS = ("k_proj", "v_proj")
@@ -36,6 +38,13 @@ def fitting_sizes(num_heads: int, num_key_value_heads: int, intermediate_size: i
         for n in range(1, num_heads + 1)
         if num_heads % n == 0 and intermediate_size % n == 0 and (kv % n == 0 or n % kv == 0)
     ]
+
+
+def why_vocabulary_not_cut(size: int, tp: int) -> str | None:
+    """Why so many ranks cannot each hold a part of the vocabulary, as ``torch.chunk`` cuts it; None: they can."""
+    if (tp - 1) * -(-size // tp) < size:
+        return None
+    return f"a vocabulary of {size} leaves some of {tp} tensor-parallel ranks without a token: take fewer"
 
 
 def part_of_rank(num_ranks: int, rank: int, at_most: int | None = None) -> tuple[int, int]:
@@ -103,3 +112,6 @@ def check_tensor_parallel_size(path: str | Path, tp: int, *, key: str = "trainer
             f" divides its {key_value_heads} key-value heads nor is a multiple of them; sizes that fit:"
             f" {', '.join(map(str, sizes))}"
         )
+    vocabulary = config.get("vocab_size")
+    if isinstance(vocabulary, int) and (reason := why_vocabulary_not_cut(vocabulary, tp)):
+        raise ModelError(f"{key} = {tp}: {reason}")

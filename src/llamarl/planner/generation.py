@@ -184,7 +184,7 @@ def weight_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) 
     if not layout.runnable:
         return body * computed / layout.devices + model.embedding_params * width / layout.tp
     layers = model.body_params(layout.tp) / layout.pp
-    held = layers * width + model.embedding_params * width / layout.pp
+    held = layers * width + model.embedding_params * width / layout.devices
     train = hardware.device.train_precision
     derived = layout.precision != train or train == "fp32"
     return held + (layers + model.head_params / layout.tp) * computed * derived

@@ -49,8 +49,7 @@ class GeneratorLayout:
     the slower of host and device."""
     runnable: bool = False
     """As llamarl's engine holds weights: versions arrive in the trainer's precision and stay, codes of a lower one are derived
-    beside them, and embedding and output layer arrive whole on every tensor-parallel rank. False: codes alone arrive and
-    are held, and the vocabulary is cut too."""
+    beside them, and ranks beyond the key-value heads hold copies. False: codes alone arrive and are held."""
 
     @property
     def devices(self) -> int:
@@ -206,7 +205,7 @@ def pulled_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) 
     """Bytes of one version that a generator rank receives; those of ``plan-sync`` for the same layout."""
     width = hardware.device.activation_bytes
     if layout.runnable:
-        return (model.body_params(layout.tp) + model.embedding_params) * width / layout.pp
+        return (model.body_params(layout.tp) + model.embedding_params / layout.tp) * width / layout.pp
     body = model.total_params - model.embedding_params
     codes = BYTES_PER_WEIGHT[layout.precision]
     scales = 4.0 / SCALE_GROUP if codes < width else 0.0

@@ -37,17 +37,12 @@ class TrainerLayout:
     recompute: bool = True
     """Activation checkpointing of every layer: a second forward pass instead of stored activations."""
     runnable: bool = False
-    """As llamarl's trainer: embedding and output layer whole on every tensor-parallel rank, each of which computes all logits of
-    its tokens. False: the vocabulary is cut too."""
-
+    """As llamarl's trainer: ranks beyond the key-value heads hold copies, FSDP2 gathers embedding and output layer together, and
+    logits are those of a chunk of tokens."""
     threads: int = 1
     """CPU threads of a lone rank that uses what others leave of the cores; 1: every rank has a device."""
     at_once: int = 1
     """Micro-batches that such a rank computes at the same time (``trainer.microbatches_at_once``)."""
-
-    @property
-    def vocabulary_shards(self) -> int:
-        return 1 if self.runnable else self.tp
 
     @property
     def devices(self) -> int:
@@ -151,7 +146,7 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
 
     forward = _forward_layer_s(hardware, model, layout.tp, tokens, attended)
     passes = 3.0 + (1.0 if layout.recompute else 0.0) + (1.0 if demand.reference_forward else 0.0)
-    vocabulary = model.vocab / layout.vocabulary_shards
+    vocabulary = model.vocab / layout.tp
     head = matmul_s(hardware, tokens, model.hidden, vocabulary)
     head += tokens * vocabulary * 8.0 / hardware.memory_rate  # log-softmax: fp32 scores, read and written
     head_passes = passes if layout.recompute else 3.0
@@ -197,7 +192,7 @@ def _stage_params(model: ModelSpec, layout: TrainerLayout) -> float:
     """Parameters of one tensor-parallel rank of a pipeline stage, before they are sharded."""
     body = model.total_params - model.embedding_params
     held = model.body_params(layout.tp) if layout.runnable else body / layout.tp
-    return (held + model.embedding_params / layout.vocabulary_shards) / layout.pp
+    return (held + model.embedding_params / layout.tp) / layout.pp
 
 
 def trainer_memory(
@@ -209,7 +204,7 @@ def trainer_memory(
     width = hardware.device.activation_bytes
     if layout.fsdp > 1:
         ends = model.embedding_params if layout.runnable else model.head_params  # llamarl gathers both together
-        parts["gathered_layers"] = (2.0 * model.layer_params / layout.tp + ends / layout.vocabulary_shards) * width
+        parts["gathered_layers"] = (2.0 * model.layer_params / layout.tp + ends / layout.tp) * width
     elif width != 4.0:
         parts["gathered_layers"] = stage * width  # a whole bf16 copy
     if demand.reference_forward:
@@ -231,12 +226,12 @@ def trainer_memory(
     kept = (checkpoint * layers + per_layer) if layout.recompute else per_layer * layers
     parts["activations"] = kept * in_flight
     if layout.runnable and layout.fsdp > 1:
-        # When the backward pass ends, the gradients of embedding and head are whole, and copied in fp32 to be reduced.
-        parts["activations"] = max(parts["activations"], model.embedding_params * (width + 4.0))
+        # When the backward pass ends, a rank's gradients of embedding and head are whole, and copied in fp32 to be reduced.
+        parts["activations"] = max(parts["activations"], model.embedding_params / layout.tp * (width + 4.0))
     if layout.at_once > 1:  # gradients of those at work and of one that is done stand beside the sum
         parts["gradients"] *= layout.at_once + 2
         parts["activations"] *= layout.at_once
     parts["logits"] = layout.at_once * (
-        min(tokens, RUNNABLE_LOGIT_ROWS if layout.runnable else 4096.0) * model.vocab / layout.vocabulary_shards * 8.0
+        min(tokens, RUNNABLE_LOGIT_ROWS if layout.runnable else 4096.0) * model.vocab / layout.tp * 8.0
     )  # log-probs are made in chunks of tokens
     return parts

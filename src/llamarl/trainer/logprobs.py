@@ -5,6 +5,10 @@
 
 Peak memory of the output layer is two [C, V] buffers, forward and backward, for one more product with the weight. Tokens that
 are one chunk save that product: their logits stay from forward to backward, one [C, V] buffer in between.
+Where the vocabulary is cut over tensor-parallel ranks, [C, V / tp] stands for [C, V]: a rank has the logits of its own rows, and
+maxima, sums and the target's logit of each token are put together over ranks, as in Megatron-LM's cross-entropy
+(arXiv:1909.08053, Sec. 3).
+
 The distribution is the one sampled from: logits pass through the model's own scaling and soft cap, then the temperature.
 """
 
@@ -19,6 +23,7 @@ from transformers import PretrainedConfig
 
 from llamarl.models.decoder import logit_scale, logit_softcap
 from llamarl.models.onednn import linear
+from llamarl.models.vocabulary import VocabularyPart
 
 __all__ = ["LogitTransform", "token_logprobs"]
 
@@ -72,21 +77,23 @@ def token_logprobs(
     *,
     chunk_tokens: int,
     entropy_needs_grad: bool = False,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, nats.
 
     Args:
         hidden: Last hidden states at the predicting positions, [T, H].
-        weight: Output layer, [V, H].
-        bias: [V] or None.
+        weight: Output layer, [V, H], or the rows of ``part``.
+        bias: [V] or None, or the entries of ``part``.
         targets: Predicted tokens, [T] int64.
         chunk_tokens: Rows of logits that exist at once, >= 1. Changes memory, and the result by rounding only.
         entropy_needs_grad: Whether gradient flows through the entropy; costs one more [C, V] buffer.
+        part: Of the vocabulary, what this rank holds; all its ranks call with the same tokens. None: it is whole.
 
     Returns:
         (log-probs [T], entropy [T]) in float32, or float64 for float64 inputs.
     """
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, transform, chunk_tokens, entropy_needs_grad)
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, transform, chunk_tokens, entropy_needs_grad, part)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -100,6 +107,7 @@ class _TokenLogprobs(torch.autograd.Function):
         transform: LogitTransform,
         chunk_tokens: int,
         entropy_needs_grad: bool,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_empty(len(targets), dtype=dtype)
@@ -110,17 +118,26 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in chunks:
             logits = transform.forward_(linear(hidden[rows], weight, bias).to(dtype))
             peak = logits.amax(dim=-1, keepdim=True)
+            if part is not None:
+                peak = part.max(peak)
             probs = torch.sub(logits, peak).exp_()
             total = probs.sum(dim=-1)
-            logsumexp[rows] = peak.squeeze(-1) + total.log()
-            logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - logsumexp[rows]
             expected = torch.bmm(probs[:, None, :], logits[:, :, None]).view(-1)  # row by row, no third [C, V]
+            if part is None:
+                chosen = logits.gather(-1, targets[rows, None]).squeeze(-1)
+            else:
+                own, elsewhere = part.rows(targets[rows])
+                chosen = logits.gather(-1, own[:, None]).squeeze(-1).masked_fill(elsewhere, 0.0)
+                total, expected, chosen = part.sum(torch.stack([total, expected, chosen])).unbind()
+            logsumexp[rows] = peak.squeeze(-1) + total.log()
+            logprobs[rows] = chosen - logsumexp[rows]
             entropy[rows] = logsumexp[rows] - expected / total
             kept = logits if len(chunks) == 1 and any(ctx.needs_input_grad) else None
             del logits, probs  # before the next chunk's are made
         ctx.kept = kept  # made here and seen by nobody else: backward may write over it
         ctx.save_for_backward(hidden, weight, bias, targets, logsumexp, entropy)
         ctx.transform, ctx.chunk_tokens, ctx.entropy_needs_grad = transform, chunk_tokens, entropy_needs_grad
+        ctx.part = part
         if not entropy_needs_grad:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -145,7 +162,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 del coefficient
             else:
                 grad = log_probs.exp_().mul_(-grad_logprobs[rows, None])
-            grad.scatter_add_(-1, targets[rows, None], grad_logprobs[rows, None].to(dtype))
+            own, given = targets[rows], grad_logprobs[rows]
+            if ctx.part is not None:
+                own, elsewhere = ctx.part.rows(own)
+                given = given.masked_fill(elsewhere, 0.0)
+            grad.scatter_add_(-1, own[:, None], given[:, None].to(dtype))
             grad = ctx.transform.backward_(grad, logits)
             del logits, log_probs
             if grad_bias is not None:
@@ -157,11 +178,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight = part.to(dtype) if grad_weight is None else grad_weight.add_(part)
                 del part
             del grad
+        if ctx.part is not None:
+            ctx.part.sum(grad_hidden)
         bias_out = None if grad_bias is None else grad_bias.to(bias.dtype)
         if not frozen and grad_weight is None:  # no token
             grad_weight = torch.zeros_like(weight, dtype=dtype)
         weight_out = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, weight_out, bias_out, None, None, None, None
+        return grad_hidden, weight_out, bias_out, None, None, None, None, None
 
 
 def _chunks(total: int, size: int) -> list[slice]:

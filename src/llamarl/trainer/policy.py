@@ -21,6 +21,7 @@ from llamarl.errors import ModelError
 from llamarl.models.attention import PackedSequences, attending, current_packing
 from llamarl.models.experts import Routing, current_routing, num_experts, watch_experts, watching
 from llamarl.models.stages import Stage
+from llamarl.models.vocabulary import vocabulary_part
 from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.logprobs import LogitTransform, token_logprobs
 
@@ -87,6 +88,7 @@ class Policy(nn.Module):
             self.transform,
             chunk_tokens=self.chunk_tokens,
             entropy_needs_grad=self.entropy_needs_grad,
+            part=vocabulary_part(self.model),
         )
 
     def forget_gathered_weights(self) -> None:

@@ -85,13 +85,13 @@ class ModelParameters(dict[str, ParameterSpec]):
 
 
 def model_parameters(
-    config: str | Path | Mapping[str, Any], *, dtype: str = "bfloat16", cut_vocabulary: bool = False
+    config: str | Path | Mapping[str, Any], *, dtype: str = "bfloat16", cut_vocabulary: bool = True
 ) -> ModelParameters:
     """Parameters of the model that a Hugging Face ``config.json`` (its path, its folder, or its object) describes.
 
     Args:
-        cut_vocabulary: Let tensor parallelism cut embedding and output layer along the vocabulary, which the models'
-            own plans do not.
+        cut_vocabulary: Tensor parallelism cuts embedding and output layer along the vocabulary, as trainer and engine do.
+            False: it leaves them whole, as the models' own plans say.
 
     Raises:
         ModelError: The file is missing, does not describe a model, or one of an architecture that transformers does not
@@ -117,14 +117,14 @@ def model_parameters(
     at_most: dict[str, int] = {}
     kv_heads = getattr(base.config, "num_key_value_heads", None)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    vocabulary = [layer.weight for layer in ends if layer is not None]
+    vocabulary = [p for layer in ends if layer is not None for p in layer.parameters(recurse=False)]
     for name, parameter in model.named_parameters():
         specs[name] = ParameterSpec(tuple(parameter.shape), dtype)
         path = name_pattern(name.removeprefix(prefix))
         style = plan.get(path) or plan.get(
             path.rpartition(".")[0]
         )  # experts are parameters without a module of their own
-        if cut_vocabulary and any(parameter is weight for weight in vocabulary):  # the models' plans leave them whole
+        if plan and cut_vocabulary and any(parameter is own for own in vocabulary):
             tp_dims[name] = 0
         elif (dim := _cut_dim(style, parameter.ndim)) is not None:
             tp_dims[name] = dim

@@ -29,13 +29,13 @@ def test_llama_405b_from_its_name_alone(capsys: pytest.CaptureFixture[str]) -> N
     assert plan_sync(f"{line} --hardware h100-sxm --json") == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["num_parameters"] == 405_853_388_800 and answer["model_bytes"] == 2 * 405_853_388_800
-    embeddings = 2 * 2 * 128_256 * 16_384 + 2 * 16_384 * (2 * 126 + 1)  # bytes of what tp does not cut, norms included
-    assert answer["uncut_bytes"] == embeddings
+    norms = 2 * 16_384 * (2 * 126 + 1)  # bytes of what tp does not cut
+    assert answer["uncut_bytes"] == norms
     heads = 2 * 2 * 126 * 8 * 128 * 16_384  # bytes of k and v: each of 8 heads lies on two of 16 ranks
-    received = (2 * 405_853_388_800 - embeddings + heads) / 16 + embeddings
+    received = (2 * 405_853_388_800 - norms + heads) / 16 + norms
     assert answer["received_bytes_per_rank"] == {"mean": received, "max": received}
     assert answer["sent_bytes_per_rank"]["mean"] == pytest.approx(received)  # as many ranks on both sides
-    assert answer["least_s"] == pytest.approx(received / (50e9 * 0.8) + 10e-6)
+    assert answer["least_s"] == pytest.approx(received / (50e9 * 0.8) + 10e-6, rel=1e-4)  # some have a row more
     assert answer["trainer_ranks"] == answer["generator_ranks"] == 512
     assert answer["bytes_per_link"]["mean"] * answer["num_links"] == pytest.approx(512 * received)
 
@@ -127,7 +127,7 @@ DEEPSEEK_V3 = {
 
 
 def test_experts_of_qwen3_moe_lie_over_ranks_and_the_rest_as_its_plan_says() -> None:
-    parameters = model_parameters(QWEN3_MOE)
+    parameters = model_parameters(QWEN3_MOE, cut_vocabulary=False)
     gate_up, down = (f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
     assert parameters[gate_up].shape == (6, 24, 16) and parameters[down].shape == (6, 16, 12)
     assert (parameters.tp_dims[gate_up], parameters.tp_dims[down]) == (0, 0)  # whole experts

@@ -1,4 +1,4 @@
-"""Plans count what llamarl's own engine and trainer hold and move: whole vocabularies, versions in the trainer's precision."""
+"""Plans count what llamarl's own engine and trainer hold and move: copied heads, versions in the trainer's precision."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_hand_over_takes_what_plan_sync_counts(
 def test_a_generator_holds_the_version_and_what_it_derives_from_it() -> None:
     model = find_model("Llama-3.1-70B")
     assert model.total_params == BODY + ENDS and model.head_params == HEAD
-    held = BODY * 2 / 4 + ENDS * 2
+    held = (BODY + ENDS) * 2 / 4
     assert weight_bytes(H100, model, GeneratorLayout(4, 1, "bf16", runnable=True)) == pytest.approx(held)
     both = held + (BODY + HEAD) / 4
     assert weight_bytes(H100, model, GeneratorLayout(4, 1, "fp8", runnable=True)) == pytest.approx(both)
@@ -76,20 +76,20 @@ def test_a_generator_holds_the_version_and_what_it_derives_from_it() -> None:
     assert weight_bytes(this_machine(), model, GeneratorLayout(1, 1, "fp32", runnable=True)) == pytest.approx(packed)
 
 
-def test_a_trainer_holds_whole_vocabularies_on_every_tensor_parallel_rank() -> None:
+def test_a_trainer_holds_its_part_of_the_vocabulary_and_logits_of_a_chunk() -> None:
     model = find_model("Llama-3.1-70B")
     demand = TrainerDemand(lengths=constant(100), prompt_tokens=100, sequences=64)
     memory = trainer_memory(H100, model, TrainerLayout(tp=8, fsdp=4, runnable=True), demand)
-    assert memory["parameters"] == pytest.approx(4 * (BODY / 8 + ENDS) / 4)
-    assert memory["logits"] == pytest.approx(200 * 128_256 * 8)
+    assert memory["parameters"] == pytest.approx(4 * (BODY + ENDS) / 8 / 4)
+    assert memory["logits"] == pytest.approx(200 * 128_256)
     layer = (BODY - 8192) / 80
-    assert memory["gathered_layers"] == pytest.approx((2 * layer / 8 + ENDS) * 2)  # FSDP2's root holds both ends
+    assert memory["gathered_layers"] == pytest.approx((2 * layer + ENDS) / 8 * 2)  # FSDP2's root holds both ends
     assert memory["activations"] == pytest.approx(
-        6 * ENDS
+        6 * ENDS / 8
     )  # so few tokens: at the end both ends' gradients, bf16 and fp32
     long = TrainerDemand(lengths=constant(7900), prompt_tokens=100, sequences=64)
     rows = trainer_memory(H100, model, TrainerLayout(tp=8, fsdp=4, runnable=True), long)["logits"]
-    assert rows == pytest.approx(TrainerConfig().logprob_chunk_tokens * 128_256 * 8)
+    assert rows == pytest.approx(TrainerConfig().logprob_chunk_tokens * 128_256)
     cut = trainer_memory(H100, model, TrainerLayout(tp=8, fsdp=4), demand)
     assert cut["parameters"] == pytest.approx(4 * (BODY + ENDS) / 32)
     assert cut["logits"] == pytest.approx(200 * 128_256)
@@ -116,7 +116,7 @@ def test_what_llamarl_cannot_run_is_planned_all_the_same_and_said(
     plan(line + " --any-tp --json")
     asked = json.loads(capsys.readouterr().out)
     assert asked["plans"] == answer["plans"] and "does not fit" not in asked["unrunnable"]
-    assert "counted for a system that also cuts vocabulary" in asked["unrunnable"]
+    assert "counted for a system that also cuts experts" in asked["unrunnable"]
     with pytest.raises(PlanError, match=r"--recipe: .*does not fit"):
         plan(f"{line} --recipe {tmp_path}/out.toml")
     assert not (tmp_path / "out.toml").exists()

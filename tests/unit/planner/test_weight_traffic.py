@@ -25,7 +25,7 @@ LLAMA_405B = {
 def llama_405b(tmp_path_factory: pytest.TempPathFactory) -> ModelParameters:
     folder: Path = tmp_path_factory.mktemp("llama")
     (folder / "config.json").write_text(json.dumps(LLAMA_405B))
-    return model_parameters(folder / "config.json", cut_vocabulary=True)
+    return model_parameters(folder / "config.json")
 
 
 @pytest.mark.parametrize("sink_mesh", [{"tp": 2}, {"replica": 3}, {"replica": 2, "tp": 3}])

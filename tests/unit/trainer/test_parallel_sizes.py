@@ -12,7 +12,7 @@ from training_fixtures import write_model
 from llamarl.errors import ModelError
 from llamarl.models.loading import load_model
 from llamarl.models.parallel import Cut, ParallelLayout, apply_tensor_parallel, holds_first, shard_box
-from llamarl.models.sizes import check_tensor_parallel_size, fitting_sizes, part_of_rank
+from llamarl.models.sizes import check_tensor_parallel_size, fitting_sizes, part_of_rank, why_vocabulary_not_cut
 
 
 def test_sizes_divide_heads_and_intermediate_size_and_go_evenly_with_key_value_heads() -> None:
@@ -21,6 +21,17 @@ def test_sizes_divide_heads_and_intermediate_size_and_go_evenly_with_key_value_h
     assert fitting_sizes(28, 4, 18944) == [1, 2, 4]  # Qwen2.5-7B: 7, 14 and 28 are no sizes of its MLP
     assert fitting_sizes(12, 4, 48) == [1, 2, 4, 12]  # 3 and 6 are neither divisors nor multiples of 4
     assert fitting_sizes(16, 1, 64) == [1, 2, 4, 8, 16]
+
+
+def test_a_vocabulary_that_leaves_a_rank_without_a_token_is_refused(tmp_path: Path) -> None:
+    assert [why_vocabulary_not_cut(size, 4) is None for size in (4, 5, 6, 7, 8, 9, 10)] == [
+        True, False, False, True, True, False, True,
+    ]  # fmt: skip
+    config = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 16, "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_tensor_parallel_size(tmp_path, 2)
+    with pytest.raises(ModelError, match="trainer.tp = 4: a vocabulary of 9 leaves some of 4"):
+        check_tensor_parallel_size(tmp_path, 4)
 
 
 def test_neighbouring_ranks_hold_the_same_part_where_there_are_fewer_parts() -> None:

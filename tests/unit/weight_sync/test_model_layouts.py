@@ -1,4 +1,5 @@
-"""Layouts of whole models with more tensor-parallel ranks than key-value heads: who holds what, and what is handed over."""
+"""Layouts of whole models with more tensor-parallel ranks than key-value heads and a vocabulary that does not divide: who holds
+what, and what is handed over."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from llamarl.weight_sync.plan import plan_transfer
 HEAD_DIM = 4
 
 
-def small_llama(heads: int, kv_heads: int) -> ModelParameters:
+def small_llama(heads: int, kv_heads: int, *, vocabulary: int = 61, tied: bool = False) -> ModelParameters:
     return model_parameters(
         {
             "model_type": "llama", "hidden_size": 2 * heads, "intermediate_size": 16 * heads, "num_hidden_layers": 1,
-            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": HEAD_DIM, "vocab_size": 11,
-            "tie_word_embeddings": False,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": HEAD_DIM, "vocab_size": vocabulary,
+            "tie_word_embeddings": tied,
         },
         dtype="float32",
     )  # fmt: skip
@@ -39,10 +40,22 @@ def test_neighbouring_ranks_hold_the_same_key_value_head_and_other_query_heads()
     layout = mesh_layout(parameters, {"dp": 1, "tp": 8}, tp_placements(parameters))
     assert [box_of(layout, rank, "k_proj.weight")[0] for rank in range(8)] == [(0, 4)] * 4 + [(4, 8)] * 4
     assert [box_of(layout, rank, "q_proj.weight")[0] for rank in range(8)] == [(4 * r, 4 * r + 4) for r in range(8)]
+    assert [box_of(layout, rank, "lm_head.weight")[0] for rank in (0, 1, 7)] == [(0, 8), (8, 16), (56, 61)]
     sharded = mesh_layout(parameters, {"fsdp": 2, "tp": 4}, fsdp_tp_placements(parameters))
     assert [box_of(sharded, rank, "v_proj.weight")[0] for rank in range(8)] == [
         (0, 2), (0, 2), (4, 6), (4, 6), (2, 4), (2, 4), (6, 8), (6, 8),
     ]  # fmt: skip
+
+
+def test_tied_and_untied_vocabularies_are_cut_unless_the_models_own_plan_is_asked_for() -> None:
+    ends = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert ends <= small_llama(4, 2).tp_dims.keys()
+    tied = small_llama(4, 2, tied=True)
+    assert "model.embed_tokens.weight" in tied.tp_dims and "lm_head.weight" not in tied
+    phi = {"model_type": "phi", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 61,
+           "num_attention_heads": 2, "partial_rotary_factor": 0.5}  # fmt: skip
+    assert model_parameters(phi).tp_dims["lm_head.bias"] == 0
+    assert not {*ends, "lm_head.bias"} & model_parameters(phi, cut_vocabulary=False).tp_dims.keys()
 
 
 def test_parts_that_do_not_go_evenly_over_the_ranks_are_refused() -> None:
@@ -60,7 +73,9 @@ def test_any_layout_of_a_model_is_handed_over_to_any_other_whole_and_counted_rig
     for seed in range(60):
         rng = random.Random(seed)
         kv_heads = rng.choice([1, 2, 3, 4])
-        parameters = small_llama(kv_heads * rng.choice([1, 2, 4]), kv_heads)
+        parameters = small_llama(
+            kv_heads * rng.choice([1, 2, 4]), kv_heads, vocabulary=rng.randint(240, 300), tied=rng.random() < 0.5
+        )
         heads = parameters["model.layers.0.self_attn.q_proj.weight"].shape[0] // HEAD_DIM
         sizes = fitting_sizes(heads, kv_heads, 16 * heads)
         meshes = (
