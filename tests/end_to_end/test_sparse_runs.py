@@ -65,6 +65,21 @@ def test_a_killed_run_with_replay_resumes_bit_for_bit(llamarl: CommandLine, tmp_
 
 
 @pytest.mark.long
+def test_experts_over_ranks_of_both_sides_train_as_on_one(llamarl: CommandLine, tmp_path: Path) -> None:
+    """The generator's two tensor-parallel ranks pull the experts that they hold from the trainer's four."""
+    short = {**SHORT, "run.num_ticks": 2}
+    meshes = {"generator.tp": 2, "trainer.tp": 2, "trainer.fsdp": 2, "run.cores": 8}
+    assert llamarl.train(tmp_path / "one", short, recipe=RECIPE).returncode == 0
+    done = llamarl.train(tmp_path / "ranks", {**short, **meshes}, recipe=RECIPE, limit_s=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for one, ranks in zip(rows(tmp_path / "one"), rows(tmp_path / "ranks"), strict=True):
+        assert ranks["tokens/trained"] == one["tokens/trained"]
+        assert ranks["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert ranks["loss/policy"] == pytest.approx(one["loss/policy"], abs=1e-6)
+        assert ranks["experts/load_max"] == pytest.approx(one["experts/load_max"], rel=1e-3)
+
+
+@pytest.mark.long
 def test_it_learns_the_task(llamarl: CommandLine, tmp_path: Path) -> None:
     """Some minutes on two cores: from a quarter of the sums to most of them."""
     done = llamarl.run(
