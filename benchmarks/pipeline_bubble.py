@@ -2,8 +2,9 @@
 
     python benchmarks/pipeline_bubble.py --json OUT
 
-Each stage is a process. Its forward pass sleeps, its backward pass sleeps twice as long, so cores do not matter and what is left
-over is schedule and transfers. The idle share of all stages together is compared with (p - 1) / (m + p - 1).
+Each stage is a process. Its forward pass sleeps, its backward pass sleeps twice as long, so stages do not take cores from each other.
+What share of the time from the first pass's begin to the last one's end no pass was under way, over all stages, is compared with
+(p - 1) / (m + p - 1). Passes are timed, so a sleep that is too long counts as work.
 """
 
 from __future__ import annotations
@@ -29,18 +30,28 @@ CASES = ((2, 2), (2, 8), (4, 4), (4, 8), (4, 16), (8, 16))
 """Stages, micro-batches."""
 
 
+_busy: list[float] = []
+"""Seconds of this stage's passes."""
+
+
+def _pass(seconds: float) -> None:
+    begun = time.monotonic()
+    time.sleep(seconds)
+    _busy.append(time.monotonic() - begun)
+
+
 class _Slow(torch.autograd.Function):
     """Takes its time, and twice that backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        time.sleep(seconds)
+        _pass(seconds)
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(2 * ctx.seconds)
+        _pass(2 * ctx.seconds)
         return grad, torch.zeros(()), None
 
 
@@ -62,10 +73,11 @@ def stage(rank: int, num_stages: int, num_microbatches: int, seconds: float, wid
     spans, most = [], 0
     for _ in range(rounds + 1):  # the first is a warm-up
         dist.barrier()
+        _busy.clear()
         begun = time.monotonic()
         links.begin(tokens, trains=True)
         most = run_stage(schedule(layout.pp_rank, num_stages, num_microbatches), links, forward)
-        spans.append((begun, time.monotonic()))
+        spans.append((begun, time.monotonic(), sum(_busy)))
     torch.save({"spans": spans[1:], "most": most}, Path(out) / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -83,12 +95,12 @@ def measure(num_stages: int, num_microbatches: int, seconds: float, width: int, 
             if process.exitcode != 0:
                 raise SystemExit(f"a stage ended with {process.exitcode}")
         found = [torch.load(Path(out) / f"{rank}.pt") for rank in range(num_stages)]
-    busy = num_microbatches * 3 * seconds
     shares = []
     for round_number in range(rounds):
         begun = min(one["spans"][round_number][0] for one in found)
         ended = max(one["spans"][round_number][1] for one in found)
-        shares.append(1 - busy / (ended - begun))
+        busy = sum(one["spans"][round_number][2] for one in found)
+        shares.append(1 - busy / (num_stages * (ended - begun)))
     return {
         "idle": spread(shares),
         "theory": idle_share(num_stages, num_microbatches),
@@ -99,7 +111,7 @@ def measure(num_stages: int, num_microbatches: int, seconds: float, width: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the report here")
-    parser.add_argument("--seconds", type=float, default=0.03, help="of a forward pass")
+    parser.add_argument("--seconds", type=float, default=0.05, help="of a forward pass")
     parser.add_argument("--width", type=int, default=512, help="features of a hidden state")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()

@@ -22,6 +22,7 @@ from trainer_ranks import (
     make_reference,
     make_trainer,
     refuse_together,
+    run_critic,
     share,
     train_plans,
 )
@@ -82,5 +83,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         (out / f"{rank}.json").write_text(json.dumps({"metrics": metrics, "boxes": boxes}))
         trainer.export(out / "model")
         trainer.save(folder / "final" / out.name)
+        if family == "llama" and dtype == "float32":
+            run_critic(folder, fsdp, tp, out, rank, pp=pp)
     if world > 1:
         dist.destroy_process_group()

@@ -62,17 +62,17 @@ def make_reference(
     return FrozenScorer(folder / family, config, ALGORITHM, temperature=0.9)
 
 
-def run_critic(folder: Path, fsdp: int, tp: int, out: Path, rank: int) -> None:
+def run_critic(folder: Path, fsdp: int, tp: int, out: Path, rank: int, *, pp: int = 1) -> None:
     """Three ticks of the critic of one family; the last in a fresh one that loaded the state of the one before."""
     config = CriticConfig(
-        fsdp=fsdp, tp=tp, max_tokens_per_microbatch=40, updates_per_tick=2, value_clip=0.1,
+        fsdp=fsdp, tp=tp, pp=pp, max_tokens_per_microbatch=40, updates_per_tick=2, value_clip=0.1,
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.01),
     )  # fmt: skip
     critic = Critic(folder / "llama", config, GAE)
     metrics, values = [], []
     for tick in range(NUM_TICKS):
         if tick == NUM_TICKS - 1:
-            state = folder / "critic_state" / f"{fsdp}x{tp}"  # one folder of all ranks
+            state = folder / "critic_state" / f"{pp}x{fsdp}x{tp}"  # one folder of all ranks
             critic.save(state)
             critic = Critic(folder / "llama", config, GAE)
             critic.load(state)

@@ -144,9 +144,9 @@ def cut_into_stage(model: PreTrainedModel, index: int, num_stages: int, *, key: 
             setattr(base, name, None)
         elif not before and index < num_stages - 1:
             setattr(base, name, nn.Identity())
-    if head is not None and index < num_stages - 1:
-        owner, _, name = next(name for name, module in model.named_modules() if module is head).rpartition(".")
-        setattr(model.get_submodule(owner), name, None)
+    for name, module in list(model.named_children()):  # the output layer, or the head of a value model
+        if module is not base and index < num_stages - 1 and any(True for _ in module.parameters()):
+            setattr(model, name, None)
     return Stage(model, index, num_stages)
 
 

@@ -44,7 +44,7 @@ USES: Mapping[Use, str] = {
     "critic": "a critic: the decoder with a value head",
     "reward_model": "a reward model in packed batches, which may lie over several ranks",
     "tensor_parallel": "tensor parallelism above 1, in generator, trainer, reference, critic and reward model",
-    "pipeline": "pipeline stages, in the trainer",
+    "pipeline": "pipeline stages, in trainer, reference and critic",
     "replicate": "generator replicas, and FSDP ranks of whatever is trained",
     "int8": "int8 weights in the generator, on CPU",
     "fp8": "fp8 weights in the generator, on CUDA",

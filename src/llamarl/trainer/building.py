@@ -120,10 +120,15 @@ def build_value_model(
     """This rank's part of the value model in ``model_path``, which may hold a language model; each rank reads it whole.
 
     Raises:
-        ModelError: The model has no value form, or does not divide by ``tp``.
+        ModelError: The model has no value form, or does not divide by ``tp`` or ``pp``.
     """
-    model = load_value_model(model_path, device=device, attention=_attention(share_prompts))
-    return _spread(model, ValueModel, layout, dtype)
+    attention = _attention(share_prompts)
+    model = load_value_model(model_path, device=device, attention=attention)
+    names = tuple(name for name, _ in model.named_parameters())
+    if layout.pp > 1:
+        check_stages(_small_copy(model.config, attention), layout.pp, key="critic.pp")
+    stage = cut_into_stage(model, layout.pp_rank, layout.pp, key="critic.pp")
+    return _spread(model, lambda model: ValueModel(model, stage), layout, dtype, names=names)
 
 
 def build_reward_model(

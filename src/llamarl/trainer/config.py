@@ -275,7 +275,10 @@ class CriticConfig:
     """Ranks over which parameters, gradients and moments are sharded and the batch is split."""
 
     tp: PositiveInt = 1
-    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp * pp`` processes."""
+
+    pp: PositiveInt = 1
+    """Pipeline stages into which the layers are cut, >= 1; at most the model's layers."""
 
     threads: NonNegativeInt = 0
     """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""

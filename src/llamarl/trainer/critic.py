@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +29,13 @@ from llamarl.models.parallel import (
 )
 from llamarl.models.repeatable import demanded
 from llamarl.trainer.annotate import Located, annotate, locate, microbatches, per_sequence
-from llamarl.trainer.batch import pack_sequences
+from llamarl.trainer.batch import Microbatch, pack_sequences
 from llamarl.trainer.building import build_value_model
 from llamarl.trainer.config import CriticConfig
 from llamarl.trainer.credit import value_targets
 from llamarl.trainer.optimizer import learning_rate
+from llamarl.trainer.pipeline import make_links, run_stage
+from llamarl.trainer.pipeline_schedule import schedule
 from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.trainer.value_model import ValueModel
@@ -43,7 +45,7 @@ __all__ = ["Critic", "write_critic"]
 
 
 class Critic(ShardedModel[ValueModel]):
-    """Owns the value model and its optimizer on one rank of its (fsdp, tp) mesh."""
+    """Owns the value model and its optimizer on one rank of its (pp, fsdp, tp) mesh."""
 
     role = "critic"
     counters = ("ticks_done", "num_skipped_in_a_row")
@@ -64,14 +66,16 @@ class Critic(ShardedModel[ValueModel]):
             num_ticks: Length of the run, for schedules that fall.
 
         Raises:
-            ModelError: The model has no value form, or does not divide by ``tp``.
-            ValueError: ``fsdp * tp`` ranks are not there.
+            ModelError: The model has no value form, or does not divide by ``tp`` or ``pp``.
+            ValueError: ``fsdp * tp * pp`` ranks are not there.
         """
         self.config, self.algorithm, self.num_ticks = config, algorithm, num_ticks
         self.ticks_done = 0
         self.num_skipped_in_a_row = 0
         learning_rate(config.optimizer, config.optimizer.warmup_ticks, num_ticks)  # a bad schedule fails now
-        layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device)
+        layout = make_layout(
+            fsdp=config.fsdp, tp=config.tp, pp=config.pp, device=device, keys=("critic.fsdp", "critic.tp", "critic.pp")
+        )
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         dtype = getattr(torch, config.dtype)
         built = build_value_model(
@@ -80,15 +84,17 @@ class Critic(ShardedModel[ValueModel]):
         super().__init__(
             built, layout, config.optimizer, model_path=model_path, device=torch.device(device), dtype=dtype
         )
+        self._links = make_links(self.module.model, layout, dtype=self.dtype, device=self.device)
 
     def step(self, groups: Sequence[Group], tick: int) -> tuple[list[Group], dict[str, float]]:
         """Value the batch with the version of ``tick`` ticks, then learn from it.
 
         Args:
-            groups: This data-parallel rank's judged groups; tensor-parallel peers get the same ones.
+            groups: This data-parallel rank's judged groups; its tensor-parallel peers and pipeline stages get the same ones.
 
         Returns:
-            The groups with ``values`` on every response that trains, and metrics over all ranks (docs/metrics.md).
+            The groups with ``values`` on every response that trains, and metrics over all ranks (docs/metrics.md). On another
+            pipeline stage than the last, the groups as they came.
 
         Raises:
             ValueError: The tick is not the next one.
@@ -114,29 +120,48 @@ class Critic(ShardedModel[ValueModel]):
         skipped, clipped = 0, 0.0
         for update in range(self.config.updates_per_tick):
             loss, clipped = torch.zeros((), device=self.device), 0.0
-            for m, batch in enumerate(batches):
-                with demanded(self.device):
-                    estimates = self.module(batch)
-                    if update == 0:
-                        values.append(estimates.detach())
-                        targets.append(self._targets(groups, [located[i] for i in packing[m]], values[m]))
-                    terms, outside = value_loss(estimates, targets[m], values[m], clip=self.config.value_clip)
-                    part = terms.sum() / max(1, num_tokens)
-                    part.backward()
-                loss += part.detach()
+
+            def forward(m: int, received: Tensor | None, update: int = update) -> Tensor:
+                nonlocal loss, clipped
+                estimates: Tensor = self.module(batches[m], received)
+                if not self.layout.is_last_stage:
+                    return estimates
+                if update == 0:
+                    values.append(estimates.detach())
+                    targets.append(self._targets(groups, [located[i] for i in packing[m]], values[m]))
+                terms, outside = value_loss(estimates, targets[m], values[m], clip=self.config.value_clip)
+                part = terms.sum() / max(1, num_tokens)
+                loss = loss + part.detach()
                 clipped += float(outside.sum()) if self.config.value_clip and update else 0.0
-            (total_loss,) = self._sum([loss.item()])
+                return part
+
+            self._forward_backward(batches, forward)
+            (total_loss,) = self._sum([self.layout.sum_over_stages(loss).item()])
             grad_norm, stepped = self._update(lr, total_loss, empty=num_tokens == 0)
             skipped += not stepped
             if update == 0:
                 first = {"critic/loss": total_loss, "critic/grad_norm": grad_norm}
             self._count_skips(skipped=not stepped, tick=tick)
         self.ticks_done += 1
-        rows = per_sequence(sequences, packing, values)
-        metrics = first | self._fit(values, targets) | {"critic/lr": lr, "critic/skipped": float(skipped)}
+        metrics = first | self.layout.from_last_stage(lambda: self._fit(values, targets))
+        metrics |= {"critic/lr": lr, "critic/skipped": float(skipped)}
         if self.config.value_clip:
-            metrics["critic/clipped_fraction"] = self._sum([clipped])[0] / max(1, num_tokens)
-        return annotate(groups, located, rows, "values"), metrics
+            fraction = self.layout.from_last_stage(lambda: self._sum([clipped])[0] / max(1, num_tokens))
+            metrics["critic/clipped_fraction"] = fraction
+        if not self.layout.is_last_stage:
+            return list(groups), metrics
+        return annotate(groups, located, per_sequence(sequences, packing, values), "values"), metrics
+
+    def _forward_backward(self, batches: Sequence[Microbatch], forward: Callable[[int, Tensor | None], Tensor]) -> None:
+        """Both passes of every micro-batch; ``forward`` as ``pipeline.run_stage`` takes it."""
+        if self._links is None:
+            for m in range(len(batches)):
+                with demanded(self.device):
+                    forward(m, None).backward()  # type: ignore[no-untyped-call]
+            return
+        self._links.begin([batch.input_ids.shape[1] for batch in batches], trains=True)
+        with demanded(self.device):
+            run_stage(schedule(self.layout.pp_rank, self.layout.pp, len(batches)), self._links, forward)
 
     def _targets(self, groups: Sequence[Group], items: Sequence[Located], values: Tensor) -> Tensor:
         """Returns of one micro-batch's tokens, [T], from the values that this tick's trainer will use."""
@@ -202,7 +227,7 @@ def write_critic(checkpoint: Path, config: RunConfig, folder: Path) -> None:
     Raises:
         CheckpointError: The critic's state cannot be read.
     """
-    alone = dataclasses.replace(config.critic, fsdp=1, tp=1, device="cpu")
+    alone = dataclasses.replace(config.critic, fsdp=1, tp=1, pp=1, device="cpu")
     path = config.critic.path or config.model.path
     critic = Critic(path, alone, config.algorithm, device="cpu", num_ticks=config.run.num_ticks)
     critic.load(checkpoint / "critic" / "state")

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.batch import Microbatch
@@ -125,11 +126,13 @@ class Links:
         return tensor
 
 
-def make_links(policy: Policy, layout: ParallelLayout, *, dtype: torch.dtype, device: torch.device) -> Links | None:
+def make_links(
+    model: PreTrainedModel, layout: ParallelLayout, *, dtype: torch.dtype, device: torch.device
+) -> Links | None:
     """Every rank calls it. None without stages."""
     if layout.pp == 1:
         return None
-    width = int(policy.model.config.get_text_config().hidden_size)
+    width = int(model.config.get_text_config().hidden_size)
     return Links(layout, width=width, dtype=dtype, device=device)
 
 

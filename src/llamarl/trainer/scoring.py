@@ -68,7 +68,7 @@ class FrozenScorer:
             trained=False,
             key="reference.pp",
         ).module
-        self._links = make_links(self.policy, self.layout, dtype=dtype, device=torch.device(device))
+        self._links = make_links(self.policy.model, self.layout, dtype=dtype, device=torch.device(device))
 
     @torch.no_grad()
     def score(self, groups: Sequence[Group]) -> list[Group]:

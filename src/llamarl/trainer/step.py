@@ -175,7 +175,7 @@ class Trainer(ShardedModel[Policy]):
             offload=config.offload_optimizer,
             lora=lora,
         )
-        self._links = make_links(self.policy, layout, dtype=self.dtype, device=self.device)
+        self._links = make_links(self.policy.model, layout, dtype=self.dtype, device=self.device)
 
     def train(self, groups: Sequence[Group], tick: int, done: Sequence[PartOfStep] = ()) -> dict[str, float]:
         """All optimizer steps of a tick: version ``tick`` -> version ``tick + 1``.

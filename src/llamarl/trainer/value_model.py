@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llamarl.models.attention import attending
-from llamarl.models.decoder import decoder_layers
+from llamarl.models.stages import Stage
 from llamarl.models.value import value_head
 from llamarl.trainer.batch import Microbatch
 
@@ -16,28 +16,37 @@ __all__ = ["ValueModel"]
 class ValueModel(nn.Module):
     """A decoder with a value head.
 
+    Args:
+        stage: Which part of the decoder ``model`` is; None: all of it.
+
     Raises:
         ModelError: The model has no such head.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, stage: Stage | None = None) -> None:
         super().__init__()
         self.model = model
-        value_head(model)  # refuse one without
+        self.stage = stage or Stage(model)
+        if self.stage.is_last:
+            value_head(model)  # refuse one without
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder's layers, first to last."""
-        return decoder_layers(self.model)
+        """The decoder's layers that are here, first to last."""
+        return self.stage.layers
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """By their Hugging Face names."""
         return dict(self.model.named_parameters())
 
-    def forward(self, batch: Microbatch) -> Tensor:
-        """Value before each trained token, [T], float32."""
+    def forward(self, batch: Microbatch, received: Tensor | None = None) -> Tensor:
+        """Value before each trained token, [T], float32; on another stage than the last, hidden states for the next one, [1, N, H].
+
+        Args:
+            received: [1, N, H] of the stage before; None on the first.
+        """
         with attending(batch.packed):
-            hidden = self.model.base_model(
-                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-            ).last_hidden_state[0]
-        return value_head(self.model)(hidden.index_select(0, batch.positions)).squeeze(-1).float()
+            states = self.stage.hidden_states(self.model, batch.input_ids, batch.position_ids, received)
+        if not self.stage.is_last:
+            return states
+        return value_head(self.model)(states[0].index_select(0, batch.positions)).squeeze(-1).float()

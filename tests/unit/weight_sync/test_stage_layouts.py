@@ -10,8 +10,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 from tiny_models import tiny_config, tiny_model
 
+from llamarl.models.parallel import Cut, ParallelLayout, ParameterShard, shard_box
 from llamarl.models.stages import cut_into_stage
+from llamarl.weight_sync.layout import Layout, Shard, layout_of_rank, mesh_layout
 from llamarl.weight_sync.model_layouts import model_parameters
+from llamarl.weight_sync.plan import plan_transfer
 from llamarl.weight_sync.stage_layouts import stage_parameters
 
 
@@ -24,3 +27,28 @@ def test_names_of_each_stage_are_those_of_the_model_cut(family: str) -> None:
             cut_into_stage(model, index, num_stages)
             assert set(stage) == {name for name, _ in model.named_parameters()}
             assert set(stage.tp_dims) == set(parameters.tp_dims) & set(stage)
+
+
+def test_each_part_travels_once_from_a_stage_that_holds_it() -> None:
+    """Two stages x two tensor-parallel ranks to two tensor-parallel ranks, by hand; ``embed`` is tied."""
+    trainer = ParallelLayout(fsdp=1, tp=2, pp=2, mesh=None)
+    held = {"embed": ((6, 4), (), (0, 1)), "q0": ((4, 4), (Cut("tp", 0),), (0,)), "q1": ((4, 4), (Cut("tp", 0),), (1,))}
+    said = []
+    for rank in range(4):  # as each rank describes itself: of what other stages hold, an empty part
+        shards = {
+            name: ParameterShard(shape, "float32", shard_box(shape, cuts, trainer, rank, stages), cuts, stages)
+            for name, (shape, cuts, stages) in held.items()
+        }
+        said.append(layout_of_rank(shards, rank, 4))
+    assert all(layout.parameters == said[0].parameters for layout in said)
+    source = Layout(said[0].parameters, tuple(layout.pieces[rank] for rank, layout in enumerate(said)))
+    sink = mesh_layout(said[0].parameters, {"tp": 2}, {"q0": [Shard("tp", 0)], "q1": [Shard("tp", 0)]})
+    plan = plan_transfer(source, sink)
+    routes = {(c.parameter, c.box, c.source_rank, c.sink_rank) for c in plan.copies if c.parameter != "embed"}
+    assert routes == {
+        (name, ((2 * tp, 2 * tp + 2), (0, 4)), 2 * stage + tp, tp)
+        for stage, name in enumerate(["q0", "q1"])
+        for tp in (0, 1)
+    }
+    assert plan.received_bytes() == [4 * (24 + 8 + 8)] * 2  # embed whole, and half of each matrix
+    assert sum(plan.sent_bytes()) == 2 * 4 * (24 + 8 + 8)
