@@ -111,9 +111,9 @@ def measure(num_stages: int, num_microbatches: int, seconds: float, width: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the report here")
-    parser.add_argument("--seconds", type=float, default=0.05, help="of a forward pass")
+    parser.add_argument("--seconds", type=float, default=0.15, help="of a forward pass")
     parser.add_argument("--width", type=int, default=512, help="features of a hidden state")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     results: dict[str, Any] = {"seconds": args.seconds, "width": args.width}
     claims = []
