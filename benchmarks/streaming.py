@@ -1,4 +1,4 @@
-"""Seconds a synchronous step with ticks in parts against whole ticks, in turn, in one run, and what the simulator forecasts of it.
+"""Seconds a step, synchronous or with ``--staleness 1``, with ticks in parts against whole ticks, in turn, in one run, and what the simulator forecasts of it.
 
     python benchmarks/streaming.py --rounds 5 --json OUT
 
@@ -35,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, nargs="+", default=[16, 64], help="generator.engine.max_sequences")
     parser.add_argument("--parts", type=int, default=8)
+    parser.add_argument("--staleness", type=int, default=0, help="schedule.max_staleness")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps a round, after {WARM_UP} of warm-up")
     parser.add_argument("--json", help="write the report here")
@@ -44,7 +45,9 @@ def main() -> None:
         for number in range(args.rounds):
             for slots in args.slots:
                 for parts in (1, args.parts):
-                    run = run_job(Path(made) / f"{slots}-{parts}-{number}", slots, parts, args.steps, seed=number)
+                    run = run_job(
+                        Path(made) / f"{slots}-{parts}-{number}", slots, parts, args.staleness, args.steps, seed=number
+                    )
                     found.setdefault(f"{slots} slots, {parts} parts", []).append(run)
                     print(f"round {number + 1}, {slots} slots, {parts} parts: {told(run)}", flush=True)
     times = {name: [run["step_s"] for run in runs] for name, runs in found.items()}
@@ -55,7 +58,9 @@ def main() -> None:
         whole, in_parts = f"{slots} slots, 1 parts", f"{slots} slots, {args.parts} parts"
         best = min((f"{of} slots, 1 parts" for of in args.slots), key=lambda name: statistics.median(times[name]))
         ratio, by_best = paired_ratio(times[in_parts], times[whole]), paired_ratio(times[in_parts], times[best])
-        forecast = forecast_s(slots, args.parts, prompt_tokens) / forecast_s(slots, 1, prompt_tokens)
+        forecast = forecast_s(slots, args.parts, args.staleness, prompt_tokens) / forecast_s(
+            slots, 1, args.staleness, prompt_tokens
+        )
         results[f"{slots} slots"] = {"ratio": ratio, "forecast": forecast, "by_best_whole": by_best}
         print(
             f"{slots} slots: {args.parts} parts against whole {ratio['median']:.3f} (forecast {forecast:.3f}), "
@@ -66,14 +71,14 @@ def main() -> None:
     write_report(args.json, results, claims)
 
 
-def run_job(run_dir: Path, slots: int, parts: int, steps: int, *, seed: int) -> dict[str, Any]:
+def run_job(run_dir: Path, slots: int, parts: int, staleness: int, steps: int, *, seed: int) -> dict[str, Any]:
     """One run; mean seconds of a step and of each role, in the timed ticks."""
     here = Path(__file__).parent
     settings = {
         "run.dir": run_dir,
         "run.seed": seed,
         "run.num_ticks": WARM_UP + steps,
-        "schedule.max_staleness": 0,
+        "schedule.max_staleness": staleness,
         "schedule.parts": parts,
         "schedule.prompts_per_step": 8,
         "generator.group_size": 8,
@@ -114,7 +119,7 @@ def told(run: dict[str, Any]) -> str:
     )
 
 
-def forecast_s(slots: int, parts: int, prompt_tokens: int) -> float:
+def forecast_s(slots: int, parts: int, staleness: int, prompt_tokens: int) -> float:
     """Of a step, of the costs alone."""
     costs = Costs()
     scenario = Scenario(
@@ -127,7 +132,7 @@ def forecast_s(slots: int, parts: int, prompt_tokens: int) -> float:
         trainer=TrainerCost(tick_s=costs.update_s, token_s=costs.token_s),
         slots=slots,
         parts=parts,
-        max_staleness=0,
+        max_staleness=staleness,
         num_ticks=200,
     )
     return simulate(scenario).step_s
