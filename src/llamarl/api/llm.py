@@ -44,7 +44,7 @@ class LLM:
         base: Base model of an adapter; None: the one that it names.
         revision: Branch, tag or commit of a model of the Hub; empty is ``main``.
         device: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is one.
-        dtype: To compute in, such as ``bfloat16``; None: the run's, else bfloat16 for a large model where it is fast.
+        dtype: To compute in, such as ``bfloat16``; None: the run's, else float32.
         quantization: ``none``, ``int8`` (CPU) or ``fp8`` (CUDA); None: the run's, else none.
         trust_remote_code: Whether the folder's tokenizer may be code of its own.
 

@@ -87,7 +87,7 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="to compute in (default: the run's, else bfloat16 for a large model where it is fast)",
+        help="to compute in (default: the run's, else float32)",
     )
     parser.add_argument("--quantization", choices=("none", "int8", "fp8"), help="default: the run's, else none")
     parser.add_argument(

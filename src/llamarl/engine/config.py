@@ -57,7 +57,7 @@ class EngineConfig:
     options: dict[str, Any] = Field(default_factory=dict)
     """Whatever an engine of your own understands: it finds them in its ``config.options``."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """Precision of weights, activations and KV cache. "auto" is bfloat16 for models of 20 million parameters or more on a GPU and
     on a processor with bfloat16 products (avx512_bf16, amx_bf16), else float32, as with int8 weights; the run's config.toml says
     which."""

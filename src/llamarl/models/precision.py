@@ -1,4 +1,4 @@
-"""What ``dtype = "auto"`` stands for: bfloat16 where it is faster and learns as well, else float32. No torch but for a model's size.
+"""What ``dtype = "auto"`` stands for: bfloat16 where it is faster, else float32. No torch but for a model's size.
 
     a processor with products of bfloat16, a model of 20 million parameters or more   bfloat16
     a GPU, such a model                                                               bfloat16

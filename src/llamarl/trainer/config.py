@@ -77,10 +77,10 @@ class TrainerConfig:
 
     selection: SelectionConfig = Field(default_factory=SelectionConfig)
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Precision of forward and backward. "auto" is bfloat16 for models of 20 million parameters or more on a GPU and on a processor
     with bfloat16 products (avx512_bf16, amx_bf16), else float32; the run's config.toml says which. Master weights, gradients
-    between micro-batches, and moments are float32."""
+    between micro-batches, and moments are float32, but updates far smaller than bfloat16's steps are not seen until they add up."""
 
     max_tokens_per_microbatch: PositiveInt = 4096
     """Tokens (prompt and response) that one forward pass packs, >= 1. Bounds activation memory; a single longer
