@@ -114,6 +114,7 @@ def test_a_co_located_recipe_that_leaves_its_devices_open_is_settled() -> None:
 def test_a_run_starts_with_the_precisions_that_auto_stands_for_and_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "platform_facts", lambda: {"processor": "x86_64 avx512_bf16"})
     words = ["--generator.device", "cpu", "--trainer.device", "cpu", "--reference.device", "cpu"]
+    words += ["--trainer.dtype", "auto", "--generator.engine.dtype", "auto"]
     config = load_config(None, [*words, "--algorithm.kl_coef", "0.1"])
     small = prepare(config)
     assert (small.config.trainer.dtype, small.config.generator.engine.dtype) == ("float32", "float32")
