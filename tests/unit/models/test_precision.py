@@ -59,7 +59,11 @@ def test_every_section_with_a_model_is_settled_and_the_reference_follows_the_tra
 ) -> None:
     monkeypatch.setattr(precision, "num_parameters", lambda model: 10**8)
     cpus = {"device": "cpu"}
-    settings = {"generator": {**cpus, "engine": {"dtype": "float32"}}, "trainer": {**cpus, "dtype": "auto"}, "reference": cpus}
+    settings = {
+        "generator": {**cpus, "engine": {"dtype": "float32"}},
+        "trainer": {**cpus, "dtype": "auto"},
+        "reference": cpus,
+    }
     config = settle_precision(validate({**settings, "algorithm": {"kl_coef": 0.1}}), FAST)
     assert (config.trainer.dtype, config.reference.dtype) == ("bfloat16", "bfloat16")
     assert config.generator.engine.dtype == "float32"
