@@ -256,13 +256,6 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             f"groups have a gradient: choose one of {', '.join(sorted(GROUP_BASELINES))}, or set it to false",
             ("algorithm.advantage",),
         )
-    if config.schedule.weights == "latest" and config.generator.tp > 1:
-        yield Mistake(
-            "schedule.weights",
-            f"is 'latest', which each generator process decides for itself, but generator.tp is "
-            f"{config.generator.tp}: set schedule.weights to 'exact', or generator.tp to 1",
-            ("generator.tp",),
-        )
     if config.schedule.weights == "latest" and config.generator.shards:
         yield Mistake(
             "schedule.weights",

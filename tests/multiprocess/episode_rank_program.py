@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,21 @@ def main(rank: int, world: int, folder: Path) -> None:
     environments = make_environments(task, layout)
     stream = PromptStream(EpisodeItems(), tokenizer, DataConfig(), 0, opener=EpisodeOpener(environments, task))
     engine = NativeEngine("bundled:tiny", EngineConfig(), tokenizer=tokenizer, layout=layout)
-    player = EpisodeEngine(engine, environments, TurnTemplate(tokenizer, DataConfig()), tokenizer, reply_delay=3)
+    template = TurnTemplate(tokenizer, DataConfig())
+    player = EpisodeEngine(engine, environments, template, tokenizer, reply_delay=3)
+    told = play(player, stream)
+    (folder / f"{world}-{rank}.json").write_text(json.dumps(told))
+    arriving = EpisodeEngine(engine, environments, template, tokenizer, reply_delay=0, on_arrival=True)
+    arriving.begin_tick(None)
+    told = play(arriving, stream)
+    (folder / f"{world}-{rank}-arriving.json").write_text(json.dumps([told, arriving.joins]))
+    environments.close()
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def play(player: EpisodeEngine, stream: PromptStream) -> list[dict[str, Any]]:
+    """Eight episodes to their end."""
     prompts = [stream.get(index) for index in range(8)]
     sequences = [
         Sequence(
@@ -67,7 +82,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     player.add(sequences)
     while player.has_work:
         player.step()
-    told = [
+    return [
         {
             "tokens": s.tokens,
             "reason": s.finish_reason,
@@ -76,7 +91,3 @@ def main(rank: int, world: int, folder: Path) -> None:
         }
         for s in sequences
     ]
-    (folder / f"{world}-{rank}.json").write_text(json.dumps(told))
-    environments.close()
-    if world > 1:
-        dist.destroy_process_group()

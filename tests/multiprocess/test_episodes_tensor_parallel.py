@@ -30,3 +30,7 @@ def test_two_ranks_hear_the_same_replies_and_play_what_one_plays_alone(tmp_path:
     assert first == second == alone
     assert sum(len(sequence["turns"]) for sequence in alone) > 2 * len(alone)
     assert [sequence["reason"] for sequence in alone].count("error") == 1  # a failure is heard by all too
+    # where replies join on arrival, what the first rank has seen decides for both
+    first, second = (json.loads((tmp_path / f"2-{rank}-arriving.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert len(first[1]) == sum(len(sequence["turns"]) for sequence in first[0])

@@ -4,7 +4,8 @@
     all ranks   wait for the same questions, in the same order
 
 The ranks hold the same sequences and count the same steps, so they wait for the same answers at the same moments; only what an
-answer says must travel. Whether it has arrived is known to rank 0 alone and decides nothing, as replies join at stated steps.
+answer says must travel. Whether it has arrived is known to rank 0 alone. Where replies join at stated steps that decides nothing;
+where they join on arrival, rank 0 tells (``agree``).
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class SharedEpisodes:
     def wait_any(self, asks: Sequence[Ask]) -> None:
         if self._pool is not None:
             self._pool.wait_any(asks)
+
+    def agree(self, arrived: Sequence[bool]) -> Sequence[bool]:
+        """What rank 0 has seen. All ranks call it with as many, in the same order."""
+        return [bool(one) for one in self._share(lambda: bytes(arrived))]
 
     def release(self, key: tuple[Any, ...]) -> None:
         if self._pool is not None:

@@ -99,7 +99,7 @@ class EpisodeEngine:
         self._tokenizer = tokenizer
         self._reply_delay = reply_delay
         self._clock = StatedStep()
-        self._rule: JoinRule = OnArrival() if on_arrival else self._clock
+        self._rule: JoinRule = OnArrival(pool.agree) if on_arrival else self._clock
         self._step = 0  # of this tick
         self._joins: list[Join] = []  # of this tick
         self._order: dict[Key, None] = {}  # what is inside, in order of admission
@@ -190,7 +190,7 @@ class EpisodeEngine:
     def begin_tick(self, logged: Sequence[Join] | None) -> None:
         """Where replies join on arrival: count steps anew, and follow what another run did in this tick; None: decide."""
         self._step, self._joins = 0, []
-        self._rule = OnArrival() if logged is None else AsLogged(logged)
+        self._rule = OnArrival(self._pool.agree) if logged is None else AsLogged(logged)
 
     @property
     def joins(self) -> tuple[Join, ...]:

@@ -70,8 +70,18 @@ class StatedStep:
 
 
 class OnArrival:
+    """
+    Args:
+        agree: Of ranks that play the same, what one of them has seen, on all of them.
+    """
+
+    def __init__(self, agree: Callable[[Sequence[bool]], Sequence[bool]] = list) -> None:
+        self._agree = agree
+
     def choose(self, step: int, awaited: Mapping[Key, Awaited], *, idle: bool) -> Sequence[Key]:
-        return sorted(key for key, one in awaited.items() if one.arrived())
+        keys = sorted(awaited)
+        arrived = self._agree([awaited[key].arrived() for key in keys]) if keys else ()
+        return [key for key, there in zip(keys, arrived, strict=True) if there]
 
 
 class AsLogged:

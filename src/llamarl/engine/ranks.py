@@ -7,6 +7,7 @@ each layer. Three things cross between them, in this order, the same on every ra
     sums behind embedding, o_proj, down_proj                        one, and two a layer
     the draws                    see ``cut_sampler.py``             the only values that decide what comes next
     replies of environments      rank 0 asks ─▶ all                 between steps; see ``episode_ranks.py``
+    the newest weights           the oldest of what ranks have      between steps, under the latest weights
 
 So ranks cannot drift apart, even if their sums differed in the last bit: every draw is made by one of them.
 """
@@ -87,6 +88,14 @@ class EngineRanks:
             values = torch.frombuffer(bytearray(made), dtype=torch.uint8)
         dist.broadcast(values, group=self._group, group_src=0)
         return values.numpy().tobytes()
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values, on all of them."""
+        if self._group is None:
+            return value
+        values = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._group)
+        return int(values)
 
     def share_flags(self, flags: Sequence[bool]) -> list[bool]:
         """Rank 0's answers to questions that every rank asks in the same order."""

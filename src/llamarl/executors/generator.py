@@ -38,6 +38,7 @@ from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import EpisodeEngine, ReplyTimes, make_player
 from llamarl.engine.expert_record import of_group
 from llamarl.engine.factory import make_engine, sampling_params, to_response
+from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode_pool import Environments
 from llamarl.environments.episodes import begin_episode
@@ -116,6 +117,7 @@ class GeneratorExecutor(BaseExecutor):
         model = self.config.model
         self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         layout = generator_layout(self.config, self.context.device)
+        self._ranks = EngineRanks(layout)
         if self.config.task.has_environment:
             self.environments = make_environments(self.config.task, layout)
         self.prompts = make_prompt_stream(self.config, self.tokenizer, self.environments)
@@ -231,7 +233,8 @@ class GeneratorExecutor(BaseExecutor):
         started = time.monotonic()
         if self._policy is not None:
             feed: Feed = weights
-            newest = max(0, feed.newest() + 1)  # the trainer's tick j makes version j + 1; before it began, 0
+            on_all = self._ranks.least(feed.newest())  # tensor-parallel ranks swap before the same step
+            newest = max(0, on_all + 1)  # the trainer's tick j makes version j + 1; before it began, 0
             serving = self.engine.policy_version
             version = self._policy.choose(Moment(tick=tick, step=self._steps, serving=serving, newest=newest))
             if not self._swaps or version != serving:

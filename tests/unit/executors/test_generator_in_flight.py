@@ -22,13 +22,14 @@ from llamarl.types import Group
 TICKS = 5
 
 
-def recipe(kv: str) -> RunConfig:
+def recipe(kv: str, tp: int = 1) -> RunConfig:
     return validate(
         {
             "run": {"num_ticks": TICKS},
             "schedule": {"prompts_per_step": 2, "max_staleness": 1, "weights": "latest"},
             "generator": {
                 "group_size": 2,
+                "tp": tp,
                 "max_segments": 2,
                 "oversubscription": 1.5,
                 "kv_on_update": kv,
@@ -72,10 +73,12 @@ class Feed:
         return Version(source_tick + 1)
 
 
-def generator(config: RunConfig, run_dir: Path | None = None) -> GeneratorExecutor:
+def generator(config: RunConfig, run_dir: Path | None = None, rank: int = 0) -> GeneratorExecutor:
     graph = llamarl_graph(config)
     ends = {"reads": graph.inputs["generator"], "writes": graph.outputs["generator"]}
-    context = ExecutorContext(name="generator", rank=0, num_ranks=1, device="cpu", run_dir=run_dir, seed=0, **ends)
+    context = ExecutorContext(
+        name="generator", rank=rank, num_ranks=config.generator.tp, device="cpu", run_dir=run_dir, seed=0, **ends
+    )
     executor = GeneratorExecutor(config, context)
     executor.setup()
     return executor

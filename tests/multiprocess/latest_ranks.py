@@ -1,0 +1,51 @@
+"""One tensor-parallel rank of a generator under the latest weights, to which versions come at moments of its own.
+
+``main`` runs in processes forked from a server that has imported this module, so that torch is imported once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "executors"))
+from test_generator_in_flight import generator, recipe, run
+
+from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE, EventLog
+
+ARRIVALS = [[0, 6, 0, 11, 3], [0, 9, 0, 2, 3]]
+"""By rank: at which look of each tick the next version is there. The later of two counts."""
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    asked = ARRIVALS[rank] if world > 1 else list(map(max, *ARRIVALS))
+    if world > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+    made = run(generator(recipe("recompute", tp=world), rank=rank), asked)
+    events = [event for _, event in made]
+    told = [[response.tokens.tolist() for group in groups for response in group.responses] for groups, _ in made]
+    if (
+        world > 1
+    ):  # the log of both ranks, as a run keeps it; then this rank's decisions again, with nothing to wait for
+        gathered: list[list[dict[str, object]]] = [[] for _ in range(world)]
+        dist.all_gather_object(gathered, events)
+        if rank == 0:
+            log = EventLog(folder)
+            for tick in zip(*gathered, strict=True):
+                log.append(tick)
+            (folder / EVENTS_FILE).rename(folder / REPLAY_FILE)
+        dist.barrier()
+        again = run(generator(recipe("recompute", tp=world), folder, rank), [0] * len(asked))
+        assert [event for _, event in again] == events
+    (folder / f"{world}-{rank}.json").write_text(json.dumps({"events": events, "tokens": told}))
+    if world > 1:
+        dist.destroy_process_group()
