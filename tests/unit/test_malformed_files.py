@@ -172,7 +172,9 @@ def plan_json(folder: Path) -> Path:
 
 
 def take_plan(file: Path) -> None:
-    names = "model devices prompts group_size prompt_tokens reward_s staleness precision max_segments hardware calibration any_tp"
+    names = (
+        "model devices prompts group_size prompt_tokens reward_s staleness precision max_segments hardware calibration"
+    )
     args = argparse.Namespace(**dict.fromkeys([*names.split(), "response_tokens"]))
     simulate._take_plan(args, file)
 

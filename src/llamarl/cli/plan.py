@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.plan_unlike import run_unlike
 from llamarl.cli.questions import (
-    add_any_tp,
     add_devices,
     add_job,
     device_count,
@@ -113,7 +112,6 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     how.add_argument(
         "--max-segments", type=int, help="versions a response may span; 1: no partial rollouts (default 4)"
     )
-    add_any_tp(how)
     how.add_argument("--max-pipeline", type=int, default=1, help="largest pipeline size to try (llamarl runs 1)")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
@@ -149,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         question = measured.question(question)
     work = workload_of(args, model_path, question, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
-    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline, any_tp=bool(args.any_tp))
+    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline)
     if hosts and measured:
         measured = None  # schedules of one machine
     devices = _num_devices(args, hardware, hosts)

@@ -54,7 +54,7 @@ def run_unlike(args: argparse.Namespace, model: str, question: RecipeQuestion | 
     pools = parse_pools(args.devices)
     work = workload_of(args, model, question, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
-    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline, any_tp=bool(args.any_tp))
+    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline)
     levels = staleness_levels(args.staleness or "1")
     if len(levels) > 1:
         raise PlanError(f"--staleness {args.staleness}: one value for devices of several kinds")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from llamarl.planner.recipe import RecipeQuestion
 
 __all__ = [
-    "add_any_tp",
     "add_devices",
     "add_job",
     "device_count",
@@ -64,16 +63,6 @@ def add_devices(parser: argparse.ArgumentParser, *, kinds: bool = False) -> Any:
         "--calibration", type=Path, help="calibration file (default ~/.cache/llamarl/calibration.json)"
     )
     return devices
-
-
-def add_any_tp(group: Any) -> None:
-    group.add_argument(
-        "--any-tp",
-        action="store_true",
-        default=None,
-        help="also layouts that llamarl train does not run yet: experts cut, codes held without the weights "
-        "they come from",
-    )
 
 
 def hardware_of(name: str | None, calibration: Path | None) -> Hardware:
@@ -179,11 +168,12 @@ def workload_of(
     )
 
 
-def options_of(precision: str | None, max_segments: int, *, max_pipeline: int = 1, any_tp: bool = False) -> Options:
+def options_of(precision: str | None, max_segments: int, *, max_pipeline: int = 1, runnable: bool = True) -> Options:
     """What a search may use.
 
     Args:
         precision: ``--precision``: generator precisions joined by commas; None: all the device has.
+        runnable: Layouts that llamarl runs; False: those of a plan that was made where none of them fits.
     """
     from llamarl.planner.choices import Options
     from llamarl.planner.hardware import BYTES_PER_WEIGHT
@@ -200,7 +190,7 @@ def options_of(precision: str | None, max_segments: int, *, max_pipeline: int = 
         max_segments=max_segments,
         oversubscription=float(min(2, max_segments)),
         max_pipeline=max_pipeline,
-        runnable=not any_tp,
+        runnable=runnable,
         common_max_pipeline=max_pipeline,
     )
 

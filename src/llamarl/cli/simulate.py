@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.questions import (
-    add_any_tp,
     add_devices,
     add_job,
     device_count,
@@ -75,7 +74,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(
-        run=run, max_pipeline=1, reference_model=False, planned_hardware=None
+        run=run, max_pipeline=1, runnable=True, reference_model=False, planned_hardware=None
     )  # a plan's JSON may say more
     if not full:
         return
@@ -107,7 +106,6 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     how.add_argument("--max-segments", type=int, help="versions a response may span; 1: no partial rollouts")
     how.add_argument("--oversubscription", type=float, help="active groups in units of a step's, 1 to max-segments")
     how.add_argument("--precision", help="generator precisions a plan may use, e.g. bf16,fp8")
-    add_any_tp(how)
     how.add_argument("--ticks", type=int, help="trainer ticks (default 100)")
     how.add_argument("--seed", type=int, help="of lengths, jitter and failures (default: the recipe's, else 0)")
     vary = parser.add_argument_group("what varies besides lengths")
@@ -220,7 +218,7 @@ def _from_durations(args: argparse.Namespace) -> list[Scenario]:
         raise PlanError("--durations stands alone: leave the recipe, plan or --model out")
     refuse_flags(
         args, *_JOB_FLAGS, "--reward-s", "--hardware", "--devices", "--precision", "--max-segments", "--oversubscription",
-        "--any-tp", "--hosts", "--on", "--link", because="--durations says what every tick takes; leave that out, or simulate a recipe or --model",
+        "--hosts", "--on", "--link", because="--durations says what every tick takes; leave that out, or simulate a recipe or --model",
     )  # fmt: skip
     try:
         values = [float(part) for part in args.durations.split(",")]
@@ -253,7 +251,7 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
     hardware = args.planned_hardware or hardware_of(args.hardware, args.calibration)
     work = workload_of(args, model, None, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else 1
-    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline, any_tp=bool(args.any_tp))
+    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline, runnable=args.runnable)
     if args.oversubscription is not None:
         if args.oversubscription != 1.0 and options.max_segments == 1:
             raise PlanError(
@@ -318,7 +316,7 @@ def _take_plan(args: argparse.Namespace, path: Path) -> None:
         "max_segments": options.max_segments,
     }
     args.max_pipeline, args.reference_model = options.max_pipeline, work.reference_model
-    args.any_tp = args.any_tp or (None if options.runnable else True)
+    args.runnable = options.runnable
     if plan.unrunnable:
         print(f"not yet: llamarl train does not run this plan: {plan.unrunnable}", file=sys.stderr)
     if args.hardware is None and args.calibration is None:  # as it was then, whatever is kept now
@@ -357,7 +355,6 @@ def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
     refuse_flags(
         args, "--precision", because="set generator.quantization in the recipe, or simulate plans with --model"
     )
-    refuse_flags(args, "--any-tp", because="a recipe says its own layout; simulate plans with --model")
     written = load_config(path / "config.toml" if run_dir else path)
     config = _changed(written, args)
     levels = _levels(args, str(config.schedule.max_staleness))

@@ -61,7 +61,7 @@ def nothing_fits(
             f"tensor-parallel rank{'s' if most > 1 else ''}{' in llamarl' if options.runnable else ''}, too few for its weights "
             "and one response; use "
             + (
-                "a shorter response limit or devices with more memory, or plan layouts that llamarl does not run yet with --any-tp"
+                "a shorter response limit or devices with more memory"
                 if options.runnable
                 else "a lower generator precision, a shorter response limit or devices with more memory"
             )

@@ -36,5 +36,7 @@ def why_not_run(plan: Plan, model: ModelSpec) -> list[str]:
             f"{system_title(plan)} has tensor-parallel size {tp}, llamarl has {', '.join(map(str, sizes))} for {model.name}"
         )
     if not (generator.runnable and trainer.runnable):
-        reasons.append("it is counted for a system that also cuts experts over its ranks (--any-tp)")
+        reasons.append(
+            "it is counted for a system that also cuts latent attention and holds codes alone, since none that llamarl runs fits"
+        )
     return reasons

@@ -113,10 +113,7 @@ def test_what_llamarl_cannot_run_is_planned_all_the_same_and_said(
     plan(line + " --json")
     answer = json.loads(capsys.readouterr().out)
     assert "nor on any number" in answer["unrunnable"] and answer["options"]["runnable"] is False
-    plan(line + " --any-tp --json")
-    asked = json.loads(capsys.readouterr().out)
-    assert asked["plans"] == answer["plans"] and "does not fit" not in asked["unrunnable"]
-    assert "counted for a system that also cuts experts" in asked["unrunnable"]
+    assert "counted for a system that also cuts latent attention" in answer["unrunnable"]
     with pytest.raises(PlanError, match=r"--recipe: .*does not fit"):
         plan(f"{line} --recipe {tmp_path}/out.toml")
     assert not (tmp_path / "out.toml").exists()

@@ -17,6 +17,7 @@ from llamarl.planner.hardware import find_hardware
 from llamarl.planner.lengths import constant
 from llamarl.planner.model_spec import find_model, model_names
 from llamarl.planner.rooflines import tensor_parallel_sizes
+from llamarl.planner.runnable import why_not_run
 from llamarl.planner.search import search_all
 
 H100 = find_hardware("h100")
@@ -87,7 +88,17 @@ def test_a_model_that_is_not_cut_fits_only_another_system() -> None:
     assert search_all(H100, work, Options(runnable=False), 512)
 
 
-def test_any_tp_plans_what_llamarl_does_not_run_yet(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("name", "devices"), [("Llama-3.1-8B", 256), ("Llama-3.1-70B", 256), ("Llama-3.1-405B", 1024)])
+def test_every_plan_for_the_papers_models_runs(name: str, devices: int) -> None:
+    work = Workload(
+        model=find_model(name), response=constant(2048), prompts_per_step=128, group_size=16, prompt_tokens=256
+    )
+    plans = search_all(H100, work, Options(partial_rollouts=False), devices, (0, 1))
+    assert [plan.max_staleness for plan in plans if plan.system == "separate"] == [0, 1]
+    assert [why_not_run(plan, work.model) for plan in plans] == [[]] * len(plans)
+
+
+def test_a_plan_for_what_llamarl_does_not_run_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     verb.add_parser(parser.add_subparsers())
     asked = "plan --model DeepSeek-V3 --devices 256 --hardware h100-sxm --prompts 64 --group-size 16 --response-tokens 2048 --json"
@@ -95,10 +106,7 @@ def test_any_tp_plans_what_llamarl_does_not_run_yet(capsys: pytest.CaptureFixtur
     assert args.run(args) == 0
     answer = json.loads(capsys.readouterr().out)
     assert "at most 1 tensor-parallel rank in llamarl" in answer["unrunnable"]
-    args = parser.parse_args([*asked.split(), "--any-tp"])
-    assert args.run(args) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["options"]["runnable"] is False and "does not fit" not in answer["unrunnable"]
+    assert answer["options"]["runnable"] is False
 
 
 def test_a_model_that_the_engine_does_not_quantize_is_planned_without() -> None:
