@@ -114,7 +114,8 @@ def test_what_fits_nowhere_names_the_smallest_number_that_would_do(model: str) -
     for count in range(max(1, shared - 20), shared):
         with pytest.raises(PlanError, match="does not fit"):
             search_all(H100, work, options, count, (0, 1))
-    assert {plan.system for plan in search_all(H100, work, options, shared, (1,))} == {"resharding"}
+    systems = {plan.system for plan in search_all(H100, work, options, shared, (1,))}
+    assert "resharding" in systems and "separate" not in systems
     for count in range(shared, split):
         assert not best_split(H100, work, options, count)
     assert best_separate(H100, work, options, split, 1)
