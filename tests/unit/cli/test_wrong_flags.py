@@ -147,7 +147,7 @@ def test_wrong_flags_of_eval_are_told_by_their_own_names(capsys: pytest.CaptureF
         "--samples must be >= 1, got 0 (Responses a prompt; accuracy is their mean, pass@k counts prompts with a right one "
         "among k)",
         "--temperature must be 0 (greedy) or at least 1e-06, got -1.0",
-        "model: no folder no/such/model; give a Hugging Face folder, an id of the Hugging Face Hub (org/name), or one of bundled:tiny",
+        "model: no folder no/such/model; give a Hugging Face folder, an id of the Hugging Face Hub (org/name), or one of bundled:tiny, bundled:tiny_moe",
     ]
 
 
