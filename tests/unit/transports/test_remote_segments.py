@@ -233,8 +233,11 @@ def test_half_a_request_is_not_waited_for_beyond_its_limit() -> None:
 def test_reader_beyond_the_limit_is_told_why() -> None:
     server = SegmentServer(A, Limits(proved=1))
     server.register(bytes(16), memoryview(b"abc"))
-    first, second = dial(server), dial(server)
     request = struct.pack("<16sQQ", bytes(16), 0, 3)
+    first = dial(server)
+    first.sendall(request)
+    assert first.recv(19, socket.MSG_WAITALL).endswith(b"abc")  # it is the one, whichever thread would have been first
+    second = dial(server)
     second.sendall(request)
     assert b"1 readers already" in second.recv(200)
     first.sendall(request)
