@@ -44,9 +44,8 @@ class CriticExecutor(BaseExecutor):
         if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None:
             files = self._folder.replace_folder("critic", self.critic.export, writes=self.context.rank == 0)
         layout = self.critic.layout  # tensor-parallel peers and stages hold the same groups: one of them sends
-        first_peer = layout.tp_rank == 0 and layout.is_last_stage
         return StepResult(
-            outputs=self.outputs_of(groups if first_peer else []),
+            outputs=self.outputs_of(groups if layout.speaks else []),
             metrics=own_metrics(metrics) if self.context.rank else metrics,  # they are over all ranks already
             spans=(("critic", started, finished),),
             files=files,

@@ -34,9 +34,8 @@ class ReferenceExecutor(Stateless, BaseExecutor):
         started = time.monotonic()
         groups = self.scorer.score(self.items_of(inputs))
         layout = self.scorer.layout  # tensor-parallel peers and stages hold the same groups: one of them sends
-        first_peer = layout.tp_rank == 0 and layout.is_last_stage
         return StepResult(
-            outputs=self.outputs_of(groups if first_peer else []),
+            outputs=self.outputs_of(groups if layout.speaks else []),
             spans=(("reference", started, time.monotonic()),),
         )
 

@@ -1,15 +1,18 @@
 """A decoder over several devices: FSDP2 x tensor parallelism, from the model's own plan.
 
-    mesh (pp, fsdp, tp), rank = (pp_index * fsdp + fsdp_index) * tp + tp_index
+    mesh (pp, fsdp, cp, tp), rank = ((pp_index * fsdp + fsdp_index) * cp + cp_index) * tp + tp_index
 
     tensor parallelism cuts first, inside a layer           FSDP2 then cuts what is left by rows
-    colwise  W[out/tp, in]   x copied in, y stays cut       every parameter [d0, ...] -> [d0/fsdp, ...]
+    colwise  W[out/tp, in]   x copied in, y stays cut       every parameter [d0, ...] -> [d0/(fsdp*cp), ...]
     rowwise  W[out, in/tp]   x comes cut, y summed          gathered layer by layer while it computes
     experts  [E/tp, ., .]    x copied in, y summed          (models/expert_parallel.py)
 
 Tensor parallelism works on plain local tensors (``collectives.py``): the module keeps its code and holds a slice, two hooks carry
 the sums. So FSDP2 wraps it like any other module, and a mesh of one needs no process group at all. Embedding and output layer are
 cut along the vocabulary (``vocabulary.py``), which the models' plans leave whole; norms are whole on every tensor-parallel rank.
+
+Context-parallel ranks have the same samples and compute a part of each token row (``context_parallel.py``), so their gradients are parts
+of a sum as those of data-parallel ranks are: FSDP2 shards over both at once, the axis ``shard`` here.
 
 Where there are more ranks than key-value heads, each holds one head of ``k_proj`` and ``v_proj``, the same as its
 neighbours. Its queries are then a part of those that read that head, so its gradient is a part of a sum over these
@@ -44,6 +47,7 @@ from llamarl.models.vocabulary import cut_vocabulary
 
 __all__ = [
     "AXES",
+    "SHARD",
     "Cut",
     "ParallelLayout",
     "ParameterShard",
@@ -62,9 +66,12 @@ _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 
 T = TypeVar("T")
 
-AXES = ("pp", "fsdp", "tp")
+AXES = ("pp", "fsdp", "cp", "tp")
 """Axes of the mesh, outermost first: the fewer bytes travel along one, the farther apart its neighbours may stand. Ranks count
 row by row, so the last axis has neighbouring ranks."""
+
+SHARD = "shard"
+"""The axes ``fsdp`` and ``cp`` as one, over which FSDP2 cuts."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +82,20 @@ class ParallelLayout:
     tp: int
     mesh: DeviceMesh | None
     pp: int = 1
+    cp: int = 1
 
     def size(self, axis: str) -> int:
-        return {"pp": self.pp, "fsdp": self.fsdp, "tp": self.tp}[axis]
+        """Ranks along one of ``AXES``, or ``SHARD``."""
+        return {"pp": self.pp, "fsdp": self.fsdp, "cp": self.cp, "tp": self.tp, SHARD: self.fsdp * self.cp}[axis]
 
     def index(self, axis: str) -> int:
-        """Where this rank stands along an axis."""
+        """Where this rank stands along one of ``AXES``."""
         return 0 if self.mesh is None or self.size(axis) == 1 else self.mesh.get_local_rank(axis)
 
     def index_of(self, rank: int, axis: str) -> int:
-        """Where any rank stands along an axis."""
+        """Where any rank stands along one of ``AXES``, or ``SHARD``."""
+        if axis == SHARD:
+            return self.index_of(rank, "fsdp") * self.cp + self.index_of(rank, "cp")
         inner = AXES[AXES.index(axis) + 1 :]
         return rank // math.prod(map(self.size, inner)) % self.size(axis)
 
@@ -106,8 +117,22 @@ class ParallelLayout:
         return self.index("fsdp")
 
     @property
+    def cp_rank(self) -> int:
+        return self.index("cp")
+
+    @property
     def tp_rank(self) -> int:
         return self.index("tp")
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank says what all that hold its samples would: the first of its peers on the last pipeline stage."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def ranks_of_stage(self) -> int:
+        """Ranks from one pipeline stage to the next."""
+        return self.num_ranks // self.pp
 
     @property
     def rank(self) -> int:
@@ -116,10 +141,21 @@ class ParallelLayout:
             rank = rank * self.size(axis) + self.index(axis)
         return rank
 
+    def along(self, axis: str) -> DeviceMesh:
+        """The mesh of the ranks beside this one along one of ``AXES`` of more than one rank, or ``SHARD``."""
+        assert self.mesh is not None, "a single rank has no mesh"
+        return self.mesh[self._named(axis)]
+
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Process group of this rank along a mesh axis."""
+        """Process group of ``along``."""
         assert self.mesh is not None, "a single rank has no process group"
-        return self.mesh.get_group(axis)
+        return self.mesh.get_group(self._named(axis))
+
+    def _named(self, axis: str) -> str:
+        """As the mesh calls it, which has ``SHARD`` only where two axes are more than one rank."""
+        if axis == SHARD and 1 in (self.fsdp, self.cp):
+            return "fsdp" if self.cp == 1 else "cp"
+        return axis
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Sum over the ranks that hold other samples, in place."""
@@ -133,6 +169,18 @@ class ParallelLayout:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group("fsdp"))
         return values
 
+    def sum_over_context(self, values: Tensor) -> Tensor:
+        """Sum over the ranks that compute other parts of this rank's samples, in place."""
+        if self.cp > 1:
+            dist.all_reduce(values, group=self.group("cp"))
+        return values
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Sum over the ranks over which FSDP2 cuts, in place."""
+        if self.size(SHARD) > 1:
+            dist.all_reduce(values, group=self.group(SHARD))
+        return values
+
     def sum_over_stages(self, values: Tensor) -> Tensor:
         """Sum over the stages of this rank's samples, in place."""
         if self.pp > 1:
@@ -144,7 +192,7 @@ class ParallelLayout:
         if self.pp == 1:
             return make()
         found = [make() if self.is_last_stage else None]
-        last = self.rank + (self.pp - 1 - self.pp_rank) * self.fsdp * self.tp
+        last = self.rank + (self.pp - 1 - self.pp_rank) * self.ranks_of_stage
         dist.broadcast_object_list(found, src=last, group=self.group("pp"))
         return cast(T, found[0])
 
@@ -153,6 +201,7 @@ class Cut(NamedTuple):
     """A dimension of a parameter is cut over the ranks of a mesh axis, in even parts."""
 
     axis: str
+    """One of ``AXES``, or ``SHARD``."""
     dim: int
     at_most: int | None = None
     """Into no more parts than these: of more ranks, neighbours hold the same. None: a part a rank."""
@@ -182,6 +231,7 @@ def make_layout(
     tp: int,
     device: str,
     pp: int = 1,
+    cp: int = 1,
     keys: tuple[str, ...] = ("trainer.fsdp", "trainer.tp"),
 ) -> ParallelLayout:
     """The mesh over the default process group; no process group is needed for one rank.
@@ -189,15 +239,16 @@ def make_layout(
     Args:
         fsdp: Ranks along the data axis. A generator's replicas, which hold whole copies, count here too.
         pp: Stages into which the layers are cut.
-        keys: The configuration keys of these sizes (fsdp, tp, pp), to name in the error.
+        cp: Ranks over which each row of tokens is cut.
+        keys: The configuration keys of these sizes (fsdp, tp, pp, cp), to name in the error.
 
     Raises:
         ValueError: The process group is missing or has another size.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    layout = ParallelLayout(fsdp=fsdp, tp=tp, mesh=None, pp=pp)
+    layout = ParallelLayout(fsdp=fsdp, tp=tp, mesh=None, pp=pp, cp=cp)
     if world != layout.num_ranks:
-        sizes = " * ".join(str(size) for _, size in zip(keys, (fsdp, tp, pp), strict=False))
+        sizes = " * ".join(str(size) for _, size in zip(keys, (fsdp, tp, pp, cp), strict=False))
         raise ValueError(
             f"{' * '.join(keys)} = {sizes} needs a process group of {layout.num_ranks} ranks, found {world}"
         )
@@ -205,6 +256,8 @@ def make_layout(
         return layout
     axes = tuple(axis for axis in AXES if layout.size(axis) > 1)
     mesh = init_device_mesh(torch.device(device).type, tuple(map(layout.size, axes)), mesh_dim_names=axes)
+    if "fsdp" in axes and "cp" in axes:
+        mesh["fsdp", "cp"]._flatten(SHARD)
     return dataclasses.replace(layout, mesh=mesh)
 
 
@@ -284,16 +337,15 @@ def apply_tensor_parallel(
 
 
 def apply_fully_shard(root: nn.Module, layers: list[nn.Module], layout: ParallelLayout, dtype: torch.dtype) -> None:
-    """FSDP2 over the data-parallel ranks: one unit a layer, one for the rest.
+    """FSDP2 over the data-parallel and context-parallel ranks: one unit a layer, one for the rest.
 
     Gradients are *summed* over ranks, in float32: every token already carries its weight in the whole step's mean.
     """
-    if layout.fsdp == 1:
+    if layout.size(SHARD) == 1:
         return
-    assert layout.mesh is not None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*layers, root]:
-        fully_shard(module, mesh=layout.mesh["fsdp"], mp_policy=policy)
+        fully_shard(module, mesh=layout.along(SHARD), mp_policy=policy)
     for module in [*layers, root]:
         module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
         module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no scaled sum
@@ -315,8 +367,8 @@ def parameter_shards(
         if (cut := tensor_parallel_cuts.get(name)) is not None:
             shape[cut.dim] = cut.size or shape[cut.dim] * part_of_rank(layout.tp, 0, cut.at_most)[0]
             cuts.append(cut)
-        if layout.fsdp > 1:
-            cuts.append(Cut("fsdp", 0))
+        if layout.size(SHARD) > 1:
+            cuts.append(Cut(SHARD, 0))
         box = shard_box(shape, cuts, layout, layout.rank)
         stages = None if layout.pp == 1 else (layout.pp_rank,)
         shards[name] = ParameterShard(shape=tuple(shape), dtype=dtype, box=box, cuts=tuple(cuts), stages=stages)

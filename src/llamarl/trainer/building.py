@@ -17,7 +17,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llamarl.models.adapters import add_adapters
 from llamarl.models.loading import load_model
 from llamarl.models.onednn import use_onednn_linears
-from llamarl.models.parallel import Cut, ParallelLayout, apply_fully_shard, apply_tensor_parallel, parameter_shards
+from llamarl.models.parallel import (
+    SHARD,
+    Cut,
+    ParallelLayout,
+    apply_fully_shard,
+    apply_tensor_parallel,
+    parameter_shards,
+)
 from llamarl.models.reward_model import load_reward_model
 from llamarl.models.router_replay import let_replay
 from llamarl.models.sharded_loading import give_storage, make_skeleton, read_parts, where_stored
@@ -174,7 +181,7 @@ def _spread(
     apply_fully_shard(module, module.layers, layout, dtype)
     if fill is not None:
         fill(module, cuts)
-    if layout.fsdp > 1 or dtype == torch.float32:  # FSDP2 rounds as it gathers
+    if layout.size(SHARD) > 1 or dtype == torch.float32:  # FSDP2 rounds as it gathers
         return Built(module, cuts, names, None)
     initial = {name: p.detach().clone() for name, p in module.parameters_by_name().items()}
     for parameter in module.parameters():

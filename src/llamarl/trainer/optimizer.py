@@ -153,7 +153,7 @@ class MasterWeights:
         squares = torch.stack([_sum_of_squares(whole, zero), _sum_of_squares(cut, zero)]).to(device)
         if self.layout.tp > 1:
             dist.all_reduce(squares[1:], group=self.layout.group("tp"))
-        return self.layout.sum_over_data(self.layout.sum_over_stages(squares.sum())).sqrt()
+        return self.layout.sum_over_shards(self.layout.sum_over_stages(squares.sum())).sqrt()
 
     def scale_gradients(self, factor: float) -> None:
         for tensor in self.tensors.values():

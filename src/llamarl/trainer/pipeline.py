@@ -72,7 +72,7 @@ class Links:
     def __init__(self, layout: ParallelLayout, *, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.is_first, self.is_last = layout.pp_rank == 0, layout.pp_rank == layout.pp - 1
         self._width, self._dtype, self._device = width, dtype, device
-        stride = layout.fsdp * layout.tp
+        stride = layout.ranks_of_stage
         self._before, self._after = layout.rank - stride, layout.rank + stride
         self._forward = layout.group("pp")
         columns = [list(range(start, layout.num_ranks, stride)) for start in range(stride)]

@@ -142,7 +142,7 @@ class ShardedModel(Generic[Module]):
             **{name: getattr(self, name) for name in self.counters},
             "fsdp": self.layout.fsdp,
             "tp": self.layout.tp,
-            **({"pp": self.layout.pp} if self.layout.pp > 1 else {}),
+            **{axis: self.layout.size(axis) for axis in ("pp", "cp") if self.layout.size(axis) > 1},
             "kinds": sorted(extra or {}),
         }
         tensors = {key: self.parking.where(tensor) for key, tensor in self.weights.state().items()}
@@ -275,7 +275,7 @@ def _tied_stages(shards: Mapping[str, ParameterShard], layout: ParallelLayout) -
     names = frozenset(name for name, shard in shards.items() if shard.stages is not None and len(shard.stages) > 1)
     if not names:
         return None
-    stride = layout.fsdp * layout.tp
+    stride = layout.ranks_of_stage
     pairs = [[rank, rank + (layout.pp - 1) * stride] for rank in range(stride)]
     assert all(shards[name].stages == (0, layout.pp - 1) for name in names), "only the ends of a decoder are tied"
     group, _ = dist.new_subgroups_by_enumeration(pairs)

@@ -11,7 +11,7 @@ from training_fixtures import write_model
 
 from llamarl.errors import ModelError
 from llamarl.models.loading import load_model
-from llamarl.models.parallel import Cut, ParallelLayout, apply_tensor_parallel, holds_first, shard_box
+from llamarl.models.parallel import AXES, SHARD, Cut, ParallelLayout, apply_tensor_parallel, holds_first, shard_box
 from llamarl.models.sizes import check_tensor_parallel_size, fitting_sizes, part_of_rank, why_vocabulary_not_cut
 
 
@@ -79,6 +79,17 @@ def test_ranks_count_row_by_row_with_the_pipeline_outermost() -> None:
         (0, 2),
         (2, 4),
     )  # as rank 1: stages cut no box
+
+
+def test_context_parallel_ranks_stand_between_data_and_tensor_parallel_ones_and_cut_what_fsdp_cuts() -> None:
+    layout = ParallelLayout(fsdp=2, tp=2, mesh=None, cp=2)
+    assert layout.num_ranks == layout.ranks_of_stage == 8 and layout.size(SHARD) == 4
+    places = [tuple(layout.index_of(rank, axis) for axis in AXES) for rank in range(8)]
+    assert places[:4] == [(0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (0, 0, 1, 1)] and places[4] == (0, 1, 0, 0)
+    assert [layout.index_of(rank, SHARD) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    # 5 rows over four shards are 2 + 2 + 1 + 0, as torch.chunk cuts them; two cuts in turn would be 2 + 1 + 1 + 1
+    boxes = [shard_box((5,), [Cut(SHARD, 0)], layout, rank) for rank in range(0, 8, 2)]
+    assert boxes == [((0, 2),), ((2, 4),), ((4, 5),), ((5, 5),)]
 
 
 def test_boxes_by_hand() -> None:
