@@ -1,7 +1,8 @@
 """One GRPO run by TRL, timed a step: the baseline of ``end_to_end.py``, run with TRL's own environment.
 
 Reads a JSON job on standard input (model folder, prompts as token texts with answers, sizes, threads; for a run that learns also
-output_dir, save_every, learning_rate, schedule, warmup_steps) and prints one JSON object: seconds of each step. Precision "bfloat16" is TRL's ``bf16=True``: float32 weights, products in bfloat16. The reward is the share of prompts whose answer stands last in the response.
+output_dir, save_every, learning_rate, schedule, warmup_steps) and prints one JSON object: seconds of each step. Precision "bfloat16" is TRL's ``bf16=True``: float32 weights, products in bfloat16. The reward is 1 where the
+answer is the last number of the response, or with answer_after what follows that mark's last occurrence.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ def main() -> None:
 
     def reward(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         lengths.extend(len(ids) for ids in completion_ids)
-        return [
-            float(bool(found := re.findall(r"-?\d+", text)) and found[-1] == right)
-            for text, right in zip(completions, answer, strict=True)
-        ]
+        return [float(last_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
+
+    def last_answer(text: str) -> str | None:
+        if mark := job.get("answer_after"):
+            _, found, given = text.rpartition(mark)
+            return given.strip() if found else None
+        numbers = re.findall(r"-?\d+", text)
+        return numbers[-1] if numbers else None
 
     lengths: list[int] = []
     steps: list[float] = []

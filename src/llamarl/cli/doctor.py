@@ -12,6 +12,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
         return doctor_environment.examine(args)
     if args.model is not None:
         return _compare(args)
+    side = ThreadPoolExecutor(1)
+    process = side.submit(_processes)  # another process imports the libraries while this one does
     checks: list[tuple[str, bool, Callable[[], str]]] = [
         ("python", True, _python),
         ("cores", True, lambda: f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
@@ -116,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         ("torch", True, _torch),
         ("transformers", True, lambda: importlib.metadata.version("transformers")),
         ("bundled model", True, _bundled_model),
-        ("processes", True, _processes),
+        ("processes", True, process.result),
         ("shared memory", True, _shared_memory),
         ("reward workers", True, _reward_workers),
         ("disk", True, _disk),
@@ -135,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             mark = "ok" if results[name]["ok"] else "no" if required else "--"
             print(f"{mark:<3} {name:<18} {results[name]['detail']}", flush=True)
+    side.shutdown()
     healthy = all(r["ok"] for r in results.values() if r["required"])
     if args.json:
         print(json.dumps({"healthy": healthy, "checks": results}))
