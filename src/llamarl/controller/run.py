@@ -216,6 +216,16 @@ def _replace(config: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(config, **{head: _replace(getattr(config, head), rest, value) if rest else value})
 
 
+def _tell_of_few_threads(config: RunConfig) -> None:
+    """Not an error: a recipe may go from a larger machine to a smaller one."""
+    asked, threads = config.trainer.microbatches_at_once, config.trainer.threads
+    if config.trainer.device == "cpu" and asked > threads:
+        print(
+            f"trainer.microbatches_at_once {asked} is more than trainer.threads {threads}: {threads} at a time",
+            file=sys.stderr,
+        )
+
+
 def _tell_of_a_long_warmup(config: RunConfig) -> None:
     optimizer, num_ticks = config.optimizer, config.run.num_ticks
     if optimizer.warmup_ticks >= num_ticks:
@@ -289,6 +299,7 @@ def _settle(
     graph = Graph(executors, graph.channels)
     graph, weight_edges = settle_weight_edges(config, graph, hosts=placement.hosts or None)
     _tell_of_a_long_warmup(config)
+    _tell_of_few_threads(config)
     for name, why in never_twice(graph, placement.colocated).items() if config.recovery.straggler_multiple else ():
         print(f"recovery.straggler_multiple: no tick of {name!r} is started a second time: {why}", file=sys.stderr)
     if why := why_parts_gain_nothing(config):

@@ -51,7 +51,8 @@ class EngineConfig:
 
     name: Annotated[str, AfterValidator(_name)] = "native"
     """"native" is llamarl's own engine; "vllm" uses the installed vLLM behind the same interface: fast on GPUs, but its bits
-    depend on the batch, so runs with it do not repeat bit for bit. block_size, kernels, library, cuda_graphs and quantize_head are the native one's.
+    depend on the batch, so runs with it do not repeat bit for bit. block_size, speculative_*, kernels, library, cuda_graphs and
+    quantize_head are the native one's.
     Or an engine of your own as package.module:Class or file.py:Class (docs/engine.md)."""
 
     options: dict[str, Any] = Field(default_factory=dict)

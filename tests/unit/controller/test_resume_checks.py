@@ -222,6 +222,19 @@ def test_a_warm_up_that_outlasts_the_run_is_told(
     assert len(executed) == 2
 
 
+def test_more_micro_batches_at_once_than_threads_are_told(
+    tmp_path: Path, executed: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for at_once, threads in ((4, 2), (2, 2)):
+        asked = config(tmp_path / str(at_once))
+        asked = dataclasses.replace(
+            asked, trainer=dataclasses.replace(asked.trainer, device="cpu", threads=threads, microbatches_at_once=at_once)
+        )
+        run.start_run(asked)
+        told = "microbatches_at_once 4 is more than trainer.threads 2: 2 at a time" in capsys.readouterr().err
+        assert told == (at_once == 4)
+
+
 def test_code_that_a_runs_own_configuration_asks_for_is_run_only_if_the_user_names_it(tmp_path: Path) -> None:
     """A run's folder may come from somebody else."""
     inside, outside = tmp_path / "run" / "evil.py", tmp_path / "mine.py"
