@@ -161,9 +161,7 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
             label = f"{name} ({len(found)} seeds)" if len(found) > 1 else name
             axis.plot(seconds, accuracies, color=f"C{index}", label=label if number == 0 else None, lw=1.4)
     last = [statistics.mean(a for _, a in curve[-2:]) for found in curves.values() for curve in found]
-    axis.set(
-        xlabel="seconds of training", ylabel="held-out accuracy", ylim=(0, min(1.0, max(last) + 0.15))
-    )
+    axis.set(xlabel="seconds of training", ylabel="held-out accuracy", ylim=(0, min(1.0, max(last) + 0.15)))
     axis.set_xlim(left=0)
     axis.legend(loc="lower right", frameon=False)
     axis.spines[["top", "right"]].set_visible(False)

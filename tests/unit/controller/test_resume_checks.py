@@ -228,7 +228,8 @@ def test_more_micro_batches_at_once_than_threads_are_told(
     for at_once, threads in ((4, 2), (2, 2)):
         asked = config(tmp_path / str(at_once))
         asked = dataclasses.replace(
-            asked, trainer=dataclasses.replace(asked.trainer, device="cpu", threads=threads, microbatches_at_once=at_once)
+            asked,
+            trainer=dataclasses.replace(asked.trainer, device="cpu", threads=threads, microbatches_at_once=at_once),
         )
         run.start_run(asked)
         told = "microbatches_at_once 4 is more than trainer.threads 2: 2 at a time" in capsys.readouterr().err
