@@ -271,13 +271,6 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             f"{config.generator.tp}: set lora.hand_over to 'merged', or generator.tp to 1",
             ("generator.tp",),
         )
-    if config.lora.rank and config.trainer.num_ranks > 1:
-        yield Mistake(
-            "lora.rank",
-            f"{config.lora.rank} trains on one rank, but trainer.fsdp is {config.trainer.fsdp}, trainer.tp "
-            f"{config.trainer.tp} and trainer.pp {config.trainer.pp}: set all to 1, or lora.rank to 0",
-            ("trainer.fsdp", "trainer.tp", "trainer.pp"),
-        )
     if config.trainer.router == "replay" and config.generator.engine.name != "native":
         yield Mistake(
             "trainer.router",

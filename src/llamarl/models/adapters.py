@@ -33,6 +33,7 @@ __all__ = [
     "adapter_shapes",
     "add_adapters",
     "base_name",
+    "base_parameters",
     "merge_adapter",
     "merged",
     "read_adapter_folder",
@@ -84,6 +85,11 @@ def add_adapters(model: PreTrainedModel, *, rank: int, alpha: float, targets: Se
 def base_name(name: str) -> str:
     """A parameter's Hugging Face name, from the one it has beside an adapter."""
     return name.replace(".base_layer.", ".")
+
+
+def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """A model's own parameters by their Hugging Face names, without those of adapters."""
+    return {base_name(name): p for name, p in model.named_parameters() if ".lora_" not in name}
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@
     colwise  W[out/tp, in]   x copied in, y stays cut       every parameter [d0, ...] -> [d0/(fsdp*cp), ...]
     rowwise  W[out, in/tp]   x comes cut, y summed          gathered layer by layer while it computes
     experts  [E/tp, ., .]    x copied in, y summed          (models/expert_parallel.py)
+    adapter  beside colwise  A whole, A x copied in, B[out/tp, r]
+             beside rowwise  A[r, in/tp], A x summed, B whole
 
 Tensor parallelism works on plain local tensors (``collectives.py``): the module keeps its code and holds a slice, two hooks carry
 the sums. So FSDP2 wraps it like any other module, and a mesh of one needs no process group at all. Embedding and output layer are
@@ -301,7 +303,7 @@ def apply_tensor_parallel(
     cut: dict[str, Cut] = {}
     group = layout.group("tp")
     shared_input = SharedInput(group)
-    for name, module in base.named_modules():
+    for name, module in list(base.named_modules()):
         if module in experts:
             names = cut_experts(
                 module,
@@ -315,18 +317,25 @@ def apply_tensor_parallel(
         style = plan.get(re.sub(r"\.\d+\.", ".*.", name))
         if style is None:
             continue
-        if style not in _STYLES or (style != _STYLES[2] and not isinstance(module, nn.Linear)):
+        linear, a, b, own = _with_adapter(module)
+        if style not in _STYLES or (style != _STYLES[2] and linear is None):
             raise ModelError(
                 f"{type(model).__name__}: tensor-parallel style {style!r} of {name} is not supported: set {key} to 1"
             )
         if style == "colwise":
+            assert linear is not None
             of_head = name.rpartition(".")[2] in KEY_VALUE_LAYERS
             how = heads_apart if of_head else columns
-            _cut_columns(module, layout, shared_input, how, sharing if of_head else None)
-            cut |= {f"{prefix}{name}.{p}": how for p, _ in module.named_parameters(recurse=False)}
+            for part, copied in ((linear, shared_input), (b, lambda x: CopyToRanks.apply(x, group))):
+                if part is not None:
+                    _cut_columns(part, layout, copied, how, sharing if of_head else None)
+                    cut |= {f"{prefix}{name}.{own[part]}{p}": how for p, _ in part.named_parameters(recurse=False)}
         elif style == "rowwise":
-            _cut_rows(module, layout)
-            cut[f"{prefix}{name}.weight"] = Cut("tp", 1)
+            assert linear is not None
+            for part in (linear, a):
+                if part is not None:
+                    _cut_rows(part, layout)
+                    cut[f"{prefix}{name}.{own[part]}weight"] = Cut("tp", 1)
         elif training:
             _sum_gradients(module, group)
     if not cut:
@@ -479,11 +488,29 @@ def _keep_slice(module: nn.Module, name: str, cut: Cut, layout: ParallelLayout) 
         module._parameters[name] = nn.Parameter(held, requires_grad=parameter.requires_grad)
 
 
+def _with_adapter(module: nn.Module) -> tuple[nn.Linear | None, nn.Linear | None, nn.Linear | None, dict[nn.Module, str]]:
+    """A linear layer, A and B of the adapter around it if there is one, and what each is called inside ``module``; None if it is none."""
+    if isinstance(module, nn.Linear):
+        return module, None, None, {module: ""}
+    linear = getattr(module, "base_layer", None)  # as peft calls it
+    if not isinstance(linear, nn.Linear):
+        return None, None, None, {}
+    named = dict(module.named_modules())
+    a, b = named["lora_A.default"], named["lora_B.default"]
+    assert isinstance(a, nn.Linear) and isinstance(b, nn.Linear)
+    return linear, a, b, {linear: "base_layer.", a: "lora_A.default.", b: "lora_B.default."}
+
+
 def _cut_columns(
-    module: nn.Linear, layout: ParallelLayout, shared_input: SharedInput, cut: Cut, sharing: dist.ProcessGroup | None
+    module: nn.Linear,
+    layout: ParallelLayout,
+    copied: Callable[[Tensor], Tensor],
+    cut: Cut,
+    sharing: dist.ProcessGroup | None,
 ) -> None:
     """
     Args:
+        copied: The input to the ranks, whose gradients are summed.
         sharing: The ranks that hold the same part, each with some of the queries that read it: its gradient is summed over them.
     """
     _keep_slice(module, "weight", cut, layout)
@@ -495,7 +522,7 @@ def _cut_columns(
         if sharing is not None:
             weight = CopyToRanks.apply(weight, sharing)
             bias = None if bias is None else CopyToRanks.apply(bias, sharing)
-        return F.linear(shared_input(x), weight, bias)
+        return F.linear(copied(x), weight, bias)
 
     module.forward = forward  # type: ignore[method-assign, assignment]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llamarl.models.adapters import add_adapters
+from llamarl.models.adapters import add_adapters, base_name, base_parameters
 from llamarl.models.loading import load_model
 from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import (
@@ -27,6 +27,7 @@ from llamarl.models.parallel import (
 )
 from llamarl.models.reward_model import load_reward_model
 from llamarl.models.router_replay import let_replay
+from llamarl.models.sharded_adapters import check_adapters_of_stages, keeping_adapters, with_storage_of_one
 from llamarl.models.sharded_loading import give_storage, make_skeleton, read_parts, where_stored
 from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
@@ -50,7 +51,9 @@ class Built(Generic[Module]):
     cuts: dict[str, Cut]
     """Parameter -> how tensor parallelism cut it."""
     names: tuple[str, ...]
-    """Of the parameters of the whole model, in its order, those of other stages too."""
+    """Of the parameters that are trained of the whole model, in its order, those of other stages too; all where none is."""
+    base_names: tuple[str, ...]
+    """Where adapters are trained, the same of the frozen ones, as they are called without adapters; else empty."""
     initial: dict[str, Tensor] | None
     """Float32 values of the trained parameters from before they were rounded to the compute dtype; None if they still hold them."""
 
@@ -79,7 +82,7 @@ def build_policy(
         share_prompts: Whether micro-batches hold a group's prompt once.
         trained: False freezes every parameter.
         checkpoint_every: Every so many layers one recomputes its activations in the backward pass; 0 is none.
-        lora: With it, adapters are added and the model itself is frozen; one rank only.
+        lora: With it, adapters are added and the model itself is frozen.
         replay: Its routers choose what a micro-batch says (``Microbatch.experts``).
         key: The configuration key of the number of pipeline stages, to name in errors.
 
@@ -99,11 +102,16 @@ def build_policy(
     transform = LogitTransform.of_model(model.config, temperature)
     check_output_layer(_small_copy(model.config, attention) if parts is not None else model, transform)
     names = tuple(name for name, _ in model.named_parameters())
+    base_names: tuple[str, ...] = ()
     if layout.pp > 1:
         check_stages(_small_copy(model.config, attention), layout.pp, key=key)
+    if lora is not None:  # while the model is whole: an adapter's first values depend on no layout
+        base_names = names
+        with with_storage_of_one(model):
+            add_adapters(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=lora_seed)
+        names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        check_adapters_of_stages(model, layout.pp)
     stage = cut_into_stage(model, layout.pp_rank, layout.pp, key=key)
-    if lora is not None:
-        add_adapters(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=lora_seed)
 
     def wrap(model: PreTrainedModel) -> Policy:
         policy = Policy(model, transform, chunk_tokens=chunk_tokens, entropy_needs_grad=entropy_needs_grad, stage=stage)
@@ -114,11 +122,13 @@ def build_policy(
         return policy
 
     def read(policy: Policy, cuts: dict[str, Cut]) -> None:
-        give_storage(policy, device)
-        parameters = dict(model.named_parameters())
+        with keeping_adapters(model):
+            give_storage(policy, device)
+        parameters, cuts = base_parameters(model), {base_name(name): cut for name, cut in cuts.items()}
         read_parts(model_path, parameters, parameter_shards(parameters, cuts, layout, "float32"), parts)
 
-    return _spread(model, wrap, layout, dtype, names=names, fill=read if parts is not None else None)
+    fill = read if parts is not None else None
+    return _spread(model, wrap, layout, dtype, names=names, base_names=base_names, fill=fill)
 
 
 def build_value_model(
@@ -166,27 +176,31 @@ def _spread(
     dtype: torch.dtype,
     *,
     names: tuple[str, ...] = (),
+    base_names: tuple[str, ...] = (),
     fill: Callable[[Module, dict[str, Cut]], None] | None = None,
 ) -> Built[Module]:
     """Cut by tensor parallelism, then by FSDP2, then round to the compute dtype.
 
     Args:
-        names: See ``Built``; empty: ``model`` is whole.
+        names, base_names: See ``Built``; empty: ``model`` is whole.
         fill: Reads the weights of a model that has been built without storage.
     """
     cuts = apply_tensor_parallel(model, layout)
     if layout.num_ranks == 1:  # on a mesh, weights are wrapped tensors that take the ordinary product
         use_onednn_linears(model)
     module = wrap(model)
+    if base_names and layout.size(SHARD) > 1:  # what learns nothing needs no more bits than are computed with
+        for parameter in base_parameters(model).values():
+            parameter.data = parameter.data.to(dtype)
     apply_fully_shard(module, module.layers, layout, dtype)
     if fill is not None:
         fill(module, cuts)
     if layout.size(SHARD) > 1 or dtype == torch.float32:  # FSDP2 rounds as it gathers
-        return Built(module, cuts, names, None)
+        return Built(module, cuts, names, base_names, None)
     initial = {name: p.detach().clone() for name, p in module.parameters_by_name().items()}
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
-    return Built(module, cuts, names, initial)
+    return Built(module, cuts, names, base_names, initial)
 
 
 def _small_copy(config: PretrainedConfig, attention: str) -> PreTrainedModel:

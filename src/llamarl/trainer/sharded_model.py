@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.errors import CheckpointError
-from llamarl.models.adapters import base_name, merged, whole_shards, write_adapter_folder
+from llamarl.models.adapters import base_name, base_parameters, merged, write_adapter_folder
 from llamarl.models.exported import ExportFacts, write_export
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import (
@@ -31,6 +31,7 @@ from llamarl.models.parallel import (
     parameter_shards,
     shards_of_all_stages,
 )
+from llamarl.models.sharded_adapters import with_whole_factors
 from llamarl.models.sharded_loading import stored_weights
 from llamarl.trainer.building import Built, Module
 from llamarl.trainer.config import LoraConfig, OptimizerConfig
@@ -89,8 +90,14 @@ class ShardedModel(Generic[Module]):
             tied=_tied_stages(self._shards, layout),
         )
         self.parking = Parking(device)
+        self._base_shards: dict[str, ParameterShard] = {}
+        """The same of the model that adapters are added to."""
+        if lora is not None:
+            cuts = {base_name(name): cut for name, cut in built.cuts.items()}
+            frozen = parameter_shards(base_parameters(self.module.model), cuts, layout, "float32")
+            self._base_shards = shards_of_all_stages(frozen, built.base_names, layout)
         self._handed_over: dict[str, Tensor] = {}  # while parked: merged copies in host memory
-        self._sync_shards = self._shards if lora is None else whole_shards(self.parameters_for_sync())
+        self._sync_shards = self._base_shards if lora is not None and lora.hand_over == "merged" else self._shards
 
     def park(self) -> int:
         """Move this rank's parameters, master weights and moments out of the device, and give back what the tick has freed;
@@ -110,7 +117,8 @@ class ShardedModel(Generic[Module]):
 
     def parameters_for_sync(self) -> dict[str, Tensor]:
         """What is handed over: this rank's part of every parameter by its Hugging Face name, tied ones once; live float32
-        tensors, in host memory while parked. With adapters those alone, or merged copies, as ``lora.hand_over`` says."""
+        tensors, in host memory while parked. With adapters those alone, or merged copies, as ``lora.hand_over`` says: then every
+        rank must call it."""
         if self.lora is not None and self.lora.hand_over == "merged":
             return self._merged()
         return {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
@@ -120,11 +128,16 @@ class ShardedModel(Generic[Module]):
 
     def _merge(self) -> Iterator[tuple[str, Tensor]]:
         """One by one; where the weights lie now."""
-        assert self.lora is not None
         where = self.parking.where
-        frozen = {base_name(n): where(p) for n, p in self.module.model.named_parameters() if not p.requires_grad}
-        adapters = {name: where(tensor) for name, tensor in self.weights.tensors.items()}
-        return merged(frozen, adapters, scaling=self.lora.alpha / self.lora.rank)
+        frozen = {name: where(local_tensor(p.detach())) for name, p in base_parameters(self.module.model).items()}
+        return self._merged_into(frozen)
+
+    def _merged_into(self, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parts of a base model with its adapters."""
+        assert self.lora is not None
+        own = {name: self.parking.where(tensor.detach()) for name, tensor in self.weights.tensors.items()}
+        adapters = with_whole_factors(own, self._shards, self.layout, device=self.device)
+        return merged(base, adapters, scaling=self.lora.alpha / self.lora.rank)
 
     def sync_layout(self) -> dict[str, ParameterShard]:
         """Global shape, dtype and this rank's slice of every parameter that is handed over: an empty one of what only other
@@ -188,7 +201,7 @@ class ShardedModel(Generic[Module]):
         return extra
 
     def write_adapters(self, folder: Path, *, served_dtype: str, version: int, base: str = "") -> None:
-        """Write the adapters as a folder that ``peft`` loads.
+        """Write the adapters as a folder that ``peft`` loads. All ranks call it; rank 0 writes.
 
         Args:
             served_dtype: Precision in which whoever serves the model computes.
@@ -196,7 +209,10 @@ class ShardedModel(Generic[Module]):
             base: Where its reader finds the model that they are for; empty: where this process has it.
         """
         assert self.lora is not None, "no adapters are trained"
-        adapters = {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
+        own = {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
+        adapters = dict(gather_parameters(own, self._shards, self.layout))
+        if self.layout.rank != 0:
+            return
         write_adapter_folder(
             Path(folder), adapters, rank=self.lora.rank, alpha=self.lora.alpha, targets=self.lora.targets,
             base=base or str(resolve_model_path(self.model_path).resolve()),
@@ -218,7 +234,7 @@ class ShardedModel(Generic[Module]):
             What was written; None on other ranks than 0.
         """
         tensors = self._exported()
-        shards = self._shards if self.lora is None else whole_shards(tensors)
+        shards = self._shards if self.lora is None else self._base_shards
         if self.layout.rank != 0:
             for _ in gather_parameters(tensors, shards, self.layout):  # send this rank's parts
                 raise AssertionError("only rank 0 receives whole parameters")
@@ -253,17 +269,18 @@ class ShardedModel(Generic[Module]):
         return facts
 
     def _exported(self) -> dict[str, Tensor]:
-        """Whole weights, adapters merged as generators have them."""
+        """This rank's part of the weights, adapters merged as generators have them."""
         if self.lora is None:
             return self.parameters_for_sync()
         if self.lora.hand_over == "merged" or self.dtype == torch.float32:
             return self._merged()
         # generators merge into the model as it is stored; here it has been rounded to compute with
-        adapters = {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
-        names = [base_name(n) for n, p in self.module.model.named_parameters() if not p.requires_grad]
-        with stored_weights(self.model_path, names) as stored:
-            base = {name: stored(name).to(self.device) for name in names}
-            return dict(merged(base, adapters, scaling=self.lora.alpha / self.lora.rank))
+        base = {}
+        with stored_weights(self.model_path, base_parameters(self.module.model)) as stored:
+            for name in base_parameters(self.module.model):
+                where = tuple(slice(start, stop) for start, stop in self._base_shards[name].box)
+                base[name] = stored(name)[where].to(self.device)
+        return dict(self._merged_into(base))
 
 
 def _is_here(shard: ParameterShard, layout: ParallelLayout) -> bool:

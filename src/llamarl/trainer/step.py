@@ -112,7 +112,7 @@ class Trainer(ShardedModel[Policy]):
                 first values of adapters.
             device: ``cpu`` or ``cuda``.
             num_ticks: Length of the run, for schedules that fall.
-            lora: With a rank, adapters are trained and the model is frozen; one rank only.
+            lora: With a rank, adapters are trained and the model is frozen.
             has_reference: Whether samples carry reference log-probs although ``algorithm.kl_coef`` is 0.
             max_staleness: A token older than so many versions ends the run; None: however old, it trains.
             num_parts: Into how many parts a tick's groups are cut; above 1 on one rank only, with one optimizer step a tick and

@@ -150,8 +150,6 @@ def test_what_cannot_lie_in_stages_is_refused(tmp_path: Path) -> None:
         ConfigError, match="trainer.pp = 2: architecture 'gpt2' does not support pipeline stages.*set trainer.pp to 1"
     ):
         check_parallel_sizes(validate({"trainer": {"pp": 2, "device": "cpu"}}), tmp_path, cores=8)
-    with pytest.raises(ConfigError, match=r"lora.rank 4 trains on one rank.* and trainer.pp 2: set all to 1"):
-        validate({"trainer": {"pp": 2}, "lora": {"rank": 4}})
     with pytest.raises(
         ConfigError, match="schedule.parts is 2, but trainer.fsdp times trainer.tp times trainer.pp is more than one"
     ):

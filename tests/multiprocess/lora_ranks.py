@@ -1,0 +1,96 @@
+"""One rank of a trainer of adapters under test: three ticks, the last after a resume; what it holds, hands over and exports.
+
+``main`` runs in processes forked from a server that has imported this module, so that torch is imported once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
+from trainer_ranks import ALGORITHM, LENGTHS_DIFFER, NUM_TICKS, share
+from training_fixtures import make_groups, with_reference
+
+from llamarl.trainer import building
+from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
+from llamarl.trainer.step import Trainer
+
+RANK, ALPHA = 3, 12.0
+"""An odd rank: FSDP2 cuts the rows of A unevenly, and of four ranks one holds none."""
+SEED = 7
+
+
+def make_trainer(folder: Path, family: str, sizes: tuple[int, int, int], hand_over: str, dtype: str) -> Trainer:
+    pp, fsdp, tp = sizes
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    if "moe" not in family:
+        targets += ("gate_proj", "up_proj", "down_proj")
+    return Trainer(
+        folder / family,
+        TrainerConfig(
+            pp=pp, fsdp=fsdp, tp=tp, dtype=dtype, max_tokens_per_microbatch=48, logprob_chunk_tokens=9,
+            activation_checkpointing="selective",
+        ),
+        OptimizerConfig(lr=1e-3, weight_decay=0.01),
+        ALGORITHM,
+        temperature=0.9,
+        seed=SEED,
+        lora=LoraConfig(rank=RANK, alpha=ALPHA, targets=targets, hand_over=hand_over),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _refuse_whole_model(*args: object, **kwargs: object) -> None:
+    raise AssertionError("a rank of a mesh asked for the whole model")
+
+
+def _keep(trainer: Trainer, out: Path, what: str) -> None:
+    """What this rank hands over, and which part of each tensor that is."""
+    rank = trainer.layout.rank
+    tensors = {name: tensor.detach().contiguous() for name, tensor in trainer.parameters_for_sync().items()}
+    save_file(tensors, out / f"{what}-{rank}.safetensors")
+    boxes = {name: (shard.shape, shard.box) for name, shard in trainer.sync_layout().items()}
+    (out / f"{what}-{rank}.json").write_text(json.dumps(boxes))
+
+
+def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,
+            timeout=timedelta(seconds=120),
+        )  # fmt: skip
+        assert callable(building.load_model)  # so that this replaces what is called
+        building.load_model = _refuse_whole_model  # type: ignore[assignment]
+    for case in cases:
+        family, named, dtype = case.split(":")
+        pp, fsdp, tp = (int(n) for n in named.split("x"))
+        out = folder / f"{family}-{named}-{dtype}"
+        out.mkdir(exist_ok=True)
+        trainer = make_trainer(folder, family, (pp, fsdp, tp), "adapter", dtype)
+        _keep(trainer, out, "first")
+        metrics = []
+        for tick in range(NUM_TICKS):
+            if tick == NUM_TICKS - 1:
+                trainer.save(out / "state")
+                trainer = make_trainer(folder, family, (pp, fsdp, tp), "adapter", dtype)
+                trainer.load(out / "state")
+            groups = with_reference(make_groups(seed=tick, **LENGTHS_DIFFER), 0.1)
+            metrics.append(trainer.train(share(groups, fsdp, trainer.layout.fsdp_rank), tick))
+        (out / f"{rank}.json").write_text(json.dumps(metrics))
+        _keep(trainer, out, "adapter")
+        trainer.export_adapter(out / "adapter")
+        trainer.export(out / "model_of_adapter")
+        trainer.save(out / "final")
+        merged = make_trainer(folder, family, (pp, fsdp, tp), "merged", dtype)
+        merged.load(out / "final")
+        _keep(merged, out, "merged")
+        merged.export(out / "model")
+    if world > 1:
+        dist.destroy_process_group()
