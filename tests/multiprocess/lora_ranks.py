@@ -15,9 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
-from trainer_ranks import ALGORITHM, LENGTHS_DIFFER, NUM_TICKS, share
-from training_fixtures import make_groups, with_reference
+from trainer_ranks import LENGTHS_DIFFER, NUM_TICKS, share
+from training_fixtures import make_groups
 
+from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.trainer import building
 from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
@@ -39,7 +40,7 @@ def make_trainer(folder: Path, family: str, sizes: tuple[int, int, int], hand_ov
             activation_checkpointing="selective",
         ),
         OptimizerConfig(lr=1e-3, weight_decay=0.01),
-        ALGORITHM,
+        AlgorithmConfig(entropy_coef=0.01),
         temperature=0.9,
         seed=SEED,
         lora=LoraConfig(rank=RANK, alpha=ALPHA, targets=targets, hand_over=hand_over),  # type: ignore[arg-type]
@@ -81,7 +82,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
                 trainer.save(out / "state")
                 trainer = make_trainer(folder, family, (pp, fsdp, tp), "adapter", dtype)
                 trainer.load(out / "state")
-            groups = with_reference(make_groups(seed=tick, **LENGTHS_DIFFER), 0.1)
+            groups = make_groups(seed=tick, **LENGTHS_DIFFER)
             metrics.append(trainer.train(share(groups, fsdp, trainer.layout.fsdp_rank), tick))
         (out / f"{rank}.json").write_text(json.dumps(metrics))
         _keep(trainer, out, "adapter")

@@ -22,7 +22,7 @@ sys.path.insert(0, str(HERE.parent / "unit" / "trainer"))
 sys.path.insert(0, str(HERE))
 pytest.importorskip("peft")
 import lora_ranks  # noqa: E402
-from training_fixtures import make_groups, with_reference, write_model  # noqa: E402
+from training_fixtures import make_groups, write_model  # noqa: E402
 
 NUM_LAYERS = 3
 ONE_HEAD = "one_head"
@@ -70,9 +70,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("adapters")
     for family in FAMILIES:
         traits = {"num_key_value_heads": 1, "attention_bias": True} if family == ONE_HEAD else {}
-        write_model(
-            folder / family, "qwen3" if family == ONE_HEAD else family, num_hidden_layers=NUM_LAYERS, **traits
-        )
+        write_model(folder / family, "qwen3" if family == ONE_HEAD else family, num_hidden_layers=NUM_LAYERS, **traits)
     cases = [":".join([*case.values, "float32"]) for case in CASES if long or not case.marks]
     cases += [f"llama:{sizes}:bfloat16" for sizes in ("1x2x1", "1x1x2") if long]
     cases += sorted({f"{family}:1x1x1:{dtype}" for family, _, dtype in (case.split(":") for case in cases)})
@@ -85,7 +83,10 @@ def _together(out: Path, what: str, world: int) -> dict[str, torch.Tensor]:
     """Whole tensors out of all ranks' parts, which agree where several ranks hold the same."""
     whole: dict[str, torch.Tensor] = {}
     for rank in range(world):
-        parts, boxes = load_file(out / f"{what}-{rank}.safetensors"), json.loads((out / f"{what}-{rank}.json").read_text())
+        parts, boxes = (
+            load_file(out / f"{what}-{rank}.safetensors"),
+            json.loads((out / f"{what}-{rank}.json").read_text()),
+        )
         for name, (shape, box) in boxes.items():
             tensor = whole.setdefault(name, torch.full(shape, torch.nan))
             where = tuple(slice(start, stop) for start, stop in box)
@@ -132,7 +133,9 @@ def test_both_hand_overs_of_all_ranks_are_those_of_one_process(runs: Path, famil
         here = _together(runs / f"{family}-{sizes}-float32", what, _world(sizes))
         _assert_close(here, alone)
         first = load_file(runs / f"{family}-1x1x1-float32" / "first-0.safetensors")
-        assert what == "merged" or all(not torch.equal(tensor, first[name]) for name, tensor in here.items())  # they learned
+        assert what == "merged" or all(
+            not torch.equal(tensor, first[name]) for name, tensor in here.items()
+        )  # they learned
 
 
 @pytest.mark.parametrize(("family", "sizes"), CASES)
@@ -151,8 +154,7 @@ def test_a_state_that_many_ranks_saved_goes_on_in_one_process(runs: Path, family
         trainer = lora_ranks.make_trainer(runs, family, (1, 1, 1), "adapter", "float32")
         trainer.load(runs / f"{family}-{named}-float32" / "final")
         tensors = {name: tensor.detach().clone() for name, tensor in trainer.parameters_for_sync().items()}
-        groups = with_reference(make_groups(seed=9), 0.1)
-        return tensors, trainer.train(groups, lora_ranks.NUM_TICKS)
+        return tensors, trainer.train(make_groups(seed=9), lora_ranks.NUM_TICKS)
 
     tensors, got = go_on(sizes)
     held = _together(runs / f"{family}-{sizes}-float32", "adapter", _world(sizes))

@@ -488,7 +488,9 @@ def _keep_slice(module: nn.Module, name: str, cut: Cut, layout: ParallelLayout) 
         module._parameters[name] = nn.Parameter(held, requires_grad=parameter.requires_grad)
 
 
-def _with_adapter(module: nn.Module) -> tuple[nn.Linear | None, nn.Linear | None, nn.Linear | None, dict[nn.Module, str]]:
+def _with_adapter(
+    module: nn.Module,
+) -> tuple[nn.Linear | None, nn.Linear | None, nn.Linear | None, dict[nn.Module, str]]:
     """A linear layer, A and B of the adapter around it if there is one, and what each is called inside ``module``; None if it is none."""
     if isinstance(module, nn.Linear):
         return module, None, None, {module: ""}
