@@ -40,10 +40,11 @@ from llamarl.import_path import is_import_path
 from llamarl.mistakes import Reader, list_mistakes
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.reading import MAX_DEPTH, parse_toml, read_toml, user_path
-from llamarl.roles import MODEL_SECTIONS, present_roles, wiring_mistakes
+from llamarl.roles import MODEL_SECTIONS, ROLES, present_roles, wiring_mistakes
 from llamarl.runtime.config import HostsConfig
 from llamarl.shipped import find_recipe, shipped_recipes
 from llamarl.strict import NO_BITS, STRICT, Effect, bounds, refuse
+from llamarl.tick_shares import Dealing, smallest_quota
 from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 
 __all__ = [
@@ -172,8 +173,12 @@ class RunConfig:
         return found
 
     def for_executor(self, name: str) -> RunConfig:
-        """The recipe as an executor sees it: with the ``settings`` of its own, if it has any."""
+        """The recipe as an executor sees it: with the ``settings`` of its own, if it has any. Unlike replicas are of the job's own
+        generator alone."""
         own = self.executors.get(name)
+        if self.generator.replicas and own is not None and name not in ROLES:
+            alike = dataclasses.replace(self.generator, replicas=())
+            return dataclasses.replace(self, generator=alike).for_executor(name)
         if own is None or not own.settings:
             return self
         given = dict(own.settings)
@@ -207,7 +212,15 @@ class RunConfig:
     @property
     def groups_per_tick(self) -> int:
         """Groups that all generator replicas together deliver a tick."""
-        return self.dynamic_sampling.groups_per_tick(self.schedule.prompts_per_step, self.generator.num_shards)
+        shares = self.generator.shares
+        alike = self.generator.num_shards if len(set(shares)) == 1 else 1
+        return self.dynamic_sampling.groups_per_tick(self.schedule.prompts_per_step, alike)
+
+    @property
+    def dealing(self) -> Dealing:
+        """Which prompts of a tick each generator replica gets, or each shard."""
+        generator = self.generator
+        return Dealing((1.0,) * generator.shards or generator.shares, self.groups_per_tick)
 
     @property
     def token_staleness_bound(self) -> int:
@@ -233,6 +246,15 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             f"({config.generator.shards}): each shard delivers the same number of groups a tick",
             ("generator.shards",),
         )
+    elif config.generator.replicas:
+        replica, groups = smallest_quota(config.generator.shares, config.groups_per_tick)
+        if groups < 1:
+            yield Mistake(
+                "generator.replicas",
+                f": replica {replica} of {config.generator.num_replicas} would get {groups:.2g} of the {config.groups_per_tick} groups of a "
+                "tick, and each needs one: raise schedule.prompts_per_step or its share, or take fewer replicas",
+                ("schedule.prompts_per_step",),
+            )
     elif not config.generator.shards and config.schedule.prompts_per_step % config.generator.dp:
         yield Mistake(
             "schedule.prompts_per_step",
@@ -264,12 +286,12 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             "generator.shards to 0",
             ("generator.shards",),
         )
-    if config.lora.rank and config.lora.hand_over == "adapter" and config.generator.tp > 1:
+    if config.lora.rank and config.lora.hand_over == "adapter" and (tp := max(config.generator.replica_ranks)) > 1:
         yield Mistake(
             "lora.hand_over",
             f"is 'adapter', which a generator merges into whole matrices, but generator.tp is "
-            f"{config.generator.tp}: set lora.hand_over to 'merged', or generator.tp to 1",
-            ("generator.tp",),
+            f"{tp}: set lora.hand_over to 'merged', or generator.tp to 1",
+            ("generator.tp", "generator.replicas"),
         )
     if config.trainer.router == "replay" and config.generator.engine.name != "native":
         yield Mistake(
@@ -305,7 +327,13 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
 
 def _settings_checks(config: RunConfig) -> Iterator[Mistake]:
     """Whether the settings of each executor fit a recipe."""
-    for name in config.executors:
+    for name, own in config.executors.items():
+        if own.settings.get("generator", {}).get("replicas"):
+            yield Mistake(
+                f"executors.{name}.settings",
+                ": generator.replicas are of the job's own generator; this one has as many alike replicas as ranks",
+                ("executors",),
+            )
         try:
             config.for_executor(name)
         except ConfigError as error:

@@ -152,7 +152,24 @@ class Role:
         return math.prod(getattr(self.settings(config), name) for name in names)
 
     def num_ranks(self, config: RunConfig) -> int:
-        return self.size_of(config, self.sizes)
+        return sum(self.unit_ranks(config)) if self._has_unlike(config) else self.size_of(config, self.sizes)
+
+    def unit_ranks(self, config: RunConfig) -> tuple[int, ...]:
+        """Ranks of each unit of it that one model is spread over, in their order."""
+        if self._has_unlike(config):
+            return tuple(self.settings(config).replica_ranks)
+        unit = self.size_of(config, self.model_sizes)
+        return (unit,) * (self.size_of(config, self.sizes) // unit)
+
+    def units(self, config: RunConfig) -> int | tuple[tuple[int, int], ...]:
+        """Neighbouring ranks that talk most, its tensor-parallel ones; of unlike replicas (ranks of one, how many) of each kind."""
+        settings = self.settings(config)
+        if self._has_unlike(config):
+            return tuple((kind.tp or settings.tp, kind.dp) for kind in settings.replicas)
+        return int(getattr(settings, "tp", 1))
+
+    def _has_unlike(self, config: RunConfig) -> bool:
+        return bool(getattr(self.settings(config), "replicas", ()))
 
 
 def _generates(config: RunConfig) -> tuple[Use, ...]:

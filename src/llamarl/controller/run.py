@@ -41,6 +41,7 @@ from llamarl.controller.preflight import (
 from llamarl.controller.recovery import Recovery
 from llamarl.controller.replacing import Replacing
 from llamarl.controller.replay_log import needs_of, take_log
+from llamarl.controller.replica_table import replica_line, replica_table
 from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, refuse_a_run
 from llamarl.controller.run_library import settled_engines, take_library, with_library
@@ -135,9 +136,11 @@ def describe_plan(prepared: Prepared, *, every_key: bool = True, goes_on: bool =
         standby = f"\n\n# standby\n{check_standby(prepared.config, prepared.local, goes_on=goes_on)}"
     shown, num_default = (to_plain(prepared.config), 0) if every_key else changed_keys(prepared.config)
     rest = f"# and {num_default} keys at their defaults: --every-key prints them\n" if num_default else ""
+    replicas = f"# replicas\n{table}\n\n" if (table := replica_table(prepared.config)) else ""
     return (
         f"# configuration\n{tomli_w.dumps(shown)}{rest}\n"
         f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}\n\n"
+        f"{replicas}"
         f"# weight hand-over\n"
         + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)
         + pairs
@@ -427,6 +430,7 @@ def execute(
         "task": config.task.titles,
         "algorithm": config.algorithm.name,
         "staleness": _staleness(config),
+        **({"replicas": replica_line(config)} if config.generator.replicas else {}),
         **{edge.channel: edge.summary() for edge in prepared.weight_edges},
         "checkpoints": checkpoint_plan(
             config,

@@ -164,6 +164,11 @@ def why_not_scale(config: RunConfig, executor: str) -> str:
     changed = config.executors.get(executor)
     if executor != SCALABLE:
         return f"{executor!r} has the ranks that it has: only {SCALABLE!r} may have others while a run goes on"
+    if generator.replicas:
+        return (
+            "generator.replicas names each kind of replica, and bits depend on which of them decodes what: they stay as many as they "
+            "are"
+        )
     if not generator.shards:
         return (
             "generator.shards is 0, so the bits depend on the number of replicas: only a run with shards can have another one "

@@ -53,7 +53,7 @@ def _executor(role: Role, config: RunConfig) -> ExecutorSpec:
     device = settings.device if settings else "cpu"
     if device == "auto":
         device = "cuda" if available_cuda_devices() else "cpu"
-    together = role.size_of(config, role.model_sizes) > 1
+    together = max(role.unit_ranks(config)) > 1
     return ExecutorSpec(
         name=role.name,
         factory=role.factory,

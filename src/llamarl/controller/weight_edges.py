@@ -82,7 +82,7 @@ def settle_weight_edges(
     if hosts is None:
         hosts = {spec.name: [platform.node() or "this host"] * spec.num_ranks for spec in graph.executors}
     num_ticks = config.run.num_ticks
-    slot_bytes = _version_bytes(config, config.generator.engine.dtype)  # as it travels
+    slot_bytes = _version_bytes(config, config.generator.served_dtype)  # as it travels
     staleness = config.schedule.max_staleness
     by_clock = (
         min(staleness, num_ticks) - 1 if config.checkpoint.every_minutes else -1

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
 from llamarl.engine.config import LEAST_TEMPERATURE, EngineConfig
 from llamarl.errors import Mistake
 from llamarl.import_path import is_import_path
+from llamarl.mistakes import mistakes_of
 from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, refuse
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ __all__ = [
     "ExecutorConfig",
     "GeneratorConfig",
     "JudgeConfig",
+    "ReplicaConfig",
     "RewardConfig",
     "RewardModelConfig",
     "SamplingConfig",
@@ -114,6 +117,33 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ReplicaConfig:
+    """Generator replicas of one kind, ``[[generator.replicas]]``; what is 0 or empty is as [generator] says."""
+
+    dp: PositiveInt = 1
+    """Replicas of this kind."""
+
+    share: PositiveFloat = 1.0
+    """Prompts of a tick that each of them gets, relative to the shares of all replicas: of shares 3 and 1 the first samples three
+    quarters. A share that makes no whole number is made up for at later ticks."""
+
+    tp: NonNegativeInt = 0
+    """Ranks of each (tensor parallelism); 0: generator.tp."""
+
+    dtype: Literal["", "auto", "float32", "bfloat16", "float16"] = ""
+    """Precision of weights, activations and KV cache; empty: generator.engine.dtype."""
+
+    quantization: Literal["", "none", "int8", "fp8"] = ""
+    """Weights of the linear layers; empty: generator.quantization."""
+
+    kv_cache_bytes: NonNegativeInt = 0
+    """Limit of the KV cache of each of its ranks; 0: generator.engine.kv_cache_bytes."""
+
+    max_sequences: NonNegativeInt = 0
+    """Sequences in the running batch; 0: generator.engine.max_sequences."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class GeneratorConfig:
     """The executor that samples responses."""
 
@@ -160,6 +190,11 @@ class GeneratorConfig:
     """Ranks over which each matrix product of one replica is split (tensor parallelism, the model's own plan).
     The generator runs ``dp * tp`` processes; the evaluator always holds the whole model."""
 
+    replicas: Annotated[ListOf[ReplicaConfig], IN_STATE] = ()
+    """Unlike replicas in one job, a table [[generator.replicas]] for each kind of them, with dp, share, tp, dtype, quantization,
+    kv_cache_bytes and max_sequences of that kind. Their ranks follow each other in this order; hosts.on takes "generator.0" for those
+    of the first kind. Evaluations sample as [generator] says. Empty: dp alike ones."""
+
     threads: NonNegativeInt = 0
     """CPU threads of each process; 0 divides the machine's cores. A run records what it used, since bits depend on it."""
 
@@ -167,14 +202,80 @@ class GeneratorConfig:
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
 
     def __post_init__(self) -> None:
-        refuse(self._mistakes())
+        found = tuple(self._mistakes())
+        refuse(found or tuple(self._mistakes_of_kinds()))
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.shares)
 
     @property
     def num_shards(self) -> int:
         """Shares into which a tick's prompts are cut."""
-        return self.shards or self.dp
+        return self.shards or self.num_replicas
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """[replicas] of a tick's prompts; only their ratios count."""
+        return tuple(kind.share for kind in self.replicas for _ in range(kind.dp)) or (1.0,) * self.dp
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """[replicas] ranks of each."""
+        return tuple(kind.tp or self.tp for kind in self.replicas for _ in range(kind.dp)) or (self.tp,) * self.dp
+
+    @property
+    def served_dtype(self) -> str:
+        """Precision in which weights are handed over: that of all replicas, or float32, which each rounds for itself."""
+        served = {kind.dtype or self.engine.dtype for kind in self.replicas} or {self.engine.dtype}
+        return served.pop() if len(served) == 1 else "float32"
+
+    def as_of_kind(self, kind: int) -> GeneratorConfig:
+        """The section as replicas of one kind see it: they alone.
+
+        Args:
+            kind: Of ``replicas``; without any there is the kind 0.
+        """
+        if not self.replicas:
+            return self
+        own = self.replicas[kind]
+        engine = dataclasses.replace(
+            self.engine,
+            dtype=own.dtype or self.engine.dtype,
+            kv_cache_bytes=own.kv_cache_bytes or self.engine.kv_cache_bytes,
+            max_sequences=own.max_sequences or self.engine.max_sequences,
+        )
+        return dataclasses.replace(
+            self,
+            replicas=(),
+            dp=own.dp,
+            tp=own.tp or self.tp,
+            quantization=own.quantization or self.quantization,
+            engine=engine,
+        )
+
+    def _mistakes_of_kinds(self) -> Iterator[Mistake]:
+        for place in range(len(self.replicas)):
+            try:
+                self.as_of_kind(place)
+            except ValidationError as error:
+                for found in mistakes_of(error):
+                    yield Mistake("replicas", f"[{place}]: {found.key} {found.text}", ("engine", *found.others))
 
     def _mistakes(self) -> Iterator[Mistake]:
+        if self.replicas and self.dp != 1:
+            yield Mistake(
+                "dp",
+                f"is {self.dp}, but each kind in replicas says itself how many there are of it (dp): leave it out, or replicas",
+                ("replicas",),
+            )
+        if self.replicas and self.shards:
+            yield Mistake(
+                "shards",
+                f"is {self.shards}, which are decoded by whichever replica there is, but bits depend on which of the unlike replicas "
+                "decodes what: set it to 0, or leave replicas out",
+                ("replicas",),
+            )
         if not 1.0 <= self.oversubscription <= self.max_segments:
             yield Mistake(
                 "oversubscription",
@@ -480,7 +581,11 @@ class DynamicSamplingConfig:
     waits only as long as its own tokens allow (those of partial rollouts that were quick, and the first ticks')."""
 
     def groups_per_tick(self, prompts_per_step: int, replicas: int) -> int:
-        """Groups that all ``replicas``, or shards, together deliver a tick, a multiple of their number."""
+        """Groups that all ``replicas``, or shards, together deliver a tick, a multiple of their number.
+
+        Args:
+            replicas: 1 where they need not deliver as many.
+        """
         if not self.enabled:
             return prompts_per_step
         return replicas * math.ceil(round(prompts_per_step * self.oversample, 6) / replicas)

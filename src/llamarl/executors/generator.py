@@ -45,7 +45,7 @@ from llamarl.environments.episodes import begin_episode
 from llamarl.errors import CheckpointError, ConfigError
 from llamarl.executors.base import BaseExecutor, ExecutorContext, Feed, StepResult
 from llamarl.executors.device_lease import DeviceLease
-from llamarl.executors.generator_ranks import generator_layout, generator_weights
+from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of
 from llamarl.executors.generator_shard import ActiveGroup, GeneratorShard, num_sampled, shards_of_rank
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
 from llamarl.executors.leaving_parts import LeavingParts
@@ -56,6 +56,7 @@ from llamarl.observability.ranks import own_metrics
 from llamarl.roles import ROLES
 from llamarl.seeding import derive_seed
 from llamarl.tick_schedule import num_startable, urgency_order
+from llamarl.tick_shares import Dealing
 from llamarl.types import Failure, Group
 
 __all__ = ["GeneratorExecutor"]
@@ -72,30 +73,30 @@ class GeneratorExecutor(BaseExecutor):
 
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
         super().__init__(config, context)
-        replicas, tp = context.num_ranks // config.generator.tp, config.generator.tp
-        num_shards = config.generator.shards or replicas
-        if not 1 <= replicas <= num_shards or config.groups_per_tick % num_shards:
+        generator, replicas = config.generator, replicas_of(config, context.num_ranks)
+        num_shards = generator.shards or len(replicas)
+        fits = 1 <= len(replicas) <= num_shards
+        if not fits or (not generator.replicas and config.groups_per_tick % num_shards):
             raise ConfigError(
                 f"executor {self.name!r} has {context.num_ranks} ranks for {config.groups_per_tick} groups a tick "
-                f"(schedule.prompts_per_step), generator.tp {tp} and generator.shards {config.generator.shards}: it needs a "
+                f"(schedule.prompts_per_step), generator.tp {generator.tp} and generator.shards {generator.shards}: it needs a "
                 f"multiple of its ranks or, if there are, of its shards, which are as many as its ranks at least, and a tp of 1"
             )
+        dealing = Dealing(generator.shares if generator.replicas else (1.0,) * num_shards, config.groups_per_tick)
         others = [name for name in config.executors if name not in ROLES]
         self._weights = next((c for c in context.reads if c.kind is ChannelKind.WEIGHTS), None)
-        replica, tp_rank = divmod(context.rank, tp)
-        self._is_tp_leader = tp_rank == 0  # its tensor-parallel peers hold the same groups and deliver none
-        self._prompts_per_tick = config.groups_per_tick // num_shards
+        self.replica = next(replica for replica in replicas if replica.holds(context.rank))
+        self._is_tp_leader = context.rank == self.replica.first_rank  # its peers hold the same groups and deliver none
         self.shards = [
             GeneratorShard(
                 index,
-                num_shards,
+                dealing,
                 first_prompt=0 if self.name in ROLES else _OWN_PROMPTS * (1 + others.index(self.name)),
-                prompts_per_tick=self._prompts_per_tick,
-                num_active=int(self._prompts_per_tick * config.generator.oversubscription),
-                max_segments=config.generator.max_segments,
+                oversubscription=generator.oversubscription,
+                max_segments=generator.max_segments,
                 new_group=self._new_group,
             )
-            for index in shards_of_rank(replica, replicas, num_shards)
+            for index in shards_of_rank(self.replica.number, len(replicas), num_shards)
         ]
         """Decoded one after the other, in this order."""
         self._served = Served(0, None)
@@ -116,13 +117,13 @@ class GeneratorExecutor(BaseExecutor):
     def setup(self) -> None:
         model = self.config.model
         self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        layout = generator_layout(self.config, self.context.device)
+        layout = generator_layout(self.config, self.context.device, self.replica)
         self._ranks = EngineRanks(layout)
         if self.config.task.has_environment:
             self.environments = make_environments(self.config.task, layout)
         self.prompts = make_prompt_stream(self.config, self.tokenizer, self.environments)
         self.engine = make_engine(
-            self.config,
+            self.replica.section(self.config),
             self.tokenizer,
             device=self.context.device,
             layout=layout,
@@ -188,8 +189,12 @@ class GeneratorExecutor(BaseExecutor):
         metrics = self.own_keys(metrics)
         if not self._is_tp_leader:
             return StepResult(outputs=self.outputs_of([]), metrics=own_metrics(metrics), spans=spans, events=events)
-        tp = self.config.generator.tp
-        outputs = Shares((shard.index * tp, groups) for shard, groups in zip(self.shards, shares, strict=True))
+        first = (
+            [self.replica.first_rank]
+            if self.config.generator.replicas
+            else [shard.index * self.replica.num_ranks for shard in self.shards]
+        )
+        outputs = Shares(zip(first, shares, strict=True))
         return StepResult(
             outputs=self.outputs_of(outputs),
             metrics=metrics,
@@ -255,7 +260,7 @@ class GeneratorExecutor(BaseExecutor):
     def _admit(self, shard: GeneratorShard, tick: int) -> None:
         shard.admit(tick)
         if self.environments is not None:  # the next tick's prompts begin with what their environments say
-            for index in shard.next_prompts():
+            for index in shard.next_prompts(tick):
                 self.prompts.ask_ahead(index)
 
     def _new_group(self, index: int, tick: int) -> ActiveGroup:
@@ -300,7 +305,7 @@ class GeneratorExecutor(BaseExecutor):
             send,
             num_parts=self.config.schedule.parts,
             num_shards=len(self.shards),
-            groups_per_shard=self._prompts_per_tick,
+            groups_per_shard=self.shards[0].delivers(tick),  # several of a rank are alike
             to_group=self._to_group,
         )
 
@@ -324,8 +329,9 @@ class GeneratorExecutor(BaseExecutor):
             startable = num_startable(
                 self.engine.policy_version,
                 tick=tick,
-                max_staleness=self.config.schedule.max_staleness,
-                prompts_per_step=self._prompts_per_tick,
+                max_staleness=(staleness := self.config.schedule.max_staleness),
+                prompts_per_step=shard.delivers(tick),
+                later=shard.delivers_after(tick, staleness),
             )
             groups = [groups[i] for i in sorted(urgency_order(self._deadlines(shard))[:startable])]
         groups = [g for g in groups if g.prompt.index not in shard.inside]

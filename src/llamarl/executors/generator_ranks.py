@@ -2,37 +2,109 @@
 
     rank = replica * tp + tp_rank     generator.dp replicas of generator.tp ranks; rank 0 of a replica speaks for it
 
+Unlike replicas (``generator.replicas``) stand one after the other too, each with its own number of ranks::
+
+    replicas  [tp 2]  [tp 1]  [tp 1]
+    ranks      0  1    2       3
+
 The trainer lays a version's bytes out for these parts, and each generator rank pulls its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
 from llamarl.config import RunConfig
+from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParallelLayout, make_layout
 from llamarl.weight_sync.layout import Layout, mesh_layout
 from llamarl.weight_sync.model_layouts import model_parameters, tp_placements
 
-__all__ = ["generator_layout", "generator_weights"]
+__all__ = ["Replica", "generator_layout", "generator_weights", "replicas_of"]
 
 
-def generator_layout(config: RunConfig, device: str) -> ParallelLayout | None:
-    """This process's place among the generator's ranks; None without tensor parallelism: replicas need no group."""
-    if config.generator.tp == 1:
+@dataclass(frozen=True)
+class Replica:
+    """One copy of the model, and its ranks among the generator's."""
+
+    number: int
+    kind: int
+    """In ``generator.replicas``; 0 where all are alike."""
+    first_rank: int
+    num_ranks: int
+
+    def holds(self, rank: int) -> bool:
+        """Whether a rank is one of its own."""
+        return 0 <= rank - self.first_rank < self.num_ranks
+
+    def section(self, config: RunConfig) -> RunConfig:
+        """The recipe as this replica sees it: [generator] is that of its kind."""
+        if not config.generator.replicas:
+            return config
+        own = dataclasses.replace(
+            config.generator.as_of_kind(self.kind), dp=1
+        )  # prompts need not divide by their number
+        return dataclasses.replace(config, generator=own)
+
+
+def replicas_of(config: RunConfig, num_ranks: int) -> tuple[Replica, ...]:
+    """The replicas of a generator that has ``num_ranks`` ranks, in the order of these."""
+    generator = config.generator
+    if not generator.replicas:
+        tp = generator.tp
+        return tuple(Replica(number, 0, number * tp, tp) for number in range(num_ranks // tp))
+    return tuple(_unlike(generator))
+
+
+def _unlike(generator: GeneratorConfig) -> Iterator[Replica]:
+    kinds = [place for place, kind in enumerate(generator.replicas) for _ in range(kind.dp)]
+    first = 0
+    for number, (kind, num_ranks) in enumerate(zip(kinds, generator.replica_ranks, strict=True)):
+        yield Replica(number, kind, first, num_ranks)
+        first += num_ranks
+
+
+def generator_layout(config: RunConfig, device: str, replica: Replica) -> ParallelLayout | None:
+    """This process's place among the ranks of its replica; None where that is one: replicas need no group.
+
+    Raises:
+        ValueError: The process group has not as many ranks as the recipe says.
+    """
+    generator = config.generator
+    if replica.num_ranks == 1:
         return None
-    return make_layout(
-        fsdp=config.generator.dp, tp=config.generator.tp, device=device, keys=("generator.dp", "generator.tp")
-    )
+    if not generator.replicas:
+        return make_layout(fsdp=generator.dp, tp=generator.tp, device=device, keys=("generator.dp", "generator.tp"))
+    world, wanted = dist.get_world_size() if dist.is_initialized() else 1, sum(generator.replica_ranks)
+    if world != wanted:
+        raise ValueError(f"generator.replicas have {wanted} ranks, the process group {world}")
+    ranks = list(range(replica.first_rank, replica.first_rank + replica.num_ranks))
+    group = dist.new_group(ranks, use_local_synchronization=True)  # other replicas may have no group to make
+    mesh = DeviceMesh.from_group(group, torch.device(device).type, mesh_dim_names=("tp",))
+    return ParallelLayout(fsdp=1, tp=replica.num_ranks, mesh=mesh)
 
 
 def generator_weights(config: RunConfig) -> Layout | None:
     """What every generator rank holds of each parameter; None without tensor parallelism: each holds all of them."""
-    return _weights(config.model.path, config.generator.dp, config.generator.tp) if config.generator.tp > 1 else None
+    ranks = config.generator.replica_ranks
+    return _weights(config.model.path, ranks) if max(ranks) > 1 else None
 
 
 @cache
-def _weights(path: str, dp: int, tp: int) -> Layout:
+def _weights(path: str, ranks: tuple[int, ...]) -> Layout:
+    """
+    Args:
+        ranks: Of each replica.
+    """
     parameters = model_parameters(resolve_model_path(path), dtype="float32")
-    return mesh_layout(parameters, {"dp": dp, "tp": tp}, tp_placements(parameters))
+    placements = tp_placements(parameters)
+    of_size = {tp: mesh_layout(parameters, {"tp": tp}, placements).pieces for tp in set(ranks)}
+    return Layout(dict(parameters), tuple(pieces for tp in ranks for pieces in of_size[tp]))

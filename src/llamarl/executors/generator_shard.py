@@ -6,6 +6,7 @@
 
 What a shard carries from tick to tick (groups in flight, how far it is with its prompts) is its own, and is saved by its number.
 So r may be another one at any tick. V is ``generator.num_shards``: as many as there are replicas, unless a recipe says more.
+Shards of unlike replicas may get unlike numbers of prompts (``tick_shares.py``); each of these replicas decodes its one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from llamarl.engine.expert_record import ExpertRecord
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episodes import load_episode, save_episode
 from llamarl.tick_schedule import NEVER, deadlines, leaving_so_far, select_due
+from llamarl.tick_shares import Dealing
 from llamarl.types import Prompt
 
 __all__ = ["ActiveGroup", "GeneratorShard", "num_sampled", "shards_of_rank"]
@@ -64,9 +66,9 @@ class GeneratorShard:
     """The state of one shard, and the rule by which its groups enter and leave. No engine in sight.
 
     Args:
-        index: Of ``num_shards``.
-        prompts_per_tick: Groups that it delivers a tick.
-        num_active: Groups that it keeps active.
+        index: Among the shards.
+        dealing: Which prompts of a tick each shard gets.
+        oversubscription: Groups that it keeps active, as a multiple of those that it delivers.
         max_segments: Policy versions, or under the latest weights ticks, that a response may span.
         new_group: (prompt index, tick) -> a group without tokens.
     """
@@ -74,19 +76,17 @@ class GeneratorShard:
     def __init__(
         self,
         index: int,
-        num_shards: int,
+        dealing: Dealing,
         *,
         first_prompt: int,
-        prompts_per_tick: int,
-        num_active: int,
+        oversubscription: float,
         max_segments: int,
         new_group: Callable[[int, int], ActiveGroup],
     ) -> None:
         self.index = index
-        self._num_shards = num_shards
+        self._dealing = dealing
         self._first_prompt = first_prompt
-        self._prompts_per_tick = prompts_per_tick
-        self._num_active = num_active
+        self._oversubscription = oversubscription
         self._max_segments = max_segments
         self._new_group = new_group
         self.cursor = 0
@@ -100,18 +100,33 @@ class GeneratorShard:
 
     def prompt_index(self, number: int) -> int:
         """Of the shard's ``number``-th prompt."""
-        return self._first_prompt + number * self._num_shards + self.index
+        return self._first_prompt + self._dealing.prompt_index(self.index, number)
+
+    def delivers(self, tick: int) -> int:
+        """Groups that leave at ``tick``."""
+        return self._dealing.counts(tick)[self.index]
+
+    def delivers_after(self, tick: int, num_ticks: int) -> list[int]:
+        """Groups that leave at each of the ticks after ``tick``."""
+        return self._dealing.ahead(self.index, tick + 1, num_ticks)
+
+    def num_active(self, tick: int) -> int:
+        """Groups that it keeps active at ``tick``: no more than can leave before the last of them is due."""
+        delivers = self._dealing.ahead(self.index, tick, self._max_segments)
+        wanted = int(self._dealing.quotas[self.index] * self._oversubscription)
+        return max(delivers[0], min(wanted, sum(delivers)))
 
     def admit(self, tick: int) -> None:
         """Take in new prompts until enough groups are active."""
-        while len(self.active) < self._num_active:
+        wanted = self.num_active(tick)
+        while len(self.active) < wanted:
             index = self.prompt_index(self.cursor)
             self.cursor += 1
             self.active.append(self._new_group(index, tick))
 
-    def next_prompts(self) -> list[int]:
-        """Those that the next tick admits, if it admits as many as it delivers."""
-        return [self.prompt_index(self.cursor + ahead) for ahead in range(self._prompts_per_tick)]
+    def next_prompts(self, tick: int) -> list[int]:
+        """Those that the tick after ``tick`` admits, if it admits as many as this one delivers."""
+        return [self.prompt_index(self.cursor + ahead) for ahead in range(self.delivers(tick))]
 
     def heard_of(self, ended: Sequence[TokenSequence]) -> None:
         """Sequences have ended."""
@@ -143,7 +158,8 @@ class GeneratorShard:
             leave_by: As ``deadlines`` says.
         """
         completed = self._completed_places()
-        return select_due(list(leave_by), completed, tick=tick, prompts_per_step=self._prompts_per_tick)
+        leaving, later = self.delivers(tick), self.delivers_after(tick, self._max_segments)
+        return select_due(list(leave_by), completed, tick=tick, prompts_per_step=leaving, later=later)
 
     def leaving(self, tick: int, leave_by: Sequence[int]) -> list[ActiveGroup]:
         """The complete groups that leave in this tick whatever is complete later, in order of completion.
@@ -152,7 +168,8 @@ class GeneratorShard:
             leave_by: As ``deadlines`` says, and as it says throughout the tick.
         """
         completed = self._completed_places()
-        places = leaving_so_far(list(leave_by), completed, tick=tick, prompts_per_step=self._prompts_per_tick)
+        leaving, later = self.delivers(tick), self.delivers_after(tick, self._max_segments)
+        places = leaving_so_far(list(leave_by), completed, tick=tick, prompts_per_step=leaving, later=later)
         return [self.active[place] for place in places]
 
     def _completed_places(self) -> list[int]:

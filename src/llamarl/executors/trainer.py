@@ -78,7 +78,7 @@ class TrainerExecutor(BaseExecutor):
         """Copies of the last version into slots that may still be running."""
         self._copied_s = 0.0
         """How long the copies took that have ended since the last tick."""
-        served = getattr(torch, self.config.generator.engine.dtype)
+        served = getattr(torch, self.config.generator.served_dtype)
         adapters_only = config.lora.rank > 0 and config.lora.hand_over == "adapter"
         self._wire_dtype = served if served != torch.float32 and not adapters_only else None
         """Generators hold the weights in it, so they travel in it; adapters are merged in float32."""
@@ -278,7 +278,7 @@ class TrainerExecutor(BaseExecutor):
 
     def _export_all(self, run_dir: Path, groups: list[Group]) -> tuple[Path, ...]:
         """The last version as the recipe wants it: adapters, a whole model, or both. The files that this rank wrote."""
-        trainer, served = self.trainer, self.config.generator.engine.dtype
+        trainer, served = self.trainer, self.config.generator.served_dtype
         writes = self.context.rank == 0
         written: tuple[Path, ...] = ()
         if self.config.lora.rank:

@@ -53,10 +53,11 @@ def settled_precisions(config: RunConfig, processor: str = "") -> dict[str, dict
 def _settled(role: Role, config: RunConfig, processor: str) -> dict[str, Any]:
     settings = role.settings(config)
     found: dict[str, Any] = {}
-    engine = getattr(settings, "engine", None)
+    engine, kinds = getattr(settings, "engine", None), getattr(settings, "replicas", ())
     open_engine = isinstance(engine, EngineConfig) and engine.dtype == "auto"
     open_model = getattr(settings, "dtype", "") == "auto"
-    if not (open_engine or open_model) or role.model is None or not role.model.uses(config):
+    open_kinds = any((kind.dtype or engine.dtype) == "auto" for kind in kinds) if engine is not None else False
+    if not (open_engine or open_model or open_kinds) or role.model is None or not role.model.uses(config):
         return {}
     # a frozen model that is compared with the policy computes as that does
     like = config.trainer if role.name == "reference" and settings.dtype == "auto" else settings
@@ -64,6 +65,13 @@ def _settled(role: Role, config: RunConfig, processor: str) -> dict[str, Any]:
     if isinstance(engine, EngineConfig) and open_engine:
         quantization = getattr(settings, "quantization", "none")
         found["engine"] = dataclasses.replace(engine, dtype=cast(Any, engine_dtype("auto", quantization, **where)))
+    if open_kinds:
+        found["replicas"] = tuple(
+            dataclasses.replace(kind, dtype=engine_dtype(seen.engine.dtype, seen.quantization, **where))
+            if (seen := settings.as_of_kind(place)).engine.dtype == "auto"
+            else kind
+            for place, kind in enumerate(kinds)
+        )
     if open_model:
         found["dtype"] = settled_dtype(like.dtype, **where)
     return found

@@ -14,7 +14,7 @@ from enum import Enum
 
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.config import HERE
-from llamarl.runtime.host_placement import Machine, spread, stand_in
+from llamarl.runtime.host_placement import Machine, Units, spread, stand_in
 
 __all__ = ["Absence", "Verdict", "layouts", "verdict", "what_changed", "why_no_room", "why_refused"]
 
@@ -95,7 +95,7 @@ def layouts(
     there: Mapping[int, Machine],
     *,
     num_hosts: int,
-    tensor_parallel: Mapping[str, int],
+    tensor_parallel: Mapping[str, Units],
     together: Sequence[str] = (),
     allow_unlike: bool = False,
 ) -> Iterator[dict[str, tuple[int, ...]]]:

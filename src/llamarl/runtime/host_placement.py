@@ -3,7 +3,8 @@
     executors, hosts ─▶ spread: a host for each rank ─▶ place, host by host ─▶ one Placement
 
 An executor that is given hosts fills them one after the other: tensor-parallel peers stay together where they can, ranks with
-neighbouring numbers too, since these talk most. One that is given none goes whole to the host that has fewest ranks so far. All
+neighbouring numbers too, since these talk most. One that is given none goes whole to the host that has fewest ranks so far. Unlike
+replicas may be given hosts kind by kind: ``generator_0`` are those of the first kind. All
 ranks of an executor get the same number of threads, the least that any of its hosts can give, because bits depend on it.
 
 While the job goes on a host may be gone (``stand_in``), an executor may get another number of ranks (``respread``), and a tick that
@@ -21,9 +22,22 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.plural import plural
 from llamarl.runtime.placement import ColocatedGroup, Placement, place
 
-__all__ = ["Machine", "given_again", "place_on_hosts", "respread", "second_hosts", "spread", "stand_in", "unlike"]
+__all__ = [
+    "Machine",
+    "Units",
+    "given_again",
+    "place_on_hosts",
+    "respread",
+    "second_hosts",
+    "spread",
+    "stand_in",
+    "unlike",
+]
 
 _ALWAYS_ALIKE = ("llamarl", "python")
+
+Units = int | tuple[tuple[int, int], ...]
+"""Ranks with neighbouring numbers that hold one model; of unlike ones, kind by kind: (ranks of one, how many there are)."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +56,28 @@ def spread(
     num_hosts: int,
     on: Mapping[str, Sequence[int]],
     *,
-    tensor_parallel: Mapping[str, int],
+    tensor_parallel: Mapping[str, Units],
     together: Sequence[str] = (),
 ) -> dict[str, tuple[int, ...]]:
     """Executor -> the host of each of its ranks, -1 for the controller's machine.
 
     Args:
-        on: Executor -> its hosts, in the order in which they fill.
-        tensor_parallel: Executor -> how many ranks with neighbouring numbers hold one model; absent: 1.
+        on: Executor, or kind of its replicas (``generator_0``) -> its hosts, in the order in which they fill.
+        tensor_parallel: Executor -> its units; absent: 1.
         together: Executors that share devices: they go where the first of them that is given hosts goes.
 
     Raises:
         ConfigError: ``on`` names an executor that there is not, or parts those that share devices. Names every mistake.
     """
     names = [spec.name for spec in executors]
+    kinds = {
+        name: [f"{name}_{kind}" for kind in range(len(units))]
+        for name in names
+        if isinstance(units := tensor_parallel.get(name, 1), tuple)
+    }
+    known = [*names, *(kind for name in kinds for kind in kinds[name])]
     mistakes = [
-        f"hosts.on.{name}: there is no such executor, there are {', '.join(names)}" for name in on if name not in names
+        f"hosts.on.{name}: there is no such executor, there are {', '.join(known)}" for name in on if name not in known
     ]
     shared = {tuple(on[name]) for name in together if name in on}
     if len(shared) > 1:
@@ -67,13 +87,21 @@ def spread(
     given = {**on, **{name: next(iter(shared)) for name in together if shared}}
     where: dict[str, tuple[int, ...]] = {}
     used: Counter[int] = Counter()
-    for spec in sorted(executors, key=lambda spec: spec.name not in given):  # stable: those that are given hosts first
+    is_given = {name for name in names if name in given or any(kind in given for kind in kinds.get(name, ()))}
+    for spec in sorted(
+        executors, key=lambda spec: spec.name not in is_given
+    ):  # stable: those that are given hosts first
         hosts = given.get(spec.name)
         if hosts is None:
             hosts = next((where[name][:1] for name in together if spec.name in together and name in where), None)
         if hosts is None:
             hosts = (min(range(num_hosts), key=lambda host: used[host]),)
-        where[spec.name] = _fill(spec.num_ranks, hosts, tensor_parallel.get(spec.name, 1))
+        units = tensor_parallel.get(spec.name, 1)
+        if isinstance(units, int):
+            where[spec.name] = _fill(spec.num_ranks, hosts, units)
+        else:
+            of_kinds = [on.get(kind) for kind in kinds[spec.name]]
+            where[spec.name] = _fill_kinds(spec.name, units, hosts, of_kinds)
         used.update(where[spec.name])
     return {name: where[name] for name in names}
 
@@ -86,6 +114,31 @@ def _fill(num_ranks: int, hosts: Sequence[int], unit: int) -> tuple[int, ...]:
     found: list[int] = []
     for place_in_list, host in enumerate(hosts):
         found += [host] * unit * (each + (place_in_list < more))
+    return tuple(found)
+
+
+def _fill_kinds(
+    name: str, units: tuple[tuple[int, int], ...], hosts: Sequence[int], of_kinds: Sequence[Sequence[int] | None]
+) -> tuple[int, ...]:
+    """Kind after kind: one that is given hosts of its own fills these; the others, if there are any, together those of the executor.
+
+    Args:
+        of_kinds: Each kind's own hosts.
+    """
+    left = [size for (size, number), own in zip(units, of_kinds, strict=True) if own is None for _ in range(number)]
+    total, done = sum(left), 0
+    found: list[int] = []
+    for (size, number), own in zip(units, of_kinds, strict=True):
+        if own is not None:
+            found += _fill(size * number, own, size)
+            continue
+        for _ in range(number):  # a whole replica, where its middle falls if all hosts get as many ranks
+            found += [hosts[(2 * done + size) * len(hosts) // (2 * total)]] * size
+            done += size
+    if len({host < 0 for host in found}) > 1:
+        raise ConfigError(
+            f"hosts.on: {name!r} would be partly on this machine and partly on hosts: give all its kinds hosts"
+        )
     return tuple(found)
 
 

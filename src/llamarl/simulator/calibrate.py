@@ -50,6 +50,7 @@ __all__ = [
     "keep_calibration",
     "load_recipe_calibration",
     "recipe_calibration_path",
+    "refuse_unlike",
     "settled_threads",
 ]
 
@@ -134,9 +135,10 @@ def calibrate_recipe(
         enough_s: Where the ticks of the first run do not last that long, it is made again with more: 40 at most.
 
     Raises:
-        PlanError: Too few ticks.
+        PlanError: Too few ticks, or unlike replicas.
         LlamaRLError: What ended a run.
     """
+    refuse_unlike(config)
     if ticks < _WARM_UP + _LEAST_TICKS + 1:
         raise PlanError(f"a calibration needs at least {_WARM_UP + _LEAST_TICKS + 1} ticks a run, got {ticks}")
     with tempfile.TemporaryDirectory(prefix="llamarl-calibration-") as folder:
@@ -191,6 +193,7 @@ def fit_runs(runs: Sequence[tuple[RunConfig, Path]]) -> FittedCosts:
     round_s: list[float] = []
     prompts: list[int] = []
     for config, folder in runs:
+        refuse_unlike(config)
         if config.generator.max_segments != 1:
             raise PlanError(
                 f"{folder}: a fit needs a run that finishes every response in its tick, and this one has "
@@ -309,6 +312,15 @@ def _decode_steps(lengths: npt.NDArray[np.int64], config: RunConfig) -> float:
 
 
 # -- the file that keeps it -------------------------------------------------------------------------------------------
+
+
+def refuse_unlike(config: RunConfig) -> None:
+    """Raises PlanError for a recipe with ``generator.replicas``: forecasts of recipes and runs know replicas that are alike."""
+    if config.generator.replicas:
+        raise PlanError(
+            "generator.replicas names replicas of several kinds, and recipes are forecast with alike ones: leave them out here "
+            "(dp, tp), or plan for devices of several kinds with llamarl plan --devices 128:h100-sxm,128:a100-80gb"
+        )
 
 
 def settled_threads(config: RunConfig) -> dict[str, int]:

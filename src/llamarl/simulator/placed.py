@@ -33,7 +33,7 @@ def hosts_of_recipe(config: RunConfig) -> tuple[dict[str, tuple[str, ...]], tupl
     if len(set(names)) < len(names):  # of one address, with ports
         names = list(config.hosts.workers)
     executors = llamarl_graph(config).executors
-    sizes = {role.name: getattr(role.settings(config), "tp", 1) for role in present_roles(config) if role.section}
+    sizes = {role.name: role.units(config) for role in present_roles(config) if role.section}
     try:
         on = {name: hosts_named(found, config.hosts.workers) for name, found in config.hosts.on.items()}
         where = spread(executors, len(names), on, tensor_parallel=sizes)

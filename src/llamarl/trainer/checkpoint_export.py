@@ -57,7 +57,7 @@ def export_checkpoint(
     """
     state = checkpoint / "trainer" / "state"
     config = settle_precision(config)
-    served, lora = config.generator.engine.dtype, config.lora
+    served, lora = config.generator.served_dtype, config.lora
     model = make_skeleton(config.model.path, attention=PACKED_ATTENTION)
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}

@@ -123,7 +123,7 @@ class TrainerConfig:
     """Non-finite gradients in a row that are skipped; one more stops the run."""
 
     export_dtype: Annotated[Literal["served", "source", "float32", "bfloat16"], NO_BITS] = "served"
-    """Precision of ``RUN/model``. "served": that of ``generator.engine.dtype``, so the folder holds what was sampled from and
+    """Precision of ``RUN/model``. "served": that in which weights are handed over (``generator.engine.dtype``), so the folder holds what was sampled from and
     evaluated. "float32": the trainer's own weights. "source": the one that the initial model was stored in. Fewer bits than were
     served round most of a small learning rate's changes away; the run then says how much, and what it costs."""
 

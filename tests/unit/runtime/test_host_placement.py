@@ -40,6 +40,20 @@ def test_ranks_fill_a_host_before_the_next_and_tensor_parallel_peers_stay_togeth
     assert spread([spec("t", 2)], 2, {"t": (0, 1)}, tensor_parallel={"t": 2}) == {"t": (0, 1)}
 
 
+def test_unlike_replicas_stay_whole_and_each_kind_may_have_hosts_of_its_own() -> None:
+    kinds = {"g": ((2, 2), (1, 3))}  # ranks 0-1, 2-3, then 4, 5, 6
+    three, executors = {"g": (0, 1)}, [spec("g", 7), spec("t")]
+    assert spread(executors[:1], 2, three, tensor_parallel=kinds) == {"g": (0, 0, 0, 0, 1, 1, 1)}
+    own = {"g_0": (2, 0), "g_1": (1,), "t": (0,)}
+    assert spread(executors, 3, own, tensor_parallel=kinds) == {"g": (2, 2, 0, 0, 1, 1, 1), "t": (0,)}
+    # kind 1 alone has hosts: the other goes, whole, where fewest ranks are
+    assert spread(executors, 3, {"g_1": (1,), "t": (0,)}, tensor_parallel=kinds)["g"] == (0, 0, 0, 0, 1, 1, 1)
+    with pytest.raises(ConfigError, match="'g' would be partly on this machine and partly on hosts"):
+        spread(executors, 3, {"g_0": (-1,), "g_1": (1,)}, tensor_parallel=kinds)
+    with pytest.raises(ConfigError, match="hosts.on.g_2: there is no such executor, there are g, t, g_0, g_1"):
+        spread(executors, 3, {"g_2": (1,)}, tensor_parallel=kinds)
+
+
 def test_an_executor_without_hosts_goes_where_fewest_ranks_are() -> None:
     where = spread([spec("a"), spec("b", 2), spec("c"), spec("d")], 3, {"b": (1,)}, tensor_parallel={})
     assert where == {"a": (0,), "b": (1, 1), "c": (2,), "d": (0,)}

@@ -259,3 +259,8 @@ def test_too_few_ticks_say_that_the_pipeline_is_still_filled(capsys: pytest.Capt
     for ticks, told in ((1, True), (5, True), (6, False)):
         simulate(f"--durations 6,5,5 --staleness 1 --ticks {ticks}")
         assert ("the pipeline is still being filled" in capsys.readouterr().out) == told
+
+
+def test_a_recipe_with_unlike_replicas_is_not_forecast_as_one_with_alike_ones() -> None:
+    with pytest.raises(PlanError, match="generator.replicas names replicas of several kinds"):
+        simulate("unlike --hardware h100")
