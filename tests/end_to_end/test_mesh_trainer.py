@@ -19,6 +19,9 @@ SHORT = {"run.num_ticks": 2, "evaluation.every": 0}
 MESHES = [
     {"trainer.fsdp": 2, "trainer.pp": 2, "generator.tp": 2, "trainer.max_tokens_per_microbatch": 256},
     pytest.param({"trainer.fsdp": 2, "trainer.tp": 2}, marks=pytest.mark.long),
+    pytest.param(
+        {"trainer.fsdp": 2, "trainer.cp": 2, "reference.enabled": "true", "reference.cp": 2}, marks=pytest.mark.long
+    ),
 ]
 PIPELINE = REPOSITORY / "recipes" / "pipeline.toml"
 RESUMABLE: dict[str, Any] = {
@@ -29,7 +32,7 @@ RESUMABLE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=["fsdp x pp", "fsdp x tp"])
+@pytest.mark.parametrize("mesh", MESHES, ids=["fsdp x pp", "fsdp x tp", "fsdp x cp"])
 def test_a_whole_job_with_a_mesh_trainer_ends_with_a_model_that_moved(
     llamarl: CommandLine, tmp_path: Path, mesh: dict[str, Any]
 ) -> None:

@@ -42,11 +42,13 @@ def share(groups: list[Group], fsdp: int, fsdp_rank: int) -> list[Group]:
     return [groups[fsdp_rank]] if fsdp_rank < fsdp - 1 else groups[fsdp - 1 :]
 
 
-def make_trainer(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32", *, pp: int = 1) -> Trainer:
+def make_trainer(
+    folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32", *, pp: int = 1, cp: int = 1
+) -> Trainer:
     return Trainer(
         folder / family,
         TrainerConfig(
-            fsdp=fsdp, tp=tp, pp=pp, dtype=dtype, max_tokens_per_microbatch=48, logprob_chunk_tokens=9,
+            fsdp=fsdp, tp=tp, pp=pp, cp=cp, dtype=dtype, max_tokens_per_microbatch=48, logprob_chunk_tokens=9,
             activation_checkpointing="selective",
         ),
         OptimizerConfig(lr=1e-3, weight_decay=0.01),
@@ -56,23 +58,25 @@ def make_trainer(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "fl
 
 
 def make_reference(
-    folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32", *, pp: int = 1
+    folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32", *, pp: int = 1, cp: int = 1
 ) -> FrozenScorer:
-    config = ReferenceConfig(fsdp=fsdp, tp=tp, pp=pp, dtype=dtype, max_tokens_per_microbatch=40, logprob_chunk_tokens=9)
+    config = ReferenceConfig(
+        fsdp=fsdp, tp=tp, pp=pp, cp=cp, dtype=dtype, max_tokens_per_microbatch=40, logprob_chunk_tokens=9
+    )
     return FrozenScorer(folder / family, config, ALGORITHM, temperature=0.9)
 
 
-def run_critic(folder: Path, fsdp: int, tp: int, out: Path, rank: int, *, pp: int = 1) -> None:
+def run_critic(folder: Path, fsdp: int, tp: int, out: Path, rank: int, *, pp: int = 1, cp: int = 1) -> None:
     """Three ticks of the critic of one family; the last in a fresh one that loaded the state of the one before."""
     config = CriticConfig(
-        fsdp=fsdp, tp=tp, pp=pp, max_tokens_per_microbatch=40, updates_per_tick=2, value_clip=0.1,
+        fsdp=fsdp, tp=tp, pp=pp, cp=cp, max_tokens_per_microbatch=40, updates_per_tick=2, value_clip=0.1,
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.01),
     )  # fmt: skip
     critic = Critic(folder / "llama", config, GAE)
     metrics, values = [], []
     for tick in range(NUM_TICKS):
         if tick == NUM_TICKS - 1:
-            state = folder / "critic_state" / f"{pp}x{fsdp}x{tp}"  # one folder of all ranks
+            state = folder / "critic_state" / f"{pp}x{fsdp}x{cp}x{tp}"  # one folder of all ranks
             critic.save(state)
             critic = Critic(folder / "llama", config, GAE)
             critic.load(state)
@@ -94,13 +98,15 @@ PLANS: dict[str, dict[str, Any]] = {
 """How a tick's batch may be cut into optimizer steps; each is trained in every layout."""
 
 
-def train_plans(folder: Path, family: str, fsdp: int, tp: int, *, pp: int = 1) -> dict[str, list[dict[str, float]]]:
+def train_plans(
+    folder: Path, family: str, fsdp: int, tp: int, *, pp: int = 1, cp: int = 1
+) -> dict[str, list[dict[str, float]]]:
     """Metrics of two ticks under each plan, with a loss that needs the proximal policy."""
     metrics = {}
     for name, plan in PLANS.items():
         trainer = Trainer(
             folder / family,
-            TrainerConfig(fsdp=fsdp, tp=tp, pp=pp, max_tokens_per_microbatch=48, **plan),
+            TrainerConfig(fsdp=fsdp, tp=tp, pp=pp, cp=cp, max_tokens_per_microbatch=48, **plan),
             OptimizerConfig(lr=1e-3),
             AlgorithmConfig(name="decoupled_ppo"),
             temperature=0.9,
@@ -111,10 +117,10 @@ def train_plans(folder: Path, family: str, fsdp: int, tp: int, *, pp: int = 1) -
     return metrics
 
 
-def refuse_together(folder: Path, fsdp: int, tp: int, *, pp: int = 1) -> dict[str, Any]:
+def refuse_together(folder: Path, fsdp: int, tp: int, *, pp: int = 1, cp: int = 1) -> dict[str, Any]:
     """What one data-parallel rank alone sees and all must act on: a loss that is not finite, then a token too old."""
     trainer = Trainer(
-        folder / "llama", TrainerConfig(fsdp=fsdp, tp=tp, pp=pp), OptimizerConfig(lr=1e-3), AlgorithmConfig(),
+        folder / "llama", TrainerConfig(fsdp=fsdp, tp=tp, pp=pp, cp=cp), OptimizerConfig(lr=1e-3), AlgorithmConfig(),
         temperature=0.9, max_staleness=1,
     )  # fmt: skip
     last = trainer.layout.fsdp_rank == fsdp - 1

@@ -57,7 +57,8 @@ class ChannelSpec:
     parts: int = 1
     """Data only: above 1 a token may reach the sink in so many parts before it is whole (``schedule.parts``), besides itself."""
     sink_replicas: int = 1
-    """Consecutive sink ranks that receive the same part of a SCATTER: the tensor-parallel peers of one data-parallel rank."""
+    """Consecutive sink ranks that receive the same part of a SCATTER: the tensor- and context-parallel peers of one data-parallel
+    rank."""
     sink_stages: int = 1
     """How often the sink's ranks go through the parts of a SCATTER: each pipeline stage has all of them."""
 

@@ -61,7 +61,7 @@ def _transport(spec: ChannelSpec) -> str:
 
 
 def _num_parts(spec: ChannelSpec, num_sink_ranks: int) -> int:
-    """Sink ranks that differ in what they receive; tensor-parallel peers and pipeline stages count once."""
+    """Sink ranks that differ in what they receive; tensor- and context-parallel peers and pipeline stages count once."""
     if spec.kind is not ChannelKind.SCATTER:
         return num_sink_ranks
     same = spec.sink_replicas * spec.sink_stages

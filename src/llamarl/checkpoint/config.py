@@ -39,7 +39,7 @@ class CheckpointConfig:
     and 4 for each version on the weights edge), and a checkpoint counts once all of it is written and proved. False waits."""
 
     reshard: Annotated[bool, NO_BITS] = False
-    """Let a run go on with another ``trainer.fsdp``, ``tp``, ``pp`` or ``threads`` than its checkpoint: to rounding, no longer bit
+    """Let a run go on with another ``trainer.fsdp``, ``tp``, ``pp``, ``cp`` or ``threads`` than its checkpoint: to rounding, no longer bit
     for bit."""
 
     other_platform: Annotated[bool, NO_BITS] = False

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if recipe is not None:
         if recipe.generator.replicas and not {"tp", "replicas"} <= generator.keys():
             raise PlanError("generator.replicas names several kinds: say one of them, --generator tp=T,replicas=R")
-        trainer = {"fsdp": recipe.trainer.fsdp, "tp": recipe.trainer.tp} | trainer
+        trainer = {"fsdp": recipe.trainer.fsdp * recipe.trainer.cp, "tp": recipe.trainer.tp} | trainer
         generator = {"tp": getattr(recipe.generator, "tp", 1), "replicas": recipe.generator.dp} | generator
         staleness = recipe.schedule.max_staleness
         dtype = recipe.generator.served_dtype

@@ -115,7 +115,9 @@ def parts_mistakes(config: RunConfig) -> Iterator[Mistake]:
             "or trainer.epochs or trainer.selection cuts a tick into optimizer steps of its own"
         )
     if config.trainer.num_ranks > 1:
-        found["trainer.fsdp"] = "times trainer.tp times trainer.pp is more than one rank, which pack each step together"
+        found["trainer.fsdp"] = (
+            "times trainer.tp times trainer.pp times trainer.cp is more than one rank, which pack each step together"
+        )
     if config.dynamic_sampling.enabled:
         found["dynamic_sampling.enabled"] = "chooses groups when all are judged"
     if config.schedule.weights == "latest":

@@ -18,7 +18,7 @@ from llamarl.errors import ConfigError, DataError, Mistake, ModelError
 from llamarl.executors.config import GeneratorConfig
 from llamarl.import_path import check
 from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
-from llamarl.models.sizes import check_tensor_parallel_size
+from llamarl.models.sizes import check_tensor_parallel_size, why_heads_not_shared
 from llamarl.models.support import FAMILIES, Use, is_known, text_part, why_unsupported
 from llamarl.roles import MODEL_SECTIONS, Role, present_roles
 from llamarl.runtime.placement import available_cuda_devices
@@ -110,6 +110,7 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
         path = role.model.path(config)
         _check_tensor_parallel(role, config, folder if path == config.model.path else path)
         _check_pipeline(role, config, folder if path == config.model.path else path)
+        _check_context(role, config, folder if path == config.model.path else path)
     ranks = {
         role.name: " * ".join(f"{role.section}.{name}" for name in _named_sizes(role, config))
         + f" = {' * '.join(str(role.size_of(config, (name,))) for name in _named_sizes(role, config))}"
@@ -139,8 +140,8 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
 
 
 def _named_sizes(role: Role, config: RunConfig) -> list[str]:
-    """Those of its sizes that a message speaks of: of pipeline stages only where there are any."""
-    return [name for name in role.sizes if name != "pp" or role.size_of(config, (name,)) > 1]
+    """Those of its sizes that a message speaks of: of stages and parts of rows only where there are any."""
+    return [name for name in role.sizes if name not in ("pp", "cp") or role.size_of(config, (name,)) > 1]
 
 
 def _check_tensor_parallel(role: Role, config: RunConfig, folder: Path | str) -> None:
@@ -171,6 +172,15 @@ def _check_pipeline(role: Role, config: RunConfig, folder: Path | str) -> None:
         raise ConfigError(
             f"{key} = {pp} is more than the {layers} layers of this model: each stage needs one; set {key} to at most {layers}"
         )
+
+
+def _check_context(role: Role, config: RunConfig, folder: Path | str) -> None:
+    cp = role.size_of(config, (name for name in role.sizes if name == "cp"))
+    if cp == 1:
+        return
+    key, heads = f"{role.section}.cp", text_part(read_model_config(folder)).get("num_attention_heads")
+    if isinstance(heads, int) and (reason := why_heads_not_shared(heads, tp=role.size_of(config, ("tp",)), cp=cp)):
+        raise ConfigError(f"{key} = {cp}: {reason}")
 
 
 def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> None:

@@ -187,7 +187,8 @@ def _version_bytes(config: RunConfig, dtype: str) -> float:
         adapted = [spec.shape for name, spec in parameters.items() if name.split(".")[-2] in config.lora.targets]
         return float(sum(4 * config.lora.rank * sum(shape) for shape in adapted if len(shape) == 2))
     source = MeshSide(
-        mesh={"fsdp": config.trainer.fsdp, "tp": config.trainer.tp}, placements=fsdp_tp_placements(parameters)
+        mesh={"fsdp": config.trainer.fsdp * config.trainer.cp, "tp": config.trainer.tp},
+        placements=fsdp_tp_placements(parameters),
     )
     whole = MeshSide(mesh={"replica": 1}, placements={})
     of_stages = stage_parameters(parameters, config.trainer.pp)

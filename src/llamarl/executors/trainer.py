@@ -174,11 +174,9 @@ class TrainerExecutor(BaseExecutor):
         return StepResult(outputs=outputs, metrics=metrics, spans=spans, stop=self._stop, files=tuple(files))
 
     def _logs_tokens(self, tick: int) -> bool:
-        """Whether this rank writes what it makes of the tick's tokens; of tensor-parallel peers, which see the same, one does, and
-        of pipeline stages the last."""
+        """Whether this rank writes what it makes of the tick's tokens; of peers, which see the same, one does."""
         due = self.context.run_dir is not None and self.config.observability.rollouts_due(tick)
-        layout = self.trainer.layout
-        return due and layout.tp_rank == 0 and layout.is_last_stage
+        return due and self.trainer.layout.speaks
 
     def take_part(self, tick: int, part: int, items: Sequence[Group]) -> bool:
         """Add a part's gradients before its tick comes."""

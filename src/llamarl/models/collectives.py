@@ -1,4 +1,5 @@
-"""Sums over tensor-parallel ranks that autograd goes through: the f and g operators of Megatron-LM (arXiv:1909.08053)."""
+"""Collectives that autograd goes through: sums over tensor-parallel ranks, which are the f and g operators of Megatron-LM
+(arXiv:1909.08053), and the exchange of context-parallel ones."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["CopyToRanks", "SharedInput", "SumOverRanks"]
+__all__ = ["CopyToRanks", "ExchangeParts", "SharedInput", "SumOverRanks"]
 
 
 class CopyToRanks(torch.autograd.Function):
@@ -56,3 +57,24 @@ class SharedInput:
         out = CopyToRanks.apply(x, self.group)
         self._last = (weakref.ref(x), weakref.ref(out), torch.is_grad_enabled())
         return out
+
+
+class ExchangeParts(torch.autograd.Function):
+    """Part i along dimension 0 goes to rank i of the group, and what arrives lies in the order of the ranks; gradients take the same way
+    back. All parts of all ranks have one shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchanged(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grad, ctx.group), None
+
+
+def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    arrived = torch.empty_like(x)
+    dist.all_to_all_single(arrived, x, group=group)
+    return arrived

@@ -34,12 +34,16 @@ class Routing:
         self.chosen: list[Tensor | None] = [None] * num_layers
         """[N, k] int64 of each sparse layer, first to last; None until it has been computed."""
 
-    def counts(self, num_experts: int) -> Tensor:
-        """Tokens that chose each expert, [layers, num_experts + 1] float64; the last column counts choices of no expert."""
+    def counts(self, num_experts: int, num_tokens: int | None = None) -> Tensor:
+        """Tokens that chose each expert, [layers, num_experts + 1] float64; the last column counts choices of no expert.
+
+        Args:
+            num_tokens: That count: the first so many; None: all.
+        """
         rows = []
         for chosen in self.chosen:
             assert chosen is not None, "every sparse layer has been computed"
-            flat = chosen.detach().reshape(-1).clamp(max=num_experts)
+            flat = chosen.detach()[:num_tokens].reshape(-1).clamp(max=num_experts)
             ones = torch.ones(flat.shape, dtype=torch.float64, device=flat.device)
             row = torch.zeros(num_experts + 1, dtype=torch.float64, device=flat.device)
             rows.append(row.scatter_add_(0, flat, ones))  # whole numbers: exact in any order

@@ -22,6 +22,7 @@ __all__ = [
     "layers_of_stages",
     "part_of_rank",
     "whole_experts",
+    "why_heads_not_shared",
     "why_vocabulary_not_cut",
 ]
 
@@ -38,6 +39,18 @@ def fitting_sizes(num_heads: int, num_key_value_heads: int, intermediate_size: i
         for n in range(1, num_heads + 1)
         if num_heads % n == 0 and intermediate_size % n == 0 and (kv % n == 0 or n % kv == 0)
     ]
+
+
+def why_heads_not_shared(num_heads: int, *, tp: int, cp: int) -> str | None:
+    """Why context-parallel ranks cannot share the query heads that tensor parallelism leaves on each rank; None: they can."""
+    if num_heads % (tp * cp) == 0:
+        return None
+    sizes = [n for n in range(1, num_heads // tp + 1) if num_heads % (tp * n) == 0]
+    beside = f" that tp {tp} leaves on a rank" if tp > 1 else ""
+    return (
+        f"each rank takes some whole query heads inside attention, and the {num_heads // tp}{beside} do not divide by {cp}; "
+        f"sizes that fit: {', '.join(map(str, sizes))}"
+    )
 
 
 def why_vocabulary_not_cut(size: int, tp: int) -> str | None:

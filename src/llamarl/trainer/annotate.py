@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.batch import Microbatch, TrainingSequence, make_microbatch, trainable, training_sequence
+from llamarl.trainer.context_parallel import ContextRanks
 from llamarl.types import Group, Response
 
 __all__ = ["Located", "annotate", "locate", "microbatches", "per_sequence"]
@@ -61,11 +63,17 @@ def microbatches(
     *,
     device: str | torch.device,
     share_prompts: bool,
+    layout: ParallelLayout,
 ) -> list[Microbatch]:
-    """Tensors of each micro-batch; every token weighs 1."""
+    """Tensors of each micro-batch, of this rank's part of it; every token weighs 1."""
+    context = ContextRanks.of(layout)
     return [
         make_microbatch(
-            [sequences[i] for i in items], [1.0] * len(items), torch.device(device), share_prompts=share_prompts
+            [sequences[i] for i in items],
+            [1.0] * len(items),
+            torch.device(device),
+            share_prompts=share_prompts,
+            context=context,
         )
         for items in packing
     ]

@@ -23,6 +23,7 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.attention import PackedSequences
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.transfer import to_device
+from llamarl.trainer.context_parallel import ContextRanks, OwnTokens, RowOverRanks, cut_row
 from llamarl.trainer.credit import response_reward, standardize, token_advantages
 from llamarl.trainer.packing import for_several_at_once, pack, shared_units
 from llamarl.trainer.shared_prompts import SharedPrompts
@@ -106,18 +107,24 @@ class TrainingSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """Sequences laid end to end: N input tokens, T trained tokens, S sequences."""
+    """Sequences laid end to end: N input tokens, T trained tokens, S sequences.
+
+    Under context parallelism what goes into the model (``input_ids`` to ``targets``, and ``experts``) is this rank's part, n for N and t for
+    T; all else is of the whole row.
+    """
 
     input_ids: Tensor
     """[1, N] int64."""
     position_ids: Tensor
     """[1, N] int64; each token's position in its own sequence."""
-    packed: PackedSequences | SharedPrompts
+    packed: PackedSequences | SharedPrompts | RowOverRanks
     """Which of the N tokens may see which."""
     positions: Tensor
     """[T] indices into N."""
     targets: Tensor
     """[T] int64."""
+    own: OwnTokens | None = None
+    """Which part is this rank's; None: the whole row."""
     proximal_logprobs: Tensor | None = None
     """[T] float32; None where nobody asks."""
     behavior_logprobs: Tensor
@@ -138,7 +145,12 @@ class Microbatch:
     @property
     def num_tokens(self) -> int:
         """Input tokens of sequences that train: N, or 0 for a micro-batch that only keeps step with other ranks."""
-        return self.input_ids.shape[1] if self.num_sequences else 0
+        return self.packed.num_tokens if self.num_sequences else 0
+
+    @property
+    def num_trained(self) -> int:
+        """T."""
+        return len(self.weights)
 
 
 def make_sequences(
@@ -209,6 +221,7 @@ def make_microbatch(
     *,
     share_prompts: bool = False,
     replay: bool = False,
+    context: ContextRanks | None = None,
 ) -> Microbatch:
     """Lay sequences end to end. None gives one input token that trains nothing: a rank must step with the others.
 
@@ -216,7 +229,13 @@ def make_microbatch(
         weights: Of each sequence's tokens in the step's mean.
         share_prompts: Neighbours of one group have one prompt between them.
         replay: Routers are to choose the experts that the sequences know.
+        context: The ranks over which the row is cut; this one's part is made.
     """
+    if context is not None:  # cut where it lies, so that nothing waits for the device
+        host = torch.device("cpu")
+        return _part_of(
+            make_microbatch(sequences, weights, host, share_prompts=share_prompts, replay=replay), context, device
+        )
     experts = _known_experts(sequences) if replay else None
     of_rows: list[npt.NDArray[np.int16]] = []  # of the same tokens as rows
     rows: list[npt.NDArray[np.int64]] = []  # input tokens, piece by piece
@@ -277,6 +296,27 @@ def make_microbatch(
         reference_logprobs=_reference_logprobs(sequences, device),
         experts=tensor(list(of_rows), torch.int16) if of_rows else None,
     )
+
+
+def _part_of(whole: Microbatch, context: ContextRanks, device: torch.device) -> Microbatch:
+    assert not isinstance(whole.packed, RowOverRanks)
+    row = RowOverRanks(whole.packed, context)
+    own, positions = cut_row(row, whole.positions)
+    part = dataclasses.replace(
+        whole,
+        input_ids=row.own(whole.input_ids[0], fill=0)[None],
+        position_ids=row.own(whole.position_ids[0], fill=0)[None],
+        packed=row,
+        positions=positions,
+        targets=whole.targets[own.places],
+        experts=None if whole.experts is None else row.own(whole.experts, fill=-1),
+    )
+    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    tensors: dict[str, Any] = {
+        name: to_device(value, device) for name, value in values.items() if isinstance(value, Tensor)
+    }
+    own = dataclasses.replace(own, places=to_device(own.places, device))
+    return dataclasses.replace(part, **tensors, own=own)
 
 
 def _known_experts(sequences: Sequence[TrainingSequence]) -> list[npt.NDArray[np.int16]] | None:

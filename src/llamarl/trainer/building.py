@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from llamarl.errors import ModelError
 from llamarl.models.adapters import add_adapters, base_name, base_parameters
+from llamarl.models.decoder import changes_with_length
 from llamarl.models.loading import load_model
 from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import (
@@ -29,10 +31,12 @@ from llamarl.models.reward_model import load_reward_model
 from llamarl.models.router_replay import let_replay
 from llamarl.models.sharded_adapters import check_adapters_of_stages, keeping_adapters, with_storage_of_one
 from llamarl.models.sharded_loading import give_storage, make_skeleton, read_parts, where_stored
+from llamarl.models.sizes import why_heads_not_shared
 from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
 from llamarl.models.value import load_value_model
 from llamarl.trainer.config import LoraConfig
+from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy, check_output_layer
 from llamarl.trainer.value_model import ValueModel
@@ -73,7 +77,7 @@ def build_policy(
     lora: LoraConfig | None = None,
     lora_seed: int = 0,
     replay: bool = False,
-    key: str = "trainer.pp",
+    section: str = "trainer",
 ) -> Built[Policy]:
     """This rank's part of the model in ``model_path``.
 
@@ -84,13 +88,13 @@ def build_policy(
         checkpoint_every: Every so many layers one recomputes its activations in the backward pass; 0 is none.
         lora: With it, adapters are added and the model itself is frozen.
         replay: Its routers choose what a micro-batch says (``Microbatch.experts``).
-        key: The configuration key of the number of pipeline stages, to name in errors.
+        section: Of the configuration, whose keys errors name.
 
     Raises:
-        ModelError: The model is not supported, or not with this ``tp`` or ``pp``.
+        ModelError: The model is not supported, or not with this ``tp``, ``pp`` or ``cp``.
         ValueError: ``temperature`` is 0.
     """
-    attention = _attention(share_prompts)
+    attention = _attention(share_prompts, layout)
     parts = None
     if layout.num_ranks > 1:  # no rank may need memory for the whole
         model = make_skeleton(model_path, attention=attention)
@@ -103,15 +107,14 @@ def build_policy(
     check_output_layer(_small_copy(model.config, attention) if parts is not None else model, transform)
     names = tuple(name for name, _ in model.named_parameters())
     base_names: tuple[str, ...] = ()
-    if layout.pp > 1:
-        check_stages(_small_copy(model.config, attention), layout.pp, key=key)
+    _check_cuts(model.config, attention, layout, section)
     if lora is not None:  # while the model is whole: an adapter's first values depend on no layout
         base_names = names
         with with_storage_of_one(model):
             add_adapters(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=lora_seed)
         names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         check_adapters_of_stages(model, layout.pp)
-    stage = cut_into_stage(model, layout.pp_rank, layout.pp, key=key)
+    stage = cut_into_stage(model, layout.pp_rank, layout.pp, key=f"{section}.pp")
 
     def wrap(model: PreTrainedModel) -> Policy:
         policy = Policy(model, transform, chunk_tokens=chunk_tokens, entropy_needs_grad=entropy_needs_grad, stage=stage)
@@ -137,13 +140,12 @@ def build_value_model(
     """This rank's part of the value model in ``model_path``, which may hold a language model; each rank reads it whole.
 
     Raises:
-        ModelError: The model has no value form, or does not divide by ``tp`` or ``pp``.
+        ModelError: The model has no value form, or does not divide by ``tp``, ``pp`` or ``cp``.
     """
-    attention = _attention(share_prompts)
+    attention = _attention(share_prompts, layout)
     model = load_value_model(model_path, device=device, attention=attention)
     names = tuple(name for name, _ in model.named_parameters())
-    if layout.pp > 1:
-        check_stages(_small_copy(model.config, attention), layout.pp, key="critic.pp")
+    _check_cuts(model.config, attention, layout, "critic")
     stage = cut_into_stage(model, layout.pp_rank, layout.pp, key="critic.pp")
     return _spread(model, lambda model: ValueModel(model, stage), layout, dtype, names=names)
 
@@ -165,8 +167,26 @@ def build_reward_model(
     return _spread(model, ValueModel, layout, dtype)
 
 
-def _attention(share_prompts: bool) -> str:
+def _attention(share_prompts: bool, layout: ParallelLayout) -> str:
+    if layout.cp > 1:
+        return CONTEXT_ATTENTION
     return "llamarl_shared_prompts" if share_prompts else "llamarl_packed"
+
+
+def _check_cuts(config: PretrainedConfig, attention: str, layout: ParallelLayout, section: str) -> None:
+    """Refuse stages or parts of rows that do not fit the architecture."""
+    if layout.pp > 1:
+        check_stages(_small_copy(config, attention), layout.pp, key=f"{section}.pp")
+    if layout.cp > 1:
+        key, heads = f"{section}.cp", config.get_text_config().num_attention_heads
+        if reason := why_heads_not_shared(heads, tp=layout.tp, cp=layout.cp):
+            raise ModelError(f"{key} = {layout.cp}: {reason}")
+        if changes_with_length(config):
+            raise ModelError(
+                f"{key} = {layout.cp}: this model's rotary embedding follows the longest position of a call, and each rank would see "
+                f"another: set {key} to 1"
+            )
+        check_context_parallel(_small_copy(config, attention), layout.cp, key=key)
 
 
 def _spread(

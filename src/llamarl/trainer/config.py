@@ -55,11 +55,15 @@ class TrainerConfig:
 
     tp: PositiveInt = 1
     """Ranks over which each matrix product is split (tensor parallelism, the model's own plan).
-    The trainer runs ``fsdp * tp * pp`` processes."""
+    The trainer runs ``fsdp * tp * pp * cp`` processes."""
 
     pp: PositiveInt = 1
     """Pipeline stages into which the layers are cut, >= 1; at most the model's layers. Each computes a micro-batch and hands it on,
     so a step wants several times as many micro-batches as stages: see ``max_tokens_per_microbatch``."""
+
+    cp: PositiveInt = 1
+    """Ranks over which each micro-batch's tokens are cut, >= 1 (Ulysses context parallelism), so that one sequence's activations lie over
+    all of them; parameters are sharded over them too. ``tp * cp`` divides the model's attention heads."""
 
     threads: NonNegativeInt = 0
     """CPU threads of each trainer process; 0 divides the machine's cores, and on up to 4 of them gives a lone rank one a core, which use
@@ -142,7 +146,7 @@ class TrainerConfig:
     @property
     def num_ranks(self) -> int:
         """Processes over which the policy is spread."""
-        return self.fsdp * self.tp * self.pp
+        return self.fsdp * self.tp * self.pp * self.cp
 
     @property
     def steps_per_tick(self) -> int:
@@ -237,10 +241,13 @@ class ReferenceConfig:
     """Ranks over which its parameters are sharded and the batch is split."""
 
     tp: PositiveInt = 1
-    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp * pp`` processes."""
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp * pp * cp`` processes."""
 
     pp: PositiveInt = 1
     """Pipeline stages into which the layers are cut, >= 1; at most the model's layers."""
+
+    cp: PositiveInt = 1
+    """Ranks over which each micro-batch's tokens are cut, >= 1; ``tp * cp`` divides the model's attention heads."""
 
     threads: NonNegativeInt = 0
     """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
@@ -276,10 +283,13 @@ class CriticConfig:
     """Ranks over which parameters, gradients and moments are sharded and the batch is split."""
 
     tp: PositiveInt = 1
-    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp * pp`` processes."""
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp * pp * cp`` processes."""
 
     pp: PositiveInt = 1
     """Pipeline stages into which the layers are cut, >= 1; at most the model's layers."""
+
+    cp: PositiveInt = 1
+    """Ranks over which each micro-batch's tokens are cut, >= 1; ``tp * cp`` divides the model's attention heads."""
 
     threads: NonNegativeInt = 0
     """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""

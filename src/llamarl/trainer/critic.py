@@ -45,7 +45,7 @@ __all__ = ["Critic", "write_critic"]
 
 
 class Critic(ShardedModel[ValueModel]):
-    """Owns the value model and its optimizer on one rank of its (pp, fsdp, tp) mesh."""
+    """Owns the value model and its optimizer on one rank of its (pp, fsdp, cp, tp) mesh."""
 
     role = "critic"
     counters = ("ticks_done", "num_skipped_in_a_row")
@@ -66,15 +66,20 @@ class Critic(ShardedModel[ValueModel]):
             num_ticks: Length of the run, for schedules that fall.
 
         Raises:
-            ModelError: The model has no value form, or does not divide by ``tp`` or ``pp``.
-            ValueError: ``fsdp * tp * pp`` ranks are not there.
+            ModelError: The model has no value form, or does not divide by ``tp``, ``pp`` or ``cp``.
+            ValueError: ``fsdp * tp * pp * cp`` ranks are not there.
         """
         self.config, self.algorithm, self.num_ticks = config, algorithm, num_ticks
         self.ticks_done = 0
         self.num_skipped_in_a_row = 0
         learning_rate(config.optimizer, config.optimizer.warmup_ticks, num_ticks)  # a bad schedule fails now
         layout = make_layout(
-            fsdp=config.fsdp, tp=config.tp, pp=config.pp, device=device, keys=("critic.fsdp", "critic.tp", "critic.pp")
+            fsdp=config.fsdp,
+            tp=config.tp,
+            pp=config.pp,
+            cp=config.cp,
+            device=device,
+            keys=("critic.fsdp", "critic.tp", "critic.pp", "critic.cp"),
         )
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         dtype = getattr(torch, config.dtype)
@@ -90,7 +95,8 @@ class Critic(ShardedModel[ValueModel]):
         """Value the batch with the version of ``tick`` ticks, then learn from it.
 
         Args:
-            groups: This data-parallel rank's judged groups; its tensor-parallel peers and pipeline stages get the same ones.
+            groups: This data-parallel rank's judged groups; its tensor- and context-parallel peers and pipeline stages get the
+                same ones.
 
         Returns:
             The groups with ``values`` on every response that trains, and metrics over all ranks (docs/metrics.md). On another
@@ -111,7 +117,9 @@ class Critic(ShardedModel[ValueModel]):
             layout=self.layout,
             device=self.device,
         )
-        batches = microbatches(sequences, packing, device=self.device, share_prompts=self.share_prompts)
+        batches = microbatches(
+            sequences, packing, device=self.device, share_prompts=self.share_prompts, layout=self.layout
+        )
         num_tokens = int(self._sum([float(sum(len(s.targets) for s in sequences))])[0])
         lr = learning_rate(self.config.optimizer, tick, self.num_ticks)
         values: list[Tensor] = []
@@ -227,7 +235,7 @@ def write_critic(checkpoint: Path, config: RunConfig, folder: Path) -> None:
     Raises:
         CheckpointError: The critic's state cannot be read.
     """
-    alone = dataclasses.replace(config.critic, fsdp=1, tp=1, pp=1, device="cpu")
+    alone = dataclasses.replace(config.critic, fsdp=1, tp=1, pp=1, cp=1, device="cpu")
     path = config.critic.path or config.model.path
     critic = Critic(path, alone, config.algorithm, device="cpu", num_ticks=config.run.num_ticks)
     critic.load(checkpoint / "critic" / "state")

@@ -64,8 +64,8 @@ class Policy(nn.Module):
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def forward(self, batch: Microbatch, received: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of each trained token of the micro-batch, nats, [T] each. On another stage than the last, hidden
-        states for the next one, [1, N, H], and an empty tensor.
+        """Log-prob and entropy of each trained token of the micro-batch, nats, [T] each, of the whole row where several ranks share it. On
+        another stage than the last, hidden states for the next one, [1, N, H], and an empty tensor.
 
         Args:
             received: [1, N, H] of the stage before; None on the first.
@@ -80,7 +80,7 @@ class Policy(nn.Module):
             return states, states.new_empty(0)
         hidden = states[0]
         head = self.model.get_output_embeddings()
-        return token_logprobs(
+        logprobs, entropy = token_logprobs(
             hidden.index_select(0, batch.positions),
             head.weight,
             getattr(head, "bias", None),
@@ -90,6 +90,7 @@ class Policy(nn.Module):
             entropy_needs_grad=self.entropy_needs_grad,
             part=vocabulary_part(self.model),
         )
+        return (logprobs, entropy) if batch.own is None else (batch.own.whole(logprobs), batch.own.whole(entropy))
 
     def forget_gathered_weights(self) -> None:
         """Call after a forward pass without a backward pass, before weights change: FSDP2 keeps what it gathered for this

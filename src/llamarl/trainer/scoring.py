@@ -1,7 +1,7 @@
 """A frozen model's log-probs of every token that trains: the arithmetic of the reference executor.
 
 The distribution is the policy's as the trainer sees it: the same packing of sequences, chunked output layer and sampling
-temperature. The model lies over the (pp, fsdp, tp) mesh of its own ranks, so it need not fit one device.
+temperature. The model lies over the (pp, fsdp, cp, tp) mesh of its own ranks, so it need not fit one device.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ class FrozenScorer:
             temperature: The generator's.
 
         Raises:
-            ModelError: The model is not supported, or not with this ``tp`` or ``pp``.
-            ValueError: ``fsdp * tp * pp`` ranks are not there, or ``temperature`` is 0.
+            ModelError: The model is not supported, or not with this ``tp``, ``pp`` or ``cp``.
+            ValueError: ``fsdp * tp * pp * cp`` ranks are not there, or ``temperature`` is 0.
         """
         self.config, self.algorithm, self.device = config, algorithm, device
         self.layout = make_layout(
             fsdp=config.fsdp,
             tp=config.tp,
             pp=config.pp,
+            cp=config.cp,
             device=device,
-            keys=("reference.fsdp", "reference.tp", "reference.pp"),
+            keys=("reference.fsdp", "reference.tp", "reference.pp", "reference.cp"),
         )
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
@@ -66,7 +67,7 @@ class FrozenScorer:
             share_prompts=self.share_prompts,
             device=torch.device(device),
             trained=False,
-            key="reference.pp",
+            section="reference",
         ).module
         self._links = make_links(self.policy.model, self.layout, dtype=dtype, device=torch.device(device))
 
@@ -83,7 +84,9 @@ class FrozenScorer:
             layout=self.layout,
             device=self.device,
         )
-        batches = microbatches(sequences, packing, device=self.device, share_prompts=self.share_prompts)
+        batches = microbatches(
+            sequences, packing, device=self.device, share_prompts=self.share_prompts, layout=self.layout
+        )
         rows = logprobs_of(self.policy, batches, self._links)
         if not self.layout.is_last_stage:
             return list(groups)

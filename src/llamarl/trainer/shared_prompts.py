@@ -28,7 +28,7 @@ from llamarl.models.attention import (
 )
 from llamarl.models.transfer import to_device
 
-__all__ = ["SharedPrompts", "can_share_prompts"]
+__all__ = ["SharedPrompts", "can_share_prompts", "shared_prompt_attention"]
 
 _MAX_LENGTH_RATIO = 0.8  # a padded batch holds responses at least this long relative to its longest
 _SMALL_GAP = 16  # tokens of padding that are always cheaper than another kernel call
@@ -153,7 +153,7 @@ def _similar(responses: Sequence[tuple[int, int, int, int]]) -> list[list[tuple[
     return buckets
 
 
-def _shared_prompt_attention(
+def shared_prompt_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -213,4 +213,4 @@ def _shared_prompt_attention(
     return torch.cat(outputs).index_select(0, place)[None], None
 
 
-AttentionInterface.register("llamarl_shared_prompts", _shared_prompt_attention)
+AttentionInterface.register("llamarl_shared_prompts", shared_prompt_attention)

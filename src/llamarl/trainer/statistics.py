@@ -136,7 +136,8 @@ class StepStatistics:
         if not self.num_observed:  # micro-batches without a token, for the sake of the other ranks
             sums = {key: sums[key] for key in _NOT_AVERAGED}
         if self._chosen_experts is not None:
-            sums |= expert_metrics(self._layout.sum_over_data(self._chosen_experts.clone()).cpu())
+            parts = self._layout.sum_over_context(self._chosen_experts.clone())  # each rank's own tokens
+            sums |= expert_metrics(self._layout.sum_over_data(parts).cpu())
         return {**result, **sums}
 
 

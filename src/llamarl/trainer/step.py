@@ -46,6 +46,7 @@ from llamarl.trainer.batch import (
 )
 from llamarl.trainer.building import build_policy
 from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig, num_at_once
+from llamarl.trainer.context_parallel import ContextRanks
 from llamarl.trainer.narrowing import KLText
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.optimizer import learning_rate
@@ -83,7 +84,7 @@ class _Computed:
 
 
 class Trainer(ShardedModel[Policy]):
-    """Owns the policy and its optimizer on one rank of the (pp, fsdp, tp) mesh."""
+    """Owns the policy and its optimizer on one rank of the (pp, fsdp, cp, tp) mesh."""
 
     role = "trainer"
     counters = ("policy_version", "num_skipped_in_a_row")
@@ -119,8 +120,8 @@ class Trainer(ShardedModel[Policy]):
                 advantages that look at one group.
 
         Raises:
-            ModelError: The model cannot be trained, or not with this ``tp`` or ``pp``.
-            ValueError: ``fsdp * tp * pp`` ranks are not there, or ``temperature`` is 0.
+            ModelError: The model cannot be trained, or not with this ``tp``, ``pp`` or ``cp``.
+            ValueError: ``fsdp * tp * pp * cp`` ranks are not there, or ``temperature`` is 0.
         """
         self.config, self.optimizer_config, self.algorithm = config, optimizer, algorithm
         self.num_ticks = num_ticks
@@ -144,8 +145,9 @@ class Trainer(ShardedModel[Policy]):
             fsdp=config.fsdp,
             tp=config.tp,
             pp=config.pp,
+            cp=config.cp,
             device=device,
-            keys=("trainer.fsdp", "trainer.tp", "trainer.pp"),
+            keys=("trainer.fsdp", "trainer.tp", "trainer.pp", "trainer.cp"),
         )
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
@@ -162,6 +164,7 @@ class Trainer(ShardedModel[Policy]):
             lora=lora,
             lora_seed=derive_seed(seed, _ADAPTER_SEED),
             replay=config.router == "replay",
+            section="trainer",
         )
         self.policy = built.module
         self.num_parameters = sum(parameter.numel() for parameter in self.policy.parameters())
@@ -181,7 +184,8 @@ class Trainer(ShardedModel[Policy]):
         """All optimizer steps of a tick: version ``tick`` -> version ``tick + 1``.
 
         Args:
-            groups: This data-parallel rank's scored groups; its tensor-parallel peers and pipeline stages get the same ones.
+            groups: This data-parallel rank's scored groups; its tensor- and context-parallel peers and pipeline stages get the same
+                ones.
             done: What ``train_part`` gave for the tick's first parts, whose gradients are in place.
 
         Returns:
@@ -430,7 +434,7 @@ class Trainer(ShardedModel[Policy]):
     def _chosen_experts(self, routing: Routing, microbatch: Microbatch) -> Tensor | None:
         if not self.policy.num_sparse_layers:
             return None
-        counts = routing.counts(self.policy.num_experts)
+        counts = routing.counts(self.policy.num_experts, None if microbatch.own is None else microbatch.own.num_tokens)
         return counts if microbatch.num_tokens else torch.zeros_like(counts)
 
     def _take(
@@ -447,7 +451,7 @@ class Trainer(ShardedModel[Policy]):
         statistics.add(
             computed.sums,
             num_computed=microbatch.num_tokens,
-            num_trained=len(microbatch.targets),
+            num_trained=microbatch.num_trained,
             chosen_experts=computed.chosen_experts,
         )
         return computed.loss
@@ -491,7 +495,14 @@ class Trainer(ShardedModel[Policy]):
 
     def _microbatch(self, part: Sequence[TrainingSequence], weights: Sequence[float]) -> Microbatch:
         replay = self.config.router == "replay"
-        return make_microbatch(part, weights, self.device, share_prompts=self.share_prompts, replay=replay)
+        return make_microbatch(
+            part,
+            weights,
+            self.device,
+            share_prompts=self.share_prompts,
+            replay=replay,
+            context=ContextRanks.of(self.layout),
+        )
 
     def _sum_over_data(self, values: np.ndarray) -> np.ndarray:
         if self.layout.fsdp == 1:

@@ -40,7 +40,7 @@ class ValueModel(nn.Module):
         return dict(self.model.named_parameters())
 
     def forward(self, batch: Microbatch, received: Tensor | None = None) -> Tensor:
-        """Value before each trained token, [T], float32; on another stage than the last, hidden states for the next one, [1, N, H].
+        """Value before each trained token, [T], float32, of the whole row where several ranks share it; on another stage than the last, hidden states for the next one, [1, N, H].
 
         Args:
             received: [1, N, H] of the stage before; None on the first.
@@ -49,4 +49,5 @@ class ValueModel(nn.Module):
             states = self.stage.hidden_states(self.model, batch.input_ids, batch.position_ids, received)
         if not self.stage.is_last:
             return states
-        return value_head(self.model)(states[0].index_select(0, batch.positions)).squeeze(-1).float()
+        values: Tensor = value_head(self.model)(states[0].index_select(0, batch.positions)).squeeze(-1).float()
+        return values if batch.own is None else batch.own.whole(values)

@@ -56,6 +56,18 @@ def test_pipeline_stages_are_processes_of_one_group_that_all_get_the_same_sample
     assert edges == {"scored": (1, 3), "referenced": (2, 2)}
 
 
+def test_ranks_that_share_a_row_get_the_same_samples() -> None:
+    sizes = ["--reference.cp", "2", "--trainer.fsdp", "2", "--trainer.tp", "2", "--trainer.cp", "2"]
+    graph = llamarl_graph(load_config(None, KL + sizes))
+    specs = {e.name: e for e in graph.executors}
+    assert {name: (specs[name].num_ranks, specs[name].process_group) for name in ("reference", "trainer")} == {
+        "reference": (2, "gloo"),
+        "trainer": (8, "gloo"),
+    }
+    edges = {c.name: (c.sink_replicas, c.sink_stages) for c in graph.channels if c.kind is ChannelKind.SCATTER}
+    assert edges == {"scored": (2, 1), "referenced": (4, 1)}
+
+
 @pytest.mark.parametrize(("node", "on"), [("reference", KL), ("critic", GAE)])
 def test_a_node_with_more_ranks_than_groups_is_refused_only_where_it_runs(node: str, on: list[str]) -> None:
     sizes = [f"--{node}.fsdp", "4", "--schedule.prompts_per_step", "3"]

@@ -151,9 +151,24 @@ def test_what_cannot_lie_in_stages_is_refused(tmp_path: Path) -> None:
     ):
         check_parallel_sizes(validate({"trainer": {"pp": 2, "device": "cpu"}}), tmp_path, cores=8)
     with pytest.raises(
-        ConfigError, match="schedule.parts is 2, but trainer.fsdp times trainer.tp times trainer.pp is more than one"
+        ConfigError, match="schedule.parts is 2, but trainer.fsdp times trainer.tp times trainer.pp times trainer.cp is"
     ):
         validate({"trainer": {"pp": 2}, "schedule": {"parts": 2}})
+
+
+def test_rows_are_cut_over_ranks_that_divide_the_heads() -> None:
+    heads = json.loads((FOLDER / "config.json").read_text())["num_attention_heads"]
+    assert heads == 4
+
+    def of(cp: int, tp: int) -> RunConfig:
+        return validate({"trainer": {"cp": cp, "tp": tp, "device": "cpu"}})
+
+    check_parallel_sizes(of(4, 1), FOLDER, cores=8)
+    check_parallel_sizes(of(2, 2), FOLDER, cores=8)
+    with pytest.raises(ConfigError, match="trainer.cp = 3: .*the 4 do not divide by 3; sizes that fit: 1, 2, 4"):
+        check_parallel_sizes(of(3, 1), FOLDER, cores=8)
+    with pytest.raises(ConfigError, match="trainer.cp = 4: .*the 2 that tp 2 leaves on a rank .* fit: 1, 2"):
+        check_parallel_sizes(of(4, 2), FOLDER, cores=8)
 
 
 def test_vllm_cannot_keep_its_cache() -> None:

@@ -351,7 +351,7 @@ def test_bfloat16_compute_follows_float32_closely_and_keeps_float32_masters(mode
 
 
 def test_more_ranks_than_processes_are_refused(model_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"2 \* 1 \* 1 needs a process group of 2 ranks, found 1"):
+    with pytest.raises(ValueError, match=r"2 \* 1 \* 1 \* 1 needs a process group of 2 ranks, found 1"):
         _trainer(model_folder, fsdp=2)
 
 
