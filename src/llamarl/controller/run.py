@@ -305,6 +305,10 @@ def _settle(
     _tell_of_few_threads(config)
     for name, why in never_twice(graph, placement.colocated).items() if config.recovery.straggler_multiple else ():
         print(f"recovery.straggler_multiple: no tick of {name!r} is started a second time: {why}", file=sys.stderr)
+    if config.trainer.activation_offload and config.trainer.device == "cpu":
+        print(
+            "trainer.activation_offload does nothing on a CPU: activations are in host memory anyway", file=sys.stderr
+        )
     if why := why_parts_gain_nothing(config):
         print(f"schedule.parts {config.schedule.parts} makes no step shorter here: {why}", file=sys.stderr)
     return Prepared(recorded, config, graph, placement, weight_edges, hosts)

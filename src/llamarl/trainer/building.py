@@ -35,6 +35,7 @@ from llamarl.models.sizes import why_heads_not_shared
 from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
 from llamarl.models.value import load_value_model
+from llamarl.trainer.activation_offload import ActivationOffload
 from llamarl.trainer.config import LoraConfig
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel
 from llamarl.trainer.logprobs import LogitTransform
@@ -74,6 +75,7 @@ def build_policy(
     trained: bool = True,
     entropy_needs_grad: bool = False,
     checkpoint_every: int = 0,
+    offload_activations: bool = False,
     lora: LoraConfig | None = None,
     lora_seed: int = 0,
     replay: bool = False,
@@ -86,6 +88,7 @@ def build_policy(
         share_prompts: Whether micro-batches hold a group's prompt once.
         trained: False freezes every parameter.
         checkpoint_every: Every so many layers one recomputes its activations in the backward pass; 0 is none.
+        offload_activations: On a GPU, layers keep theirs in host memory between the passes.
         lora: With it, adapters are added and the model itself is frozen.
         replay: Its routers choose what a micro-batch says (``Microbatch.experts``).
         section: Of the configuration, whose keys errors name.
@@ -122,6 +125,8 @@ def build_policy(
             policy.requires_grad_(False)
         if checkpoint_every:
             policy.checkpoint_activations(every=checkpoint_every)
+        if offload_activations and device.type == "cuda":
+            ActivationOffload().install(policy.layers)
         return policy
 
     def read(policy: Policy, cuts: dict[str, Cut]) -> None:

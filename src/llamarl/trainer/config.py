@@ -116,6 +116,10 @@ class TrainerConfig:
     """``full`` keeps only each layer's input and recomputes the layer in the backward pass; ``selective`` does so for
     every second layer; ``none`` keeps everything."""
 
+    activation_offload: bool = False
+    """Keep what a layer needs for its backward pass in host memory until then; with ``activation_checkpointing`` that is its input. The
+    device holds that of two layers or so; the same bits. On a CPU, where it is in host memory anyway, nothing changes."""
+
     offload_optimizer: bool = False
     """Keep master weights and moments in host memory and update there; the device holds the compute weights and one
     micro-batch's gradients. Saves 12 bytes a parameter of device memory; costs a copy each way a step."""

@@ -161,6 +161,7 @@ class Trainer(ShardedModel[Policy]):
             device=torch.device(device),
             entropy_needs_grad=algorithm.entropy_coef != 0,
             checkpoint_every=_CHECKPOINT_EVERY[config.activation_checkpointing],
+            offload_activations=config.activation_offload,
             lora=lora,
             lora_seed=derive_seed(seed, _ADAPTER_SEED),
             replay=config.router == "replay",
