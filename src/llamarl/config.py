@@ -286,18 +286,18 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             "generator.shards to 0",
             ("generator.shards",),
         )
-    if config.lora.rank and config.lora.hand_over == "adapter" and (tp := max(config.generator.replica_ranks)) > 1:
-        yield Mistake(
-            "lora.hand_over",
-            f"is 'adapter', which a generator merges into whole matrices, but generator.tp is "
-            f"{tp}: set lora.hand_over to 'merged', or generator.tp to 1",
-            ("generator.tp", "generator.replicas"),
-        )
     if config.trainer.router == "replay" and config.generator.engine.name != "native":
         yield Mistake(
             "trainer.router",
             f"is 'replay', but generator.engine.name is {config.generator.engine.name!r}, and only the native engine notes which "
             "experts it chose: set it to 'native', or trainer.router to 'live'",
+            ("generator.engine.name",),
+        )
+    if config.evaluation.tp > 1 and config.generator.engine.name != "native":
+        yield Mistake(
+            "evaluation.tp",
+            f"is {config.evaluation.tp}, but generator.engine.name is {config.generator.engine.name!r}, which runs on one rank: set "
+            "it to 1 and raise evaluation.dp, or engine.name to 'native'",
             ("generator.engine.name",),
         )
     if config.generator.engine.name == "vllm":

@@ -311,6 +311,8 @@ ROLES: Mapping[str, Role] = {
                 ),
             ),
             section="evaluation",
+            sizes=("dp", "tp"),
+            model_sizes=("dp", "tp"),  # replicas bring their verdicts together
             model=Model(uses=_generates),
             present=lambda config: config.evaluation.every > 0,
         ),

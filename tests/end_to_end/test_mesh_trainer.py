@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,47 @@ def test_a_whole_job_with_a_mesh_trainer_ends_with_a_model_that_moved(
     assert len(moved) == len(initial)
     for name in moved:
         assert 0 < (trained[name] - initial[name]).abs().max() < 1e-2, name  # two steps of at most 2e-4
+
+
+def test_adapters_alone_travel_from_a_mesh_to_tensor_parallel_ranks_that_evaluate_as_one_process_does(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
+    """Trainer, generator and evaluator each over several ranks. ``llamarl eval`` of the merged model says the same, to the token."""
+    pytest.importorskip("peft")
+    settings = {
+        "run.num_ticks": 2, "evaluation.every": 2, "evaluation.dp": 2, "evaluation.tp": 2, "evaluation.num_prompts": 5,
+        "generator.tp": 2, "trainer.fsdp": 2, "lora.rank": 3, "lora.hand_over": "adapter", "optimizer.lr": 3e-2,
+        "optimizer.warmup_ticks": 0,
+    }  # fmt: skip
+    done = llamarl.train(tmp_path / "run", settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [row for row in rows(tmp_path / "run") if "eval/policy_version" in row]
+    assert [row["eval/policy_version"] for row in found] == [0, 2]
+    again = llamarl.run(["eval", str(tmp_path / "run"), "--json"])
+    assert again.returncode == 0, again.stdout + again.stderr
+    alone = json.loads(again.stdout)
+    for key in ("accuracy", "length_mean", "reward_mean"):
+        assert found[1][f"eval/{key}"] == alone[key]
+    assert found[1]["eval/length_mean"] != found[0]["eval/length_mean"]  # it was another version
+    run_dir = tmp_path / "run"
+    assert (run_dir / "adapter" / "adapter_config.json").is_file()
+    initial = load_file(resolve_model_path("bundled:tiny") / "model.safetensors")
+    trained = load_file(run_dir / "model" / "model.safetensors")
+    moved = {name.split(".")[-2] for name, tensor in trained.items() if not tensor.equal(initial[name])}
+    assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.long
+def test_ranks_of_the_evaluator_change_no_bit(llamarl: CommandLine, tmp_path: Path) -> None:
+    runs = {"one": {}, "four": {"evaluation.dp": 2, "evaluation.tp": 2}}
+    common = {"run.num_ticks": 2, "evaluation.every": 1, "generator.threads": 1, "trainer.threads": 1}
+    for name, sizes in runs.items():
+        done = llamarl.train(tmp_path / name, common | sizes)
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, four = (load_file(tmp_path / name / "model" / "model.safetensors") for name in runs)
+    assert all(tensor.equal(four[name]) for name, tensor in one.items())
+    scores = [[row["eval/length_mean"] for row in rows(tmp_path / name)] for name in runs]
+    assert scores[0] == scores[1] and len(scores[0]) == 2
 
 
 @pytest.mark.long

@@ -118,7 +118,7 @@ def _evaluate(config: Any, named: NamedModel, responses: OutputFile | None) -> d
         pool = pools.enter_context(RewardPool(config.task, seed=config.run.seed))  # first: it may not start
         environments = pools.enter_context(EpisodePool(config.task)) if config.task.has_environment else None
         prompts = make_prompt_stream(config, tokenizer, environments).eval_prompts(config.evaluation.num_prompts)
-        engine = make_engine(config, tokenizer, device=resolve_device(config.evaluation.device))
+        engine = make_engine(config, tokenizer, device=resolve_device(config.evaluation.device.split(",")[0]))
         if named.adapter is not None:
             load_adapter(engine, named.adapter, model_path=config.model.path)
         params = sampling_params(config.generator.sampling, tokenizer, temperature=config.evaluation.temperature)

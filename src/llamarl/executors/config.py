@@ -188,7 +188,7 @@ class GeneratorConfig:
 
     tp: Annotated[PositiveInt, IN_STATE] = 1
     """Ranks over which each matrix product of one replica is split (tensor parallelism, the model's own plan).
-    The generator runs ``dp * tp`` processes; the evaluator always holds the whole model."""
+    The generator runs ``dp * tp`` processes."""
 
     replicas: Annotated[ListOf[ReplicaConfig], IN_STATE] = ()
     """Unlike replicas in one job, a table [[generator.replicas]] for each kind of them, with dp, share, tp, dtype, quantization,
@@ -607,10 +607,16 @@ class EvaluationConfig:
     temperature: Annotated[Temperature, NO_BITS] = 1.0
     """Sampling temperature of evaluations; 0 is greedy. The seed is fixed, so evaluations compare."""
 
-    threads: Annotated[NonNegativeInt, NO_BITS] = 0
-    """CPU threads; 0 divides the machine's cores."""
+    dp: Annotated[PositiveInt, NO_BITS] = 1
+    """Replicas of the evaluator; each plays its share of the held-out prompts."""
 
-    device: Annotated[Device, NO_BITS] = "auto"
+    tp: Annotated[PositiveInt, NO_BITS] = 1
+    """Ranks over which each matrix product of one replica is split. The evaluator runs ``dp * tp`` processes."""
+
+    threads: Annotated[NonNegativeInt, NO_BITS] = 0
+    """CPU threads of each process; 0 divides the machine's cores."""
+
+    device: Annotated[Devices, NO_BITS] = "auto"
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
 
     def is_due(self, version: int, num_ticks: int) -> bool:

@@ -1,4 +1,4 @@
-"""The evaluator: scores the versions that are due on held-out prompts, in a process of its own, beside the training.
+"""The evaluator: scores the versions that are due on held-out prompts, in processes of its own, beside the training.
 
 In: ``eval_weights`` (nothing at most ticks). Sampling seeds are fixed, so two evaluations differ by the weights alone.
 """
@@ -13,14 +13,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.engine.base import Engine
+from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import make_player
 from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.environments.episode_pool import EpisodePool
+from llamarl.environments.episode_pool import Environments
 from llamarl.environments.episodes import begin_episode
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
+from llamarl.executors.evaluator_ranks import EvaluatorRanks, evaluator_weights
 from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.reward import JUDGING_SHARE, part_means
 from llamarl.executors.version_loader import VersionLoader
@@ -38,21 +40,31 @@ class EvaluatorExecutor(Stateless, BaseExecutor):
     """Scores version 0 at tick 0, and version k + 1 at tick k where it is due."""
 
     may_have_twin = True
-    environments: EpisodePool | None = None
+    environments: Environments | None = None
+    ranks: EvaluatorRanks | None = None
 
     def setup(self) -> None:
         model = self.config.model
         self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        self.ranks = EvaluatorRanks(self.config, self.context.device, limit_s=self.config.deadlines.step_s)
+        layout = self.ranks.engine_layout
         if self.config.task.has_environment:
-            self.environments = EpisodePool(self.config.task)
+            self.environments = make_environments(self.config.task, layout)
         stream = make_prompt_stream(self.config, self.tokenizer, self.environments)
-        self.prompts = stream.eval_prompts(self.config.evaluation.num_prompts)
-        self.engine = make_engine(self.config, self.tokenizer, device=self.context.device)
-        self.version_loader = VersionLoader(self.engine, self.config.lora, model_path=self.config.model.path)
+        self.prompts = self.ranks.share(stream.eval_prompts(self.config.evaluation.num_prompts))
+        self.engine = make_engine(self.config, self.tokenizer, device=self.context.device, layout=layout)
+        self.version_loader = VersionLoader(
+            self.engine,
+            self.config.lora,
+            evaluator_weights(self.config),
+            rank=self.context.rank,
+            model_path=self.config.model.path,
+        )
         self.params = sampling_params(
             self.config.generator.sampling, self.tokenizer, temperature=self.config.evaluation.temperature
         )
-        self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
+        if self.ranks.judges:
+            self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         (weights,) = (inputs[channel.name] for channel in self.context.reads)
@@ -83,7 +95,12 @@ class EvaluatorExecutor(Stateless, BaseExecutor):
         least_s = (
             (1 - JUDGING_SHARE) / 2 * step_s
         )  # after slow sampling, still within the tick's deadline if all goes well
-        scores = evaluate(self.pool.score(groups, limit_s=max(left_s, least_s)), list(self.config.task.tasks))
+        judges = self.ranks is None or self.ranks.judges
+        groups = self.pool.score(groups, limit_s=max(left_s, least_s)) if judges else []
+        together = groups if self.ranks is None else self.ranks.together(groups)
+        if together is None:
+            return {}  # rank 0 says it
+        scores = evaluate(together, list(self.config.task.tasks))
         return {f"eval/{key}": value for key, value in scores.items()} | {"eval/policy_version": float(version)}
 
     def close(self) -> None:

@@ -144,6 +144,7 @@ class GeneratorExecutor(BaseExecutor):
             self.engine,
             self.config.lora,
             generator_weights(self.config),
+            rank=self.context.rank,
             model_path=self.config.model.path,
             keep_kv=self._keep_kv,
         )

@@ -25,10 +25,11 @@ from llamarl.config import RunConfig
 from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParallelLayout, make_layout
+from llamarl.weight_sync.adapter_layouts import adapter_parameters
 from llamarl.weight_sync.layout import Layout, mesh_layout
 from llamarl.weight_sync.model_layouts import model_parameters, tp_placements
 
-__all__ = ["Replica", "generator_layout", "generator_weights", "replicas_of"]
+__all__ = ["Replica", "generator_layout", "generator_weights", "rank_weights", "replicas_of"]
 
 
 @dataclass(frozen=True)
@@ -93,18 +94,30 @@ def generator_layout(config: RunConfig, device: str, replica: Replica) -> Parall
 
 
 def generator_weights(config: RunConfig) -> Layout | None:
-    """What every generator rank holds of each parameter; None without tensor parallelism: each holds all of them."""
-    ranks = config.generator.replica_ranks
-    return _weights(config.model.path, ranks) if max(ranks) > 1 else None
+    """What every generator rank holds of what is handed over; None without tensor parallelism: each holds all of it."""
+    return rank_weights(config, config.generator.replica_ranks)
+
+
+def rank_weights(config: RunConfig, ranks: tuple[int, ...]) -> Layout | None:
+    """What each rank of replicas of so many tensor-parallel ranks holds of what is handed over, parameters or adapters alone; None
+    where each holds all of it."""
+    if max(ranks) == 1:
+        return None
+    lora = config.lora
+    adapters = (lora.rank, lora.targets) if lora.rank and lora.hand_over == "adapter" else None
+    return _weights(config.model.path, ranks, adapters)
 
 
 @cache
-def _weights(path: str, ranks: tuple[int, ...]) -> Layout:
+def _weights(path: str, ranks: tuple[int, ...], adapters: tuple[int, tuple[str, ...]] | None) -> Layout:
     """
     Args:
         ranks: Of each replica.
+        adapters: Their rank and target layers, where they alone are handed over.
     """
     parameters = model_parameters(resolve_model_path(path), dtype="float32")
+    if adapters is not None:
+        parameters = adapter_parameters(parameters, rank=adapters[0], targets=adapters[1])
     placements = tp_placements(parameters)
     of_size = {tp: mesh_layout(parameters, {"tp": tp}, placements).pieces for tp in set(ranks)}
     return Layout(dict(parameters), tuple(pieces for tp in ranks for pieces in of_size[tp]))

@@ -24,6 +24,7 @@ from llamarl.config import RunConfig
 from llamarl.errors import DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
 from llamarl.executors.device_lease import DeviceLease
+from llamarl.executors.evaluator_ranks import evaluator_weights
 from llamarl.executors.generator_ranks import generator_weights
 from llamarl.models.exported import ExportFacts
 from llamarl.models.precision import settle_precision
@@ -218,9 +219,10 @@ class TrainerExecutor(BaseExecutor):
         return self._payload(version, background=True, sink_layout=self._layout_behind(channel.name))
 
     def _layout_behind(self, channel: str) -> Layout | None:
-        """What the ranks at a channel's other end hold of each parameter; None: all of it, as everyone but the generator."""
-        others = (edge.name for edge in self.context.writes if edge.sink != "generator")
-        return None if channel in others else generator_weights(self.config)
+        """What the ranks at a channel's other end hold of what is handed over; None: all of it."""
+        sink = next((edge.sink for edge in self.context.writes if edge.name == channel), "generator")
+        known = {"generator": generator_weights, "evaluator": evaluator_weights}
+        return known[sink](self.config) if sink in known else None
 
     def _payload(self, version: int, *, background: bool = False, sink_layout: Layout | None = None) -> WeightsPayload:
         released = _Released() if background else None

@@ -51,7 +51,8 @@ class VersionLoader:
     """Made right after the engine, while that holds version 0.
 
     Args:
-        layout: What the sink ranks hold of whole weights; None: each holds every parameter whole.
+        layout: What the sink ranks hold of what is handed over, whole weights or adapters; None: each holds all of it.
+        rank: Of this engine among them.
         model_path: Folder of version 0.
         keep_kv: Sequences go on over the KV cache of the version before; needs an engine that ``KeepsKV``.
     """
@@ -62,6 +63,7 @@ class VersionLoader:
         lora: LoraConfig,
         layout: Layout | None = None,
         *,
+        rank: int = 0,
         model_path: str,
         keep_kv: bool = False,
     ) -> None:
@@ -76,13 +78,14 @@ class VersionLoader:
                 alpha=lora.alpha,
                 targets=lora.targets,
                 model_path=model_path,
+                boxes=None if layout is None else {piece.parameter: piece.box for piece in layout.pieces[rank]},
             )
 
     def load(self, weights: WeightVersion) -> Served:
         """Pull, prove and serve a version."""
         if self._adapters is None:
             return serve(weights, self._engine, self._layout, keep_kv=self._keep_kv)
-        weights.load_into(self._adapters.tensors)
+        weights.load_into(self._adapters.tensors, self._layout)
         arrived_s = time.monotonic()
         self._adapters.merge()
         _begin_version(self._engine, weights.version, keep_kv=self._keep_kv)

@@ -51,6 +51,8 @@ _NOT_PLAIN = {
 """Settings of ``peft`` under which an adapter is more than two factors a layer, and what they are where it is not."""
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
 """Ways of ``peft`` to begin an adapter that take something out of the base weights as well."""
+Box = tuple[tuple[int, int], ...]
+"""Global (start, stop) a dimension."""
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
@@ -144,16 +146,23 @@ class AdapterReceiver:
         alpha: float,
         targets: Sequence[str],
         model_path: str | Path,
+        boxes: Mapping[str, Box] | None = None,
     ) -> None:
         """
         Args:
             parameters: The engine's, holding version 0; ``merge`` writes into them.
             model_path: Folder of version 0. Where the engine holds it rounded, the base is read from there: rounding comes
                 once, after the adapter is added, as when whole weights are handed over.
+            boxes: Adapter -> which part of it a tensor-parallel rank takes; None: all of each.
         """
         self._scaling = alpha / rank
         self._parameters = {n: p for n, p in parameters.items() if p.ndim == 2 and n.split(".")[-2] in targets}
-        self._base = _unrounded(self._parameters, model_path)
+        parts: dict[str, Box] = {}
+        for name in self._parameters if boxes is not None else ():
+            assert boxes is not None
+            layer = name.removesuffix(".weight")
+            parts[name] = (boxes[layer + _B][0], boxes[layer + _A][1])
+        self._base = _unrounded(self._parameters, model_path, parts)
         self.tensors: dict[str, Tensor] = {}
         """Where a version's adapters are loaded; float32."""
         device = next((parameter.device for parameter in self._parameters.values()), None)
@@ -248,12 +257,19 @@ def _layer(name: str) -> str:
     return name.removesuffix(_A).removesuffix(_B) + ".weight"
 
 
-def _unrounded(parameters: Mapping[str, Tensor], model_path: str | Path) -> dict[str, Tensor]:
-    """Copies of parameters that hold a folder's weights; in the folder's own precision where theirs has fewer bits."""
+def _unrounded(
+    parameters: Mapping[str, Tensor], model_path: str | Path, boxes: Mapping[str, Box] | None = None
+) -> dict[str, Tensor]:
+    """Copies of parameters that hold a folder's weights; in the folder's own precision where theirs has fewer bits.
+
+    Args:
+        boxes: Of those that hold a part of a weight: which.
+    """
     if all(parameter.dtype == torch.float32 for parameter in parameters.values()):
         return {name: parameter.detach().clone() for name, parameter in parameters.items()}
     with stored_weights(model_path, parameters) as stored:
-        return {name: stored(name).to(parameter.device) for name, parameter in parameters.items()}
+        parts = {name: tuple(slice(*bounds) for bounds in box) for name, box in (boxes or {}).items()}
+        return {n: stored(n)[parts.get(n, ...)].to(parameter.device) for n, parameter in parameters.items()}
 
 
 def write_adapter_folder(

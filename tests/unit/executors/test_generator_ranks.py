@@ -15,6 +15,7 @@ from llamarl.controller.preflight import check_parallel_sizes
 from llamarl.controller.run import plan_run
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError, ModelError
+from llamarl.executors.evaluator_ranks import evaluator_weights
 from llamarl.executors.generator_ranks import generator_weights
 from llamarl.runtime.placement import place
 
@@ -69,3 +70,33 @@ def test_each_rank_of_each_replica_holds_its_part_of_the_heads_and_all_of_what_i
     rows, columns = layout.parameters["model.layers.0.self_attn.o_proj.weight"].shape
     assert held[1]["model.layers.0.self_attn.o_proj.weight"] == ((0, rows), (columns // 2, columns))
     assert held[0]["model.norm.weight"] == held[1]["model.norm.weight"]
+
+
+def test_adapters_are_cut_as_the_weights_beside_them() -> None:
+    sizes = ("--generator.tp", "2", "--evaluation.dp", "2", "--evaluation.tp", "4", "--lora.rank", "3")
+    config = _config(*sizes, "--lora.hand_over", "adapter")
+    whole = generator_weights(_config(*sizes))
+    generator, evaluator = generator_weights(config), evaluator_weights(config)
+    assert whole is not None and generator is not None and evaluator is not None
+    layer = "model.layers.1.{}_proj.lora_{}.default.weight".format
+    held = [{piece.parameter: piece.box for piece in pieces} for pieces in generator.pieces]
+    weights = [{piece.parameter: piece.box for piece in pieces} for pieces in whole.pieces]
+    assert set(held[0]) == set(held[1]) == set(generator.parameters)
+    for name, cut in (("self_attn.q", 0), ("self_attn.v", 0), ("mlp.down", 1)):
+        for rank in range(2):
+            rows, columns = weights[rank][f"model.layers.1.{name}_proj.weight"]
+            assert (rows, columns)[cut] != ((0, 0), (0, 0)) and held[0] != held[1]
+            assert held[rank][layer(name, "A")] == ((0, 3), columns)
+            assert held[rank][layer(name, "B")] == (rows, (0, 3))
+    heads = [{piece.parameter: piece.box for piece in pieces}[layer("self_attn.k", "B")] for pieces in evaluator.pieces]
+    assert heads[0] == heads[1] == heads[4] and heads[2] == heads[3] and heads[0] != heads[2]  # two key-value heads
+
+
+def test_an_engine_that_runs_on_one_rank_evaluates_in_replicas_alone() -> None:
+    with pytest.raises(
+        ConfigError, match=r"evaluation.tp is 2, but generator.engine.name is 'vllm'.*raise evaluation.dp"
+    ):
+        _config("--generator.engine.name", "vllm", "--evaluation.tp", "2")
+    graph = llamarl_graph(_config("--evaluation.dp", "3", "--evaluation.device", "cpu"))
+    evaluator = next(spec for spec in graph.executors if spec.name == "evaluator")
+    assert (evaluator.num_ranks, evaluator.process_group) == (3, "gloo")  # verdicts come together

@@ -1,0 +1,76 @@
+"""Which ranks the evaluator has, who plays which held-out prompt, and how verdicts come together on rank 0.
+
+    rank = replica * tp + tp_rank        evaluation.dp replicas of evaluation.tp ranks; rank 0 of a replica has its prompts judged
+    replica r plays prompts r, r + dp, r + 2 dp, ...        by their place, whatever the replicas have to do
+
+A response's seed comes from its prompt, so who plays it makes no difference but of rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from llamarl.config import RunConfig
+from llamarl.executors.generator_ranks import rank_weights
+from llamarl.models.parallel import ParallelLayout, make_layout
+from llamarl.types import Group
+from llamarl.weight_sync.layout import Layout
+
+__all__ = ["EvaluatorRanks", "evaluator_weights", "in_order_of_prompts", "share_of"]
+
+T = TypeVar("T")
+
+
+def evaluator_weights(config: RunConfig) -> Layout | None:
+    """What every evaluator rank holds of what is handed over; None without tensor parallelism: each holds all of it."""
+    return rank_weights(config, (config.evaluation.tp,) * config.evaluation.dp)
+
+
+def share_of(items: Sequence[T], replica: int, num_replicas: int) -> Sequence[T]:
+    """What one replica plays."""
+    return items[replica::num_replicas]
+
+
+def in_order_of_prompts(shares: Sequence[Sequence[T]]) -> list[T]:
+    """All replicas' shares as one list again: what ``share_of`` took apart."""
+    dp = len(shares)
+    return [shares[place % dp][place // dp] for place in range(sum(map(len, shares)))]
+
+
+class EvaluatorRanks:
+    """This process among the evaluator's.
+
+    Args:
+        limit_s: Longest wait for the slowest replica.
+    """
+
+    def __init__(self, config: RunConfig, device: str, *, limit_s: float) -> None:
+        dp, tp = config.evaluation.dp, config.evaluation.tp
+        self._layout = make_layout(fsdp=dp, tp=tp, device=device, keys=("evaluation.dp", "evaluation.tp"))
+        self.engine_layout: ParallelLayout | None = self._layout if tp > 1 else None
+        """Of the engine; None where it holds the whole model."""
+        self._group = None
+        if self._layout.num_ranks > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
+
+    @property
+    def judges(self) -> bool:
+        """Whether this rank has its replica's responses judged."""
+        return self._layout.tp_rank == 0
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """What this rank's replica plays."""
+        return share_of(items, self._layout.fsdp_rank, self._layout.fsdp)
+
+    def together(self, groups: Sequence[Group]) -> list[Group] | None:
+        """All replicas' groups in the order of their prompts, on rank 0; None elsewhere. Every rank calls it, those that do not
+        judge with nothing."""
+        if self._group is None:
+            return list(groups)
+        found: list[Sequence[Group]] = [()] * self._layout.num_ranks
+        dist.gather_object(groups, found if self._layout.rank == 0 else None, dst=0, group=self._group)
+        return in_order_of_prompts(found[:: self._layout.tp]) if self._layout.rank == 0 else None
