@@ -246,9 +246,14 @@ def test_what_makes_no_sense_is_refused(kinds: list[dict[str, Any]], generator: 
         recipe(*kinds, **generator)
 
 
-def test_adapters_are_not_merged_into_parts_of_matrices() -> None:
-    with pytest.raises(ConfigError, match="lora.hand_over is 'adapter'.*generator.tp is 2"):
-        load_config(None, ["--lora.rank", "2", "--lora.hand_over", "adapter", "--generator.replicas", "[{tp = 2}, {}]"])
+def test_each_kind_takes_its_own_part_of_adapters_that_travel_alone() -> None:
+    lora = ["--run.dir", "unused", "--lora.rank", "2", "--lora.hand_over", "adapter"]
+    layout = generator_weights(load_config(None, [*lora, "--generator.replicas", "[{tp = 2}, {}]"]))
+    assert layout is not None and layout.num_ranks == 3
+    name = "model.layers.0.mlp.up_proj.lora_B.default.weight"
+    first, second, whole = ({p.parameter: p.box for p in pieces}[name] for pieces in layout.pieces)
+    assert whole[0][1] == layout.parameters[name].shape[0]
+    assert (first[0], second[0]) == ((0, whole[0][1] // 2), (whole[0][1] // 2, whole[0][1]))
 
 
 def test_another_generator_of_the_job_has_alike_replicas() -> None:
