@@ -18,7 +18,8 @@ The engine's attention is ``llamarl_paged`` in :mod:`llamarl.models.paged_attent
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ __all__ = [
     "attending",
     "current_packing",
     "fused_attention",
+    "of_two_widths",
     "packed_attention_context",
     "softcapped_attention",
 ]
@@ -335,4 +337,29 @@ def packed_attention_forward(
     return torch.cat(outputs).index_select(0, place)[None], None
 
 
-AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)
+Attend = Callable[..., tuple[Tensor, None]]
+"""A function in transformers' attention interface."""
+
+
+def of_two_widths(attend: Attend) -> Attend:
+    """``attend``, which has one width of head, for keys and values of different widths (latent attention): the narrower ones are
+    filled up with zeros, which add nothing to scores or sums, and what comes out is as wide as the values."""
+
+    @functools.wraps(attend)
+    def widened(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+    ) -> tuple[Tensor, None]:
+        of_keys, of_values = key.shape[-1], value.shape[-1]
+        if of_keys == of_values:
+            return attend(module, query, key, value, mask, **settings)
+        if settings.get("scaling") is None:
+            settings["scaling"] = of_keys**-0.5
+        width = max(of_keys, of_values)
+        query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        found, _ = attend(module, query, key, value, mask, **settings)
+        return found[..., :of_values], None
+
+    return widened
+
+
+AttentionInterface.register(PACKED_ATTENTION, of_two_widths(packed_attention_forward))

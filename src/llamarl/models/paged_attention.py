@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from llamarl.models.attention import fused_attention, softcapped_attention
+from llamarl.models.attention import fused_attention, of_two_widths, softcapped_attention
 
 __all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk", "paged_step", "prefill_attention"]
 
@@ -203,4 +203,4 @@ def prefill_attention(
     return out[0].transpose(0, 1)
 
 
-AttentionInterface.register("llamarl_paged", paged_attention_forward)
+AttentionInterface.register("llamarl_paged", of_two_widths(paged_attention_forward))

@@ -57,36 +57,37 @@ def let_replay(model: nn.Module) -> None:
         ModelError: Of this architecture it is not known how a router chooses.
     """
     for layer, router in enumerate(routers(model)):
-        router.forward = _replaying(router.forward, layer)  # type: ignore[method-assign]
+        router.forward = _replaying(router.forward, layer, len(router.weight))  # type: ignore[arg-type, method-assign]
 
 
-def _replaying(original: Callable[[Tensor], Any], layer: int) -> Callable[[Tensor], Any]:
+def _replaying(original: Callable[[Tensor], Any], layer: int, experts: int) -> Callable[[Tensor], Any]:
     def forward(hidden: Tensor) -> Any:
         routing = current_routing()
         if routing is None or routing.recorded is None:
             return original(hidden)
-        selection = _Selection(routing.recorded[:, layer].long())
+        selection = _Selection(routing.recorded[:, layer].long(), experts)
         with selection:
             result = original(hidden)
-        assert selection.made == 1, "a router selects once"
+        assert selection.made == 1, "a router selects experts once"
         return result
 
     return forward
 
 
 class _Selection(TorchFunctionMode):
-    """Inside, ``topk`` finds what was recorded."""
+    """Inside, ``topk`` over all experts finds what was recorded; one over groups of them (DeepSeek's) finds what it finds."""
 
-    def __init__(self, recorded: Tensor) -> None:
+    def __init__(self, recorded: Tensor, experts: int) -> None:
         super().__init__()
         self._recorded = recorded
+        self._shape = (len(recorded), experts)
         self.made = 0
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk):
+        if func not in (torch.topk, Tensor.topk) or args[0].shape != self._shape:
             return result
         self.made += 1
         scores, live = args[0], result.indices

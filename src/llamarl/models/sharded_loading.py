@@ -41,13 +41,15 @@ __all__ = [
     "make_skeleton",
     "open_tensors",
     "read_parts",
+    "stored_buffers",
     "stored_weights",
     "where_stored",
 ]
 
 
 def make_skeleton(path: str | Path, *, attention: str) -> PreTrainedModel:
-    """The folder's architecture in eval mode: float32 parameters on the meta device, real buffers, tied weights tied.
+    """The folder's architecture in eval mode: float32 parameters on the meta device, real buffers, as stored where they are, tied
+    weights tied.
 
     Raises:
         ModelError: The architecture is not supported.
@@ -58,7 +60,27 @@ def make_skeleton(path: str | Path, *, attention: str) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
+    _read_buffers(path, model)
     return model.eval()
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a folder holds beside parameters, by name: of few architectures, such as the biases of DeepSeek's routers."""
+    return {
+        f"{prefix}.{name}": buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _read_buffers(path: str | Path, model: nn.Module) -> None:
+    buffers = stored_buffers(model)
+    files = _files(path) if buffers else {}
+    if names := [name for name in buffers if name in files]:
+        with stored_weights(path, names) as read:
+            for name in names:
+                buffers[name].copy_(read(name))
 
 
 def load_tensor_parallel(

@@ -145,17 +145,31 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(lacks=_SPARSE, linear_layers=_ATTENTION_LAYERS),
     "olmoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM, **_PACKED_PLAN}, linear_layers=_ATTENTION_LAYERS),
     "mixtral": Family(lacks=_SPARSE, linear_layers=_ATTENTION_LAYERS),
+    "deepseek_v3": Family(
+        lacks={
+            **_SPARSE,
+            **_WHOLE_ATTENTION,
+            "pipeline": "the biases of its routers are not brought together from stages",
+        },
+        linear_layers=(
+            "q_a_proj",
+            "q_b_proj",
+            "kv_a_proj_with_mqa",
+            "kv_b_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        ),
+    ),
     "granitemoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM, **_WHOLE_ATTENTION}, linear_layers=_ATTENTION_LAYERS),
 }
 """``model_type`` -> family. Their tokens and gradients are tested against the library's own forward."""
 
-_OTHER_VALUES = "its values have another size than its keys, and the engine's cache has one size for both"
 _STATE = "its recurrent or convolution layers carry a state from token to token, which the engine does not keep"
 _SINKS = "its attention has sinks, which are not computed here"
 
 NOT_COMPUTED: Mapping[str, str] = {
-    "deepseek_v2": _OTHER_VALUES,
-    "deepseek_v3": _OTHER_VALUES,
     "gpt_oss": _SINKS,
     "mamba": _STATE,
     "mamba2": _STATE,

@@ -24,6 +24,7 @@ from llamarl.models.attention import (
     PackedSequences,
     current_packing,
     fused_attention,
+    of_two_widths,
     packed_attention_forward,
 )
 from llamarl.models.transfer import to_device
@@ -213,4 +214,4 @@ def shared_prompt_attention(
     return torch.cat(outputs).index_select(0, place)[None], None
 
 
-AttentionInterface.register("llamarl_shared_prompts", shared_prompt_attention)
+AttentionInterface.register("llamarl_shared_prompts", of_two_widths(shared_prompt_attention))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from llamarl.models.folders import companion_files, resolve_model_path
-from llamarl.models.sharded_loading import open_tensors
+from llamarl.models.sharded_loading import open_tensors, stored_buffers
 
 __all__ = ["export_folder", "plan_files", "resolve_dtype", "source_dtype"]
 
@@ -104,6 +104,8 @@ def export_folder(
             tensors[name] = weight.detach().to(dtype).contiguous()
             if look is not None:
                 look(name, weight.detach(), tensors[name])
+        if number == len(files):
+            tensors |= {name: buffer.detach().cpu() for name, buffer in stored_buffers(model).items()}
         # By the names and in the pieces of published folders, such as one tensor an expert: for whoever else reads it.
         tensors = {name: t.contiguous() for name, t in revert_weight_conversion(model, tensors).items()}
         index |= dict.fromkeys(tensors, file_name)

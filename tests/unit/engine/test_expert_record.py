@@ -12,7 +12,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
-from tiny_models import SPARSE, tiny_config
+from tiny_models import BY_LOGITS, tiny_config
 from transformers import PreTrainedModel
 
 from llamarl.engine.config import EngineConfig
@@ -78,7 +78,23 @@ def noted(sequence: Sequence) -> np.ndarray:
     return np.concatenate([sequence.experts.prompt, own])
 
 
-@pytest.mark.parametrize("family", SPARSE)
+@torch.no_grad()
+def test_deepseek_s_tokens_have_the_experts_that_its_routers_give_them(tmp_path: Path) -> None:
+    folder = write(tmp_path, "deepseek_v3")
+    asked = sequences()
+    run(engine_of(folder), asked)
+    model = load_model(folder, dtype=torch.float32, attention="eager")
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.register_forward_hook(lambda module, args, out: chosen.append(out[2]))
+    for sequence in asked:
+        chosen.clear()
+        model(torch.tensor([[*sequence.prompt_tokens, *sequence.tokens]]), use_cache=False)
+        by_routers = torch.stack(chosen, dim=1)[:-1].sort(-1).values.numpy()
+        assert np.array_equal(np.sort(noted(sequence)[:-1], axis=-1), by_routers)
+
+
+@pytest.mark.parametrize("family", BY_LOGITS)
 def test_each_token_has_the_experts_that_the_library_gives_it(family: str, tmp_path: Path) -> None:
     folder = write(tmp_path, family)
     asked = sequences()

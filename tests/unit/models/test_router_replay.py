@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import SPARSE, tiny_config, tiny_model
+from tiny_models import BY_LOGITS, SPARSE, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -47,7 +47,7 @@ def test_other_experts_are_computed_and_their_weights_train_the_router(family: s
     assert all(float(gradient.abs().max()) > 1e-6 for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("family", SPARSE)
+@pytest.mark.parametrize("family", BY_LOGITS)
 def test_the_weights_of_recorded_experts_are_the_family_s_own(family: str) -> None:
     model = tiny_model(family, "eager")
     watch_experts(model)
@@ -63,6 +63,20 @@ def test_the_weights_of_recorded_experts_are_the_family_s_own(family: str) -> No
     normalized = family in ("mixtral", "granitemoe") or model.config.norm_topk_prob
     assert normalized == (family != "olmoe")
     torch.testing.assert_close(weights, of_all / of_all.sum(1, keepdim=True) if normalized else of_all)
+
+
+def test_deepseek_weighs_recorded_experts_by_their_own_scores_whatever_their_group() -> None:
+    model = tiny_model("deepseek_v3", "eager")
+    watch_experts(model)
+    let_replay(model)
+    router = routers(model)[0]
+    hidden = torch.randn(3, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    routing = Routing(2)
+    routing.recorded = (recorded := torch.tensor([[3, 0], [1, 5], [0, 1]]))[:, None]
+    with torch.no_grad(), watching(routing):
+        weights = router(hidden)[1]
+    scores = torch.sigmoid(hidden @ router.weight.detach().T).gather(1, recorded)
+    torch.testing.assert_close(weights, 2.5 * scores / scores.sum(1, keepdim=True))
 
 
 def test_rows_of_which_nothing_is_known_are_left_to_the_router() -> None:

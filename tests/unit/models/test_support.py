@@ -51,7 +51,6 @@ from llamarl.trainer.step import Trainer
 
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4},
-    "deepseek_v3": {"n_routed_experts": 4},
 }
 """Architectures that transformers knows and llamarl is known not to compute."""
 _SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -136,6 +135,8 @@ def cut(folder: Path) -> None:
     of_layers = {style for name, style in plan.items() if ".experts" not in name}
     if not of_layers or (unknown := of_layers - set(_STYLES)):
         raise ModelError(f"styles {unknown}" if of_layers else "experts alone")
+    if not any("attn" in name or "attention" in name for name in plan):
+        raise ModelError("attention is left whole")
 
 
 def adapters(folder: Path, family: str) -> None:
@@ -267,7 +268,7 @@ def test_a_model_beside_the_policy_is_asked_too(folders: Path, key: str, section
     [
         ({}, "names no model_type"),
         ({"model_type": ["llama"]}, "names no model_type, got \\['llama'\\]"),
-        ({"model_type": "mistral3", "text_config": {"model_type": "deepseek_v3"}}, "'deepseek_v3' is not supported"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "gpt_oss"}}, "'gpt_oss' is not supported"),
         ({"model_type": "llava", "text_config": {"hidden_size": 8}}, None),
         ({"model_type": "arcee"}, None),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "not a causal decoder"),

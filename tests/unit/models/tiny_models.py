@@ -62,6 +62,20 @@ _TRAITS: dict[str, dict[str, object]] = {
     },
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
+    "deepseek_v3": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "num_key_value_heads": 4,
+    },
     "granitemoe": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -72,8 +86,10 @@ _TRAITS: dict[str, dict[str, object]] = {
 FAMILIES = tuple(_TRAITS)
 KINDS = (*FAMILIES[:7], "gpt2", "cohere2", "qwen3_moe")
 """One of each way of attending, of placing tokens and of choosing layers: for tests that take seconds a family."""
-SPARSE = ("qwen3_moe", "olmoe", "mixtral", "granitemoe")
+SPARSE = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "granitemoe")
 """Of these, the ones with experts."""
+BY_LOGITS = tuple(family for family in SPARSE if family != "deepseek_v3")
+"""Of these, the ones whose routers take the largest logits; DeepSeek's choose groups first, by biased scores."""
 
 
 _OWN_NAMES = {
