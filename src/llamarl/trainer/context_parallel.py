@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from llamarl.errors import ModelError
-from llamarl.models.attention import PackedSequences, attending, current_packing
+from llamarl.models.attention import PackedSequences, attending, current_packing, of_two_widths
 from llamarl.models.collectives import ExchangeParts, SumOverRanks
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.stages import Stage
@@ -152,7 +152,7 @@ def _attention_over_ranks(
     return ExchangeParts.apply(filled, ranks.group).transpose(0, 1).reshape(1, n, H, D), None
 
 
-AttentionInterface.register(CONTEXT_ATTENTION, _attention_over_ranks)
+AttentionInterface.register(CONTEXT_ATTENTION, of_two_widths(_attention_over_ranks))
 
 
 class _EachForItself:

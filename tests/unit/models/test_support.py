@@ -328,6 +328,7 @@ EXAMPLES = {
     "starcoder2": "StarCoder2", "stablelm": "StableLM 2", "phi": "Phi-1.5, Phi-2", "cohere": "Command R",
     "cohere2": "Command R7B", "nemotron": "Nemotron 4, Minitron", "exaone4": "EXAONE 4", "ernie4_5": "ERNIE 4.5, dense",
     "gpt_neox": "Pythia", "gpt2": "GPT-2", "opt": "OPT", "qwen3_moe": "Qwen3-30B-A3B", "olmoe": "OLMoE", "mixtral": "Mixtral",
+    "deepseek_v3": "DeepSeek V3 and R1, Kimi K2, Moonlight",
     "granitemoe": "Granite 3 MoE",
 }  # fmt: skip
 COLUMNS: dict[str, Use] = {
