@@ -20,11 +20,10 @@ from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.rooflines import GeneratorLayout
 from llamarl.planner.training import TrainerTime
 from llamarl.tick_schedule import part_of
+from llamarl.trainer.config import MOST_AT_ONCE
 
-__all__ = ["MOST_FILLED", "PARTS", "SIDE_BY_SIDE", "core_rate", "finished_s", "parts_ready", "scaled", "shares_cores"]
+__all__ = ["PARTS", "SIDE_BY_SIDE", "core_rate", "finished_s", "parts_ready", "scaled", "shares_cores"]
 
-MOST_FILLED = 4
-"""Cores of a machine on which ``trainer.threads = 0`` gives a lone trainer a thread each."""
 SIDE_BY_SIDE = 0.85
 """Of a core's rate, what it reaches while the others compute micro-batches too: they share cache and memory. SmolLM2-135M's
 trainer takes 50 s of two cores for what takes 40 to 45 s of one (docs/results.md, a step on two cores)."""
@@ -35,7 +34,7 @@ PARTS = (1, 2, 4, 8)
 def shares_cores(hardware: Hardware, devices: int) -> bool:
     """Whether devices are cores of one CPU, of which a lone trainer takes what is left."""
     node = hardware.device.devices_per_node
-    return hardware.device.train_precision == "fp32" and 2 <= devices <= min(node, MOST_FILLED)
+    return hardware.device.train_precision == "fp32" and 2 <= devices <= min(node, MOST_AT_ONCE)
 
 
 def core_rate(threads: int) -> float:

@@ -24,11 +24,10 @@ from dataclasses import dataclass, field, replace
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
+from llamarl.trainer.config import MOST_AT_ONCE
 
 __all__ = ["ColocatedGroup", "Placement", "available_cores", "available_cuda_devices", "may_have_gpus", "place"]
 
-_FILLED_CORES = 4
-"""So many micro-batches a trainer computes at the same time; threads above that are teams, who need their cores."""
 _GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Of drivers, the last of Windows' subsystem for Linux."""
 
@@ -257,7 +256,7 @@ def _threads(executors: Sequence[ExecutorSpec], cores: int, colocated: Colocated
 
 
 def _fills(spec: ExecutorSpec, cores: int) -> bool:
-    return spec.fills_cores and spec.threads == 0 and spec.num_ranks == 1 and cores <= _FILLED_CORES
+    return spec.fills_cores and spec.threads == 0 and spec.num_ranks == 1 and cores <= MOST_AT_ONCE
 
 
 def _settle_device(spec: ExecutorSpec, cuda_devices: int, used: Counter[int], *, from_first: bool) -> str:

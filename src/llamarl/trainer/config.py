@@ -12,6 +12,7 @@ from llamarl.errors import Mistake
 from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, refuse
 
 __all__ = [
+    "MOST_AT_ONCE",
     "CriticConfig",
     "LoraConfig",
     "OptimizerConfig",
@@ -23,8 +24,10 @@ __all__ = [
 
 _SMALL = 20_000_000
 """Parameters below which one micro-batch is computed after the other."""
-_MOST = 4
-"""Each further one costs a micro-batch's activations and a set of gradients, and takes a share of the one interpreter."""
+MOST_AT_ONCE = 4
+"""Micro-batches that a trainer computes at the same time unless told otherwise, and so the cores that a lone one fills: threads
+above that are teams, who need their cores. Each further one costs a micro-batch's activations and a set of gradients, and takes a
+share of the one interpreter."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -344,4 +347,4 @@ def num_at_once(asked: int, *, threads: int, num_parameters: int, alone: bool = 
         return min(asked, threads)
     if num_parameters < _SMALL:
         return 1
-    return max(n for n in range(1, min(_MOST, threads) + 1) if threads % n == 0)
+    return max(n for n in range(1, min(MOST_AT_ONCE, threads) + 1) if threads % n == 0)
