@@ -21,6 +21,7 @@ from llamarl.transports.base import SinkTransport, SourceTransport
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 from llamarl.weight_sync.layout import HeldShard, Layout
 from llamarl.weight_sync.manifest import SlotHandle
+from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.sink import Puller, WeightVersion
 from llamarl.weight_sync.source import Publisher
 
@@ -36,11 +37,12 @@ class WeightsPayload:
     """Trainer ticks done."""
     tensors: Mapping[str, torch.Tensor]
     """This rank's local tensors by name; a tied weight once."""
-    layout: Layout | Mapping[str, HeldShard] | None = None
-    """Which boxes all source ranks hold, or this rank's shard of each parameter; None: every rank holds all whole."""
+    layout: Layout | MeshLayout | Mapping[str, HeldShard] | None = None
+    """Which boxes all source ranks hold, or this rank's shard of each parameter; None: every rank holds all whole. A sink of many
+    source ranks is spared the catalogs of those that it pulls nothing from, if it is a rule (``MeshLayout``)."""
     wire_dtype: torch.dtype | None = None
     """Floating-point parameters travel in it, one-byte codes excepted; None: all as they are."""
-    sink_layout: Layout | None = None
+    sink_layout: AnyLayout | None = None
     """What the sinks will ask for, if known: the bytes are then laid out so that each sink reads only its own."""
     released: threading.Event | None = None
     """If given, ``send`` returns at once and a thread copies; the event is set when the tensors may change again."""

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParallelLayout, make_layout
 from llamarl.weight_sync.adapter_layouts import adapter_parameters
-from llamarl.weight_sync.layout import Layout, mesh_layout
+from llamarl.weight_sync.mesh_layout import JoinedLayout, MeshLayout, RuleLayout
 from llamarl.weight_sync.model_layouts import model_parameters, tp_placements
 
 __all__ = ["Replica", "generator_layout", "generator_weights", "rank_weights", "replicas_of"]
@@ -93,12 +94,12 @@ def generator_layout(config: RunConfig, device: str, replica: Replica) -> Parall
     return ParallelLayout(fsdp=1, tp=replica.num_ranks, mesh=mesh)
 
 
-def generator_weights(config: RunConfig) -> Layout | None:
+def generator_weights(config: RunConfig) -> RuleLayout | None:
     """What every generator rank holds of what is handed over; None without tensor parallelism: each holds all of it."""
     return rank_weights(config, config.generator.replica_ranks)
 
 
-def rank_weights(config: RunConfig, ranks: tuple[int, ...]) -> Layout | None:
+def rank_weights(config: RunConfig, ranks: tuple[int, ...]) -> RuleLayout | None:
     """What each rank of replicas of so many tensor-parallel ranks holds of what is handed over, parameters or adapters alone; None
     where each holds all of it."""
     if max(ranks) == 1:
@@ -109,7 +110,7 @@ def rank_weights(config: RunConfig, ranks: tuple[int, ...]) -> Layout | None:
 
 
 @cache
-def _weights(path: str, ranks: tuple[int, ...], adapters: tuple[int, tuple[str, ...]] | None) -> Layout:
+def _weights(path: str, ranks: tuple[int, ...], adapters: tuple[int, tuple[str, ...]] | None) -> RuleLayout:
     """
     Args:
         ranks: Of each replica.
@@ -119,5 +120,5 @@ def _weights(path: str, ranks: tuple[int, ...], adapters: tuple[int, tuple[str, 
     if adapters is not None:
         parameters = adapter_parameters(parameters, rank=adapters[0], targets=adapters[1])
     placements = tp_placements(parameters)
-    of_size = {tp: mesh_layout(parameters, {"tp": tp}, placements).pieces for tp in set(ranks)}
-    return Layout(dict(parameters), tuple(pieces for tp in ranks for pieces in of_size[tp]))
+    alike = [MeshLayout(parameters, {"dp": len(list(of)), "tp": tp}, placements) for tp, of in groupby(ranks)]
+    return alike[0] if len(alike) == 1 else JoinedLayout(tuple(alike))

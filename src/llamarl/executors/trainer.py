@@ -40,7 +40,8 @@ from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
 from llamarl.trainer.token_log import TokenLog
 from llamarl.types import Group
-from llamarl.weight_sync.layout import Layout
+from llamarl.weight_sync.mesh_layout import MeshLayout, RuleLayout
+from llamarl.weight_sync.trainer_layout import layout_of_shards
 
 __all__ = ["TrainerExecutor"]
 
@@ -83,6 +84,7 @@ class TrainerExecutor(BaseExecutor):
         adapters_only = config.lora.rank > 0 and config.lora.hand_over == "adapter"
         self._wire_dtype = served if served != torch.float32 and not adapters_only else None
         """Generators hold the weights in it, so they travel in it; adapters are merged in float32."""
+        self._layout: MeshLayout | None = None
         self._waits: list[tuple[str, float, float]] = []
         """Spans of this tick in which training stood still for such a copy."""
         self._edge_versions: dict[int, dict[str, torch.Tensor]] = {}
@@ -125,7 +127,7 @@ class TrainerExecutor(BaseExecutor):
         return WeightsPayload(
             version=version,
             tensors=self._edge_versions[version],
-            layout=self.trainer.sync_layout(),
+            layout=self._sync_layout(),
             wire_dtype=self._wire_dtype,
             sink_layout=sink_layout,
         )
@@ -218,20 +220,28 @@ class TrainerExecutor(BaseExecutor):
             return None
         return self._payload(version, background=True, sink_layout=self._layout_behind(channel.name))
 
-    def _layout_behind(self, channel: str) -> Layout | None:
+    def _sync_layout(self) -> MeshLayout:
+        """What all trainer ranks hold of what is handed over."""
+        if self._layout is None:
+            self._layout = layout_of_shards(self.trainer.sync_layout(), self.trainer.layout)
+        return self._layout
+
+    def _layout_behind(self, channel: str) -> RuleLayout | None:
         """What the ranks at a channel's other end hold of what is handed over; None: all of it."""
         sink = next((edge.sink for edge in self.context.writes if edge.name == channel), "generator")
         known = {"generator": generator_weights, "evaluator": evaluator_weights}
         return known[sink](self.config) if sink in known else None
 
-    def _payload(self, version: int, *, background: bool = False, sink_layout: Layout | None = None) -> WeightsPayload:
+    def _payload(
+        self, version: int, *, background: bool = False, sink_layout: RuleLayout | None = None
+    ) -> WeightsPayload:
         released = _Released() if background else None
         if released is not None:
             self._readers.append(released)
         return WeightsPayload(
             version=version,
             tensors=self.trainer.parameters_for_sync(),
-            layout=self.trainer.sync_layout(),
+            layout=self._sync_layout(),
             wire_dtype=self._wire_dtype,
             sink_layout=sink_layout,
             released=released,

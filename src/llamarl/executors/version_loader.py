@@ -21,7 +21,7 @@ from pathlib import Path
 from llamarl.engine.base import AdoptsWeights, Engine, KeepsKV
 from llamarl.models.adapters import AdapterReceiver, merge_adapter, read_adapter_folder
 from llamarl.trainer.config import LoraConfig
-from llamarl.weight_sync.layout import Layout
+from llamarl.weight_sync.mesh_layout import AnyLayout
 from llamarl.weight_sync.sink import WeightVersion
 
 __all__ = ["Served", "VersionLoader", "load_adapter", "serve"]
@@ -61,7 +61,7 @@ class VersionLoader:
         self,
         engine: Engine,
         lora: LoraConfig,
-        layout: Layout | None = None,
+        layout: AnyLayout | None = None,
         *,
         rank: int = 0,
         model_path: str,
@@ -78,7 +78,7 @@ class VersionLoader:
                 alpha=lora.alpha,
                 targets=lora.targets,
                 model_path=model_path,
-                boxes=None if layout is None else {piece.parameter: piece.box for piece in layout.pieces[rank]},
+                boxes=None if layout is None else {piece.parameter: piece.box for piece in layout.pieces_of(rank)},
             )
 
     def load(self, weights: WeightVersion) -> Served:
@@ -102,7 +102,13 @@ def load_adapter(engine: Engine, folder: Path, *, model_path: str) -> None:
     engine.weights_updated(engine.policy_version)
 
 
-def serve(weights: WeightVersion, engine: Engine, layout: Layout | None = None, *, keep_kv: bool = False) -> Served:
+def serve(
+    weights: WeightVersion,
+    engine: Engine,
+    layout: AnyLayout | None = None,
+    *,
+    keep_kv: bool = False,
+) -> Served:
     """Give ``engine`` the version ``weights``, proved byte by byte.
 
     Args:

@@ -123,6 +123,14 @@ class Layout:
     def num_ranks(self) -> int:
         return len(self.pieces)
 
+    def pieces_of(self, rank: int) -> tuple[Piece, ...]:
+        """What one rank holds."""
+        return self.pieces[rank]
+
+    def held_somewhere(self) -> set[str]:
+        """Parameters of which some rank holds something."""
+        return {piece.parameter for pieces in self.pieces for piece in pieces}
+
 
 class HeldShard(Protocol):
     """One parameter and the box of it that one rank holds, as a trainer describes itself."""

@@ -13,7 +13,7 @@ lies as one contiguous region, whatever the source's strides were.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from llamarl.transports.base import Address
 from llamarl.transports.checksum import BLOCK_BYTES, ChecksumKind, digest
 from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, Piece, box_elements, dtype_bytes
+from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout, RuleLayout
 
 __all__ = ["Block", "Catalog", "Region", "SlotHandle", "build_catalog", "manifest_checksum"]
 
@@ -61,6 +62,9 @@ class Catalog:
     blocks: tuple[Block, ...]
     checksum: ChecksumKind = "xxh3"
     """How the blocks' checksums are made."""
+    layout: MeshLayout | None = None
+    """What all source ranks hold, of ``parameters``: a sink then plans without the other ranks' catalogs. None: each source rank
+    has said its own pieces alone."""
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +82,7 @@ class Catalog:
                 [b.offset, b.nbytes, [[names[r.parameter], r.box, r.offset, r.nbytes] for r in b.regions]]
                 for b in self.blocks
             ],
+            "layout": None if self.layout is None else self.layout.to_json(),
         }
         return json.dumps(value, separators=(",", ":")).encode()
 
@@ -95,6 +100,7 @@ class Catalog:
                 Block(offset, size, tuple(Region(names[i], _box(box), o, n) for i, box, o, n in regions))
                 for offset, size, regions in value["blocks"]
             ),
+            layout=None if value["layout"] is None else MeshLayout.from_json(value["layout"], parameters),
         )
 
 
@@ -123,11 +129,11 @@ def manifest_checksum(version: int, catalog_checksum: int, checksums: npt.NDArra
 
 
 def build_catalog(
-    layout: Layout,
+    layout: Layout | MeshLayout,
     rank: int,
     *,
     wire_dtypes: Mapping[str, str] | None = None,
-    sink: Layout | None = None,
+    sink: AnyLayout | None = None,
     block_bytes: int = BLOCK_BYTES,
     checksum: ChecksumKind = "xxh3",
 ) -> Catalog:
@@ -141,16 +147,19 @@ def build_catalog(
     parameters = {
         name: ParameterSpec(spec.shape, wire_dtypes.get(name, spec.dtype)) for name, spec in layout.parameters.items()
     }
-    pieces = tuple({(p.parameter, p.box): p for p in reversed(layout.pieces[rank])}.values())[::-1]
-    cuts = _sink_bounds(sink) if sink is not None else {}
+    pieces = tuple({(p.parameter, p.box): p for p in reversed(layout.pieces_of(rank))}.values())[::-1]
+    bounds = _sink_bounds(sink)
     packer = _Packer(block_bytes)
     for piece in pieces:
         itemsize = dtype_bytes(parameters[piece.parameter].dtype)
-        for cell in _cells(piece.box, cuts.get(piece.parameter)):
+        for cell in _cells(piece.box, bounds(piece)):
             packer.align()
             for box in _runs(cell, max(1, block_bytes // itemsize)):
                 packer.add(piece.parameter, box, box_elements(box) * itemsize)
-    return Catalog(rank, parameters, pieces, packer.finish(), checksum)
+    rule = None
+    if isinstance(layout, MeshLayout):
+        rule = MeshLayout(parameters, layout.mesh, layout.cuts, layout.stages)
+    return Catalog(rank, parameters, pieces, packer.finish(), checksum, rule)
 
 
 class _Packer:
@@ -185,14 +194,29 @@ class _Packer:
         self._regions = []
 
 
-def _sink_bounds(sink: Layout) -> dict[str, list[set[int]]]:
+def _sink_bounds(sink: AnyLayout | None) -> Callable[[Piece], list[set[int]] | None]:
+    """Where the sinks' boxes begin and end by dimension, as far as that is inside of a piece; None: they are not known."""
+    if sink is None:
+        return lambda piece: None
+    if isinstance(sink, RuleLayout):
+        known: dict[object, list[set[int]]] = {}
+
+        def edges(piece: Piece) -> list[set[int]] | None:
+            if piece.parameter not in sink.grids:
+                return None
+            key = (sink.grids[piece.parameter], piece.box)  # layers repeat
+            if key not in known:
+                known[key] = sink.edges(piece.parameter, piece.box)
+            return known[key]
+
+        return edges
     bounds: dict[str, list[set[int]]] = {}
     for pieces in sink.pieces:
         for piece in pieces:
             dims = bounds.setdefault(piece.parameter, [set() for _ in piece.box])
-            for cut, edges in zip(dims, piece.box, strict=True):
-                cut.update(edges)
-    return bounds
+            for cut, edges_of_dim in zip(dims, piece.box, strict=True):
+                cut.update(edges_of_dim)
+    return lambda piece: bounds.get(piece.parameter)
 
 
 def _cells(box: Box, cuts: list[set[int]] | None) -> Iterator[Box]:

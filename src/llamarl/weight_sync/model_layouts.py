@@ -18,7 +18,13 @@ from llamarl.errors import ModelError
 from llamarl.models.sizes import KEY_VALUE_LAYERS
 from llamarl.weight_sync.layout import ParameterSpec, Shard
 
-__all__ = ["ModelParameters", "fsdp_tp_placements", "model_parameters", "name_pattern", "tp_placements"]
+__all__ = [
+    "ModelParameters",
+    "fsdp_tp_placements",
+    "model_parameters",
+    "name_pattern",
+    "tp_placements",
+]
 
 # Styles of transformers' plans, by what they do to a parameter.
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
@@ -178,15 +184,15 @@ def _described(config: str | Path | Mapping[str, Any]) -> PretrainedConfig:
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def tp_placements(parameters: ModelParameters, axis: str = "tp") -> dict[str, list[Shard]]:
+def tp_placements(parameters: ModelParameters, axis: str = "tp") -> dict[str, tuple[Shard, ...]]:
     """Cuts of a tensor-parallel generator; what the plan does not cut is replicated."""
-    return {name: [_tp_shard(parameters, name, axis)] for name in parameters.tp_dims}
+    return {name: (_tp_shard(parameters, name, axis),) for name in parameters.tp_dims}
 
 
-def fsdp_tp_placements(parameters: ModelParameters, fsdp: str = "fsdp", tp: str = "tp") -> dict[str, list[Shard]]:
+def fsdp_tp_placements(parameters: ModelParameters, fsdp: str = "fsdp", tp: str = "tp") -> dict[str, tuple[Shard, ...]]:
     """Cuts of a trainer: tensor parallelism first, then FSDP along dimension 0 of what is left."""
     return {
-        name: [*([_tp_shard(parameters, name, tp)] if name in parameters.tp_dims else []), Shard(fsdp, 0)]
+        name: (*([_tp_shard(parameters, name, tp)] if name in parameters.tp_dims else []), Shard(fsdp, 0))
         for name, spec in parameters.items()
         if spec.shape
     }

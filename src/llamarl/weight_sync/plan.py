@@ -7,21 +7,36 @@ For each parameter, intersect what a sink rank needs with what source ranks hold
                      rank 1 rows 3..6                             0 ─▶ 1 rows 3..4,  1 ─▶ 1 rows 4..6
                      rank 2 rows 6..8                             1 ─▶ 2 rows 6..8
 
-Every element that a sink holds is written by exactly one copy. Where several source ranks hold the same box, each copy
-goes to the one with the fewest bytes to send so far, largest copies first, so replicas share the load; the choice
-depends on the two layouts alone, so every rank computes the same plan without a word.
+Every element that a sink holds is written by exactly one copy. Copies that the same source ranks could send are dealt to
+these ranks in turn, largest first, so that replicas share the load to within one copy: of the rank that is dealt first
+and the one that is dealt last, each copy of the second is at least as large as the next one of the first. Whose turn a
+copy is depends on the two layouts alone, so every rank computes the same plan without a word.
+
+This lists the plan of all ranks, for layouts that are lists themselves. A rank of two layouts that are rules works out
+its own part alone, to the same result: ``local_plan.py``.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from llamarl.errors import PlanError
-from llamarl.weight_sync.layout import Box, Layout, Piece, box_elements, dtype_bytes, intersect, shift, subtract
+from llamarl.weight_sync.layout import (
+    Box,
+    Layout,
+    ParameterSpec,
+    Piece,
+    box_elements,
+    dtype_bytes,
+    intersect,
+    shift,
+    subtract,
+)
 
-__all__ = ["SliceCopy", "TransferPlan", "plan_transfer"]
+__all__ = ["SliceCopy", "TransferPlan", "check_names", "plan_transfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +60,7 @@ class SliceCopy:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All slice copies of one hand-over, in order of parameter, sink rank and position."""
+    """All slice copies of one hand-over, in order of the source's parameters, sink rank and position."""
 
     copies: tuple[SliceCopy, ...]
     num_source_ranks: int
@@ -81,51 +96,79 @@ def plan_transfer(source: Layout, sink: Layout, *, allow_unused: bool = False) -
     Raises:
         PlanError: A parameter is missing on one side, has another shape, or no source rank holds a part of it.
     """
-    _check_names(source, sink, allow_unused)
+    check_names(source, sink, allow_unused)
     holders = _by_parameter(source)
     needs = _by_parameter(sink)
-    jobs: list[tuple[int, str, Box, list[tuple[int, Piece]], int, Piece]] = []
+    jobs: list[_Job] = []
     geometry: dict[object, list[list[tuple[int, Box]]]] = {}
-    for name, wanted in needs.items():
+    for name in source.parameters:
+        wanted = needs.get(name, [])
         itemsize = dtype_bytes(source.parameters[name].dtype)
-        by_box: dict[Box, list[tuple[int, Piece]]] = {}
-        for rank, piece in holders.get(name, ()):
-            by_box.setdefault(piece.box, []).append((rank, piece))
+        by_box: dict[Box, dict[int, Piece]] = {}
+        for rank, piece in holders[name]:
+            by_box.setdefault(piece.box, {}).setdefault(rank, piece)
         boxes = list(by_box)
         sink_boxes = list(dict.fromkeys(piece.box for _, piece in wanted))
         key = (tuple(boxes), tuple(sink_boxes))  # layers repeat: their geometry is worked out once
         if key not in geometry:
             geometry[key] = [_cover(name, need, boxes) for need in sink_boxes]
         covers = dict(zip(sink_boxes, geometry[key], strict=True))
-        for sink_rank, piece in wanted:
-            for index, box in covers[piece.box]:
-                jobs.append((box_elements(box) * itemsize, name, box, by_box[boxes[index]], sink_rank, piece))
-    chosen = _share_load(jobs, source.num_ranks)
+        of_name = [
+            _Job(name, box, box_elements(box) * itemsize, by_box[boxes[index]], sink_rank, piece)
+            for sink_rank, piece in wanted
+            for index, box in covers[piece.box]
+        ]
+        jobs += sorted(of_name, key=lambda job: (job.sink_rank, job.box))
     copies = tuple(
         SliceCopy(
-            parameter=name,
-            box=box,
+            parameter=job.name,
+            box=job.box,
             source_rank=rank,
-            source_tensor=held.tensor,
-            source_slice=shift(box, [a for a, _ in held.box], held.origin),
-            sink_rank=sink_rank,
-            sink_tensor=piece.tensor,
-            sink_slice=shift(box, [a for a, _ in piece.box], piece.origin),
-            nbytes=nbytes,
+            source_tensor=(held := job.holders[rank]).tensor,
+            source_slice=shift(job.box, [a for a, _ in held.box], held.origin),
+            sink_rank=job.sink_rank,
+            sink_tensor=job.piece.tensor,
+            sink_slice=shift(job.box, [a for a, _ in job.piece.box], job.piece.origin),
+            nbytes=job.nbytes,
         )
-        for (nbytes, name, box, _, sink_rank, piece), (rank, held) in zip(jobs, chosen, strict=True)
+        for job, rank in zip(jobs, _deal(jobs), strict=True)
     )
     return TransferPlan(copies, source.num_ranks, sink.num_ranks)
 
 
-def _check_names(source: Layout, sink: Layout, allow_unused: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A copy whose source rank is still to be chosen."""
+
+    name: str
+    box: Box
+    nbytes: int
+    holders: Mapping[int, Piece]
+    """By source rank."""
+    sink_rank: int
+    piece: Piece
+
+
+class _Names(Protocol):
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]: ...
+
+    def held_somewhere(self) -> set[str]: ...
+
+
+def check_names(source: _Names, sink: _Names, allow_unused: bool) -> None:
+    """Both sides must mean the same parameters.
+
+    Raises:
+        PlanError: See ``plan_transfer``.
+    """
     missing = sorted(sink.parameters.keys() - source.parameters.keys())
     if missing:
         raise PlanError(
             f"the sink needs {len(missing)} parameters that the source does not send: {_some(missing)}; "
             "tied weights are sent once, under the name the source gives them"
         )
-    unused = sorted(source.parameters.keys() - {p.parameter for pieces in sink.pieces for p in pieces})
+    unused = sorted(source.parameters.keys() - sink.held_somewhere())
     if unused and not allow_unused:
         raise PlanError(
             f"the source sends {len(unused)} parameters that no sink rank holds: {_some(unused)}; "
@@ -175,17 +218,18 @@ def _cover(name: str, need: Box, boxes: list[Box]) -> list[tuple[int, Box]]:
     return sorted(parts, key=lambda part: part[1])
 
 
-def _share_load(
-    jobs: list[tuple[int, str, Box, list[tuple[int, Piece]], int, Piece]], num_source_ranks: int
-) -> list[tuple[int, Piece]]:
-    load = [0] * num_source_ranks
-    chosen: list[tuple[int, Piece] | None] = [None] * len(jobs)
-    for index in sorted(range(len(jobs)), key=lambda i: (len(jobs[i][3]) > 1, -jobs[i][0], i)):  # no choice: first
-        nbytes, _, _, candidates, _, _ = jobs[index]
-        holder = min(candidates, key=lambda c: (load[c[0]], c[0]))
-        chosen[index] = holder
-        load[holder[0]] += nbytes
-    return [c for c in chosen if c is not None]
+def _deal(jobs: Sequence[_Job]) -> list[int]:
+    """The source rank of each copy."""
+    turns: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, job in enumerate(jobs):
+        turns[tuple(sorted(job.holders))].append(index)
+    place = {name: index for index, name in enumerate(dict.fromkeys(job.name for job in jobs))}
+    chosen = [0] * len(jobs)
+    for ranks, indices in turns.items():
+        indices.sort(key=lambda i: (-jobs[i].nbytes, place[jobs[i].name], jobs[i].box, jobs[i].sink_rank))
+        for turn, index in enumerate(indices):
+            chosen[index] = ranks[turn % len(ranks)]
+    return chosen
 
 
 def _sum_by(pairs: Iterable[tuple[int, int]], size: int) -> list[int]:

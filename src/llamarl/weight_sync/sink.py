@@ -1,6 +1,7 @@
 """The sink rank's side of a hand-over: read manifests, plan, pull exactly the slices needed, prove them.
 
-    handles ─▶ open slots, check generation and manifest ─▶ plan (once per layout) ─▶ for each block that matters:
+    handles ─▶ open a slot, read its catalog ─▶ plan (once per layout) ─▶ open the slots that I pull from, check generation
+        and manifest ─▶ for each block that matters:
         wait until it is written ─▶ bytes into my memory ─▶ does my checksum agree with the manifest's?
             yes: cast and place        no: pull again, MAX_ATTEMPTS in all, then WeightSyncError
 
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,13 +25,16 @@ from llamarl.transports.checksum import ChecksumKind, block_digest
 from llamarl.transports.deadline import Clock, deadline_clock, wait_for_device
 from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.tcp import TcpRemote
-from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
-from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, intersect, replicated_layout, shift
+from llamarl.weight_sync.dtypes import torch_dtype
+from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, box_elements, intersect, shift
+from llamarl.weight_sync.local_plan import copies_to_sink
 from llamarl.weight_sync.manifest import Block, Catalog, SlotHandle
 from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping, worth_mapping
-from llamarl.weight_sync.plan import SliceCopy, TransferPlan, plan_transfer
+from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout, RuleLayout
+from llamarl.weight_sync.plan import SliceCopy, plan_transfer
 from llamarl.weight_sync.relay import Relays
 from llamarl.weight_sync.remote_slot import MAX_ATTEMPTS, RemoteSlot, read_catalog
+from llamarl.weight_sync.source import whole_on_each
 
 __all__ = ["MAX_ATTEMPTS", "Puller", "WeightVersion"]
 
@@ -58,6 +62,16 @@ class _Pull:
     placements: tuple[_Placement, ...]
     direct: torch.Tensor | None
     """uint8 view of the sink's tensor, where the block's bytes are exactly its bytes."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What this rank pulls of sources and sinks that hold what ``key`` says."""
+
+    key: tuple[object, AnyLayout]
+    copies: tuple[SliceCopy, ...]
+    source_ranks: tuple[int, ...]
+    """Ascending."""
 
 
 class Puller:
@@ -93,9 +107,14 @@ class Puller:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._compiled: tuple[tuple[object, ...], list[_Pull]] | None = None
         self._map_plan: tuple[tuple[object, ...], MapPlan] | None = None
+        self._shares: list[_Share] = []
+        """The last one first; two, for a version may be asked whether it is worth mapping and then loaded."""
 
     def open(self, handles: Sequence[SlotHandle], deadline_s: float) -> WeightVersion:
-        """Open every source rank's slot and prove its manifest. Pulls no weights yet.
+        """Open the slots of the source ranks that this rank pulls from, and prove their manifests. Pulls no weights yet.
+
+        Whom it pulls from is known from the version before, or to be all of them where each has said its own pieces alone. Of a
+        first version one slot is looked at here, and the others are opened when it is asked for.
 
         Args:
             deadline_s: Longest time that this takes, and, each for itself, all that is later asked of the version.
@@ -107,8 +126,19 @@ class Puller:
         if len(versions) != 1:
             raise WeightSyncError(f"{self._name}: source ranks offer different versions {sorted(versions)}")
         clock = self.clock("opening", min(versions), deadline_s)
+        known = self._shares[0].source_ranks if self._shares else ()
+        if not known or known[-1] >= len(handles):
+            known = (self.rank % len(handles),)  # sinks begin at different sources
         with self._opening:
-            return WeightVersion(self, [self._open_slot(handle, clock, deadline_s) for handle in handles], deadline_s)
+            who, remote, catalog = self._slot(handles[known[0]], clock)
+            if catalog.layout is None or len(handles) == 1:
+                known = tuple(range(len(handles)))
+            elif not self._shares:
+                RemoteSlot(handles[known[0]], remote, catalog, who, clock)  # proves it; may not be one to pull from
+                known = ()
+        version = WeightVersion(self, handles, catalog, deadline_s)
+        version.slots_of(known, clock)
+        return version
 
     def fetch_ahead(self, handles: Sequence[SlotHandle], deadline_s: float) -> None:
         """Have a version of another host copied to this one while this process works on; any thread, returns at once.
@@ -116,6 +146,8 @@ class Puller:
         ``open`` of the same version then finds the bytes here, or follows them as they come. Nothing is told of what goes wrong:
         ``open`` asks again and tells. What lies on this host stays where it is.
         """
+        if self._shares:
+            handles = [handle for handle in handles if handle.source_rank in self._shares[0].source_ranks]
         if not any(is_elsewhere(handle.address) for handle in handles if isinstance(handle.address, SegmentHandle)):
             return
         before = self._fetching
@@ -165,15 +197,70 @@ class Puller:
         """Of one thing that is done with a version."""
         return deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is {doing} version {version}")
 
-    def map_plan(self, slots: Sequence[RemoteSlot], layout: Layout | None) -> MapPlan:
-        """What could be mapped of these slots and what not; worked out once per layout."""
+    def map_plan(self, version: WeightVersion, layout: AnyLayout | None, clock: Clock) -> MapPlan:
+        """What could be mapped of a version and what not; worked out once per layout."""
+        slots, copies = self.share(version, layout, clock)
         catalogs = [slot.catalog for slot in slots]
         key = (tuple(id(catalog) for catalog in catalogs), layout)
         if self._map_plan is None or self._map_plan[0] != key:
-            sink = layout if layout is not None else replicated_layout(catalogs[0].parameters, self._num_sink_ranks)
-            copies = self._plan(catalogs, sink).to_sink(self.rank)
-            self._map_plan = (key, plan_mapping(catalogs, copies, sink.pieces[self.rank]))
+            pieces = self._sink(version, layout).pieces_of(self.rank)
+            self._map_plan = (key, plan_mapping(catalogs, copies, pieces))
         return self._map_plan[1]
+
+    def share(
+        self,
+        version: WeightVersion,
+        layout: AnyLayout | None,
+        clock: Clock,
+    ) -> tuple[list[RemoteSlot], Sequence[SliceCopy]]:
+        """The slots that this rank pulls from, and its copies.
+
+        Raises:
+            WeightSyncError: The two sides' parameters do not fit.
+        """
+        sink = self._sink(version, layout)
+        if sink.num_ranks != self._num_sink_ranks:
+            raise ValueError(f"the layout counts {sink.num_ranks} sink ranks, the channel {self._num_sink_ranks}")
+        rule = version.catalog.layout
+        told: list[Catalog] = []
+        if rule is None:  # each source rank has said its own pieces alone
+            told = [slot.catalog for slot in version.slots_of(range(version.num_source_ranks), clock)]
+        key = (rule if rule is not None else tuple(id(catalog) for catalog in told), sink)
+        found = next((share for share in self._shares if share.key == key), None)
+        if found is None:
+            try:
+                copies = self._copies(rule or Layout(version.parameters, tuple(c.pieces for c in told)), sink)
+            except PlanError as error:
+                raise WeightSyncError(f"{self._name}: sink rank {self.rank} cannot be served: {error}") from error
+            ranks = {copy.source_rank for copy in copies} if rule is not None else range(len(told))
+            found = _Share(key, copies, tuple(sorted(ranks)))
+        self._shares = [found, *(share for share in self._shares if share is not found)][:2]
+        slots = version.slots_of(found.source_ranks, clock)
+        for slot in slots:
+            if slot.catalog.layout != rule:
+                raise WeightSyncError(
+                    f"{slot.who}: it describes another layout of the sources than source rank {version.catalog.rank}; "
+                    "this version is not served: resume the run"
+                )
+        return slots, found.copies
+
+    def _copies(self, source: Layout | MeshLayout, sink: AnyLayout) -> tuple[SliceCopy, ...]:
+        if isinstance(source, MeshLayout) and isinstance(sink, RuleLayout):
+            return copies_to_sink(source, sink, self.rank, allow_unused=self._allow_unused)
+        source = source if isinstance(source, Layout) else source.listed()
+        sink = sink if isinstance(sink, Layout) else sink.listed()
+        return plan_transfer(source, sink, allow_unused=self._allow_unused).to_sink(self.rank)
+
+    def _sink(self, version: WeightVersion, layout: AnyLayout | None) -> AnyLayout:
+        return layout if layout is not None else MeshLayout(version.parameters, {"rank": self._num_sink_ranks})
+
+    def open_slot(self, handle: SlotHandle, clock: Clock, deadline_s: float) -> RemoteSlot:
+        """A source rank's slot, or this host's copy of it.
+
+        Raises: As ``open``.
+        """
+        with self._opening:
+            return self._open_slot(handle, clock, deadline_s)
 
     def _open_slot(self, handle: SlotHandle, clock: Clock, deadline_s: float) -> RemoteSlot:
         who, remote, catalog = self._slot(handle, clock)
@@ -210,7 +297,12 @@ class Puller:
         catalog_key = (handle.source_rank, handle.catalog_checksum)
         catalog = self._catalogs.get(catalog_key)
         if catalog is None:
-            catalog = self._catalogs[catalog_key] = read_catalog(handle, known[1], who, clock)
+            catalog = read_catalog(handle, known[1], who, clock)
+            for other in self._catalogs.values():  # the ranks of one layout say the same of it: kept once
+                if (other.parameters, other.layout) == (catalog.parameters, catalog.layout):
+                    catalog = replace(catalog, parameters=other.parameters, layout=other.layout)
+                    break
+            self._catalogs[catalog_key] = catalog
         return who, known[1], catalog
 
     def _pull_block(self, slot: RemoteSlot, pull: _Pull, promised: int, clock: Clock) -> None:
@@ -225,28 +317,23 @@ class Puller:
         slot.refuse_block(pull.index, MAX_ATTEMPTS, clock)
 
     def compile(
-        self, slots: Sequence[RemoteSlot], tensors: Mapping[str, torch.Tensor], layout: Layout | None
-    ) -> list[_Pull]:
-        """What fills ``tensors`` from these slots; worked out once per layout and set of tensors."""
+        self,
+        version: WeightVersion,
+        tensors: Mapping[str, torch.Tensor],
+        layout: AnyLayout | None,
+        clock: Clock,
+    ) -> tuple[list[RemoteSlot], list[_Pull]]:
+        """What fills ``tensors`` from a version, and from which slots; worked out once per layout and set of tensors."""
         local = {name: _plain(tensor) for name, tensor in tensors.items()}
-        catalogs = tuple(slot.catalog for slot in slots)
+        slots, copies = self.share(
+            version, whole_on_each(local, self._num_sink_ranks) if layout is None else layout, clock
+        )
+        catalogs = [slot.catalog for slot in slots]
         where = tuple((name, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device) for name, t in local.items())
         key = (tuple(id(c) for c in catalogs), where, layout)  # self._catalogs keeps the ids
-        if self._compiled is not None and self._compiled[0] == key:
-            return self._compiled[1]
-        sink = layout if layout is not None else _whole(local, self._num_sink_ranks)
-        plan = self._plan(catalogs, sink)
-        self._compiled = (key, self.compile_copies(catalogs, plan.to_sink(self.rank), local))
-        return self._compiled[1]
-
-    def _plan(self, catalogs: Sequence[Catalog], sink: Layout) -> TransferPlan:
-        if sink.num_ranks != self._num_sink_ranks:
-            raise ValueError(f"the layout counts {sink.num_ranks} sink ranks, the channel {self._num_sink_ranks}")
-        source = Layout(catalogs[0].parameters, tuple(c.pieces for c in catalogs))
-        try:
-            return plan_transfer(source, sink, allow_unused=self._allow_unused)
-        except PlanError as error:
-            raise WeightSyncError(f"{self._name}: sink rank {self.rank} cannot be served: {error}") from error
+        if self._compiled is None or self._compiled[0] != key:
+            self._compiled = (key, self.compile_copies(catalogs, copies, local))
+        return slots, self._compiled[1]
 
     def compile_copies(
         self, catalogs: Sequence[Catalog], copies: Sequence[SliceCopy], local: Mapping[str, torch.Tensor]
@@ -259,6 +346,7 @@ class Puller:
         if self._scratch.numel() < largest:
             self._scratch = torch.empty(largest, dtype=torch.uint8, device=self._transport.device)
         pulls = []
+        found = 0
         for catalog in catalogs:
             for index, block in enumerate(catalog.blocks):
                 matches = [
@@ -268,9 +356,15 @@ class Puller:
                     if (common := intersect(region.box, copy.box)) is not None
                 ]
                 if matches:
+                    found += sum(box_elements(common) for _, _, common, _ in matches)
                     placements = tuple(self._place(catalog, local, *match) for match in matches)
                     direct = _direct(block, placements, self._transport.device)
                     pulls.append(_Pull(catalog.rank, index, block, () if direct is not None else placements, direct))
+        if found < sum(box_elements(copy.box) for copy in copies):
+            raise WeightSyncError(
+                f"{self._name}: sink rank {self.rank}: the source ranks do not hold what their layout says; "
+                "this version is not served"
+            )
         return sorted(pulls, key=lambda pull: pull.index)  # in the order in which the sources write them
 
     def _place(
@@ -308,23 +402,44 @@ class WeightVersion:
         deadline_s: Of each of its methods that is given none: the one within which the channel had to open it.
     """
 
-    def __init__(self, puller: Puller, slots: list[RemoteSlot], deadline_s: float) -> None:
+    def __init__(self, puller: Puller, handles: Sequence[SlotHandle], catalog: Catalog, deadline_s: float) -> None:
         self._puller = puller
-        self._slots = slots
+        self._handles = handles
+        self._slots: dict[int, RemoteSlot] = {}
         self._deadline_s = deadline_s
+        self.catalog = catalog
+        """Of one source rank."""
 
     @property
     def version(self) -> int:
         """Trainer ticks done when these weights were made."""
-        return self._slots[0].handle.version
+        return self._handles[0].version
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """Global shapes and wire dtypes of what the source sends."""
-        return self._slots[0].catalog.parameters
+        return self.catalog.parameters
+
+    @property
+    def num_source_ranks(self) -> int:
+        return len(self._handles)
+
+    def slots_of(self, ranks: Iterable[int], clock: Clock) -> list[RemoteSlot]:
+        """The slots of some source ranks, in their order; those that were not opened yet are.
+
+        Raises: As ``Puller.open``.
+        """
+        ranks = list(ranks)
+        for rank in ranks:
+            if rank not in self._slots:
+                self._slots[rank] = self._puller.open_slot(self._handles[rank], clock, self._deadline_s)
+        return [self._slots[rank] for rank in ranks]
 
     def load_into(
-        self, tensors: Mapping[str, torch.Tensor], layout: Layout | None = None, deadline_s: float | None = None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        layout: AnyLayout | None = None,
+        deadline_s: float | None = None,
     ) -> int:
         """Pull exactly the slices this rank holds, straight from every source rank, into its live tensors.
 
@@ -333,7 +448,8 @@ class WeightVersion:
 
         Args:
             tensors: This sink rank's tensors by name; written in place, cast where their dtype differs.
-            layout: All sink ranks' pieces; None: every sink rank holds every tensor whole, under the source's names.
+            layout: All sink ranks' pieces, listed or as a rule; None: every sink rank holds every tensor whole, under the
+                source's names.
             deadline_s: Longest time that it takes; None: the channel's.
 
         Returns:
@@ -346,12 +462,13 @@ class WeightVersion:
         """
         with torch.no_grad():
             clock = self._clock("loading", deadline_s)
-            pulled = self._puller.pull(self._slots, self._puller.compile(self._slots, tensors, layout), clock)
-            for slot in self._slots:
+            slots, pulls = self._puller.compile(self, tensors, layout, clock)
+            pulled = self._puller.pull(slots, pulls, clock)
+            for slot in slots:
                 slot.finish(clock)
             return pulled
 
-    def map_tensors(self, layout: Layout | None = None, deadline_s: float | None = None) -> dict[str, torch.Tensor]:
+    def map_tensors(self, layout: AnyLayout | None = None, deadline_s: float | None = None) -> dict[str, torch.Tensor]:
         """This rank's tensors without a copy: read-only views of the slots, each byte checked against the manifest.
 
         Only on one host (``can_map``), in the dtype in which they travel; a tensor that is put together from several
@@ -361,30 +478,37 @@ class WeightVersion:
         Raises: As ``load_into``.
         """
         clock = self._clock("mapping", deadline_s)
-        plan = self._puller.map_plan(self._slots, layout)
-        views = map_slots(self._slots, plan, clock)
+        plan = self._puller.map_plan(self, layout, clock)
+        slots, _ = self._puller.share(self, layout, clock)
+        views = map_slots(slots, plan, clock)
         if views is None:
             raise WeightSyncError(f"version {self.version} cannot be mapped: it lies on another host; use load_into")
         private = {name: torch.empty(shape, dtype=torch_dtype(dtype)) for name, (shape, dtype) in plan.private.items()}
         if private:
-            catalogs = [slot.catalog for slot in self._slots]
-            self._puller.pull(self._slots, self._puller.compile_copies(catalogs, plan.copies, private), clock)
-        for slot in self._slots:
+            catalogs = [slot.catalog for slot in slots]
+            self._puller.pull(slots, self._puller.compile_copies(catalogs, plan.copies, private), clock)
+        for slot in slots:
             slot.finish(clock)
         return views | private
 
     @property
     def can_map(self) -> bool:
-        """Whether ``map_tensors`` works here: every source's memory is mapped in this process."""
-        return all(slot.view() is not None for slot in self._slots)
+        """Whether ``map_tensors`` works here, of whole parameters: the memory of every source that this rank would pull them from
+        is mapped in this process."""
+        return self._can_map(None)
 
-    def worth_mapping(self, layout: Layout | None = None) -> bool:
+    def _can_map(self, layout: AnyLayout | None) -> bool:
+        slots, _ = self._puller.share(self, layout, self._clock("opening", None))
+        return all(slot.view() is not None for slot in slots)
+
+    def worth_mapping(self, layout: AnyLayout | None = None) -> bool:
         """Whether ``map_tensors`` works here and would copy little: see ``llamarl.weight_sync.mapped.worth_mapping``.
 
         Raises:
             WeightSyncError: The two sides' parameters do not fit.
         """
-        return self.can_map and worth_mapping(self._puller.map_plan(self._slots, layout))
+        clock = self._clock("opening", None)
+        return self._can_map(layout) and worth_mapping(self._puller.map_plan(self, layout, clock))
 
     def check_current(self, deadline_s: float | None = None) -> None:
         """Prove that no slot was written again since this version was opened; asked after serving from its views.
@@ -393,7 +517,7 @@ class WeightVersion:
             WeightSyncError: One was: what was computed from the views since then is of no version.
         """
         clock = self._clock("checking", deadline_s)
-        for slot in self._slots:
+        for slot in self._slots.values():
             slot.check_current(clock)
 
     def _clock(self, doing: str, deadline_s: float | None) -> Clock:
@@ -424,8 +548,3 @@ def _slices(box: Box) -> tuple[slice, ...]:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, "to_local", None)
     return (to_local() if to_local is not None else tensor).detach()
-
-
-def _whole(local: Mapping[str, torch.Tensor], num_ranks: int) -> Layout:
-    specs = {name: ParameterSpec(tuple(t.shape), dtype_name(t.dtype)) for name, t in local.items()}
-    return replicated_layout(specs, num_ranks)

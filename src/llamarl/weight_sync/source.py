@@ -24,11 +24,12 @@ from llamarl.transports.base import SourceTransport
 from llamarl.transports.checksum import block_digest, digest, mix64
 from llamarl.transports.slots import SlotState, Word
 from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
-from llamarl.weight_sync.layout import HeldShard, Layout, ParameterSpec, layout_of_rank, replicated_layout
+from llamarl.weight_sync.layout import HeldShard, Layout, ParameterSpec, layout_of_rank
 from llamarl.weight_sync.manifest import Catalog, SlotHandle, build_catalog, manifest_checksum
+from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.source_slot import SourceSlot, make_slot, slot_offsets
 
-__all__ = ["Publisher"]
+__all__ = ["Publisher", "whole_on_each"]
 
 
 class Publisher:
@@ -67,9 +68,9 @@ class Publisher:
         version: int,
         tensors: Mapping[str, torch.Tensor],
         *,
-        layout: Layout | Mapping[str, HeldShard] | None = None,
+        layout: Layout | MeshLayout | Mapping[str, HeldShard] | None = None,
         wire_dtype: torch.dtype | None = None,
-        sink_layout: Layout | None = None,
+        sink_layout: AnyLayout | None = None,
         token: int | None = None,
         background: bool = False,
         done: Callable[[], None] | None = None,
@@ -78,8 +79,8 @@ class Publisher:
 
         Args:
             tensors: This rank's local tensors, by the names the layout's pieces use.
-            layout: All source ranks' pieces, or this rank's shards by parameter; None: every rank holds every tensor
-                whole.
+            layout: All source ranks' pieces, listed or as a rule, or this rank's shards by parameter; None: every rank holds
+                every tensor whole.
             wire_dtype: Floating-point parameters travel in it, one-byte codes excepted; None: all in their own dtype.
             sink_layout: What the sinks will ask for, if known; the slot is then cut to fit.
             token: Its number, above that of every earlier call; None: the last one's plus 1.
@@ -242,17 +243,18 @@ class Publisher:
     def _prepare(
         self,
         local: Mapping[str, torch.Tensor],
-        layout: Layout | Mapping[str, HeldShard] | None,
+        layout: Layout | MeshLayout | Mapping[str, HeldShard] | None,
         wire_dtype: torch.dtype | None,
-        sink_layout: Layout | None,
+        sink_layout: AnyLayout | None,
     ) -> None:
         signature = tuple((name, tuple(t.shape), t.dtype) for name, t in local.items())
         made_for = (signature, layout, wire_dtype, sink_layout)
         if made_for == self._made_for:
             return
+        source: Layout | MeshLayout
         if layout is None:
-            source = _whole(local, self._num_source_ranks)
-        elif isinstance(layout, Layout):
+            source = whole_on_each(local, self._num_source_ranks)
+        elif isinstance(layout, Layout | MeshLayout):
             source = layout
         else:
             source = layout_of_rank(layout, self._rank, self._num_source_ranks)
@@ -285,13 +287,14 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return (to_local() if to_local is not None else tensor).detach()
 
 
-def _whole(local: Mapping[str, torch.Tensor], num_ranks: int) -> Layout:
+def whole_on_each(local: Mapping[str, torch.Tensor], num_ranks: int) -> MeshLayout:
+    """Every rank holds these tensors, each a whole parameter of its name."""
     specs = {name: ParameterSpec(tuple(t.shape), dtype_name(t.dtype)) for name, t in local.items()}
-    return replicated_layout(specs, num_ranks)
+    return MeshLayout(specs, {"rank": num_ranks})
 
 
-def _check_tensors(layout: Layout, rank: int, local: Mapping[str, torch.Tensor]) -> None:
-    for piece in layout.pieces[rank]:
+def _check_tensors(layout: Layout | MeshLayout, rank: int, local: Mapping[str, torch.Tensor]) -> None:
+    for piece in layout.pieces_of(rank):
         tensor = local.get(piece.tensor)
         if tensor is None:
             raise ValueError(
@@ -307,7 +310,7 @@ def _check_tensors(layout: Layout, rank: int, local: Mapping[str, torch.Tensor])
             )
 
 
-def _wire_dtypes(layout: Layout, wire_dtype: torch.dtype | None) -> dict[str, str]:
+def _wire_dtypes(layout: Layout | MeshLayout, wire_dtype: torch.dtype | None) -> dict[str, str]:
     if wire_dtype is None:
         return {}
     if not wire_dtype.is_floating_point:

@@ -65,7 +65,7 @@ def test_each_rank_of_each_replica_holds_its_part_of_the_heads_and_all_of_what_i
     assert generator_weights(_config("--generator.dp", "2")) is None
     layout = generator_weights(_config("--generator.dp", "2", "--generator.tp", "2"))
     assert layout is not None
-    held = [{p.parameter: p.box for p in pieces} for pieces in layout.pieces]
+    held = [{p.parameter: p.box for p in pieces} for pieces in layout.listed().pieces]
     assert held[0] == held[2] and held[1] == held[3]
     rows, columns = layout.parameters["model.layers.0.self_attn.o_proj.weight"].shape
     assert held[1]["model.layers.0.self_attn.o_proj.weight"] == ((0, rows), (columns // 2, columns))
@@ -79,8 +79,8 @@ def test_adapters_are_cut_as_the_weights_beside_them() -> None:
     generator, evaluator = generator_weights(config), evaluator_weights(config)
     assert whole is not None and generator is not None and evaluator is not None
     layer = "model.layers.1.{}_proj.lora_{}.default.weight".format
-    held = [{piece.parameter: piece.box for piece in pieces} for pieces in generator.pieces]
-    weights = [{piece.parameter: piece.box for piece in pieces} for pieces in whole.pieces]
+    held = [{piece.parameter: piece.box for piece in pieces} for pieces in generator.listed().pieces]
+    weights = [{piece.parameter: piece.box for piece in pieces} for pieces in whole.listed().pieces]
     assert set(held[0]) == set(held[1]) == set(generator.parameters)
     for name, cut in (("self_attn.q", 0), ("self_attn.v", 0), ("mlp.down", 1)):
         for rank in range(2):
@@ -88,7 +88,10 @@ def test_adapters_are_cut_as_the_weights_beside_them() -> None:
             assert (rows, columns)[cut] != ((0, 0), (0, 0)) and held[0] != held[1]
             assert held[rank][layer(name, "A")] == ((0, 3), columns)
             assert held[rank][layer(name, "B")] == (rows, (0, 3))
-    heads = [{piece.parameter: piece.box for piece in pieces}[layer("self_attn.k", "B")] for pieces in evaluator.pieces]
+    heads = [
+        {piece.parameter: piece.box for piece in pieces}[layer("self_attn.k", "B")]
+        for pieces in evaluator.listed().pieces
+    ]
     assert heads[0] == heads[1] == heads[4] and heads[2] == heads[3] and heads[0] != heads[2]  # two key-value heads
 
 

@@ -1,0 +1,211 @@
+"""What a rank works out before its first hand-over, as jobs grow: seconds, memory, copies and bytes.
+
+    python benchmarks/hand_over_plan.py --json hand_over_plan.json      # a minute on one core, the whole plan of 64 + 64 ranks with it
+
+Parameters are those of Llama-3.1-405B on meta tensors: nothing is allocated. Two series of as many trainer as generator ranks:
+
+    all grows       two of its layers a stage, stages on both sides: model and ranks grow together; the middle stages are reported,
+                    for in a job of 8 the only stage also holds both ends of the model
+    one model       its 126 layers, in the layouts of ``ONE_MODEL``
+
+A sink's part is what runs before its first pull: the catalogs of the sources that it pulls from, its own copies, and where each
+block goes. A source's is its catalog, cut at the sinks' bounds. ``--whole`` times the plan of all ranks in one list beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import harness
+
+from llamarl.planner.model_spec import find_config
+from llamarl.transports.shared_memory import SharedMemorySink
+from llamarl.weight_sync.local_plan import copies_from_source, copies_to_sink
+from llamarl.weight_sync.manifest import Catalog, build_catalog
+from llamarl.weight_sync.mesh_layout import MeshLayout
+from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters, tp_placements
+from llamarl.weight_sync.plan import plan_transfer
+from llamarl.weight_sync.sink import Puller
+from llamarl.weight_sync.stage_layouts import stage_parameters
+
+MODEL = "Llama-3.1-405B"
+LAYERS_OF_A_STAGE = 2
+ONE_MODEL = {  # ranks a side: trainer (pp, fsdp, tp), generator (replicas, pp, tp)
+    8: ((1, 1, 8), (1, 1, 8)),
+    64: ((2, 4, 8), (8, 1, 8)),
+    512: ((14, 4, 8), (32, 1, 16)),  # 448 trainer ranks: 14 stages of 9 layers
+}
+T = TypeVar("T")
+
+
+def side(
+    parameters: ModelParameters, mesh: dict[str, int], cuts: dict[str, Any], stages: list[ModelParameters]
+) -> MeshLayout:
+    held: dict[str, tuple[int, ...]] = {}
+    for stage, own in enumerate(stages):
+        for name in own:
+            held[name] = (*held.get(name, ()), stage)
+    return MeshLayout(parameters, mesh, cuts, held if len(stages) > 1 else {})
+
+
+def layouts(parameters: ModelParameters, trainer: tuple[int, ...], generator: tuple[int, ...]) -> list[MeshLayout]:
+    pp, fsdp, tp = trainer
+    replicas, stages, wide = generator
+    return [
+        side(parameters, {"pp": pp, "fsdp": fsdp, "tp": tp}, fsdp_tp_placements(parameters), stage_parameters(parameters, pp)),
+        side(
+            parameters, {"replica": replicas, "pp": stages, "tp": wide}, tp_placements(parameters), stage_parameters(parameters, stages)
+        ),
+    ]  # fmt: skip
+
+
+def measured(work: Callable[[], T]) -> tuple[T, float, int]:
+    """What ``work`` gives, its seconds, and the bytes that this keeps alive; the second run is the one that is timed."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    kept = work()
+    gc.collect()
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    begun = time.perf_counter()
+    again = work()
+    seconds = time.perf_counter() - begun
+    del kept
+    return again, seconds, held
+
+
+def of_sink(source: MeshLayout, sink: MeshLayout, rank: int) -> dict[str, float]:
+    """What runs at a generator rank before it pulls, with the slots' bytes left out."""
+    copies, plan_s, plan_bytes = measured(lambda: copies_to_sink(source, sink, rank))
+    sources = sorted({copy.source_rank for copy in copies})
+    some = sources[:: max(1, len(sources) // 4)][:4]  # the others' catalogs are as large
+    said = {r: build_catalog(source, r, sink=sink).to_bytes() for r in some}
+    begun = time.perf_counter()
+    catalogs = [Catalog.from_bytes(data) for data in said.values()]
+    read_s = (time.perf_counter() - begun) * len(sources) / len(some)
+    shapes = {
+        p.parameter: torch.empty([b - a for a, b in p.box], dtype=torch.bfloat16, device="meta")
+        for p in sink.pieces_of(rank)
+    }
+    puller = Puller(rank=rank, num_sink_ranks=sink.num_ranks, transport=SharedMemorySink())
+    of_some = [copy for copy in copies if copy.source_rank in said]
+    begun = time.perf_counter()
+    puller.compile_copies(catalogs, of_some, shapes)
+    compile_s = (time.perf_counter() - begun) * len(copies) / len(of_some)
+    puller.close()
+    return {
+        "plan_s": plan_s,
+        "plan_bytes": plan_bytes,
+        "copies": len(copies),
+        "sources": len(sources),
+        "received_bytes": sum(copy.nbytes for copy in copies),
+        "catalog_bytes": sum(map(len, said.values())) * len(sources) / len(some),
+        "read_catalogs_s": read_s,
+        "blocks_s": compile_s,
+    }
+
+
+def of_source(source: MeshLayout, sink: MeshLayout, rank: int) -> dict[str, float]:
+    copies, plan_s, plan_bytes = measured(lambda: copies_from_source(source, sink, rank))
+    begun = time.perf_counter()
+    catalog = build_catalog(source, rank, sink=sink)
+    return {
+        "catalog_s": time.perf_counter() - begun,
+        "version_bytes": catalog.nbytes,
+        "plan_s": plan_s,
+        "plan_bytes": plan_bytes,
+        "copies": len(copies),
+        "sent_bytes": sum(copy.nbytes for copy in copies),
+    }
+
+
+def medians(found: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(one[key] for one in found) for key in found[0]}
+
+
+def case(config: dict[str, Any], num_layers: int, trainer: Any, generator: Any) -> dict[str, Any]:
+    """Medians over ranks of the middle and the last."""
+    parameters = model_parameters({**config, "num_hidden_layers": num_layers})
+    begun = time.perf_counter()
+    source, sink = layouts(parameters, trainer, generator)
+    layout_s = time.perf_counter() - begun
+
+    def some(num_ranks: int) -> list[int]:
+        return sorted({num_ranks // 3, num_ranks // 2, num_ranks - 1})
+
+    return {
+        "trainer": trainer,
+        "generator": generator,
+        "layers": num_layers,
+        "layout_s": layout_s,
+        "sink": medians([of_sink(source, sink, rank) for rank in some(sink.num_ranks)]),
+        "source": medians([of_source(source, sink, rank) for rank in some(source.num_ranks)]),
+    }
+
+
+def whole(config: dict[str, Any], trainer: Any, generator: Any) -> dict[str, float]:
+    """The plan of all ranks in one list, as a rank without rules would need it."""
+    source, sink = layouts(model_parameters(config), trainer, generator)
+    begun = time.perf_counter()
+    plan = plan_transfer(source.listed(), sink.listed())
+    return {"seconds": time.perf_counter() - begun, "copies": len(plan.copies)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096], help="of one side")
+    parser.add_argument("--whole", type=int, nargs="*", default=[8, 64], help="also list the plan of all these ranks")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    _, config = find_config(MODEL)
+    results: dict[str, Any] = {"all grows": {}, "one model": {}, "whole": {}}
+    print(
+        f"{'':14}{'ranks':>12}{'sink: s':>9}{'kB':>8}{'copies':>8}{'sources':>8}{'blocks: s':>10}{'GB in':>8}"
+        f"{'source: s':>10}{'kB':>8}{'copies':>8}{'GB out':>8}"
+    )
+    for series in ("all grows", "one model"):
+        for n in args.ranks:
+            if series == "one model" and n not in ONE_MODEL:
+                continue
+            if series == "all grows":
+                stages = n // 8
+                found = case(config, LAYERS_OF_A_STAGE * stages, (stages, 1, 8), (1, stages, 8))
+            else:
+                found = case(config, config["num_hidden_layers"], *ONE_MODEL[n])
+            results[series][n] = found
+            a, b = found["sink"], found["source"]
+            print(
+                f"{series:14}{n:>6}+{n:<5}{a['plan_s']:>9.3f}{a['plan_bytes'] / 1e3:>8.0f}{a['copies']:>8.0f}{a['sources']:>8.0f}"
+                f"{a['read_catalogs_s'] + a['blocks_s']:>10.2f}{a['received_bytes'] / 1e9:>8.2f}"
+                f"{b['plan_s'] + b['catalog_s']:>10.3f}{b['plan_bytes'] / 1e3:>8.0f}{b['copies']:>8.0f}{b['sent_bytes'] / 1e9:>8.2f}",
+                flush=True,
+            )
+    for n in args.whole:
+        results["whole"][n] = found = whole(config, *ONE_MODEL[n])
+        print(f"the plan of all ranks in one list, {n} + {n}: {found['seconds']:.1f} s, {found['copies']:,} copies")
+    grown = [results["all grows"][n] for n in args.ranks if n > 8]
+    most = {
+        (role, key): max(found[role][key] for found in grown) / min(found[role][key] for found in grown)
+        for role in ("sink", "source")
+        for key in ("copies", "plan_bytes", "received_bytes" if role == "sink" else "sent_bytes")
+    }
+    claims = [
+        harness.claim(f"{key} of a {role} rank, as all grows, most over least", value, 1.5 if key == "plan_bytes" else 1.01, at_least=False)
+        for (role, key), value in most.items()
+    ]  # fmt: skip
+    harness.write_report(args.json, results, claims)
+
+
+if __name__ == "__main__":
+    main()
