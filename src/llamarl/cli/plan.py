@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llamarl.cli.plan_files import OURS, merged, refuse_to_replace, write_settings
+from llamarl.cli.plan_hosts import ASKED, hosts_asked, is_inventory, pools_of, read_inventory
 from llamarl.cli.plan_unlike import run_unlike
 from llamarl.cli.questions import (
     add_devices,
@@ -17,6 +19,7 @@ from llamarl.cli.questions import (
     device_count,
     hardware_of,
     options_of,
+    refuse_flags,
     reward_seconds,
     staleness_levels,
     to_stderr,
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from llamarl.planner.hardware import Hardware
     from llamarl.planner.model_spec import ModelSpec
     from llamarl.planner.recipe import RecipeQuestion
+    from llamarl.planner.replica_times import Pool
     from llamarl.planner.search import Plan
 
 __all__ = ["add_parser", "run"]
@@ -56,7 +60,8 @@ examples:
   llamarl plan --model Llama-3.1-70B --devices 256 --hardware h100-sxm --prompts 128 --group-size 16 \\
       --response-tokens 4096:lognormal
   llamarl plan --model path/to/hf-folder --devices 8 --hardware a100 --picture plan.png --recipe plan.toml
-  llamarl plan --model Llama-3.1-70B --devices 128:h100-sxm,128:a100-80gb
+  llamarl plan --model Llama-3.1-70B --devices 128:h100-sxm,128:a100-80gb --recipe plan.toml
+  llamarl plan --model Llama-3.1-8B --devices inventory --hosts a,b,c    what the workers there tell of their GPUs
   llamarl plan recipes/tiny.toml                 what this machine will make of a recipe
   llamarl plan runs/tiny                         the same with the lengths that the run measured
   llamarl plan recipes/tiny.toml --calibrate     measure short runs of it first; keep what they say of this machine
@@ -133,15 +138,22 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.planner.search import recommend
 
     if args.recipe:
-        _refuse_to_replace(args.recipe)
+        refuse_to_replace(args.recipe)
     config, question = _read_source(args)
     model_path = args.model or (question.model if question else None) or _model_source(args)
     if model_path is None:
         raise PlanError("no model: give --model NAME_OR_FOLDER, a recipe, a run folder or a config.json")
+    alike: Hardware | None = None
     if isinstance(args.devices, str):
-        return run_unlike(args, model_path, question)
+        folder = _model_folder(model_path)
+        if not is_inventory(args.devices):
+            return run_unlike(args, model_path, question, config=config, folder=folder)
+        pools, of_kinds = _inventory(args, config)
+        if len(pools) > 1:
+            return run_unlike(args, model_path, question, config=config, pools=pools, hosts=of_kinds, folder=folder)
+        alike = _of_one_kind(args, pools[0], of_kinds)
     hosts = _host_names(args, config)
-    hardware = _with_link(_hardware(args), args.link)
+    hardware = _with_link(alike or _hardware(args), args.link)
     measured = _measured(args, hardware)
     if measured and question:
         question = measured.question(question)
@@ -163,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
     if args.picture:
         save_picture(plans, args.picture, f"{work.model.name} on {devices} x {hardware.device.title}")
     if args.recipe and measured:
-        _write(args.recipe, config or {}, *measured.recipe())
+        write_settings(args.recipe, config or {}, *measured.recipe())
     elif args.recipe:
         if reasons:
             raise PlanError(f"--recipe: {reasons[0]}")
@@ -193,6 +205,27 @@ def run(args: argparse.Namespace) -> int:
             what = f" ({measured.chosen.name})" if measured and path is args.recipe else ""
             print(f"  wrote      {path}{what}")
     return 0
+
+
+def _inventory(args: argparse.Namespace, config: dict[str, Any] | None) -> tuple[list[Pool], dict[str, list[str]]]:
+    """What hosts have, asked or read."""
+    from llamarl.runtime.config import host_settings
+
+    if args.devices != ASKED:
+        refuse_flags(args, "--hosts", because=f"{args.devices} names the hosts")
+        return pools_of(read_inventory(Path(args.devices)))
+    try:
+        asked = {**(config or {}).get("hosts", {}), **(host_settings(args.hosts) if args.hosts else {})}
+    except ValueError as error:
+        raise PlanError(f"--hosts: {error}") from None
+    return pools_of(hosts_asked(asked))
+
+
+def _of_one_kind(args: argparse.Namespace, pool: Pool, hosts: dict[str, list[str]]) -> Hardware:
+    """As if the command line had said what hosts that are all alike have."""
+    refuse_flags(args, "--hardware", "--calibration", because=f"--devices {args.devices} says what the hosts have")
+    args.devices, args.hardware, args.hosts = pool.devices, pool.name, ",".join(hosts[pool.name])
+    return pool.hardware
 
 
 def _host_names(args: argparse.Namespace, config: dict[str, Any] | None) -> list[str]:
@@ -423,7 +456,7 @@ def _write_recipe(
     if settings["schedule"]["colocated"] and "weights" in (config or {}).get("schedule", {}):
         settings["schedule"]["weights"] = "exact"  # in turns no version arrives inside a tick
     header = (
-        f"{_OURS}{system_title(plan)}, {plan.devices} x {hardware.device.title}.\n"
+        f"{OURS}{system_title(plan)}, {plan.devices} x {hardware.device.title}.\n"
         f"Forecast: {plan.step_s:.4g} s a step (generator {plan.generator.time_s:.4g} s, trainer "
         f"{plan.trainer.time.total_s:.4g} s)."
     )
@@ -431,7 +464,7 @@ def _write_recipe(
         header += f"\nIt takes {count} hosts: llamarl train THIS --hosts A,B,... (docs/hosts.md)."
     if folder is None:
         header += f"\n{_NEEDS_FOLDER.format(shape=model_path)}"
-    _write(path, config or {}, settings, header)
+    write_settings(path, config or {}, settings, header)
 
 
 def _settle_parts(settings: dict[str, Any], config: dict[str, Any]) -> None:
@@ -444,46 +477,6 @@ def _settle_parts(settings: dict[str, Any], config: dict[str, Any]) -> None:
         schedule.setdefault("parts", 1)
     if schedule.get("parts", 1) > 1:
         try:
-            validate(_merge(config, {"schedule": schedule}))
+            validate(merged(config, {"schedule": schedule}))
         except ConfigError:
             schedule["parts"] = 1
-
-
-_OURS = "Written by llamarl plan: "
-"""Begins every recipe of a plan."""
-
-
-def _refuse_to_replace(path: Path) -> None:
-    """Other verbs read --recipe: nobody's own recipe goes because this one writes it.
-
-    Raises:
-        PlanError: The file is there, and no plan has written it.
-    """
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not there; or writing it says why not
-        return
-    if text.strip() and not text.startswith(f"# {_OURS}"):
-        raise PlanError(
-            f"--recipe {path}: is there already, and no plan has written it; plan reads a recipe without the flag "
-            f"(llamarl plan {path}), and --recipe names the file that it writes: give another"
-        )
-
-
-def _write(path: Path, config: dict[str, Any], settings: dict[str, Any], header: str) -> None:
-    from llamarl.config import known_keys
-    from llamarl.planner.recipe import recipe_text
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(recipe_text(_merge(config, settings), set(known_keys()), header), encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"--recipe {path}: cannot write it: {error}") from error
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged

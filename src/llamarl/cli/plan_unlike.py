@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from llamarl.cli.plan_files import OURS, write_settings
 from llamarl.cli.questions import options_of, refuse_flags, staleness_levels, workload_of
 from llamarl.errors import PlanError
 
 if TYPE_CHECKING:
+    from llamarl.planner.choices import Options
     from llamarl.planner.recipe import RecipeQuestion
-    from llamarl.planner.unlike import Pool
+    from llamarl.planner.replica_times import Pool
+    from llamarl.planner.unlike import UnlikePlan
 
 __all__ = ["parse_pools", "run_unlike"]
 
@@ -23,7 +28,7 @@ def parse_pools(text: str) -> list[Pool]:
         PlanError: A part is no number and kind, or the kind is unknown.
     """
     from llamarl.planner.hardware import find_hardware
-    from llamarl.planner.unlike import Pool
+    from llamarl.planner.replica_times import Pool
 
     pools = []
     for part in text.split(","):
@@ -37,8 +42,23 @@ def parse_pools(text: str) -> list[Pool]:
     return pools
 
 
-def run_unlike(args: argparse.Namespace, model: str, question: RecipeQuestion | None) -> int:
+def run_unlike(
+    args: argparse.Namespace,
+    model: str,
+    question: RecipeQuestion | None,
+    *,
+    config: dict[str, Any] | None = None,
+    pools: Sequence[Pool] | None = None,
+    hosts: Mapping[str, Sequence[str]] | None = None,
+    folder: str | None = None,
+) -> int:
     """Plan and print.
+
+    Args:
+        config: Recipe that ``--recipe`` writes with the plan's settings.
+        pools: What ``--devices`` stands for; None: it says so itself.
+        hosts: Kind of device -> its hosts, where their names are known.
+        folder: Of the model; None: there is none, only its shape.
 
     Raises:
         PlanError: A flag that says something of one kind alone, or nothing fits.
@@ -48,10 +68,11 @@ def run_unlike(args: argparse.Namespace, model: str, question: RecipeQuestion | 
 
     refuse_flags(
         args,
-        *("--hardware", "--calibration", "--hosts", "--link", "--picture", "--recipe", "--price-per-device-hour"),
+        *("--hardware", "--calibration", "--link", "--picture", "--price-per-device-hour"),
+        *(("--hosts",) if pools is None else ()),
         because="speaks of devices of one kind; --devices names several",
     )
-    pools = parse_pools(args.devices)
+    pools = pools or parse_pools(args.devices)
     work = workload_of(args, model, question, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
     options = options_of(args.precision, segments, max_pipeline=args.max_pipeline)
@@ -66,8 +87,42 @@ def run_unlike(args: argparse.Namespace, model: str, question: RecipeQuestion | 
         except PlanError:  # too large for it alone
             continue
     found = best_first([plan for plan in plans if plan is not None])
+    if args.recipe:
+        _write_recipe(args.recipe, found[0], config or {}, folder or model, options, hosts)
     if args.json:
         print(json.dumps(unlike_json(found, pools, work.model.name), indent=1))
     else:
         print(unlike_text(found, pools, work.model.name))
+        if args.recipe and folder is None:
+            print(
+                f"  to do      set model.path there to the Hugging Face folder of {model}, which is a shape without weights"
+            )
+        if args.recipe:
+            print(f"  wrote      {args.recipe}")
     return 0
+
+
+def _write_recipe(
+    path: Path,
+    plan: UnlikePlan,
+    config: dict[str, Any],
+    model_path: str,
+    options: Options,
+    hosts: Mapping[str, Sequence[str]] | None,
+) -> None:
+    from llamarl.planner.unlike_recipe import unlike_settings
+
+    settings = unlike_settings(plan, model_path, options.oversubscription, hosts)
+    if "parts" in config.get("schedule", {}):
+        settings["schedule"]["parts"] = 1  # forecast with whole ticks
+    for role in ("generator", "trainer"):
+        if config.get(role, {}).get("device", "auto") not in ("auto", "cuda"):
+            settings[role]["device"] = "cuda"
+    kinds = " + ".join(f"{share.devices} x {share.hardware.device.title}" for share in plan.shares)
+    header = (
+        f"{OURS}{plan.trainer.layout.devices} x {plan.trainer_hardware.device.title} train, {kinds} generate.\n"
+        f"Forecast: {plan.step_s:.4g} s a step (generators {plan.generate_s:.4g} s, trainer {plan.trainer.time.total_s:.4g} s)."
+    )
+    if hosts is None:
+        header += "\nIt takes hosts: llamarl train THIS --hosts A,B,.. --on trainer=A --on generator_0=B,.. (docs/replicas.md)."
+    write_settings(path, config, settings, header)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llamarl.cli.plan_hosts import is_inventory
 from llamarl.errors import PlanError
 
 if TYPE_CHECKING:
@@ -53,7 +54,12 @@ def add_devices(parser: argparse.ArgumentParser, *, kinds: bool = False) -> Any:
     """
     devices = parser.add_argument_group("the devices")
     devices.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x, this-machine (default)")
-    many = "; or of several kinds: 128:h100-sxm,128:a100-80gb" if kinds else ""
+    many = (
+        '; or of several kinds: 128:h100-sxm,128:a100-80gb; or a file with a table [hosts], a = "8:h100-sxm"; or inventory: what '
+        "the workers on --hosts tell"
+        if kinds
+        else ""
+    )
     devices.add_argument(
         "--devices",
         type=devices_asked if kinds else int,
@@ -108,8 +114,8 @@ def device_count(given: int | None, hardware: Hardware) -> int:
 
 
 def devices_asked(text: str) -> int | str:
-    """Of ``--devices``: a number, or numbers of named kinds, which ``parse_pools`` reads."""
-    if ":" in text:
+    """Of ``--devices``: a number, or numbers of named kinds (``parse_pools``), or where to learn them (``plan_hosts``)."""
+    if ":" in text or is_inventory(text):
         return text
     try:
         return int(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -30,6 +31,7 @@ __all__ = [
     "device_names",
     "find_hardware",
     "hardware_from_dict",
+    "kind_of_gpu",
     "this_machine",
 ]
 
@@ -217,6 +219,21 @@ def find_hardware(name: str) -> Hardware:
         hint = f"the nearest is {_ALIASES.get(near[0], near[0])!r}; " if near else ""
         raise PlanError(f"unknown hardware {name!r}: {hint}known are {', '.join(device_names())}")
     return hardware_from_dict(key, table["device"][key], table["efficiency"])
+
+
+_GPUS = {
+    r"A100.SXM.*80 ?GB": "a100-sxm",
+    r"H100 80 ?GB HBM3|H100 SXM": "h100-sxm",
+    r"H200(?! NVL)": "h200-sxm",
+    r"B200": "b200-sxm",
+    r"MI300X": "mi300x",
+}
+"""Names by which drivers report devices, as regular expressions -> kind. Others of a family have other rates."""
+
+
+def kind_of_gpu(name: str) -> str | None:
+    """The kind of device that a driver calls ``name``, such as "NVIDIA H100 80GB HBM3"; None: none of those known."""
+    return next((kind for pattern, kind in _GPUS.items() if re.search(rf"\b(?:{pattern})\b", name)), None)
 
 
 def this_machine() -> Hardware:

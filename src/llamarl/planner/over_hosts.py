@@ -13,7 +13,7 @@ from dataclasses import replace
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.search import Plan
 
-__all__ = ["hosts_needed", "place_roles", "with_network"]
+__all__ = ["hosts_needed", "most_on_a_host", "place_roles", "with_network"]
 
 
 def with_network(hardware: Hardware, *, bytes_per_s: float, round_trip_s: float) -> Hardware:
@@ -41,19 +41,22 @@ def place_roles(plan: Plan, hardware: Hardware, hosts: Sequence[str]) -> dict[st
     """
     room, g, t = hardware.device.devices_per_node, plan.generator, plan.trainer.layout
     if plan.system != "separate":
-        share = _most(g.devices, g.layout.devices, len(hosts))
+        share = most_on_a_host(g.devices, g.layout.devices, len(hosts))
         return {"generator": list(hosts), "trainer": list(hosts)} if share <= room else None
     for first in range(1, len(hosts)):
         for last in range(1, len(hosts) - first + 1):
-            own = (_most(g.devices, g.layout.devices, first), _most(t.devices, t.tp * t.pp, last))
+            own = (most_on_a_host(g.devices, g.layout.devices, first), most_on_a_host(t.devices, t.tp * t.pp, last))
             if max(own) <= room:
                 return {"generator": list(hosts[:first]), "trainer": list(hosts[first : first + last])}
-    if _most(g.devices, g.layout.devices, len(hosts)) + _most(t.devices, t.tp * t.pp, len(hosts)) <= room:
+    if (
+        most_on_a_host(g.devices, g.layout.devices, len(hosts)) + most_on_a_host(t.devices, t.tp * t.pp, len(hosts))
+        <= room
+    ):
         return {"generator": list(hosts), "trainer": list(hosts)}
     return None
 
 
-def _most(devices: int, unit: int, hosts: int) -> int:
+def most_on_a_host(devices: int, unit: int, hosts: int) -> int:
     """On one of them, if units of tensor-parallel peers are spread evenly: a host without a unit would hold parts of one."""
     units = devices // unit
     return math.ceil(units / hosts) * unit if units >= hosts else math.ceil(devices / hosts)

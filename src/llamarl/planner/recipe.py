@@ -165,7 +165,7 @@ def recipe_text(settings: Mapping[str, Any], known: Collection[str], header: str
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
 
     def write(section: str, values: Mapping[str, Any]) -> None:
-        own = {k: v for k, v in values.items() if not isinstance(v, Mapping)}
+        own = {k: v for k, v in values.items() if not isinstance(v, Mapping) and not _are_tables(v)}
         if own:
             lines.extend(["", f"[{section}]"])
         for key, value in own.items():
@@ -178,10 +178,17 @@ def recipe_text(settings: Mapping[str, Any], known: Collection[str], header: str
         for key, value in values.items():
             if isinstance(value, Mapping):
                 write(f"{section}.{key}", value)
+            elif _are_tables(value):
+                for table in value:
+                    lines.extend(["", f"[[{section}.{key}]]", *(f"{k} = {_toml(v)}" for k, v in table.items())])
 
     for section, values in settings.items():
         write(section, values)
     return "\n".join(lines) + "\n"
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, Mapping) for one in value)
 
 
 def _toml(value: Any) -> str:
@@ -189,4 +196,6 @@ def _toml(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

@@ -1,4 +1,4 @@
-"""A plan for devices of several kinds as a table and as plain values."""
+"""A plan for devices of several kinds as a table, as lines of a recipe and as plain values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamarl.planner.plan_report import seconds_text, table_lines
-from llamarl.planner.unlike import Pool, Share, UnlikePlan
+from llamarl.planner.replica_times import Pool
+from llamarl.planner.unlike import Share, UnlikePlan
+from llamarl.planner.unlike_recipe import replica_tables
 from llamarl.plural import plural
 
 __all__ = ["unlike_json", "unlike_text"]
@@ -35,7 +37,7 @@ def _dealt(prompts: Sequence[int]) -> str:
 
 
 def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], model: str) -> str:
-    """The table, the first plan in detail, and what of all this a recipe can say.
+    """The table, the first plan in detail, and the lines of a recipe that say it.
 
     Args:
         plans: The best first.
@@ -72,23 +74,23 @@ def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], model: str) 
         lines.append(f"  not yet    llamarl train does not run this plan: {best.why_not_run}")
         runnable = min((plan for plan in plans[1:] if not plan.why_not_run), key=lambda plan: plan.step_s, default=None)
         if runnable is not None:
-            lines.append(f"  to run     {runnable.title}: {_keys(runnable)}")
+            lines += [f"  to run     {runnable.title}", *_lines(runnable)]
     else:
-        lines.append(f"  to run     {_keys(best)}")
+        lines += ["  to run     --recipe OUT.toml writes it whole; what makes it this plan:", *_lines(best)]
     return "\n".join(lines)
 
 
-def _keys(plan: UnlikePlan) -> str:
-    """The keys of a recipe that say a plan's layout."""
-    t, (share, *_) = plan.trainer.layout, plan.shares
-    g = share.choice.layout
-    keys = [f"trainer.fsdp = {t.data_ranks}", f"trainer.tp = {t.tp}", f"generator.dp = {len(share.prompts)}"]
-    keys += [f"generator.tp = {g.tp}"] + ([f"trainer.pp = {t.pp}"] if t.pp > 1 else [])
-    if g.precision != share.hardware.device.train_precision:
-        keys.append(f'generator.quantization = "{g.precision}"')
-    if share.hardware.device.name != plan.trainer_hardware.device.name:
-        keys.append("hosts.on with each role's hosts")
-    return ", ".join(keys)
+def _lines(plan: UnlikePlan) -> list[str]:
+    """Of a recipe: what says a plan's layout and shares."""
+    t, kinds = plan.trainer.layout, replica_tables(plan)
+    trainer = [f"fsdp = {t.data_ranks}", f"tp = {t.tp}"] + ([f"pp = {t.pp}"] if t.pp > 1 else [])
+    lines = ["[trainer]", *trainer]
+    for place, (share, table) in enumerate(zip(plan.shares, kinds, strict=True)):
+        values = [
+            f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in table.items()
+        ]
+        lines += [f"[[generator.replicas]]   # on {share.hardware.device.name}: hosts.on.generator_{place}", *values]
+    return [f"             {line}" for line in lines]
 
 
 def _plain(plan: UnlikePlan) -> dict[str, Any]:

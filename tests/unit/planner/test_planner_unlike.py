@@ -6,18 +6,28 @@ import argparse
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from llamarl.cli import plan as verb
+from llamarl.cli.plan_hosts import HostDevices, from_inventories, pools_of, read_inventory
+from llamarl.config import load_config
+from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import PlanError
 from llamarl.planner.choices import Options, Workload, generator_choice
 from llamarl.planner.generation import GeneratorDemand
-from llamarl.planner.hardware import find_hardware
+from llamarl.planner.hardware import find_hardware, kind_of_gpu
 from llamarl.planner.lengths import lognormal
 from llamarl.planner.model_spec import find_model
+from llamarl.planner.replica_times import Pool, deal
 from llamarl.planner.rooflines import GeneratorLayout, pulled_bytes
-from llamarl.planner.unlike import Pool, UnlikePlan, best_first, deal, dealt_evenly, kinds_apart, one_kind, plan_unlike
+from llamarl.planner.unlike import UnlikePlan, best_first, dealt_evenly, kinds_apart, one_kind, plan_unlike
+from llamarl.planner.unlike_recipe import share_numbers
+from llamarl.roles import present_roles
+from llamarl.runtime.config import hosts_named
+from llamarl.runtime.host_placement import spread
+from llamarl.runtime.hosts.inventory import Inventory, take_inventory
 
 H100, A100 = find_hardware("h100"), find_hardware("a100-80gb")
 WHOLE = Options(partial_rollouts=False)
@@ -119,24 +129,125 @@ def test_a_plan_is_no_slower_than_simpler_ones(plan: UnlikePlan) -> None:
     assert others[1] is not None and not others[1].why_not_run  # a recipe with hosts.on says it
 
 
+def staged(plan: UnlikePlan) -> UnlikePlan:
+    """With generators in pipeline stages, which llamarl does not run."""
+    share = plan.shares[0]
+    layout = replace(share.choice.layout, pp=2)
+    return replace(plan, shares=(replace(share, choice=replace(share.choice, layout=layout)),), title="does not run")
+
+
 def test_a_plan_that_runs_is_recommended_where_it_is_nearly_as_fast(plan: UnlikePlan) -> None:
-    runs = replace(plan, shares=(replace(plan.shares[0], prompts=(8,) * 8),), title="runs")
-    even = replace(plan, shares=(replace(plan.shares[0], prompts=(9, 8)),), title="does not")
-    assert not runs.why_not_run and even.why_not_run
-    near, far = replace(runs, step_s=even.step_s * 1.019), replace(runs, step_s=even.step_s * 1.021)
-    assert best_first([even, near])[0] is near
-    assert best_first([far, even])[0] is even
+    other = staged(plan)
+    assert not plan.why_not_run and "2 pipeline stages" in other.why_not_run
+    near, far = replace(plan, step_s=other.step_s * 1.019), replace(plan, step_s=other.step_s * 1.021)
+    assert best_first([other, near])[0] is near
+    assert best_first([far, other])[0] is other
 
 
-def test_what_no_recipe_says_is_named(plan: UnlikePlan) -> None:
-    kinds = {(share.hardware.device.name, share.choice.layout) for share in plan.shares}
-    counts = {count for share in plan.shares for count in share.prompts}
-    if len(kinds) > 1:
-        assert "one layout and precision" in plan.why_not_run
-    elif len(counts) > 1:
-        assert "the same number of prompts" in plan.why_not_run
-    else:
-        assert not plan.why_not_run
+# -- the recipe -------------------------------------------------------------------------------------------------------
+
+
+def test_shares_are_prompts_a_tick_or_whole_numbers_in_their_ratios() -> None:
+    assert share_numbers([(21, 21, 20, 20), (23, 23)]) == [20.5, 23]
+    assert share_numbers([(4, 3, 3), (6,)]) == [10, 18]  # 10/3 and 6
+
+
+def test_the_recipe_of_a_plan_is_one_that_train_reads_and_deals_as_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inventory = tmp_path / "hosts.toml"
+    inventory.write_text('[hosts]\na = "8:h100-sxm"\nb = "8:h100-sxm"\nc = "8:a100-80gb"\nd = "8:a100"\n')
+    out = tmp_path / "plan.toml"
+    assert ask(f"--model Llama-3.1-8B --max-segments 1 --devices {inventory} --recipe {out} --json") == 0
+    plans = json.loads(capsys.readouterr().out)
+    best = plans["plans"][plans["recommended"]]
+    config = load_config(out)
+    kinds = config.generator.replicas
+    assert [(kind.dp, kind.tp) for kind in kinds] == [(g["replicas"], g["tp"]) for g in best["generators"]]
+    dealt = [sum(generator["prompts"]) for generator in best["generators"]]
+    first, quotas = 0, config.dealing.quotas
+    for kind, prompts in zip(kinds, dealt, strict=True):
+        assert sum(quotas[first : first + kind.dp]) == pytest.approx(prompts)
+        first += kind.dp
+    assert config.trainer.fsdp * config.trainer.tp == best["trainer"]["devices"]
+    assert [kind.quantization or "none" for kind in kinds] == [
+        "fp8" if generator["precision"] == "fp8" else "none" for generator in best["generators"]
+    ]
+    # a whole host of H100s trains, the other one generates beside both of A100s
+    assert config.hosts.on == {"trainer": ("a",), "generator_0": ("b",), "generator_1": ("c", "d")}
+    assert config.hosts.workers == ("a", "b", "c", "d")
+    graph = llamarl_graph(config)
+    units = {role.name: role.units(config) for role in present_roles(config) if role.section}
+    on = {name: hosts_named(names, config.hosts.workers) for name, names in config.hosts.on.items()}
+    where = spread(graph.executors, 4, on, tensor_parallel=units)
+    assert where["trainer"] == (0,) * 8
+    assert where["generator"] == (1,) * 8 + (2,) * 8 + (3,) * 8
+
+
+def test_hosts_that_are_all_alike_are_planned_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inventory = tmp_path / "hosts.toml"
+    inventory.write_text('[hosts]\na = "4:h100-sxm"\nb = "4:h100-sxm"\n')
+    assert ask(f"{ASKED} --devices {inventory}") == 0
+    said = capsys.readouterr().out
+    assert "on 8 x NVIDIA H100 SXM 80 GB" in said and "generator on a; trainer on b" in said  # four a host
+
+
+def inventory_of(*gpus: str) -> Inventory:
+    return replace(take_inventory("127.0.0.1"), device_names=gpus)
+
+
+def test_hosts_are_counted_by_what_their_drivers_call_their_devices() -> None:
+    h100, a100 = ("NVIDIA H100 80GB HBM3",) * 8, ("NVIDIA A100-SXM4-80GB",) * 4
+    found = from_inventories(["a", "b", "c"], [inventory_of(*h100), inventory_of(*a100), inventory_of(*a100)])
+    assert found == [HostDevices("a", "h100-sxm", 8), HostDevices("b", "a100-sxm", 4), HostDevices("c", "a100-sxm", 4)]
+    two, names = pools_of(found)
+    assert [(pool.name, pool.devices, pool.hardware.device.devices_per_node) for pool in two] == [
+        ("h100-sxm", 8, 8),
+        ("a100-sxm", 8, 4),
+    ]
+    assert names == {"h100-sxm": ["a"], "a100-sxm": ["b", "c"]}
+    assert Inventory.from_plain(inventory_of(*a100).to_plain()).cuda_devices == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA H200", "h200-sxm"), ("NVIDIA B200", "b200-sxm"), ("AMD Instinct MI300X", "mi300x"), ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-40GB", None), ("NVIDIA H100 PCIe", None), ("NVIDIA A100 80GB PCIe", None), ("Tesla T4", None),
+    ],
+)  # fmt: skip
+def test_only_devices_whose_rates_are_known_are_recognised(name: str, kind: str | None) -> None:
+    assert kind_of_gpu(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ({"a": ()}, "a has no GPU"),
+        ({"a": ("Tesla T4",) * 2}, r'a has Tesla T4, of which no rates are known: .* a = "2:KIND"'),
+        ({"a": ("NVIDIA H200", "NVIDIA B200")}, "a has NVIDIA B200, NVIDIA H200"),
+    ],
+)
+def test_hosts_of_which_no_plan_knows_rates_are_named(hosts: dict[str, tuple[str, ...]], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        from_inventories(list(hosts), [inventory_of(*gpus) for gpus in hosts.values()])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[host]\na = 1\n", r"expected a table \[hosts\]"),
+        ('[hosts]\na = "h100"\n', "a = 'h100' is no number and kind"),
+        ('[hosts]\na = "0:h100"\n', "a = '0:h100' is no number and kind"),
+        ('[hosts]\na = "8:h900"\n', "unknown hardware 'h900'"),
+        ('[hosts]\na = "8:h100"\nb = "4:h100"\n', r"unlike numbers of them \(a 8, b 4\)"),
+    ],
+)
+def test_a_file_of_hosts_that_cannot_be_counted_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=words):
+        pools_of(read_inventory(path))
 
 
 def ask(line: str) -> int:

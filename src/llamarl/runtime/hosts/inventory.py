@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -20,8 +21,10 @@ from llamarl.transports.network import TlsFiles, this_space
 
 __all__ = ["Inventory", "interface_of", "take_inventory"]
 
-_COUNT_DEVICES = "import torch; print(torch.cuda.device_count())"
-_COUNT_S = 120.0
+_NAME_DEVICES = (
+    "import json, torch; print(json.dumps([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]))"
+)
+_NAME_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,8 @@ class Inventory:
     """Whose memory is within reach: see :func:`llamarl.transports.network.this_space`."""
     cores: int
     memory_bytes: int
-    cuda_devices: int
+    device_names: tuple[str, ...] = ()
+    """Of its CUDA devices, as their driver calls them."""
     ibverbs: bool
     """Whether it has a card for RDMA."""
     scratch: str
@@ -50,6 +54,10 @@ class Inventory:
     """Its own files, for its ranks."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Versions and processor: ``checkpoint.platform.platform_facts``."""
+
+    @property
+    def cuda_devices(self) -> int:
+        return len(self.device_names)
 
     def to_plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -65,7 +73,8 @@ class Inventory:
         """
         tls = values["tls"]
         files = TlsFiles(**{name: Path(path) for name, path in tls.items()}) if tls is not None else None
-        return cls(**{**values, "ports": tuple(values["ports"]), "tls": files})
+        names = tuple(values["device_names"])
+        return cls(**{**values, "device_names": names, "ports": tuple(values["ports"]), "tls": files})
 
 
 def take_inventory(
@@ -85,7 +94,7 @@ def take_inventory(
         space=space or this_space(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        cuda_devices=_cuda_devices(),
+        device_names=_device_names(),
         ibverbs=os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
         scratch=scratch,
         scratch_free_bytes=shutil.disk_usage(scratch).free,
@@ -97,14 +106,17 @@ def take_inventory(
 
 
 @cache
-def _cuda_devices() -> int:
+def _device_names() -> tuple[str, ...]:
     """In a process of its own: torch would cost the daemon a second and 200 MB for as long as it lives."""
     if sys.platform == "linux" and not os.path.exists("/dev/nvidiactl") and not os.path.exists("/dev/dxg"):
-        return 0
-    counted = subprocess.run(
-        [sys.executable, "-c", _COUNT_DEVICES], capture_output=True, text=True, timeout=_COUNT_S, check=False
+        return ()
+    named = subprocess.run(
+        [sys.executable, "-c", _NAME_DEVICES], capture_output=True, text=True, timeout=_NAME_S, check=False
     )
-    return int(counted.stdout) if counted.returncode == 0 and counted.stdout.strip().isdigit() else 0
+    try:
+        return tuple(map(str, json.loads(named.stdout))) if named.returncode == 0 else ()
+    except ValueError:
+        return ()
 
 
 def interface_of(address: str) -> str:
