@@ -37,7 +37,7 @@ from llamarl.weight_sync.mesh_layout import MeshLayout
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters, tp_placements
 from llamarl.weight_sync.plan import plan_transfer
 from llamarl.weight_sync.sink import Puller
-from llamarl.weight_sync.stage_layouts import stage_parameters
+from llamarl.weight_sync.stage_layouts import holding_stages
 
 MODEL = "Llama-3.1-405B"
 LAYERS_OF_A_STAGE = 2
@@ -49,25 +49,23 @@ ONE_MODEL = {  # ranks a side: trainer (pp, fsdp, tp), generator (replicas, pp, 
 T = TypeVar("T")
 
 
-def side(
-    parameters: ModelParameters, mesh: dict[str, int], cuts: dict[str, Any], stages: list[ModelParameters]
-) -> MeshLayout:
-    held: dict[str, tuple[int, ...]] = {}
-    for stage, own in enumerate(stages):
-        for name in own:
-            held[name] = (*held.get(name, ()), stage)
-    return MeshLayout(parameters, mesh, cuts, held if len(stages) > 1 else {})
-
-
 def layouts(parameters: ModelParameters, trainer: tuple[int, ...], generator: tuple[int, ...]) -> list[MeshLayout]:
     pp, fsdp, tp = trainer
     replicas, stages, wide = generator
     return [
-        side(parameters, {"pp": pp, "fsdp": fsdp, "tp": tp}, fsdp_tp_placements(parameters), stage_parameters(parameters, pp)),
-        side(
-            parameters, {"replica": replicas, "pp": stages, "tp": wide}, tp_placements(parameters), stage_parameters(parameters, stages)
+        MeshLayout(
+            parameters,
+            {"pp": pp, "fsdp": fsdp, "tp": tp},
+            fsdp_tp_placements(parameters),
+            holding_stages(parameters, pp),
         ),
-    ]  # fmt: skip
+        MeshLayout(
+            parameters,
+            {"replica": replicas, "pp": stages, "tp": wide},
+            tp_placements(parameters),
+            holding_stages(parameters, stages),
+        ),
+    ]
 
 
 def measured(work: Callable[[], T]) -> tuple[T, float, int]:

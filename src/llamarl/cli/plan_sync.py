@@ -25,12 +25,14 @@ loaded or downloaded: shapes come from the model's config, cuts from its own ten
 
   trainer    fsdp F x tp T        each parameter cut over T ranks, and what is left over F ranks, row by row
   generator  tp T x R replicas    each of R replicas holds the whole model, cut over T ranks; each pulls its own slices
+  pp P on either side             its layers over P stages; cp C of a trainer counts as C times as many rows' ranks
 
 Nothing is gathered: a trainer rank sends each generator rank exactly the part that both hold."""
 
 _EPILOG = """\
 examples:
   llamarl plan-sync Llama-3.1-405B --trainer fsdp=64,tp=8 --generator tp=16,replicas=32 --hardware h100-sxm
+  llamarl plan-sync Llama-3.1-405B --trainer pp=14,fsdp=4,tp=8 --generator tp=16,replicas=32
   llamarl plan-sync path/to/config.json --trainer fsdp=4 --generator tp=2,replicas=2 --link-gb-per-s 25
   llamarl plan-sync Qwen3-8B --trainer fsdp=8 --generator replicas=8 --json
   llamarl plan-sync recipes/tiny.toml                  layouts, type and staleness as the recipe says
@@ -46,8 +48,8 @@ _DTYPES = {
     "float32": "float32",
 }  # fmt: skip
 _SIDES = {
-    "trainer": {"fsdp": "fsdp", "dp": "fsdp", "tp": "tp"},
-    "generator": {"tp": "tp", "replicas": "replicas", "replica": "replicas", "dp": "replicas"},
+    "trainer": {"fsdp": "fsdp", "dp": "fsdp", "tp": "tp", "pp": "pp", "cp": "cp"},
+    "generator": {"tp": "tp", "pp": "pp", "replicas": "replicas", "replica": "replicas", "dp": "replicas"},
 }
 
 
@@ -63,8 +65,12 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     if not full:
         return
     parser.add_argument("model", help="bundled shape (Llama-3.1-8B, ...), HF folder, config.json, or a recipe (TOML)")
-    parser.add_argument("--trainer", metavar="fsdp=F,tp=T", help="layout of the trainer (default: fsdp=1,tp=1)")
-    parser.add_argument("--generator", metavar="tp=T,replicas=R", help="of the generator (default: tp=1,replicas=1)")
+    parser.add_argument(
+        "--trainer", metavar="fsdp=F,tp=T", help="layout of the trainer; also pp, cp (default: fsdp=1,tp=1)"
+    )
+    parser.add_argument(
+        "--generator", metavar="tp=T,replicas=R", help="of the generator; also pp (default: tp=1,replicas=1)"
+    )
     parser.add_argument("--dtype", help="type in which weights travel: bf16 (default), fp16, fp32")
     parser.add_argument("--max-staleness", type=int, help="the trainer holds this + 1 versions (default 1)")
     parser.add_argument(
@@ -93,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
     if recipe is not None:
         if recipe.generator.replicas and not {"tp", "replicas"} <= generator.keys():
             raise PlanError("generator.replicas names several kinds: say one of them, --generator tp=T,replicas=R")
-        trainer = {"fsdp": recipe.trainer.fsdp * recipe.trainer.cp, "tp": recipe.trainer.tp} | trainer
+        of_recipe = recipe.trainer
+        trainer = {"fsdp": of_recipe.fsdp, "cp": of_recipe.cp, "tp": of_recipe.tp, "pp": of_recipe.pp} | trainer
         generator = {"tp": getattr(recipe.generator, "tp", 1), "replicas": recipe.generator.dp} | generator
         staleness = recipe.schedule.max_staleness
         dtype = recipe.generator.served_dtype
@@ -110,6 +117,9 @@ def run(args: argparse.Namespace) -> int:
         trainer_tp=trainer.get("tp", 1),
         generator_tp=generator.get("tp", 1),
         generator_replicas=generator.get("replicas", 1),
+        trainer_cp=trainer.get("cp", 1),
+        trainer_pp=trainer.get("pp", 1),
+        generator_pp=generator.get("pp", 1),
         versions=staleness + 1,
         dtype=_one_of("--dtype", args.dtype, _DTYPES) if args.dtype is not None else dtype,
     )
@@ -135,9 +145,10 @@ def parse_layout(side: str, text: str) -> dict[str, int]:
         if axis not in known:
             near = difflib.get_close_matches(axis, known, n=1, cutoff=0.3)
             hint = f"did you mean {known[near[0]]!r}? " if near else ""
+            *some, last = dict.fromkeys(known.values())
             raise PlanError(
                 f"--{side} {text!r}: the {side} has no axis {axis!r}; {hint}it has "
-                f"{' and '.join(dict.fromkeys(known.values()))}, for example {example}"
+                f"{', '.join(some)} and {last}, for example {example}"
             )
         if known[axis] in result:
             raise PlanError(f"--{side} {text!r}: {known[axis]} is given twice")
@@ -180,7 +191,7 @@ def _link(args: argparse.Namespace, question: Any) -> Link | None:
     from llamarl.planner.hardware import find_hardware
 
     hardware = find_hardware(args.hardware)
-    ranks = question.trainer_fsdp * question.trainer_tp + question.generator_tp * question.generator_replicas
+    ranks = question.num_ranks("trainer") + question.num_ranks("generator")
     device, efficiency = hardware.device, hardware.efficiency
     one_node = ranks <= device.devices_per_node
     peak = device.intra_node_bytes_per_s if one_node else device.inter_node_bytes_per_s

@@ -22,7 +22,7 @@ from llamarl.plural import plural
 from llamarl.roles import carries_version
 from llamarl.transports.table import Place, choose_transport
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters
-from llamarl.weight_sync.stage_layouts import stage_parameters
+from llamarl.weight_sync.stage_layouts import holding_stages
 
 __all__ = ["WeightEdge", "edge_copies_held", "settle_weight_edges", "versions_held"]
 
@@ -186,10 +186,11 @@ def _version_bytes(config: RunConfig, dtype: str) -> float:
     if config.lora.rank and config.lora.hand_over == "adapter":
         adapted = [spec.shape for name, spec in parameters.items() if name.split(".")[-2] in config.lora.targets]
         return float(sum(4 * config.lora.rank * sum(shape) for shape in adapted if len(shape) == 2))
+    trainer = config.trainer
     source = MeshSide(
-        mesh={"fsdp": config.trainer.fsdp * config.trainer.cp, "tp": config.trainer.tp},
+        mesh={"pp": trainer.pp, "fsdp": trainer.fsdp * trainer.cp, "tp": trainer.tp},
         placements=fsdp_tp_placements(parameters),
+        stages=holding_stages(parameters, trainer.pp),
     )
     whole = MeshSide(mesh={"replica": 1}, placements={})
-    of_stages = stage_parameters(parameters, config.trainer.pp)
-    return max(float(report_transfer(stage, source, whole).source_slot_bytes.max()) for stage in of_stages)
+    return float(report_transfer(parameters, source, whole).source_slot_bytes.max())

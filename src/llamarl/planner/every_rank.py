@@ -11,7 +11,6 @@ parameters are counted against a stage's ranks, so a thousand ranks take seconds
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.errors import PlanError
-from llamarl.models.stages import layers_of_stages
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.rooflines import pulled_bytes
@@ -28,8 +26,9 @@ from llamarl.planner.search import Plan
 from llamarl.planner.weight_traffic import MeshSide, format_bytes, report_transfer
 from llamarl.weight_sync.layout import dtype_bytes
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
+from llamarl.weight_sync.stage_layouts import holding_stages
 
-__all__ = ["EveryRank", "count_every_rank", "stages_of"]
+__all__ = ["EveryRank", "count_every_rank"]
 
 _STATE = {"parameters": 4, "gradients": 4, "optimizer": 8}
 """Bytes a number: float32 master weights and gradients, two float32 moments."""
@@ -117,26 +116,6 @@ def _named(mesh: Mapping[str, int]) -> str:
     return f"{math.prod(mesh.values()):,} ranks ({' x '.join(f'{axis} {size}' for axis, size in mesh.items())})"
 
 
-def stages_of(parameters: Mapping[str, Any], num_stages: int, *, tied: bool) -> list[list[str]]:
-    """Names that each pipeline stage holds: its layers, the first also what stands before them and the last what follows. The last
-    holds a tied embedding too.
-
-    Raises:
-        PlanError: A stage would have no layer.
-    """
-    layer = {name: int(found.group(1)) for name in parameters if (found := re.search(r"\.(\d+)\.", name))}
-    if num_stages > (count := 1 + max(layer.values(), default=-1)):
-        raise PlanError(f"{count} layers cannot be cut into {num_stages} stages: each needs one")
-    names = list(parameters)
-    first = min((names.index(name) for name in layer), default=len(names))
-    before = [name for name in names[:first] if name not in layer]
-    after = [name for name in names[first:] if name not in layer]
-    stages = [[name for name in names if layer.get(name, -1) in held] for held in layers_of_stages(count, num_stages)]
-    stages[0] = [*before, *stages[0]]
-    stages[-1] = [*stages[-1], *after, *(before if tied and num_stages > 1 else [])]
-    return stages
-
-
 def count_every_rank(parameters: ModelParameters, plan: Plan, model: ModelSpec, hardware: Hardware) -> EveryRank:
     """Count ``plan`` on every rank. Data ranks are sharded alike, as llamarl's trainer shards them.
 
@@ -150,68 +129,50 @@ def count_every_rank(parameters: ModelParameters, plan: Plan, model: ModelSpec, 
     model_bytes = sum(spec.nbytes for spec in parameters.values())
     parameters = parameters.unpacked()
     fsdp = t.data_ranks
-    senders, receivers = stages_of(parameters, t.pp, tied=model.tied), stages_of(parameters, g.pp, tied=model.tied)
-    trainer_cuts, generator_cuts = fsdp_tp_placements(parameters), tp_placements(parameters)
-    version, sent = np.zeros((t.pp, fsdp * t.tp)), np.zeros((t.pp, fsdp * t.tp))
-    received = np.zeros((replicas, g.pp, g.tp))
-    num_copies = 0
-    for stage, names in enumerate(senders):
-        source = MeshSide(mesh={"fsdp": fsdp, "tp": t.tp}, placements=trainer_cuts)
-        version[stage] = report_transfer(_some(parameters, names), source, _nobody(parameters)).source_slot_bytes
-        own = (
-            names if stage == 0 else [name for name in names if name not in senders[0]]
-        )  # the first sends what is tied
-        for place, wanted in enumerate(receivers):
-            sink = MeshSide(mesh={"replica": replicas, "tp": g.tp}, placements=generator_cuts)
-            common = set(own) & set(wanted)
-            if not common:
-                continue
-            found = report_transfer(_some(parameters, common), source, sink)
-            sent[stage] += found.sent_bytes
-            received[:, place] += found.received_bytes.reshape(replicas, g.tp)
-            num_copies += found.num_copies
-    numbers = version.reshape(-1) / dtype_bytes(next(iter(parameters.values())).dtype)
+    trainer_mesh, generator_mesh = (
+        {"pp": t.pp, "fsdp": fsdp, "tp": t.tp}, {"replica": replicas, "pp": g.pp, "tp": g.tp},
+    )  # fmt: skip
+    held = [_stages(parameters, pp) for pp in (t.pp, g.pp)]
+    found = report_transfer(
+        parameters,
+        MeshSide(mesh=trainer_mesh, placements=fsdp_tp_placements(parameters), stages=held[0]),
+        MeshSide(mesh=generator_mesh, placements=tp_placements(parameters), stages=held[1]),
+    )
+    version = found.source_slot_bytes
+    numbers = version / dtype_bytes(next(iter(parameters.values())).dtype)
     return EveryRank(
         model_bytes=model_bytes,
-        trainer_mesh={"pp": t.pp, "fsdp": fsdp, "tp": t.tp},
-        generator_mesh={"replica": replicas, "pp": g.pp, "tp": g.tp},
+        trainer_mesh=trainer_mesh,
+        generator_mesh=generator_mesh,
         trainer={
             **{name: numbers * size for name, size in _STATE.items()},
-            "version": version.reshape(-1),
-            "sent": sent.reshape(-1),
+            "version": version,
+            "sent": found.sent_bytes,
         },
-        generator={"received": received.reshape(-1)},
+        generator={"received": found.received_bytes},
         copied_bytes={
-            "trainer": _held_again(parameters, senders, t.tp),
-            "generator": _held_again(parameters, receivers, g.tp),
+            "trainer": _held_again(parameters, held[0], t.tp),
+            "generator": _held_again(parameters, held[1], g.tp),
         },
         forecast={
             "state": plan.trainer.memory["parameters"] * sum(_STATE.values()) / _STATE["parameters"] * t.fsdp / fsdp,
             "received": pulled_bytes(hardware, model, g),
         },
-        num_copies=num_copies,
+        num_copies=found.num_copies,
     )
 
 
-def _some(parameters: ModelParameters, names: Any) -> ModelParameters:
-    return parameters.with_specs(
-        {name: parameters[name] for name in parameters if name in set(names)}, parameters.tp_dims
-    )
+def _stages(parameters: ModelParameters, pp: int) -> dict[str, tuple[int, ...]]:
+    try:
+        return holding_stages(parameters, pp)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
-def _nobody(parameters: ModelParameters) -> MeshSide:
-    """A sink of one rank: for what sources hold, whoever reads it."""
-    return MeshSide(mesh={"replica": 1}, placements={})
-
-
-def _held_again(parameters: ModelParameters, stages: list[list[str]], tp: int) -> float:
+def _held_again(parameters: ModelParameters, stages: Mapping[str, tuple[int, ...]], tp: int) -> float:
     """Bytes of one copy of the model that a tensor-parallel rank or a stage holds besides the first that does."""
     again = 0.0
-    seen: set[str] = set()
-    for names in stages:
-        for name in names:
-            spec = parameters[name]
-            parts = min(tp, parameters.at_most.get(name, tp)) if name in parameters.tp_dims else 1
-            again += spec.nbytes * (tp / parts - 1 + (name in seen))
-            seen.add(name)
+    for name, spec in parameters.items():
+        parts = min(tp, parameters.at_most.get(name, tp)) if name in parameters.tp_dims else 1
+        again += spec.nbytes * (tp / parts * len(stages.get(name, (0,))) - 1)
     return again

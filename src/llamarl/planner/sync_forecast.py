@@ -7,6 +7,7 @@ The time is a bound: the busiest rank's bytes over its own link. Latency, and sw
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from llamarl.planner.weight_traffic import (
 )
 from llamarl.plural import plural
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, name_pattern, tp_placements
+from llamarl.weight_sync.stage_layouts import holding_stages
 
 __all__ = [
     "MAX_RANKS",
@@ -59,24 +61,33 @@ class SyncQuestion:
     trainer_tp: int
     generator_tp: int
     generator_replicas: int
+    trainer_cp: int = 1
+    """Context-parallel ranks, over which FSDP cuts too."""
+    trainer_pp: int = 1
+    generator_pp: int = 1
     versions: int = 2
     """Held at once by the trainer: the capacity of the weights edge, max_staleness + 1 in the standard job."""
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("trainer_fsdp", "trainer_tp", "generator_tp", "generator_replicas", "versions"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for side, first, second in (
-            ("trainer", "trainer_fsdp", "trainer_tp"), ("generator", "generator_tp", "generator_replicas"),
-        ):  # fmt: skip
-            ranks = getattr(self, first) * getattr(self, second)
+        if self.versions < 1:
+            raise PlanError(f"versions must be >= 1, got {self.versions}")
+        for side in ("trainer", "generator"):
+            for axis, size in self.axes(side).items():
+                if size < 1:
+                    raise PlanError(f"{side}_{axis} must be >= 1, got {size}")
+            ranks = self.num_ranks(side)
             if ranks > MAX_RANKS:
-                raise PlanError(
-                    f"the {side} has {first.removeprefix(side + '_')} {getattr(self, first):,} x "
-                    f"{second.removeprefix(side + '_')} {getattr(self, second):,} = {ranks:,} ranks; at most "
-                    f"{MAX_RANKS:,} are counted"
-                )
+                sizes = " x ".join(f"{axis} {size:,}" for axis, size in self.axes(side).items() if size > 1)
+                raise PlanError(f"the {side} has {sizes} = {ranks:,} ranks; at most {MAX_RANKS:,} are counted")
+
+    def axes(self, side: str) -> dict[str, int]:
+        """Axis -> size of ``trainer`` or ``generator``."""
+        names = {"trainer": ("pp", "fsdp", "cp", "tp"), "generator": ("tp", "pp", "replicas")}[side]
+        return {name: getattr(self, f"{side}_{name}") for name in names}
+
+    def num_ranks(self, side: str) -> int:
+        return math.prod(self.axes(side).values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +121,11 @@ class SyncForecast:
     def text(self) -> str:
         """A page for people."""
         q, r = self.question, self.report
-        trainer = f"fsdp {q.trainer_fsdp} x tp {q.trainer_tp}"
-        generator = f"tp {q.generator_tp} x {plural(q.generator_replicas, 'replica')}"
+        stages = f"pp {q.trainer_pp} x " if q.trainer_pp > 1 else ""
+        context = f" x cp {q.trainer_cp}" if q.trainer_cp > 1 else ""
+        trainer = f"{stages}fsdp {q.trainer_fsdp}{context} x tp {q.trainer_tp}"
+        stages = f" x pp {q.generator_pp}" if q.generator_pp > 1 else ""
+        generator = f"tp {q.generator_tp}{stages} x {plural(q.generator_replicas, 'replica')}"
         width = max(len(trainer), len(generator))
         lines = [
             f"{q.model}: {self.num_parameters:,} parameters, one version is {format_bytes(r.model_bytes)} in {q.dtype}",
@@ -178,18 +192,25 @@ def forecast_sync(parameters: ModelParameters, question: SyncQuestion, link: Lin
     """Answer ``question`` for a model's parameters.
 
     Raises:
-        PlanError: A tensor-parallel size does not fit the model.
+        PlanError: A tensor-parallel size does not fit the model, or there are fewer layers than stages.
     """
     _check_tensor_parallel(parameters, question)
     count = parameters.num_elements
     whole = _whole(parameters)
     parameters = parameters.unpacked()
     source = MeshSide(
-        mesh={"fsdp": question.trainer_fsdp, "tp": question.trainer_tp}, placements=fsdp_tp_placements(parameters)
+        mesh={
+            "pp": question.trainer_pp,
+            "fsdp": question.trainer_fsdp * question.trainer_cp,
+            "tp": question.trainer_tp,
+        },
+        placements=fsdp_tp_placements(parameters),
+        stages=_stages(parameters, question.trainer_pp, "trainer"),
     )
     sink = MeshSide(
-        mesh={"replica": question.generator_replicas, "tp": question.generator_tp},
+        mesh={"replica": question.generator_replicas, "pp": question.generator_pp, "tp": question.generator_tp},
         placements=tp_placements(parameters),
+        stages=_stages(parameters, question.generator_pp, "generator"),
     )
     report = report_transfer(parameters, source, sink)
     least = None
@@ -205,6 +226,13 @@ def forecast_sync(parameters: ModelParameters, question: SyncQuestion, link: Lin
         link=link,
         least_s=None if least is None else float(least),
     )
+
+
+def _stages(parameters: ModelParameters, pp: int, side: str) -> dict[str, tuple[int, ...]]:
+    try:
+        return holding_stages(parameters, pp)
+    except ValueError as error:
+        raise PlanError(f"--{side} pp={pp}: {error}") from error
 
 
 def _check_tensor_parallel(parameters: ModelParameters, question: SyncQuestion) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,8 @@ class MeshSide:
     mesh: Mapping[str, int]
     """Axis name -> size, outermost first; axes that no parameter is cut along replicate."""
     placements: Mapping[str, Sequence[Shard]]
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Places along the axis ``pp`` that hold a parameter. Absent: all."""
 
     @property
     def num_ranks(self) -> int:
@@ -100,8 +102,8 @@ def report_links(parameters: Mapping[str, ParameterSpec], source: MeshSide, sink
         PlanError: A placement names an axis or dimension that does not exist.
     """
     pairs = [(count, *grids) for grids, count in _group(parameters, source, sink)]
-    lefts = np.stack([held for _, left, _ in pairs for held in left.held] or [np.zeros(source.num_ranks, np.int64)])
-    rights = np.stack([held for _, _, right in pairs for held in right.held] or [np.zeros(sink.num_ranks, np.int64)])
+    lefts = np.stack([held for _, left, _ in pairs for held in (left.holds, *left.held)])
+    rights = np.stack([held for _, _, right in pairs for held in (right.holds, *right.held)])
     left_ranks, left_counts = _classes(lefts)
     right_ranks, right_counts = _classes(rights)
     num_links, total, most = 0, 0.0, 0.0
@@ -110,7 +112,9 @@ def report_links(parameters: Mapping[str, ParameterSpec], source: MeshSide, sink
         chunk = left_ranks[start : start + step]
         nbytes = np.zeros((len(chunk), len(right_ranks)))
         for count, left, right in pairs:
-            share = np.full(nbytes.shape, count * dtype_bytes(left.spec.dtype) / left.replicas)
+            share = np.outer(left.holds[chunk], right.holds[right_ranks]) * (
+                count * dtype_bytes(left.spec.dtype) / left.replicas
+            )
             for dim in range(len(left.spec.shape)):
                 overlap = _overlaps(left.intervals[dim], right.intervals[dim])
                 share *= overlap[np.ix_(left.held[dim][chunk], right.held[dim][right_ranks])]
@@ -126,20 +130,31 @@ def _group(
     parameters: Mapping[str, ParameterSpec], source: MeshSide, sink: MeshSide
 ) -> list[tuple[tuple[_Grid, _Grid], int]]:
     """Both sides' grids of each kind of parameter, and how many parameters are of that kind: layers repeat."""
-    groups: dict[tuple[ParameterSpec, tuple[Shard, ...], tuple[Shard, ...]], int] = {}
+    groups: dict[tuple[ParameterSpec, _How, _How], int] = {}
     for name, spec in parameters.items():
-        key = (spec, tuple(source.placements.get(name, ())), tuple(sink.placements.get(name, ())))
+        left, right = ((tuple(side.placements.get(name, ())), side.stages.get(name)) for side in (source, sink))
+        key = (spec, left, right)
         groups[key] = groups.get(key, 0) + 1
-    return [
-        ((_Grid(spec, source, source_cuts), _Grid(spec, sink, sink_cuts)), count)
-        for (spec, source_cuts, sink_cuts), count in groups.items()
-    ]
+    grids: dict[tuple[int, ParameterSpec, _How], _Grid] = {}
+
+    def grid(which: int, side: MeshSide, spec: ParameterSpec, how: _How) -> _Grid:
+        if (which, spec, how) not in grids:
+            grids[which, spec, how] = _Grid(spec, side, *how)
+        return grids[which, spec, how]
+
+    return [((grid(0, source, spec, a), grid(1, sink, spec, b)), count) for (spec, a, b), count in groups.items()]
+
+
+_How = tuple[tuple[Shard, ...], tuple[int, ...] | None]
+"""Cuts, and the stages that hold a parameter."""
 
 
 class _Grid:
     """How one side cuts one parameter: a list of intervals for each dimension, and which of them each rank holds."""
 
-    def __init__(self, spec: ParameterSpec, side: MeshSide, cuts: Sequence[Shard]) -> None:
+    def __init__(
+        self, spec: ParameterSpec, side: MeshSide, cuts: Sequence[Shard], stages: Sequence[int] | None = None
+    ) -> None:
         axes = [cut.axis for cut in cuts]
         for cut in cuts:
             size = side.mesh.get(cut.axis, 0)
@@ -150,9 +165,14 @@ class _Grid:
             zip(side.mesh, np.indices(tuple(side.mesh.values())).reshape(len(side.mesh), -1), strict=True)
         )
         self.spec = spec
-        self._num_ranks = side.num_ranks
         parts = [part_of_rank(side.mesh[cut.axis], 0, cut.at_most)[0] for cut in cuts]
-        self.replicas = side.num_ranks // math.prod(parts)
+        self.holds: npt.NDArray[np.int64] = np.ones(side.num_ranks, np.int64)
+        """[num ranks] 1 where a rank's stage has the parameter, else 0."""
+        if stages is not None:
+            if not set(stages) <= set(range(side.mesh.get("pp", 0))):
+                raise PlanError(f"shape {spec.shape} cannot lie on stages {tuple(stages)} of mesh {dict(side.mesh)}")
+            self.holds = np.isin(coordinates["pp"], stages).astype(np.int64)
+        self.replicas = int(self.holds.sum()) // math.prod(parts)
         """Ranks that hold the same box."""
         self.intervals: list[npt.NDArray[np.int64]] = []
         """By dimension: [num intervals, 2]."""
@@ -160,7 +180,7 @@ class _Grid:
         """By dimension: [num ranks] index of the interval each rank holds."""
         for dim, size in enumerate(spec.shape):
             intervals = [(0, size)]
-            held = np.zeros(self._num_ranks, np.int64)
+            held = np.zeros(side.num_ranks, np.int64)
             for cut, count in zip(cuts, parts, strict=True):
                 if cut.dim == dim:
                     intervals = [shard_box((i,), 0, count, part)[0] for i in intervals for part in range(count)]
@@ -170,7 +190,7 @@ class _Grid:
 
     def elements(self) -> npt.NDArray[np.float64]:
         """[num ranks] Size of each rank's box."""
-        total = np.ones(self._num_ranks)
+        total = self.holds.astype(np.float64)
         for intervals, held in zip(self.intervals, self.held, strict=True):
             total *= (intervals[:, 1] - intervals[:, 0])[held]
         return total

@@ -7,7 +7,7 @@ import re
 from llamarl.models.sizes import layers_of_stages
 from llamarl.weight_sync.model_layouts import ModelParameters
 
-__all__ = ["stage_parameters"]
+__all__ = ["holding_stages", "stage_parameters"]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -40,3 +40,16 @@ def stage_parameters(parameters: ModelParameters, num_stages: int) -> list[Model
         )
         for stage in held
     ]
+
+
+def holding_stages(parameters: ModelParameters, num_stages: int) -> dict[str, tuple[int, ...]]:
+    """Parameter -> the stages that hold it; empty with a single stage: it holds all.
+
+    Raises:
+        ValueError: There are fewer layers than stages.
+    """
+    held: dict[str, tuple[int, ...]] = {}
+    for stage, own in enumerate(stage_parameters(parameters, num_stages) if num_stages > 1 else ()):
+        for name in own:
+            held[name] = (*held.get(name, ()), stage)
+    return held

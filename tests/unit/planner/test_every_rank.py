@@ -14,16 +14,17 @@ pytest.importorskip("transformers")
 
 from llamarl.cli import plan as verb
 from llamarl.planner.choices import Options, Workload
-from llamarl.planner.every_rank import EveryRank, count_every_rank, stages_of
+from llamarl.planner.every_rank import EveryRank, count_every_rank
 from llamarl.planner.hardware import find_hardware
 from llamarl.planner.lengths import constant
 from llamarl.planner.model_spec import find_model, spec_from_config
 from llamarl.planner.rooflines import GeneratorLayout
 from llamarl.planner.search import Plan, best_separate
 from llamarl.planner.training import TrainerLayout
-from llamarl.weight_sync.layout import mesh_layout
+from llamarl.weight_sync.mesh_layout import MeshLayout
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters, tp_placements
 from llamarl.weight_sync.plan import plan_transfer
+from llamarl.weight_sync.stage_layouts import holding_stages, stage_parameters
 
 H100 = find_hardware("h100")
 SMALL = {
@@ -53,13 +54,13 @@ def counted(trainer: TrainerLayout, generator: GeneratorLayout, replicas: int, *
 
 def test_layers_and_ends_of_stages() -> None:
     parameters = model_parameters(SMALL)
-    first, last = stages_of(parameters, 2, tied=False)
+    first, last = stage_parameters(parameters, 2)
     assert {name.split(".")[2] for name in first if "layers" in name} == {"0", "1"}
     assert "model.embed_tokens.weight" in first and "model.embed_tokens.weight" not in last
     assert {"model.norm.weight", "lm_head.weight"} <= set(last)
     assert sorted([*first, *last]) == sorted(parameters)
-    tied = stages_of(model_parameters({**SMALL, "tie_word_embeddings": True}), 2, tied=True)
-    assert all("model.embed_tokens.weight" in stage for stage in tied)
+    tied = holding_stages(model_parameters({**SMALL, "tie_word_embeddings": True}), 2)
+    assert tied["model.embed_tokens.weight"] == (0, 1) and tied["model.norm.weight"] == (1,)
 
 
 def test_a_trainer_in_stages_holds_a_stage_each() -> None:
@@ -106,14 +107,12 @@ def test_ranks_receive_what_the_full_plan_gives_them() -> None:
     """Two stages x two data ranks x two tensor-parallel ranks to four: every slice copy listed."""
     parameters: ModelParameters = model_parameters(SMALL)
     found = counted(TrainerLayout(tp=2, pp=2, fsdp=2), GeneratorLayout(tp=4), 1)
-    received, sent = np.zeros(4), []
-    for names in stages_of(parameters, 2, tied=False):
-        own = parameters.with_specs({name: parameters[name] for name in names}, parameters.tp_dims)
-        source = mesh_layout(own, {"fsdp": 2, "tp": 2}, fsdp_tp_placements(own))
-        plan = plan_transfer(source, mesh_layout(own, {"tp": 4}, tp_placements(own)))
-        received += plan.received_bytes()
-        sent += plan.sent_bytes()
-    assert found.generator["received"].tolist() == received.tolist()
+    source = MeshLayout(
+        parameters, {"pp": 2, "fsdp": 2, "tp": 2}, fsdp_tp_placements(parameters), holding_stages(parameters, 2)
+    )
+    plan = plan_transfer(source.listed(), MeshLayout(parameters, {"tp": 4}, tp_placements(parameters)).listed())
+    received, sent = plan.received_bytes(), plan.sent_bytes()
+    assert found.generator["received"].tolist() == received
     assert sum(sent) == found.trainer["sent"].sum()
     np.testing.assert_allclose(
         found.trainer["sent"], sent, atol=2 * 2 * 40 * 32

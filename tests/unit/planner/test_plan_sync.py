@@ -14,8 +14,10 @@ from llamarl.errors import LlamaRLError
 from llamarl.planner.sync_forecast import SyncQuestion, forecast_sync
 from llamarl.planner.weight_traffic import MeshSide, report_links
 from llamarl.weight_sync.layout import ParameterSpec, Shard, mesh_layout
-from llamarl.weight_sync.model_layouts import ModelParameters, model_parameters
+from llamarl.weight_sync.mesh_layout import MeshLayout
+from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters, tp_placements
 from llamarl.weight_sync.plan import plan_transfer
+from llamarl.weight_sync.stage_layouts import holding_stages
 
 
 def plan_sync(line: str) -> int:
@@ -57,12 +59,13 @@ def test_recipe_gives_layouts_type_and_staleness(capsys: pytest.CaptureFixture[s
     recipe = tmp_path / "r.toml"
     recipe.write_text(
         "[schedule]\nmax_staleness = 3\nprompts_per_step = 8\n[generator]\ndp = 4\n[trainer]\nfsdp = 2\ntp = 2\n"
+        "cp = 2\npp = 2\n"
     )
     assert plan_sync(f"{recipe} --generator tp=2 --json") == 0
     question = json.loads(capsys.readouterr().out)["question"]
     assert question == {
         "model": "tiny", "trainer_fsdp": 2, "trainer_tp": 2, "generator_tp": 2, "generator_replicas": 4,
-        "versions": 4, "dtype": "float32",
+        "trainer_cp": 2, "trainer_pp": 2, "generator_pp": 1, "versions": 4, "dtype": "float32",
     }  # fmt: skip
 
 
@@ -81,6 +84,34 @@ def test_bytes_a_link_equal_the_full_plan(sink_mesh: dict[str, int]) -> None:
     assert report.mean_bytes == pytest.approx(sum(links.values()) / len(links))
 
 
+def test_stages_on_both_sides_by_the_full_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Stages, data ranks, context ranks and tensor-parallel ranks to two replicas of two stages; the embedding is tied."""
+    config = {
+        "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 24, "vocab_size": 36, "tie_word_embeddings": True,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    line = f"{file} --trainer pp=3,fsdp=2,cp=2,tp=2 --generator tp=4,pp=2,replicas=2 --json"
+    assert plan_sync(line) == 0
+    answer = json.loads(capsys.readouterr().out)
+    parameters = model_parameters(config)
+    source = MeshLayout(
+        parameters, {"pp": 3, "shard": 4, "tp": 2}, fsdp_tp_placements(parameters, fsdp="shard"), holding_stages(parameters, 3)
+    )  # fmt: skip
+    sink = MeshLayout(
+        parameters, {"replica": 2, "pp": 2, "tp": 4}, tp_placements(parameters), holding_stages(parameters, 2)
+    )
+    plan = plan_transfer(source.listed(), sink.listed())
+    assert answer["num_copies"] == len(plan.copies)
+    assert answer["received_bytes_per_rank"]["max"] == max(plan.received_bytes())
+    assert answer["received_bytes_per_rank"]["mean"] == sum(plan.received_bytes()) / 16
+    assert answer["sent_bytes_per_rank"]["mean"] == pytest.approx(sum(plan.sent_bytes()) / 24)
+    assert answer["sent_bytes_per_rank"]["max"] == pytest.approx(max(plan.sent_bytes()), rel=0.1)
+    assert answer["bytes_per_link"]["mean"] * answer["num_links"] == pytest.approx(sum(plan.received_bytes()))
+    assert answer["num_links"] >= len(plan.link_bytes())  # replicated sources: each of them counts
+
+
 def test_replicated_sources_share_a_link_evenly() -> None:
     specs = {"w": ParameterSpec((4,), "float32")}
     report = report_links(specs, MeshSide(mesh={"r": 2}, placements={}), MeshSide(mesh={"r": 3}, placements={}))
@@ -93,7 +124,7 @@ def test_replicated_sources_share_a_link_evenly() -> None:
         ("Llama-3.1-8", "nearest bundled shape is 'Llama-3.1-8B'"),
         ("tiny.toml --json", "tiny.toml does not exist"),
         ("Llama-3.1-8B --trainer fdsp=2", "no axis 'fdsp'; did you mean 'fsdp'"),
-        ("Llama-3.1-8B --generator fsdp=2", "no axis 'fsdp'.*it has tp and replicas"),
+        ("Llama-3.1-8B --generator fsdp=2", "no axis 'fsdp'.*it has tp, pp and replicas"),
         ("Llama-3.1-8B --trainer 8", "'8' is no axis with a size; write for example fsdp=64,tp=8"),
         ("Llama-3.1-8B --trainer tp=2,tp=4", "tp is given twice"),
         ("Llama-3.1-8B --generator tp=0", "tp must be >= 1, got 0"),
@@ -102,7 +133,8 @@ def test_replicated_sources_share_a_link_evenly() -> None:
         ("Llama-3.1-8B --link-gb-per-s -1", "--link-gb-per-s must be above 0"),
         ("Llama-3.1-8B --link-gb-per-s 5 --hardware h100", "not both"),
         ("Llama-3.1-8B --max-staleness -1", "--max-staleness must be >= 0"),
-        ("Llama-3.1-8B --trainer fsdp=100000", "fsdp 100,000 x tp 1 = 100,000 ranks; at most 65,536"),
+        ("Llama-3.1-8B --trainer fsdp=100000", "fsdp 100,000 = 100,000 ranks; at most 65,536"),
+        ("Llama-3.1-8B --trainer pp=33", "--trainer pp=33: 32 layers cannot be cut into 33 stages"),
         ("Llama-3.1-8B --generator tp=8,replicas=9000", "tp 8 x replicas 9,000 = 72,000 ranks; at most 65,536"),
     ],
 )
