@@ -25,6 +25,7 @@ from trainer_ranks import (
     run_critic,
     share,
     train_plans,
+    train_replayed,
 )
 from training_fixtures import make_groups
 
@@ -71,6 +72,9 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
             continue
         if dtype == "plans":
             (out / f"{rank}.json").write_text(json.dumps(train_plans(folder, family, fsdp, tp, pp=pp)))
+            continue
+        if dtype == "replay":
+            (out / f"{rank}.json").write_text(json.dumps(train_replayed(folder, family, fsdp, tp, pp=pp)))
             continue
         trainer, metrics = run(folder, family, (pp, fsdp, tp), dtype, resumes=False)
         again, same = run(folder, family, (pp, fsdp, tp), dtype, resumes=True)

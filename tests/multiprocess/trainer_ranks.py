@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
-from training_fixtures import make_groups
+from training_fixtures import make_groups, with_experts
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import ModelError, StaleTokenError
@@ -115,6 +115,20 @@ def train_plans(
         ticks = [share(make_groups(seed=k, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank) for k in range(2)]
         metrics[name] = [trainer.train(groups, k) for k, groups in enumerate(ticks)]
     return metrics
+
+
+def train_replayed(folder: Path, family: str, fsdp: int, tp: int, *, pp: int = 1) -> list[dict[str, float]]:
+    """Metrics of two ticks of a sparse model whose routers choose what the samples say: other experts than they would."""
+    trainer = Trainer(
+        folder / family,
+        TrainerConfig(fsdp=fsdp, tp=tp, pp=pp, max_tokens_per_microbatch=48, router="replay"),
+        OptimizerConfig(lr=1e-3),
+        AlgorithmConfig(),
+        temperature=0.9,
+    )
+    shape = (trainer.policy.num_sparse_layers, trainer.policy.num_experts, 2)
+    ticks = [with_experts(make_groups(seed=k, **LENGTHS_DIFFER), *shape) for k in range(2)]
+    return [trainer.train(share(groups, fsdp, trainer.layout.fsdp_rank), k) for k, groups in enumerate(ticks)]
 
 
 def refuse_together(folder: Path, fsdp: int, tp: int, *, pp: int = 1, cp: int = 1) -> dict[str, Any]:

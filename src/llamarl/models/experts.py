@@ -32,17 +32,21 @@ class Routing:
         """[N, layers, k] experts that the routers are to choose instead of their own, of a model that was ``let_replay``; a row of -1
         is left to the router."""
         self.chosen: list[Tensor | None] = [None] * num_layers
-        """[N, k] int64 of each sparse layer, first to last; None until it has been computed."""
+        """[N, k] int64 of each sparse layer of the whole model, first to last; None until it has been computed."""
 
     def counts(self, num_experts: int, num_tokens: int | None = None) -> Tensor:
-        """Tokens that chose each expert, [layers, num_experts + 1] float64; the last column counts choices of no expert.
+        """Tokens that chose each expert, [layers, num_experts + 1] float64; the last column counts choices of no expert. Of layers that
+        other pipeline stages hold, zeros.
 
         Args:
             num_tokens: That count: the first so many; None: all.
         """
+        device = next((chosen.device for chosen in self.chosen if chosen is not None), None)
         rows = []
         for chosen in self.chosen:
-            assert chosen is not None, "every sparse layer has been computed"
+            if chosen is None:
+                rows.append(torch.zeros(num_experts + 1, dtype=torch.float64, device=device))
+                continue
             flat = chosen.detach()[:num_tokens].reshape(-1).clamp(max=num_experts)
             ones = torch.ones(flat.shape, dtype=torch.float64, device=flat.device)
             row = torch.zeros(num_experts + 1, dtype=torch.float64, device=flat.device)
@@ -81,7 +85,7 @@ def num_experts(experts: nn.Module) -> int:
 
 
 def watch_experts(model: nn.Module) -> list[nn.Module]:
-    """Let ``watching`` see this model; returns ``expert_layers``. Once a model."""
+    """Let ``watching`` see this model; returns ``expert_layers``. Once a model, before it is cut into stages."""
     layers = expert_layers(model)
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(_Note(number), with_kwargs=True)

@@ -93,7 +93,6 @@ _WHOLE_ATTENTION: Mapping[Use, str] = {"tensor_parallel": "its plan leaves atten
 _SPARSE: Mapping[Use, str] = {
     **_OTHER_LAYER,
     **_NOT_IN_VLLM,
-    "pipeline": "what its routers choose is not brought together from stages",
     "int8": "its experts are no linear layers, which alone are quantized",
     "fp8": "its experts are no linear layers, which alone are quantized",
 }
@@ -143,7 +142,7 @@ FAMILIES: Mapping[str, Family] = {
         linear_layers=("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
     ),
     "qwen3_moe": Family(lacks=_SPARSE, linear_layers=_ATTENTION_LAYERS),
-    "olmoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM, **_PACKED_PLAN}, linear_layers=_ATTENTION_LAYERS),
+    "olmoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM, **_PACKED_PLAN, **_NO_STAGES}, linear_layers=_ATTENTION_LAYERS),
     "mixtral": Family(lacks=_SPARSE, linear_layers=_ATTENTION_LAYERS),
     "deepseek_v3": Family(
         lacks={
@@ -162,7 +161,9 @@ FAMILIES: Mapping[str, Family] = {
             "down_proj",
         ),
     ),
-    "granitemoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM, **_WHOLE_ATTENTION}, linear_layers=_ATTENTION_LAYERS),
+    "granitemoe": Family(
+        lacks={**_SPARSE, **_NO_SCORE_FORM, **_WHOLE_ATTENTION, **_NO_STAGES}, linear_layers=_ATTENTION_LAYERS
+    ),
 }
 """``model_type`` -> family. Their tokens and gradients are tested against the library's own forward."""
 

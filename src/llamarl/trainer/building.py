@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llamarl.errors import ModelError
 from llamarl.models.adapters import add_adapters, base_name, base_parameters
 from llamarl.models.decoder import changes_with_length
+from llamarl.models.experts import watch_experts
 from llamarl.models.loading import load_model
 from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import (
@@ -106,6 +107,7 @@ def build_policy(
         model = load_model(model_path, dtype=torch.float32, device=device, attention=attention)
     if replay:
         let_replay(model)
+    experts = watch_experts(model)
     transform = LogitTransform.of_model(model.config, temperature)
     check_output_layer(_small_copy(model.config, attention) if parts is not None else model, transform)
     names = tuple(name for name, _ in model.named_parameters())
@@ -120,7 +122,14 @@ def build_policy(
     stage = cut_into_stage(model, layout.pp_rank, layout.pp, key=f"{section}.pp")
 
     def wrap(model: PreTrainedModel) -> Policy:
-        policy = Policy(model, transform, chunk_tokens=chunk_tokens, entropy_needs_grad=entropy_needs_grad, stage=stage)
+        policy = Policy(
+            model,
+            transform,
+            chunk_tokens=chunk_tokens,
+            entropy_needs_grad=entropy_needs_grad,
+            stage=stage,
+            experts=experts,
+        )
         if not trained:
             policy.requires_grad_(False)
         if checkpoint_every:

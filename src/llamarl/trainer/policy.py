@@ -8,7 +8,7 @@ file makes of it, and [tokens, vocabulary] never exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,10 +39,12 @@ class Policy(nn.Module):
         chunk_tokens: int,
         entropy_needs_grad: bool,
         stage: Stage | None = None,
+        experts: Sequence[nn.Module] | None = None,
     ) -> None:
         """
         Args:
             stage: Which part of the decoder ``model`` is; None: all of it.
+            experts: What ``watch_experts`` gave of the whole model; None: it is called here.
         """
         super().__init__()
         self.model = model
@@ -50,8 +52,9 @@ class Policy(nn.Module):
         self.transform = transform
         self.chunk_tokens = chunk_tokens
         self.entropy_needs_grad = entropy_needs_grad
-        experts = watch_experts(model)
+        experts = watch_experts(model) if experts is None else experts
         self.num_sparse_layers = len(experts)
+        """Of all stages."""
         self.num_experts = num_experts(experts[0]) if experts else 0
 
     @property

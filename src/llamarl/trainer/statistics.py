@@ -81,8 +81,8 @@ class StepStatistics:
                 part._sums,
                 num_computed=part._num_computed,
                 num_trained=part._num_observed,
-                chosen_experts=part._chosen_experts,
             )
+            step.add_experts(part._chosen_experts)
         if "loss/policy" in step._sums:
             step._sums["loss/policy"] = step._sums["loss/policy"] * factor
         return step
@@ -93,13 +93,8 @@ class StepStatistics:
         *,
         num_computed: int,
         num_trained: int,
-        chosen_experts: Tensor | None = None,
     ) -> None:
-        """Add one micro-batch's sums (and maxima), its numbers of input tokens and of trained tokens, and of a sparse model how
-        often each expert was chosen (``Routing.counts``), by every rank or by none."""
-        if chosen_experts is not None:
-            before = self._chosen_experts
-            self._chosen_experts = chosen_experts if before is None else before + chosen_experts
+        """Add one micro-batch's sums (and maxima), and its numbers of input tokens and of trained tokens."""
         self._num_computed += num_computed
         self._num_observed += num_trained
         for key, value in values.items():
@@ -109,6 +104,16 @@ class StepStatistics:
                 torch.maximum(self._sums[key], value, out=self._sums[key])
             else:
                 self._sums[key] += value
+
+    def add_experts(self, chosen: Tensor | None) -> None:
+        """Add how often a micro-batch chose each expert of a sparse model (``Routing.counts``), on every rank or on none."""
+        if chosen is not None:
+            self._chosen_experts = chosen if self._chosen_experts is None else self._chosen_experts + chosen
+
+    def bring_experts_together(self) -> None:
+        """Add up what each pipeline stage knows of its own sparse layers; every stage calls it, before ``metrics``."""
+        if self._chosen_experts is not None:
+            self._chosen_experts = self._layout.sum_over_stages(self._chosen_experts.clone())
 
     def metrics(self) -> dict[str, float]:
         """Means over the trained tokens that were computed; none where there are no such. One host sync."""

@@ -80,7 +80,7 @@ class _Computed:
     gradients: tuple[Tensor | None, ...]
     """In the order of the parameters; empty where they have been added to the parameters' own."""
     chosen_experts: Tensor | None
-    """As ``Routing.counts`` gives it; None of a dense model."""
+    """As ``Routing.counts`` gives it; None of a dense model, and in stages, where each speaks for itself."""
 
 
 class Trainer(ShardedModel[Policy]):
@@ -225,6 +225,8 @@ class Trainer(ShardedModel[Policy]):
             if self.num_skipped_in_a_row > self.config.max_skipped_steps:
                 break
         self.policy_version += 1
+        for counts in statistics:
+            counts.bring_experts_together()
         self.metrics = {
             **self.layout.from_last_stage(lambda: tick_metrics(statistics)),
             **planned,
@@ -262,7 +264,10 @@ class Trainer(ShardedModel[Policy]):
         """Forward and backward passes of all micro-batches; the sum of their losses, a scalar, 0 on another stage than the last."""
         loss = torch.zeros((), device=self.device)
         microbatches = self._microbatches(self._worth_computing(sequences), statistics, of_whole_step)
-        through = self._computed(microbatches) if self._links is None else self._in_stages(microbatches, self._links)
+        if self._links is None:
+            through = self._computed(microbatches)
+        else:
+            through = iter(self._in_stages(microbatches, self._links, statistics))
         for (part, microbatch), computed in zip(microbatches, through, strict=self.layout.is_last_stage):
             loss += self._take(part, microbatch, computed, statistics)
         return loss
@@ -385,18 +390,25 @@ class Trainer(ShardedModel[Policy]):
         return in_order(compute, microbatches, at_once=at_once, threads=torch.get_num_threads())
 
     def _in_stages(
-        self, microbatches: Sequence[tuple[Sequence[TrainingSequence], Microbatch]], links: Links
+        self,
+        microbatches: Sequence[tuple[Sequence[TrainingSequence], Microbatch]],
+        links: Links,
+        statistics: StepStatistics,
     ) -> list[_Computed]:
-        """This stage's forward and backward passes, in the pipeline's order; what the last stage has to say of each."""
+        """This stage's forward and backward passes, in the pipeline's order; what the last stage has to say of each. What this stage's
+        own sparse layers chose is added to ``statistics``."""
         found: list[_Computed] = []
 
         def forward(i: int, received: Tensor | None) -> Tensor:
-            if not self.layout.is_last_stage:
-                hidden: Tensor = self.policy(microbatches[i][1], received)[0]
-                return hidden
-            loss, computed = self._forward(microbatches[i][1], received)
-            found.append(computed)
-            return loss
+            microbatch, routing = microbatches[i][1], Routing(self.policy.num_sparse_layers)
+            with watching(routing):
+                if self.layout.is_last_stage:
+                    output, computed = self._forward(microbatch, received)
+                    found.append(computed)
+                else:
+                    output = self.policy(microbatch, received)[0]
+            statistics.add_experts(self._chosen_experts(routing, microbatch))
+            return output
 
         links.begin([microbatch.input_ids.shape[1] for _, microbatch in microbatches], trains=True)
         with demanded(self.device):
@@ -435,7 +447,8 @@ class Trainer(ShardedModel[Policy]):
     def _chosen_experts(self, routing: Routing, microbatch: Microbatch) -> Tensor | None:
         if not self.policy.num_sparse_layers:
             return None
-        counts = routing.counts(self.policy.num_experts, None if microbatch.own is None else microbatch.own.num_tokens)
+        num_own = None if microbatch.own is None else microbatch.own.num_tokens
+        counts = routing.counts(self.policy.num_experts, num_own).to(self.device)
         return counts if microbatch.num_tokens else torch.zeros_like(counts)
 
     def _take(
@@ -453,8 +466,8 @@ class Trainer(ShardedModel[Policy]):
             computed.sums,
             num_computed=microbatch.num_tokens,
             num_trained=microbatch.num_trained,
-            chosen_experts=computed.chosen_experts,
         )
+        statistics.add_experts(computed.chosen_experts)
         return computed.loss
 
     def _worth_computing(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:

@@ -131,3 +131,21 @@ def with_reference(groups: list[Group], shift: float = 0.0) -> list[Group]:
         )
         for g in groups
     ]
+
+
+def with_experts(groups: list[Group], num_layers: int, num_experts: int, chosen: int) -> list[Group]:
+    """Experts that every token of every prompt and response is said to have chosen, at random."""
+    rng = np.random.default_rng(0)
+
+    def draw(tokens: int) -> np.ndarray:
+        scores = rng.random((tokens, num_layers, num_experts))
+        return scores.argsort(axis=-1)[..., :chosen].astype(np.uint8)
+
+    return [
+        dataclasses.replace(
+            group,
+            prompt_experts=draw(len(group.prompt.tokens)),
+            responses=tuple(dataclasses.replace(r, routed_experts=draw(len(r.tokens))) for r in group.responses),
+        )
+        for group in groups
+    ]
