@@ -162,10 +162,11 @@ class Role:
         return (unit,) * (self.size_of(config, self.sizes) // unit)
 
     def units(self, config: RunConfig) -> int | tuple[tuple[int, int], ...]:
-        """Neighbouring ranks that talk most, its tensor-parallel ones; of unlike replicas (ranks of one, how many) of each kind."""
+        """Neighbouring ranks that talk most, its tensor-parallel ones; of unlike replicas (how many ranks, how often) of each kind."""
         settings = self.settings(config)
         if self._has_unlike(config):
-            return tuple((kind.tp or settings.tp, kind.dp) for kind in settings.replicas)
+            stages = ((kind, kind.pp or settings.pp) for kind in settings.replicas)
+            return tuple((kind.tp or settings.tp, kind.dp * pp) for kind, pp in stages)
         return int(getattr(settings, "tp", 1))
 
     def _has_unlike(self, config: RunConfig) -> bool:
@@ -214,8 +215,8 @@ ROLES: Mapping[str, Role] = {
             ),
             writes=("completions",),
             section="generator",
-            sizes=("dp", "tp"),
-            model_sizes=("tp",),
+            sizes=("dp", "tp", "pp"),
+            model_sizes=("tp", "pp"),
             model=Model(uses=_generates),
         ),
         Role(

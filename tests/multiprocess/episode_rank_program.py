@@ -1,4 +1,4 @@
-"""One tensor-parallel rank of an engine that plays with environments; leaves what it played in a folder."""
+"""One rank of an engine that plays with environments; leaves what it played in a folder."""
 
 from __future__ import annotations
 
@@ -30,18 +30,22 @@ FAILS_AT = 5
 """Prompt whose environment raises in its second turn."""
 
 
-def main(rank: int, world: int, folder: Path) -> None:
+def main(rank: int, axis: str, folder: Path) -> None:
+    """
+    Args:
+        axis: Over which the model lies on two ranks, ``tp`` or ``pp``; empty: it is on one.
+    """
     torch.set_num_threads(1)
     layout = None
-    if world > 1:
+    if axis:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{folder}/rendezvous",
+            init_method=f"file://{folder}/rendezvous-{axis}",
             rank=rank,
-            world_size=world,
+            world_size=2,
             timeout=timedelta(seconds=60),
         )
-        layout = make_layout(fsdp=1, tp=world, device="cpu", keys=("generator.dp", "generator.tp"))
+        layout = make_layout(fsdp=1, **{"tp": 1, axis: 2}, device="cpu", keys=("dp", "tp", "pp"))  # type: ignore[arg-type]
     task = TaskConfig(
         name="episodes",
         environment=f"{ENVIRONMENTS}:Ledgers",
@@ -55,13 +59,13 @@ def main(rank: int, world: int, folder: Path) -> None:
     template = TurnTemplate(tokenizer, DataConfig())
     player = EpisodeEngine(engine, environments, template, tokenizer, reply_delay=3)
     told = play(player, stream)
-    (folder / f"{world}-{rank}.json").write_text(json.dumps(told))
+    (folder / f"{axis}-{rank}.json").write_text(json.dumps(told))
     arriving = EpisodeEngine(engine, environments, template, tokenizer, reply_delay=0, on_arrival=True)
     arriving.begin_tick(None)
     told = play(arriving, stream)
-    (folder / f"{world}-{rank}-arriving.json").write_text(json.dumps([told, arriving.joins]))
+    (folder / f"{axis}-{rank}-arriving.json").write_text(json.dumps([told, arriving.joins]))
     environments.close()
-    if world > 1:
+    if axis:
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""One tensor-parallel rank of a generator under the latest weights, to which versions come at moments of its own.
+"""One rank of a generator under the latest weights, to which versions come at moments of its own.
 
 ``main`` runs in processes forked from a server that has imported this module, so that torch is imported once.
 """
@@ -22,21 +22,25 @@ ARRIVALS = [[0, 6, 0, 11, 3], [0, 9, 0, 2, 3]]
 """By rank: at which look of each tick the next version is there. The later of two counts."""
 
 
-def main(rank: int, world: int, folder: Path) -> None:
+def main(rank: int, axis: str, folder: Path) -> None:
+    """
+    Args:
+        axis: Over which the model lies on two ranks, ``tp`` or ``pp``; empty: it is on one.
+    """
     torch.set_num_threads(1)
-    asked = ARRIVALS[rank] if world > 1 else list(map(max, *ARRIVALS))
-    if world > 1:
+    asked = ARRIVALS[rank] if axis else list(map(max, *ARRIVALS))
+    config = recipe("recompute", **({axis: 2} if axis else {}))
+    folder = folder / (axis or "alone")
+    folder.mkdir(exist_ok=True)
+    if axis:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world,
-            timeout=timedelta(seconds=60),
-        )  # fmt: skip
-    made = run(generator(recipe("recompute", tp=world), rank=rank), asked)
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        )
+    made = run(generator(config, rank=rank), asked)
     events = [event for _, event in made]
     told = [[response.tokens.tolist() for group in groups for response in group.responses] for groups, _ in made]
-    if (
-        world > 1
-    ):  # the log of both ranks, as a run keeps it; then this rank's decisions again, with nothing to wait for
-        gathered: list[list[dict[str, object]]] = [[] for _ in range(world)]
+    if axis:  # the log of both ranks, as a run keeps it; then this rank's decisions again, with nothing to wait for
+        gathered: list[list[dict[str, object]]] = [[] for _ in range(2)]
         dist.all_gather_object(gathered, events)
         if rank == 0:
             log = EventLog(folder)
@@ -44,8 +48,8 @@ def main(rank: int, world: int, folder: Path) -> None:
                 log.append(tick)
             (folder / EVENTS_FILE).rename(folder / REPLAY_FILE)
         dist.barrier()
-        again = run(generator(recipe("recompute", tp=world), folder, rank), [0] * len(asked))
+        again = run(generator(config, folder, rank), [0] * len(asked))
         assert [event for _, event in again] == events
-    (folder / f"{world}-{rank}.json").write_text(json.dumps({"events": events, "tokens": told}))
-    if world > 1:
+    (folder / f"{rank}.json").write_text(json.dumps({"events": events, "tokens": told}))
+    if axis:
         dist.destroy_process_group()

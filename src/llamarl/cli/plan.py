@@ -117,7 +117,12 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     how.add_argument(
         "--max-segments", type=int, help="versions a response may span; 1: no partial rollouts (default 4)"
     )
-    how.add_argument("--max-pipeline", type=int, default=1, help="largest pipeline size to try (llamarl runs 1)")
+    how.add_argument(
+        "--max-pipeline",
+        type=int,
+        default=1,
+        help="largest pipeline size to try (1; a generator that fits nowhere else may get more)",
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
     out.add_argument(

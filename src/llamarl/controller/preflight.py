@@ -161,10 +161,16 @@ def _check_size(role: Role, key: str, tp: int, folder: Path | str) -> None:
 
 
 def _check_pipeline(role: Role, config: RunConfig, folder: Path | str) -> None:
-    pp = role.size_of(config, (name for name in role.sizes if name == "pp"))
-    if pp == 1:
-        return
-    key, described = f"{role.section}.pp", read_model_config(folder)
+    sizes = {f"{role.section}.pp": role.size_of(config, (name for name in role.sizes if name == "pp"))}
+    kinds = config.generator.replicas if role.name == "generator" else ()
+    sizes |= {f"generator.replicas.{place}.pp": kind.pp for place, kind in enumerate(kinds)}
+    for key, pp in sizes.items():
+        if pp > 1:
+            _check_stages(key, pp, folder)
+
+
+def _check_stages(key: str, pp: int, folder: Path | str) -> None:
+    described = read_model_config(folder)
     if reason := why_unsupported(described, "pipeline"):
         raise ConfigError(f"{key} = {pp}: {reason}; set {key} to 1")
     layers = text_part(described).get("num_hidden_layers")
@@ -248,6 +254,7 @@ def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_t
     layers, heads, head_dim = cache_shape(load_model_config(folder))
     dtype = engine_dtype(engine.dtype, generator.quantization, device=generator.device, model=folder)
     width = 4 if dtype == "float32" else 2
+    layers = -(-layers // generator.pp)  # of the longest stage
     block_bytes = 2 * layers * max(1, heads // generator.tp) * head_dim * width * engine.block_size
     new_tokens = generator.sampling.max_new_tokens
     # the prompt's last, partial block lies beside the sequence's own copy of it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llamarl.config import RunConfig
+from llamarl.executors.config import GeneratorConfig
 from llamarl.plural import plural
 
 __all__ = ["replica_line", "replica_table"]
@@ -16,9 +17,9 @@ def replica_table(config: RunConfig) -> str:
     first = 0
     for place, kind in enumerate(config.generator.replicas):
         own = config.generator.as_of_kind(place)
-        last = first + own.dp * own.tp - 1
+        last = first + own.dp * own.tp * own.pp - 1
         ranks = f"{first}-{last}" if last > first else str(first)
-        rows.append((f"{place}", f"{kind.dp}", ranks, f"{own.tp}", _precision(config, place), _prompts(config, place)))
+        rows.append((f"{place}", f"{kind.dp}", ranks, _sizes(own), _precision(config, place), _prompts(config, place)))
         first = last + 1
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
@@ -30,11 +31,15 @@ def replica_line(config: RunConfig) -> str:
     """The same in a line."""
     kinds = config.generator.replicas
     each = [
-        f"{kind.dp} x tp {kind.tp or config.generator.tp} {_precision(config, place)}, "
+        f"{kind.dp} x tp {_sizes(config.generator.as_of_kind(place))} {_precision(config, place)}, "
         f"{plural(1, 'prompt') if (prompts := _prompts(config, place)) == '1' else f'{prompts} prompts'} a tick"
         for place, kind in enumerate(kinds)
     ]
     return "; ".join(each)
+
+
+def _sizes(own: GeneratorConfig) -> str:
+    return f"{own.tp}" + (f" x pp {own.pp}" if own.pp > 1 else "")
 
 
 def _precision(config: RunConfig, kind: int) -> str:

@@ -111,7 +111,8 @@ def _precisions(generator: GeneratorConfig) -> list[Any]:
     kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
     numbers = [kind.dp for kind in generator.replicas] or [generator.dp]
     each = [
-        (kind.quantization, kind.engine.dtype, kind.engine.kv_cache_bytes, kind.engine.max_sequences) for kind in kinds
+        (kind.pp, kind.quantization, kind.engine.dtype, kind.engine.kv_cache_bytes, kind.engine.max_sequences)
+        for kind in kinds
     ]
     return [one for one, number in zip(each, numbers, strict=True) for _ in range(number)]
 

@@ -2,6 +2,9 @@
 
     step():  deadlines ─▶ Scheduler.schedule ─▶ ModelRunner.execute ─▶ sample ─▶ append, stop checks ─▶ ended sequences
 
+With pipeline stages a step begins one wave, a plan that takes its share of the sequences, and ends the oldest of as many waves as
+there are stages: while the last stage computes it, the others compute later ones (``waves.py``).
+
 Everything that decides a bit of the output is in the sequences and the order in which they were added; nothing survives
 ``suspend``, so an engine that resumes carried sequences equals a new one that was given the same ones.
 """
@@ -24,9 +27,10 @@ from llamarl.engine.kv_state import export_state, import_state
 from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.engine.ranks import EngineRanks
-from llamarl.engine.sampler import sample
+from llamarl.engine.sampler import Draws, sample
 from llamarl.engine.scheduler import Member, Scheduler, StepPlan
 from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.engine.waves import Wave, Waves, sampled_rows
 from llamarl.models.parallel import ParallelLayout
 from llamarl.types import FinishReason
 
@@ -82,6 +86,7 @@ class NativeEngine:
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
         )
+        self._waves = Waves(self._ranks.num_stages, self._runner.links)
         self._drafter: Drafter | None = None
         if config.speculative_tokens:
             self._drafter = Drafter(max_tokens=config.speculative_tokens, max_rows=config.speculative_rows)
@@ -120,18 +125,14 @@ class NativeEngine:
 
     def step(self) -> list[TokenSequence]:
         self._expire()
-        plan = self._scheduler.schedule(self._drafter.drafts if self._drafter is not None else None)
-        assert plan.chunks or plan.samples or self._ended or not self._members, "the scheduler made no progress"
-        if plan.chunks or plan.samples:
-            logits = self._runner.execute(plan)
-            self._count_step(plan.num_tokens)
-            chosen = self._runner.chosen_experts(plan) if self._runner.notes_experts else None
-            if chosen is not None:
-                note_prompts(plan, chosen)
-            if plan.samples:
-                self._append(plan, logits)
-            if chosen is not None:
-                note_tokens(plan, chosen)
+        guess = self._drafter.drafts if self._drafter is not None else None
+        plan = self._scheduler.schedule(guess, num_shares=self._ranks.num_stages, drawing=self._waves.drawing)
+        begun = bool(plan.chunks or plan.samples)
+        assert begun or self._waves or self._ended or not self._members, "the scheduler made no progress"
+        if begun:
+            self._begin(plan)
+        if self._waves.full or (self._waves and not begun):
+            self._end_oldest()
         ended = sorted(self._ended, key=lambda m: m.order)
         self._ended = []
         return [member.sequence for member in ended]
@@ -139,6 +140,7 @@ class NativeEngine:
     def suspend(self) -> list[TokenSequence]:
         if self._drafter is not None:
             self._drafter.forget()
+        self._waves.drop()
         self._members.clear()
         self._deadlines.clear()
         return self._scheduler.take_all()
@@ -164,6 +166,8 @@ class NativeEngine:
         """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is recomputed, or kept."""
         if version < 0:
             raise ValueError(f"policy version must be >= 0, got {version}")
+        while self._waves:  # drawn under the version before
+            self._end_oldest()
         cached = self._policy_version if self._restored_version is None else self._restored_version
         self._policy_version, self._restored_version = version, None
         self._runner.weights_updated()
@@ -191,6 +195,7 @@ class NativeEngine:
             raise ValueError(
                 f"{len(self._members)} unfinished sequences are in the engine: suspend them before parking"
             )
+        self._waves.drop()
         return self._runner.park()
 
     def unpark(self) -> None:
@@ -206,7 +211,7 @@ class NativeEngine:
             self._scheduler.withdraw(member)
 
     def kv_state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        assert not self._ended, "take what has ended out first: call step"
+        assert not self._ended and not self._waves, "take what has ended out first: call step"
         state, tensors = export_state(self._scheduler, self._runner)
         return {**state, "version": self._policy_version}, tensors
 
@@ -299,27 +304,49 @@ class NativeEngine:
                 if late:
                     self._finish(self._members[order], "deadline")
 
-    def _append(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        rows = _rows(plan)
+    def _begin(self, plan: StepPlan) -> None:
+        """Compute this stage's part of a plan; the last one samples."""
+        rows = sampled_rows(plan)
+        logits = self._runner.execute(plan)
+        self._count_step(plan.num_tokens)
+        chosen = self._runner.chosen_experts(plan) if self._runner.notes_experts else None
+        if chosen is not None:
+            note_prompts(plan, chosen)
+        self._waves.begin(Wave(plan, rows, chosen), self._sample(rows, logits) if logits is not None else None)
+
+    def _sample(self, rows: list[tuple[Member, int]], logits: torch.Tensor) -> Draws | None:
+        if not rows:
+            return None
         sequences = [member.sequence for member, _ in rows]
         positions = [len(member.sequence.tokens) + ahead for member, ahead in rows]
         params, seeds = [s.params for s in sequences], [s.seed for s in sequences]
         if self._ranks.size == 1:
-            draws = sample(logits, params, seeds, positions)
-        else:
-            vocabulary = self._runner.model_config.vocab_size
-            draws = sample_over_ranks(logits, params, seeds, positions, ranks=self._ranks, vocabulary=vocabulary)
+            return sample(logits, params, seeds, positions)
+        vocabulary = self._runner.model_config.vocab_size
+        return sample_over_ranks(logits, params, seeds, positions, ranks=self._ranks, vocabulary=vocabulary)
+
+    def _end_oldest(self) -> None:
+        """Give the sequences of the oldest wave what was drawn for them."""
+        wave, draws = self._waves.end_oldest()
+        if draws is not None:
+            self._append(wave, draws)
+        if wave.experts is not None:
+            note_tokens(wave.plan, wave.experts)
+
+    def _append(self, wave: Wave, draws: Draws) -> None:
         goes_on: dict[int, bool] = {}
-        for i, (member, ahead) in enumerate(rows):
-            if ahead and not goes_on[member.order]:
+        for i, (member, ahead) in enumerate(wave.rows):
+            if ahead and not goes_on.get(member.order):
                 continue  # behind a guess that was not drawn, or behind the end
             goes_on[member.order] = False
+            if self._members.get(member.order) is not member:
+                continue  # it has ended since the wave began
             if not draws.ok[i]:
                 self._fail(member)
                 continue
             token = draws.tokens[i]
             self._take(member, token, draws.logprobs[i], draws.raw_logprobs[i])
-            if member.order in self._members and (draft := plan.drafts.get(member.order)):
+            if member.order in self._members and (draft := wave.plan.drafts.get(member.order)):
                 goes_on[member.order] = ahead < len(draft) and draft[ahead] == token
                 if goes_on[member.order]:
                     self._scheduler.drawn(member, 1)
@@ -382,16 +409,6 @@ class NativeEngine:
         self._deadlines.pop(member.order, None)
         self._ended.append(member)
         self._scheduler.remove(member)
-
-
-def _rows(plan: StepPlan) -> list[tuple[Member, int]]:
-    """The rows that are sampled: of which sequence, and how many tokens ahead of those that it has."""
-    ahead: dict[int, int] = {}
-    rows = []
-    for member, _ in plan.samples:
-        rows.append((member, ahead.get(member.order, 0)))
-        ahead[member.order] = rows[-1][1] + 1
-    return rows
 
 
 def _eos_of(model: torch.nn.Module) -> list[int]:

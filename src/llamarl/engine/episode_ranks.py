@@ -1,4 +1,4 @@
-"""Environments of a generator whose model lies on several tensor-parallel ranks: one rank asks, all hear.
+"""Environments of a generator whose model lies on several ranks: one rank asks, all hear.
 
     rank 0      ask ─▶ pool ─▶ answer ──broadcast──▶ every rank        the others hold no environments
     all ranks   wait for the same questions, in the same order
@@ -78,15 +78,15 @@ class SharedEpisodes:
 
 
 def make_environments(task: TaskConfig, layout: ParallelLayout | None) -> Environments:
-    """The pool of a generator rank; of tensor-parallel ranks the first has one, and all hear it.
+    """The pool of a generator rank; of those that share a model the first has one, and all hear it.
 
     Raises:
         DataError, ExecutorFailed, DeadlineExceeded: As ``EpisodePool``.
     """
     ranks = EngineRanks(layout)
-    if ranks.size == 1:
+    if ranks.alone:
         return EpisodePool(task)
-    return SharedEpisodes(EpisodePool(task) if ranks.leads else None, ranks.share_bytes)
+    return SharedEpisodes(EpisodePool(task) if ranks.speaks else None, ranks.share_bytes)
 
 
 def _pack(answer: Answer) -> bytes:

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from llamarl.engine.kernels import Kernels
 from llamarl.engine.linears import FusedLinear, fused_of
 from llamarl.models.paged_attention import PrefillChunk, prefill_attention
+from llamarl.models.stages import Stage
 from llamarl.models.support import why_unsupported
 
 __all__ = ["DecodeTables", "LeanDecoder", "why_kernels_unsupported"]
@@ -66,10 +67,18 @@ class LeanDecoder:
     """Made of a model whose linear layers are served already.
 
     Args:
-        keys, values: The KV cache, a tensor a layer, [num_blocks, block_size, KV, D].
+        keys, values: The KV cache, a tensor a layer that is here, [num_blocks, block_size, KV, D].
+        stage: The one that the model is; None: it is whole.
     """
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, keys: list[Tensor], values: list[Tensor]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kernels: Kernels,
+        keys: list[Tensor],
+        values: list[Tensor],
+        stage: Stage | None = None,
+    ) -> None:
         config: Any = model.config
         base: Any = model.base_model
         self._kernels = kernels
@@ -77,20 +86,28 @@ class LeanDecoder:
         self._embedding = base.embed_tokens
         self._rotary = base.rotary_emb
         self._eps: float = config.rms_norm_eps
-        self._layers = [_layer(layer, config) for layer in base.layers]
-        self._last_norm = base.norm.weight
-        self._scale: float = base.layers[0].self_attn.scaling
+        layers: list[Any] = list(base.layers) if stage is None else list(stage.layers)
+        self._layers = [_layer(layer, config) for layer in layers]
+        self._last_norm: Tensor | None = base.norm.weight if stage is None or stage.is_last else None
+        self._scale: float = layers[0].self_attn.scaling
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, decodes: DecodeTables, prefills: list[PrefillChunk]
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        decodes: DecodeTables,
+        prefills: list[PrefillChunk],
+        received: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states of the step's row, [T, E], after the last norm.
+        """Hidden states of the step's row, [T, E]: after the last norm, or, where other stages follow, the residual stream, float32.
 
         Args:
             tokens, positions, slots: [T]; the decoding sequences come first.
+            received: [T, E] float32, the residual stream of the stage before, which is changed; None on the first.
         """
         kernels, eps = self._kernels, self._eps
-        x = self._embedding(tokens).float()
+        x = self._embedding(tokens).float() if received is None else received
         cos, sin = (part[0].contiguous() for part in self._rotary(x[None], positions[None]))
         h = kernels.add_norm(x, None, self._layers[0].norm, eps)
         after = [layer.norm for layer in self._layers[1:]] + [self._last_norm]
@@ -99,7 +116,10 @@ class LeanDecoder:
             kernels.rotate_and_store(qkv, cos, sin, layer.head_norms, eps, slots, keys, values)
             attended = self._attention(layer, qkv, keys, values, decodes, prefills)
             h = kernels.add_norm(x, layer.output(attended), layer.second_norm, eps)
-            h = kernels.add_norm(x, layer.down(kernels.gated_silu(layer.gate_up(h))), next_norm, eps)
+            down = layer.down(kernels.gated_silu(layer.gate_up(h)))
+            if next_norm is None:
+                return x.add_(down)
+            h = kernels.add_norm(x, down, next_norm, eps)
         return h
 
     def _attention(

@@ -2,6 +2,9 @@
 
 StepPlan ──▶ [1, T] token row + PagedBatch ──▶ transformers decoder ──▶ hidden states of sampling rows ──▶ logits
 
+A pipeline stage holds the cache of its own layers. Where others come before, it takes hidden states of the row in place of its
+tokens; where others follow, it sends them on and has no logits.
+
 On a GPU nothing in a step waits: integers go over in queued copies, and who reads the logits waits for them. A step of
 decodes alone may go through ``cuda_graphs.py``, padded.
 """
@@ -28,6 +31,7 @@ from llamarl.engine.lean_decoder import DecodeTables, LeanDecoder, why_kernels_u
 from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
+from llamarl.engine.stage_links import StageLinks
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.decoder import cache_shape, logit_scale, logit_softcap
 from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
@@ -37,6 +41,8 @@ from llamarl.models.parallel import ParallelLayout
 from llamarl.models.precision import engine_dtype
 from llamarl.models.repeatable import suspended
 from llamarl.models.sharded_loading import load_tensor_parallel
+from llamarl.models.sizes import layers_of_stages
+from llamarl.models.stages import Stage
 from llamarl.models.support import Use, why_unsupported
 from llamarl.models.transfer import indices
 
@@ -69,8 +75,9 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             attention="llamarl_paged",
-            key="generator.tp",
+            section="generator",
         )
+        self._stage = Stage(self.model, self.ranks.stage, self.ranks.num_stages) if self.ranks.num_stages > 1 else None
         self.model.requires_grad_(False)
         self.model_config = self.model.config
         self.model_config.pad_token_id = None  # there is no padding; GPT-2 would wait for the device to look for it
@@ -81,6 +88,7 @@ class ModelRunner:
             )
         if quantization != "none" and (reason := why_unsupported(self.model_config.to_dict(), cast(Use, quantization))):
             raise ModelError(f"generator.quantization={quantization!r}: {reason}")
+        assert not note_experts or self._stage is None, "the configuration has been checked"
         self._expert_layers = watch_experts(self.model) if note_experts else []
         if note_experts and not self._expert_layers:
             raise ModelError(f"{type(self.model).__name__} has no experts whose choice could be noted")
@@ -102,11 +110,15 @@ class ModelRunner:
             summed=frozenset(name.removesuffix(".weight") for name, cut in cuts.items() if cut.dim == 1),
         )
         self.block_size = config.block_size
-        self._num_layers, num_kv_heads, self._head_dim = cache_shape(self.model_config)
+        num_layers, num_kv_heads, self._head_dim = cache_shape(self.model_config)
+        of_stages = layers_of_stages(num_layers, self.ranks.num_stages)
+        own, self._num_layers = of_stages[self.ranks.stage], len(of_stages[self.ranks.stage])
+        self._first_layer = own.start
         self._num_kv_heads = max(1, num_kv_heads // self.ranks.size)
         self._logit_scale, self._final_softcap = logit_scale(self.model_config), logit_softcap(self.model_config)
         padded = self._pads_decodes(config)
-        self._cache_blocks = config.kv_cache_bytes // self.block_bytes
+        longest = max(map(len, of_stages))  # all stages have as many blocks
+        self._cache_blocks = config.kv_cache_bytes // (self.block_bytes // self._num_layers * longest)
         self.num_blocks = self._cache_blocks - padded  # the last one is scratch
         if self.num_blocks < 1:
             raise ConfigError(
@@ -123,16 +135,25 @@ class ModelRunner:
             self.park()
         else:
             self._make_cache()
-        self._lean = None if kernels is None else LeanDecoder(self.model, kernels, self._keys, self._values)
+        self._lean = (
+            None if kernels is None else LeanDecoder(self.model, kernels, self._keys, self._values, self._stage)
+        )
+        self.links: StageLinks | None = None
+        if layout is not None and layout.pp > 1:
+            dtype = self.dtype if self._lean is None else torch.float32
+            self.links = StageLinks(layout, width=self._width, dtype=dtype, device=self.device)
         if padded:
             self.padded_decoder = self._make_padded_decoder(config)
 
     def _pads_decodes(self, config: EngineConfig) -> bool:
-        if config.cuda_graphs in ("off", "padded"):
+        if config.cuda_graphs == "off" or (config.cuda_graphs == "padded" and self.ranks.num_stages == 1):
             return config.cuda_graphs == "padded"
-        reason = why_graphs_unsupported(self.model_config, device=self.device, num_ranks=self.ranks.size)
-        if reason is not None and config.cuda_graphs == "on":
-            raise ConfigError(f"engine.cuda_graphs is 'on', but decode steps cannot be recorded here: {reason}")
+        num_ranks = self.ranks.size * self.ranks.num_stages
+        reason = why_graphs_unsupported(self.model_config, device=self.device, num_ranks=num_ranks)
+        if reason is not None and config.cuda_graphs != "auto":
+            raise ConfigError(
+                f"engine.cuda_graphs is {config.cuda_graphs!r}, but decode steps cannot be recorded here: {reason}"
+            )
         return reason is None
 
     def _make_padded_decoder(self, config: EngineConfig) -> PaddedDecoder:
@@ -159,8 +180,13 @@ class ModelRunner:
         return (*(t.data_ptr() for t in tensors), *(a for linear in self.linears for a in linear.addresses))
 
     @property
+    def _width(self) -> int:
+        """E, features of a hidden state."""
+        return int(self.model_config.get_text_config().hidden_size)
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token over all layers, on this rank."""
+        """Bytes of K and V of one token over all layers of this rank."""
         return 2 * self._num_layers * self._num_kv_heads * self._head_dim * self.dtype.itemsize
 
     @property
@@ -262,8 +288,9 @@ class ModelRunner:
             self.padded_decoder.served_from(self._addresses())
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> Tensor:
-        """Compute the plan's tokens and return the logits of its sampling rows, [len(plan.samples), V].
+    def execute(self, plan: StepPlan) -> Tensor | None:
+        """Compute the plan's tokens and return the logits of its sampling rows, [len(plan.samples), V]; None on another stage than
+        the last.
 
         The rows of one prompt's members are equal. Of tensor-parallel ranks each gets its slice of the vocabulary.
         """
@@ -271,7 +298,7 @@ class ModelRunner:
         with suspended(self.device):
             return self._execute(plan)
 
-    def _execute(self, plan: StepPlan) -> Tensor:
+    def _execute(self, plan: StepPlan) -> Tensor | None:
         fresh, sources, targets = indices(
             [plan.fresh, [source for source, _ in plan.copies], [target for _, target in plan.copies]], self.device
         )
@@ -286,6 +313,10 @@ class ModelRunner:
             if logits is not None:
                 return logits
         hidden_TE, last_row = self._forward(plan.chunks)
+        if self.links is not None and not self.links.is_last:
+            if plan.chunks:
+                self.links.send_hidden(hidden_TE)
+            return None
         for prompt, chunk in plan.completed:
             prompt.end_state = hidden_TE[last_row[chunk]].clone()
         # one row of logits for all members that sample from the end of one prompt
@@ -332,7 +363,7 @@ class ModelRunner:
         last_row = [0] * len(chunks)
         first_row = self._row_of = [0] * len(chunks)
         if not chunks:
-            return torch.empty(0, self.model_config.hidden_size, dtype=self.dtype), last_row
+            return torch.empty(0, self._width, dtype=self.dtype), last_row
         # decodes by context length, longest first, so that neighbours pad each other little
         order = sorted(
             range(len(chunks)), key=lambda i: (not chunks[i].decode, -chunks[i].start if chunks[i].decode else 0, i)
@@ -358,21 +389,28 @@ class ModelRunner:
                 filling.append((first, chunk))
         filled = [chunk.blocks[: -(-(chunk.start + len(chunk.tokens)) // size)] for _, chunk in filling]
         cuts = [] if self._lean is not None else self._cut_decodes(decoding)
-        tables = [values for cut in cuts for values in (cut.blocks, cut.lengths)]
-        moved = iter(indices([tokens, positions, slots, *filled, *tables], self.device))
+        cut_tables = [values for cut in cuts for values in (cut.blocks, cut.lengths)]
+        moved = iter(indices([tokens, positions, slots, *filled, *cut_tables], self.device))
         token_ids, position_ids, slot_ids = next(moved), next(moved), next(moved)
         prefills = [PrefillChunk(first, len(chunk.tokens), chunk.start, next(moved)) for first, chunk in filling]
+        received = None
+        if self.links is not None and not self.links.is_first:
+            received = self.links.receive_hidden(len(tokens))
         if self._lean is not None:
-            return self._lean.forward(token_ids, position_ids, slot_ids, self._tables(decoding), prefills), last_row
+            tables = self._tables(decoding)
+            return self._lean.forward(token_ids, position_ids, slot_ids, tables, prefills, received), last_row
         decodes = [DecodeBatch(cut.first, next(moved), next(moved), cut.width * size) for cut in cuts]
-        batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills)
-        return self._hidden(token_ids, position_ids, batch), last_row
+        batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills, self._first_layer)
+        return self._hidden(token_ids, position_ids, batch, received), last_row
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
-        """Hidden states [T, E] of a row of tokens [T]."""
-        row: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None]}
+    def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, received: Tensor | None = None) -> Tensor:
+        """Hidden states [T, E] of a row of tokens [T] after this stage's layers, from those of the stage before, if there is one."""
         self._routing = Routing(len(self._expert_layers)) if self._expert_layers else None
         with paged_step(batch), watching(self._routing):
+            if self._stage is not None:
+                before = None if received is None else received[None]
+                return self._stage.hidden_states(self.model, tokens[None], positions[None], before)[0]
+            row: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None]}
             return self.model.base_model(**row, use_cache=False).last_hidden_state[0]
 
     def _decode_padded(self, inputs: DecodeInputs) -> Tensor:

@@ -1,13 +1,16 @@
-"""The tensor-parallel ranks of one engine: what they tell each other in a step.
+"""The ranks of one engine: what they tell each other in a step.
 
-Every rank runs the same scheduler on the same sequences, holds its heads' part of the KV cache, and computes its part of
-each layer. Three things cross between them, in this order, the same on every rank::
+Every rank runs the same scheduler on the same sequences, holds its heads' part of the KV cache of its stage's layers, and computes
+its part of each of these. What crosses between them, in this order, the same on every rank::
 
     deadlines that have passed   rank 0's clock decides             only while a sequence has one
     sums behind embedding, o_proj, down_proj                        one, and two a layer
     the draws                    see ``cut_sampler.py``             the only values that decide what comes next
     replies of environments      rank 0 asks ─▶ all                 between steps; see ``episode_ranks.py``
     the newest weights           the oldest of what ranks have      between steps, under the latest weights
+
+The sums, and what the draws need, cross between the tensor-parallel ranks of a stage; the rest between all ranks of the engine,
+rank 0 being the first of the first stage. What pipeline stages hand on besides: ``stage_links.py``.
 
 So ranks cannot drift apart, even if their sums differed in the last bit: every draw is made by one of them.
 """
@@ -30,13 +33,27 @@ class EngineRanks:
 
     def __init__(self, layout: ParallelLayout | None = None) -> None:
         self.size = 1 if layout is None else layout.tp
+        """Tensor-parallel ranks of a stage."""
         self.rank = 0 if layout is None or layout.tp == 1 else layout.tp_rank
+        self.num_stages = 1 if layout is None else layout.pp
+        self.stage = 0 if layout is None else layout.pp_rank
         self._group = layout.group("tp") if layout is not None and layout.tp > 1 else None
+        self._stages = layout.group("pp") if layout is not None and layout.pp > 1 else None
 
     @property
     def leads(self) -> bool:
-        """Whether this rank decides where one must."""
+        """Whether this rank decides where one of its stage's must."""
         return self.rank == 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is rank 0 of the engine, which decides where one of all must."""
+        return self.leads and self.stage == 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self.size * self.num_stages == 1
 
     def sum(self, part: Tensor) -> Tensor:
         """Sum of all ranks' parts, in place, on all of them."""
@@ -78,29 +95,33 @@ class EngineRanks:
 
     def share_bytes(self, make: Callable[[], bytes]) -> bytes:
         """What ``make`` gives on rank 0, on every rank; the others wait for it as long as a collective may take."""
-        if self._group is None:
+        if self.alone:
             return make()
-        made = make() if self.leads else b""
-        length = torch.tensor([len(made)], dtype=torch.int64)
-        dist.broadcast(length, group=self._group, group_src=0)
+        made = make() if self.speaks else b""
+        length = self._told(torch.tensor([len(made)], dtype=torch.int64))
         values = torch.empty(int(length), dtype=torch.uint8)
-        if self.leads:
-            values = torch.frombuffer(bytearray(made), dtype=torch.uint8)
-        dist.broadcast(values, group=self._group, group_src=0)
-        return values.numpy().tobytes()
+        if self.speaks:
+            values = torch.frombuffer(bytearray(made), dtype=torch.uint8) if made else values
+        return self._told(values).numpy().tobytes()
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values, on all of them."""
-        if self._group is None:
-            return value
         values = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._group)
+        for group in (self._group, self._stages):
+            if group is not None:
+                dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
         return int(values)
 
     def share_flags(self, flags: Sequence[bool]) -> list[bool]:
         """Rank 0's answers to questions that every rank asks in the same order."""
-        if self._group is None:
+        if self.alone:
             return list(flags)
-        values = torch.tensor(flags, dtype=torch.uint8)
-        dist.broadcast(values, group=self._group, group_src=0)
-        return [bool(value) for value in values.tolist()]
+        return [bool(value) for value in self._told(torch.tensor(flags, dtype=torch.uint8)).tolist()]
+
+    def _told(self, values: Tensor) -> Tensor:
+        """Rank 0's values, in place, on all of them: over the first stage, then from there to the others."""
+        if self._group is not None and self.stage == 0:
+            dist.broadcast(values, group=self._group, group_src=0)
+        if self._stages is not None:
+            dist.broadcast(values, group=self._stages, group_src=0)
+        return values

@@ -14,6 +14,10 @@ carried tokens in chunks, then admits from the waiting line, in order. When a bl
 running sequence gives up its blocks and returns to the head of the line. The oldest is never preempted for others, and
 ``add`` refuses what could not run alone, so every sequence ends.
 
+With pipeline stages several plans are under way at once. A sequence whose token is being drawn has nothing to compute until it is
+known, so it is in no later plan before, and it is not preempted. A plan takes its share of the sequences by count: so as many
+plans as there are stages, one after another, find work.
+
 Invariants (property-tested): blocks in use never exceed the limit; a step never exceeds the budget; no two sequences write
 one slot; the plan depends on the order and content of what was added alone.
 """
@@ -21,7 +25,7 @@ one slot; the plan depends on the order and content of what was added alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.engine.block_manager import BlockManager
@@ -127,6 +131,7 @@ class Scheduler:
         self.prompt_tokens_computed = 0
         self.prompt_tokens_shared = 0
         self.num_preemptions = 0
+        self._drawing: Collection[int] = ()
         self._reset()
 
     def _reset(self) -> None:
@@ -225,37 +230,54 @@ class Scheduler:
         self._next_order = next_order
         self.blocks.allocate_again([m.blocks for m in running] + [p.blocks for p in prompts.values()])
 
-    def schedule(self, guess: Callable[[Sequence[Member]], Mapping[int, list[int]]] | None = None) -> StepPlan:
+    def schedule(
+        self,
+        guess: Callable[[Sequence[Member]], Mapping[int, list[int]]] | None = None,
+        *,
+        num_shares: int = 1,
+        drawing: Collection[int] = (),
+    ) -> StepPlan:
         """Decide the next step, and account for it as done, guesses apart: ``drawn`` tells of those.
 
         Args:
             guess: Takes the sequences that decode; gives next tokens for some of them, by admission number.
+            num_shares: Plans that share the sequences: this one takes at most its part of those that run, and of those that could.
+            drawing: Admission numbers of the sequences that earlier plans sample from, whose draws are not known yet.
         """
         plan, preemptions = StepPlan(), self.num_preemptions
+        self._drawing = drawing
         budget = self.max_batch_tokens
         guesses = guess([member for member in self.running if _decodes(member)]) if guess is not None else {}
+        could_run = min(self.max_sequences, len(self.running) + len(self.waiting))
+        most_decodes, most = -(-len(self.running) // num_shares), -(-could_run // num_shares)
+        taken = 0
         for member in list(self.running):
             # a loop over a copy: an older member may preempt this one before its turn
-            if _decodes(member) and budget > 0:
+            if _decodes(member) and budget > 0 and taken < most_decodes:
                 if self._make_room(member, 1, plan, scheduled=set()):
                     budget -= self._compute(member, 1, plan, decode=True)
+                    taken += 1
                     if draft := guesses.get(member.order, [])[: max(0, budget)]:
                         budget -= self._compute_draft(member, draft, plan)
         scheduled = {member.order for member, _ in plan.samples}
         for member in list(self.running):
-            if budget <= 0:
+            if budget <= 0 or taken >= most:
                 break
+            if num_shares > 1 and (_decodes(member) or member.order in drawing):
+                continue  # beyond this plan's share, or in an earlier one
             if member.prompt is not None and member.order not in scheduled:
-                budget -= self._advance(member, budget, plan, scheduled)
+                used = self._advance(member, budget, plan, scheduled)
+                budget -= used
+                taken += used > 0 or member.order in scheduled
         if self.waiting and self.num_preemptions == preemptions:
-            self._admit_waiting(budget, plan, scheduled)
+            self._admit_waiting(budget, plan, scheduled, most - taken)
         return plan
 
     # -- admission ------------------------------------------------------------------------------------------------
 
-    def _admit_waiting(self, budget: int, plan: StepPlan, scheduled: set[int]) -> None:
+    def _admit_waiting(self, budget: int, plan: StepPlan, scheduled: set[int], most: int) -> None:
         available = self.blocks.num_free - self._blocks_promised()
-        while budget > 0 and self.waiting and len(self.running) < self.max_sequences:
+        while budget > 0 and most > 0 and self.waiting and len(self.running) < self.max_sequences:
             member = self.waiting[0]
             need = self._blocks_to_start(member)
             # half a block for each running sequence is kept free: admitting to the brim would preempt at once
@@ -267,6 +289,7 @@ class Scheduler:
             available -= need
             self.waiting.popleft()
             self._admit(member)
+            most -= 1
             budget -= self._advance(member, budget, plan, scheduled)
 
     def _admit(self, member: Member) -> None:
@@ -438,7 +461,7 @@ class Scheduler:
         if self._drop_idle_prompts():
             return True
         victim = self.running[-1]
-        if victim is member or victim.order in scheduled:
+        if victim is member or victim.order in scheduled or victim.order in self._drawing:
             return False
         self.running.pop()
         if victim.forked:

@@ -128,7 +128,10 @@ class ReplicaConfig:
     quarters. A share that makes no whole number is made up for at later ticks."""
 
     tp: NonNegativeInt = 0
-    """Ranks of each (tensor parallelism); 0: generator.tp."""
+    """Ranks of each stage (tensor parallelism); 0: generator.tp."""
+
+    pp: NonNegativeInt = 0
+    """Stages of each (pipeline parallelism); 0: generator.pp."""
 
     dtype: Literal["", "auto", "float32", "bfloat16", "float16"] = ""
     """Precision of weights, activations and KV cache; empty: generator.engine.dtype."""
@@ -188,11 +191,16 @@ class GeneratorConfig:
 
     tp: Annotated[PositiveInt, IN_STATE] = 1
     """Ranks over which each matrix product of one replica is split (tensor parallelism, the model's own plan).
-    The generator runs ``dp * tp`` processes."""
+    The generator runs ``dp * tp * pp`` processes."""
+
+    pp: Annotated[PositiveInt, IN_STATE] = 1
+    """Stages into which the layers of one replica are cut (pipeline parallelism), for a model that tp alone does not fit on a
+    host. Each holds the weights and the KV cache of its layers. A step of the engine then computes a part of the sequences,
+    so that all stages work at once: a sequence gains a token about every pp steps."""
 
     replicas: Annotated[ListOf[ReplicaConfig], IN_STATE] = ()
-    """Unlike replicas in one job, a table [[generator.replicas]] for each kind of them, with dp, share, tp, dtype, quantization,
-    kv_cache_bytes and max_sequences of that kind. Their ranks follow each other in this order; hosts.on takes "generator.0" for those
+    """Unlike replicas in one job, a table [[generator.replicas]] for each kind of them, with dp, share, tp, pp, dtype,
+    quantization, kv_cache_bytes and max_sequences of that kind. Their ranks follow each other in this order; hosts.on takes "generator.0" for those
     of the first kind. Evaluations sample as [generator] says. Empty: dp alike ones."""
 
     threads: NonNegativeInt = 0
@@ -222,7 +230,13 @@ class GeneratorConfig:
     @property
     def replica_ranks(self) -> tuple[int, ...]:
         """[replicas] ranks of each."""
-        return tuple(kind.tp or self.tp for kind in self.replicas for _ in range(kind.dp)) or (self.tp,) * self.dp
+        of_kinds = (((kind.tp or self.tp) * (kind.pp or self.pp), kind.dp) for kind in self.replicas)
+        return tuple(ranks for ranks, number in of_kinds for _ in range(number)) or (self.tp * self.pp,) * self.dp
+
+    @property
+    def max_stages(self) -> int:
+        """Of the replicas that have most."""
+        return max((kind.pp or self.pp for kind in self.replicas), default=self.pp)
 
     @property
     def served_dtype(self) -> str:
@@ -250,6 +264,7 @@ class GeneratorConfig:
             replicas=(),
             dp=own.dp,
             tp=own.tp or self.tp,
+            pp=own.pp or self.pp,
             quantization=own.quantization or self.quantization,
             engine=engine,
         )
@@ -297,19 +312,27 @@ class GeneratorConfig:
                 "and round its log-probabilities otherwise; set it to 0",
                 ("kv_on_update",),
             )
-        if self.engine.by_import_path and (self.tp > 1 or self.quantization != "none"):
+        spread = self.tp * self.pp > 1
+        if self.engine.by_import_path and (spread or self.quantization != "none"):
             yield Mistake(
                 "engine.name",
-                f"is {self.engine.name!r}, an engine of your own: it runs on one rank and quantizes as its own "
-                f"engine.options say, but tp is {self.tp} and quantization {self.quantization!r}: set them to 1 and 'none'",
-                ("tp", "quantization"),
+                f"is {self.engine.name!r}, an engine of your own: it runs on one rank and quantizes as its own engine.options say, "
+                f"but tp is {self.tp}, pp {self.pp} and quantization {self.quantization!r}: set them to 1, 1 and 'none'",
+                ("tp", "pp", "quantization"),
             )
-        if self.engine.name == "vllm" and (self.tp > 1 or self.quantization == "int8"):
+        if self.engine.name == "vllm" and (spread or self.quantization == "int8"):
             yield Mistake(
                 "engine.name",
-                f"is 'vllm', which runs here on one rank without int8, but tp is {self.tp} and quantization "
-                f"{self.quantization!r}: set tp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'",
-                ("tp", "quantization"),
+                f"is 'vllm', which runs here on one rank without int8, but tp is {self.tp}, pp {self.pp} and quantization "
+                f"{self.quantization!r}: set tp and pp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'",
+                ("tp", "pp", "quantization"),
+            )
+        if self.pp > 1 and self.kv_on_update == "keep":
+            yield Mistake(
+                "pp",
+                f"is {self.pp}, but kv_on_update is 'keep', and what stages have under way is in no checkpoint: set pp to 1, or "
+                "kv_on_update to 'recompute'",
+                ("kv_on_update",),
             )
         if 0 < self.shards < self.dp:
             yield Mistake(

@@ -79,14 +79,15 @@ class GeneratorExecutor(BaseExecutor):
         if not fits or (not generator.replicas and config.groups_per_tick % num_shards):
             raise ConfigError(
                 f"executor {self.name!r} has {context.num_ranks} ranks for {config.groups_per_tick} groups a tick "
-                f"(schedule.prompts_per_step), generator.tp {generator.tp} and generator.shards {generator.shards}: it needs a "
-                f"multiple of its ranks or, if there are, of its shards, which are as many as its ranks at least, and a tp of 1"
+                f"(schedule.prompts_per_step), generator.tp {generator.tp}, generator.pp {generator.pp} and generator.shards "
+                f"{generator.shards}: it needs a multiple of its ranks or, if there are, of its shards, which are as many as its ranks "
+                f"at least, and a tp and a pp of 1"
             )
         dealing = Dealing(generator.shares if generator.replicas else (1.0,) * num_shards, config.groups_per_tick)
         others = [name for name in config.executors if name not in ROLES]
         self._weights = next((c for c in context.reads if c.kind is ChannelKind.WEIGHTS), None)
         self.replica = next(replica for replica in replicas if replica.holds(context.rank))
-        self._is_tp_leader = context.rank == self.replica.first_rank  # its peers hold the same groups and deliver none
+        self._speaks = context.rank == self.replica.first_rank  # its peers hold the same groups and deliver none
         self.shards = [
             GeneratorShard(
                 index,
@@ -188,7 +189,7 @@ class GeneratorExecutor(BaseExecutor):
             metrics |= self._lease.metrics
             spans += self._lease.spans
         metrics = self.own_keys(metrics)
-        if not self._is_tp_leader:
+        if not self._speaks:
             return StepResult(outputs=self.outputs_of([]), metrics=own_metrics(metrics), spans=spans, events=events)
         first = (
             [self.replica.first_rank]
@@ -239,7 +240,7 @@ class GeneratorExecutor(BaseExecutor):
         started = time.monotonic()
         if self._policy is not None:
             feed: Feed = weights
-            on_all = self._ranks.least(feed.newest())  # tensor-parallel ranks swap before the same step
+            on_all = self._ranks.least(feed.newest())  # the ranks of a replica swap before the same step
             newest = max(0, on_all + 1)  # the trainer's tick j makes version j + 1; before it began, 0
             serving = self.engine.policy_version
             version = self._policy.choose(Moment(tick=tick, step=self._steps, serving=serving, newest=newest))
@@ -299,7 +300,7 @@ class GeneratorExecutor(BaseExecutor):
 
     def _parts_of(self, tick: int) -> LeavingParts:
         def send(tick: int, part: int, groups: Sequence[Group]) -> None:
-            self.context.send_part(tick, part, groups if self._is_tp_leader else [])
+            self.context.send_part(tick, part, groups if self._speaks else [])
 
         return LeavingParts(
             tick,

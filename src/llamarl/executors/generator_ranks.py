@@ -1,6 +1,8 @@
 """Which ranks the generator has, and what each holds of the weights: the same answer for every executor that asks.
 
-    rank = replica * tp + tp_rank     generator.dp replicas of generator.tp ranks; rank 0 of a replica speaks for it
+    rank = (replica * pp + stage) * tp + tp_rank     generator.dp replicas of generator.pp stages of generator.tp ranks
+
+The first rank of a replica, which is of its first stage, speaks for it.
 
 Unlike replicas (``generator.replicas``) stand one after the other too, each with its own number of ranks::
 
@@ -27,8 +29,9 @@ from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParallelLayout, make_layout
 from llamarl.weight_sync.adapter_layouts import adapter_parameters
-from llamarl.weight_sync.mesh_layout import JoinedLayout, MeshLayout, RuleLayout
+from llamarl.weight_sync.mesh_layout import STAGE_AXIS, JoinedLayout, MeshLayout, RuleLayout
 from llamarl.weight_sync.model_layouts import model_parameters, tp_placements
+from llamarl.weight_sync.stage_layouts import holding_stages
 
 __all__ = ["Replica", "generator_layout", "generator_weights", "rank_weights", "replicas_of"]
 
@@ -61,8 +64,8 @@ def replicas_of(config: RunConfig, num_ranks: int) -> tuple[Replica, ...]:
     """The replicas of a generator that has ``num_ranks`` ranks, in the order of these."""
     generator = config.generator
     if not generator.replicas:
-        tp = generator.tp
-        return tuple(Replica(number, 0, number * tp, tp) for number in range(num_ranks // tp))
+        each = generator.tp * generator.pp
+        return tuple(Replica(number, 0, number * each, each) for number in range(num_ranks // each))
     return tuple(_unlike(generator))
 
 
@@ -83,42 +86,66 @@ def generator_layout(config: RunConfig, device: str, replica: Replica) -> Parall
     generator = config.generator
     if replica.num_ranks == 1:
         return None
-    if not generator.replicas:
-        return make_layout(fsdp=generator.dp, tp=generator.tp, device=device, keys=("generator.dp", "generator.tp"))
+    own = generator.as_of_kind(replica.kind)
+    if not generator.replicas and own.pp == 1:
+        return make_layout(fsdp=own.dp, tp=own.tp, device=device, keys=("generator.dp", "generator.tp"))
     world, wanted = dist.get_world_size() if dist.is_initialized() else 1, sum(generator.replica_ranks)
     if world != wanted:
-        raise ValueError(f"generator.replicas have {wanted} ranks, the process group {world}")
-    ranks = list(range(replica.first_rank, replica.first_rank + replica.num_ranks))
-    group = dist.new_group(ranks, use_local_synchronization=True)  # other replicas may have no group to make
-    mesh = DeviceMesh.from_group(group, torch.device(device).type, mesh_dim_names=("tp",))
-    return ParallelLayout(fsdp=1, tp=replica.num_ranks, mesh=mesh)
+        raise ValueError(f"the generator's replicas have {wanted} ranks, the process group {world}")
+    places = torch.arange(replica.first_rank, replica.first_rank + replica.num_ranks).view(own.pp, own.tp)
+    ((stage, tp_rank),) = (places == dist.get_rank()).nonzero().tolist()
+    groups = {"pp": places[:, tp_rank], "tp": places[stage]}
+    groups = {axis: ranks for axis, ranks in groups.items() if len(ranks) > 1}
+    # other replicas may have no group to make
+    made = [dist.new_group(ranks.tolist(), use_local_synchronization=True) for ranks in groups.values()]
+    mesh = places if len(groups) > 1 else places.flatten()
+    return ParallelLayout(
+        fsdp=1,
+        tp=own.tp,
+        pp=own.pp,
+        mesh=DeviceMesh.from_group(
+            made if len(made) > 1 else made[0], torch.device(device).type, mesh, mesh_dim_names=tuple(groups)
+        ),
+    )
 
 
 def generator_weights(config: RunConfig) -> RuleLayout | None:
-    """What every generator rank holds of what is handed over; None without tensor parallelism: each holds all of it."""
-    return rank_weights(config, config.generator.replica_ranks)
+    """What every generator rank holds of what is handed over; None: each holds all of it."""
+    generator = config.generator
+    kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
+    return rank_weights(config, tuple((kind.pp, kind.tp) for kind in kinds for _ in range(kind.dp)))
 
 
-def rank_weights(config: RunConfig, ranks: tuple[int, ...]) -> RuleLayout | None:
-    """What each rank of replicas of so many tensor-parallel ranks holds of what is handed over, parameters or adapters alone; None
-    where each holds all of it."""
-    if max(ranks) == 1:
+def rank_weights(config: RunConfig, replicas: tuple[tuple[int, int], ...]) -> RuleLayout | None:
+    """What each rank of replicas of so many (stages, tensor-parallel ranks of a stage) holds of what is handed over, parameters or
+    adapters alone; None where each holds all of it."""
+    if set(replicas) == {(1, 1)}:
         return None
     lora = config.lora
     adapters = (lora.rank, lora.targets) if lora.rank and lora.hand_over == "adapter" else None
-    return _weights(config.model.path, ranks, adapters)
+    return _weights(config.model.path, replicas, adapters)
 
 
 @cache
-def _weights(path: str, ranks: tuple[int, ...], adapters: tuple[int, tuple[str, ...]] | None) -> RuleLayout:
+def _weights(
+    path: str, replicas: tuple[tuple[int, int], ...], adapters: tuple[int, tuple[str, ...]] | None
+) -> RuleLayout:
     """
     Args:
-        ranks: Of each replica.
+        replicas: Stages of each, and tensor-parallel ranks of a stage.
         adapters: Their rank and target layers, where they alone are handed over.
     """
     parameters = model_parameters(resolve_model_path(path), dtype="float32")
     if adapters is not None:
         parameters = adapter_parameters(parameters, rank=adapters[0], targets=adapters[1])
     placements = tp_placements(parameters)
-    alike = [MeshLayout(parameters, {"dp": len(list(of)), "tp": tp}, placements) for tp, of in groupby(ranks)]
+    alike = [
+        MeshLayout(
+            parameters,
+            {"dp": len(list(of)), STAGE_AXIS: pp, "tp": tp},
+            placements,
+            holding_stages(parameters, pp),
+        )
+        for (pp, tp), of in groupby(replicas)
+    ]
     return alike[0] if len(alike) == 1 else JoinedLayout(tuple(alike))

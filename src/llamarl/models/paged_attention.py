@@ -91,6 +91,8 @@ class PagedBatch:
     """[T] flat slot (block * block_size + offset) of each token."""
     decodes: list[DecodeBatch]
     prefills: list[PrefillChunk]
+    first_layer: int = 0
+    """To which ``keys[0]`` belongs: layers keep their numbers where a pipeline stage holds some of them."""
 
 
 _current: ContextVar[PagedBatch | None] = ContextVar("llamarl_paged_batch", default=None)
@@ -131,7 +133,7 @@ def paged_attention_forward(
     paged_batch = _current.get()
     if paged_batch is None:
         raise ValueError("llamarl_paged runs inside the engine only; load with attention='sdpa' otherwise")
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer: int = module.layer_idx - paged_batch.first_layer  # type: ignore[operator, assignment]
     keys, values = paged_batch.keys[layer], paged_batch.values[layer]
     _, H, T, D = query.shape
     KV = key.shape[1]

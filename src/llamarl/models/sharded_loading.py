@@ -31,6 +31,8 @@ from llamarl.models.parallel import (
     local_tensor,
     parameter_shards,
 )
+from llamarl.models.small_copy import small_model
+from llamarl.models.stages import check_stages, cut_into_stage
 from llamarl.models.stored_parts import StoredPart, find_parts
 from llamarl.reading import read_object
 
@@ -90,13 +92,14 @@ def load_tensor_parallel(
     dtype: torch.dtype,
     device: torch.device,
     attention: str,
-    key: str,
+    section: str,
 ) -> tuple[PreTrainedModel, dict[str, Cut]]:
-    """This tensor-parallel rank's part of a model that only computes, in eval mode; whole if there is one rank.
+    """This rank's part of a model that only computes, of its pipeline stage and cut over tensor-parallel ranks, in eval mode; whole
+    if there is one rank.
 
     Args:
         layout: Its data axis counts whole copies (replicas).
-        key: The configuration key of the tensor-parallel size, to name in errors.
+        section: Of the configuration, with the keys ``tp`` and ``pp`` of the sizes, to name in errors.
 
     Returns:
         The model, and parameter name -> how it was cut.
@@ -104,13 +107,18 @@ def load_tensor_parallel(
     Raises:
         ModelError: The model cannot be loaded, or not be cut so.
     """
-    if layout.tp == 1:
+    if layout.tp * layout.pp == 1:
         return load_model(path, dtype=dtype, device=device, attention=attention), {}
     model = make_skeleton(path, attention=attention)
     parts = where_stored(path, model)
     if parts is None:
         model = load_model(path, dtype=dtype, device=device, attention=attention)
-    cuts = apply_tensor_parallel(model, layout, key=key, training=False)
+    if layout.pp > 1:
+        small = small_model(model.config)
+        small.set_attn_implementation("llamarl_packed")
+        check_stages(small, layout.pp, key=f"{section}.pp")
+    cut_into_stage(model, layout.pp_rank, layout.pp, key=f"{section}.pp")
+    cuts = apply_tensor_parallel(model, layout, key=f"{section}.tp", training=False)
     if parts is not None:
         parameters = dict(model.named_parameters())
         shards = parameter_shards(parameters, cuts, dataclasses.replace(layout, fsdp=1), str(dtype).split(".")[1])

@@ -96,7 +96,7 @@ class Options:
     """Only tensor-parallel sizes that ``llamarl train`` takes (``tensor_parallel_sizes``). False: all that cut the attention
     heads evenly, for questions about another system, which may cut experts."""
     max_pipeline: int = 1
-    """Largest pipeline size; llamarl's trainer and engine run 1."""
+    """Largest pipeline size. A generator that fits nowhere with so many stages may have more, where llamarl cuts the model so."""
     whole_groups: bool = True
     """As llamarl runs: each generator replica gets the same number of whole groups, each trainer data rank at least one.
     False: single responses are spread over any number of replicas and ranks."""
@@ -192,7 +192,11 @@ def generator_choices(
 ) -> Iterator[GeneratorChoice]:
     """Every generator that fits on ``devices``, best concurrency only for each layout and precision."""
     precisions = precisions_of(hardware, work.model, options)
-    for pp in powers(min(options.max_pipeline, work.model.layers)):
+    most = work.model.layers if options.runnable and work.model.staged_by_llamarl else options.max_pipeline
+    found = False
+    for pp in powers(min(most, work.model.layers, devices)):
+        if found and pp > options.max_pipeline:
+            return
         for tp in tensor_parallel_sizes(work.model, devices // pp, runnable=options.runnable):
             replicas = replicas_of(work, options, devices // (tp * pp))
             share = math.ceil(work.sequences / replicas)
@@ -223,6 +227,7 @@ def generator_choices(
                     elif partial and (worse := worse + 1) == 2:
                         break  # fewer at once only queue longer, and the profile of a long queue is slow to make
                 if best:
+                    found = True
                     yield best
 
 

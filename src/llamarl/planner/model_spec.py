@@ -107,7 +107,7 @@ class ModelSpec:
     cut_by_llamarl: bool = True
     """llamarl's trainer and engine can cut its layers over tensor-parallel ranks; False: ``tp`` is 1 there."""
     staged_by_llamarl: bool = True
-    """llamarl's trainer can cut its layers into pipeline stages; False: ``pp`` is 1 there."""
+    """llamarl can cut its layers into pipeline stages; False: ``pp`` is 1 there."""
     quantized_by_llamarl: bool = True
     """llamarl's engine can serve it in int8 and fp8."""
     unsupported: str = ""

@@ -21,14 +21,11 @@ def why_not_run(plan: Plan, model: ModelSpec) -> list[str]:
     if model.unsupported:
         reasons.append(model.unsupported)
     generator, trainer = plan.generator.layout, plan.trainer.layout
-    if generator.pp > 1:
-        reasons.append(
-            f"the generator of {system_title(plan)} has {generator.pp} pipeline stages, llamarl's has 1 (--max-pipeline 1)"
-        )
-    if trainer.pp > 1 and not (model.unsupported or model.staged_by_llamarl):
-        reasons.append(
-            f"the trainer of {system_title(plan)} has {trainer.pp} pipeline stages, llamarl has 1 for {model.name} (--max-pipeline 1)"
-        )
+    for role, stages in (("generator", generator.pp), ("trainer", trainer.pp)):
+        if stages > 1 and not (model.unsupported or model.staged_by_llamarl):
+            reasons.append(
+                f"the {role} of {system_title(plan)} has {stages} pipeline stages, llamarl has 1 for {model.name} (--max-pipeline 1)"
+            )
     tp = max(generator.tp, trainer.tp)
     sizes = tensor_parallel_sizes(model, tp)
     if not model.unsupported and not {generator.tp, trainer.tp} <= set(sizes):

@@ -22,6 +22,7 @@ def replica_tables(plan: UnlikePlan) -> list[dict[str, Any]]:
     """Kind by kind what makes its replicas unlike the others; without caches and numbers of sequences."""
     return [
         {"dp": len(share.prompts), "share": number, "tp": share.choice.layout.tp}
+        | ({"pp": pp} if (pp := share.choice.layout.pp) > 1 else {})
         | ({"quantization": quantized} if (quantized := _quantization(share)) != "none" else {})
         for share, number in zip(plan.shares, share_numbers([share.prompts for share in plan.shares]), strict=True)
     ]

@@ -1,7 +1,8 @@
-"""Tensor parallel generation as a job: ranks, groups, parts of the weights, and what is refused before a process starts."""
+"""A generator whose model lies on several ranks, as a job: ranks, groups, parts of the weights, and what is refused before a process starts."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from llamarl.controller.run import plan_run
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.evaluator_ranks import evaluator_weights
-from llamarl.executors.generator_ranks import generator_weights
+from llamarl.executors.generator_ranks import generator_weights, replicas_of
 from llamarl.runtime.placement import place
 
 
@@ -103,3 +104,66 @@ def test_an_engine_that_runs_on_one_rank_evaluates_in_replicas_alone() -> None:
     graph = llamarl_graph(_config("--evaluation.dp", "3", "--evaluation.device", "cpu"))
     evaluator = next(spec for spec in graph.executors if spec.name == "evaluator")
     assert (evaluator.num_ranks, evaluator.process_group) == (3, "gloo")  # verdicts come together
+
+
+def test_stages_are_neighbouring_ranks_of_a_replica() -> None:
+    config = _config("--generator.dp", "2", "--generator.tp", "2", "--generator.pp", "2", "--generator.device", "cuda")
+    generator = llamarl_graph(config).executors[0]
+    assert (generator.num_ranks, generator.process_group) == (8, "cpu:gloo,cuda:nccl")
+    assert [(replica.first_rank, replica.num_ranks) for replica in replicas_of(config, 8)] == [(0, 4), (4, 4)]
+
+
+def test_each_stage_holds_its_layers_of_the_weights_and_the_ends_where_they_are_computed_with() -> None:
+    layout = generator_weights(_config("--generator.dp", "2", "--generator.pp", "2"))
+    assert layout is not None
+    held = [{p.parameter for p in pieces} for pieces in layout.listed().pieces]
+    assert held[:2] == held[2:]  # both replicas
+    assert held[0] | held[1] == set(layout.parameters)
+    layers = [{name.split(".")[2] for name in names if ".layers." in name} for names in held[:2]]
+    assert layers[0].isdisjoint(layers[1])
+    assert held[0] & held[1] == {"model.embed_tokens.weight"}  # this model's output layer is its embedding
+    assert "model.norm.weight" in held[1]
+
+
+def test_unlike_replicas_may_have_stages_of_their_own() -> None:
+    config = _config("--generator.tp", "2", "--generator.replicas", "[{pp = 2}, {dp = 2, tp = 1}]")
+    assert config.generator.replica_ranks == (4, 1, 1) and config.generator.max_stages == 2
+    layout = generator_weights(config)
+    assert layout is not None and layout.num_ranks == 6
+    held = [{p.parameter for p in pieces} for pieces in layout.listed().pieces]
+    assert held[0] == held[1] != held[2] == held[3]
+    assert held[4] == held[5] == held[0] | held[2] == set(layout.parameters)
+    with pytest.raises(ConfigError, match="generator.replicas.0.pp = 9 is more than the 3 layers"):
+        plan_run(_config("--generator.replicas", "[{pp = 9}, {}]"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--generator.pp", "9"], "generator.pp = 9 is more than the 3 layers .* set generator.pp to at most 3"),
+        (["--generator.pp", "2", "--generator.kv_on_update", "keep"], "generator.pp is 2, but kv_on_update is 'keep'"),
+        (["--generator.pp", "2", "--generator.engine.name", "vllm"], "generator.engine.name is 'vllm', .* pp 2"),
+        (
+            ["--generator.pp", "2", "--lora.rank", "2", "--lora.hand_over", "adapter"],
+            "lora.hand_over is 'adapter', but generator.pp is 2",
+        ),
+        (["--generator.pp", "2", "--trainer.router", "replay"], "trainer.router is 'replay', but generator.pp is 2"),
+        (["--model.path", "bundled:tiny_moe", "--generator.pp", "2"], "generator.pp = 2: architecture 'qwen3_moe'"),
+    ],
+)
+def test_what_stages_of_a_generator_cannot_do_is_refused_before_any_process_starts(
+    overrides: list[str], said: str
+) -> None:
+    with pytest.raises((ConfigError, ModelError), match=said):
+        plan_run(_config(*overrides))
+
+
+def test_a_cache_that_holds_no_sequence_is_refused_by_the_layers_of_the_longest_stage() -> None:
+    sizes = {}
+    for pp in ("1", "2"):
+        with pytest.raises(ConfigError, match=r"blocks of (\d+) bytes") as caught:
+            plan_run(_config("--generator.pp", pp, "--generator.engine.kv_cache_bytes", "1000"))
+        found = re.search(r"blocks of (\d+) bytes", str(caught.value))
+        assert found is not None
+        sizes[pp] = int(found[1])
+    assert 2 * sizes["1"] == 3 * sizes["2"]  # three layers, of which one stage holds two

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from llamarl.cli import plan as verb
 from llamarl.config import load_config
 from llamarl.errors import PlanError
-from llamarl.planner.choices import Options, Workload
+from llamarl.planner.choices import Options, Workload, generator_choices
 from llamarl.planner.generation import weight_bytes
 from llamarl.planner.hardware import find_hardware, this_machine
 from llamarl.planner.lengths import constant
@@ -136,15 +137,32 @@ def test_sharing_gpus_in_turns_moves_the_training_state_through_host_memory() ->
     assert cpu.notes == ("training state stays on the device",)
 
 
-def test_pipeline_stages_are_planned_but_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_generator_in_stages_is_planned_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = "--model Llama-3.1-405B --devices 256 --hardware h100 --response-tokens 400 --staleness 1 --max-pipeline 4"
-    plan(line)
-    assert "pipeline stages, llamarl's has 1" in capsys.readouterr().out
-    with pytest.raises(PlanError, match="--recipe: .*pipeline stages"):
-        plan(f"{line} --recipe {tmp_path}/out.toml")
+    plan(f"{line} --recipe {tmp_path}/out.toml")
+    said = capsys.readouterr().out
+    assert "·pp" in said and "not yet" not in said
+    written = tomllib.loads((tmp_path / "out.toml").read_text())["generator"]
+    assert written["pp"] > 1 and f"tp{written['tp']}·pp{written['pp']}·dp{written['dp']}" in said
 
 
-def test_a_plan_with_stages_is_not_written_though_the_recommended_one_has_none(tmp_path: Path) -> None:
+def test_a_generator_gets_stages_unasked_where_its_tensor_parallel_ranks_are_too_few() -> None:
+    small = replace(find_model("Llama-3.1-70B"), heads=8)  # so at most 8 ranks hold a layer
+    device = replace(H100.device, memory_bytes=16e9)
+    hardware = replace(H100, device=device)
+    work = Workload(model=small, response=constant(400), prompts_per_step=16, group_size=8)
+    options = Options(precisions=(device.train_precision,))
+    limit = hardware.usable_memory_bytes
+    found = [
+        choice.layout for choice in generator_choices(hardware, work, options, 64, memory_limit=limit, partial=False)
+    ]
+    assert {layout.pp for layout in found} == {2} and {layout.tp for layout in found} == {8}
+    assert all(weight_bytes(hardware, small, replace(layout, pp=1)) > limit for layout in found)
+    not_cut = replace(work, model=replace(small, staged_by_llamarl=False))
+    assert not list(generator_choices(hardware, not_cut, options, 64, memory_limit=limit, partial=False))
+
+
+def test_a_plan_with_stages_that_the_model_is_not_cut_into_is_not_written(tmp_path: Path) -> None:
     work = Workload(model=find_model("Llama-3.1-8B"), response=constant(400), prompts_per_step=16, group_size=8)
     plans = search_all(H100, work, Options(), 8, (1,))
     staged = [
@@ -152,10 +170,9 @@ def test_a_plan_with_stages_is_not_written_though_the_recommended_one_has_none(t
         for found in plans
         if found.system == "separate"
     ]
-    with pytest.raises(PlanError, match="--recipe: .*2 pipeline stages"):
-        verb._write_recipe(
-            tmp_path / "out.toml", staged, None, "Llama-3.1-8B", find_model("Llama-3.1-8B"), H100, Options()
-        )
+    model = replace(find_model("Llama-3.1-8B"), staged_by_llamarl=False)
+    with pytest.raises(PlanError, match="--recipe: .*generator of .* has 2 pipeline stages, llamarl has 1 for"):
+        verb._write_recipe(tmp_path / "out.toml", staged, None, "Llama-3.1-8B", model, H100, Options())
     assert not (tmp_path / "out.toml").exists()
 
 

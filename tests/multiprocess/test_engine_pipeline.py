@@ -1,0 +1,125 @@
+"""An engine in pipeline stages over gloo against one rank: same tokens, through interruptions, preemption and new weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_command import SERVER
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import engine_stage_ranks
+from engine_ranks import make_model
+from engine_stage_ranks import ALONE
+
+MESHES = {(2, 1): [("llama", "auto"), ("gemma2", "torch")], (3, 1): [("qwen3", "torch")], (2, 2): [("llama", "torch")]}
+"""Stages and tensor-parallel ranks -> models of three layers, their ends tied or not, and what computes between the products."""
+CASES = [(mesh, *case) for mesh, cases in MESHES.items() for case in cases]
+Reports = dict[tuple[tuple[int, int], str, str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """By mesh, family and kernels: what each rank says, the single rank first."""
+    folder = tmp_path_factory.mktemp("engine_stages")
+    every = sorted({case for cases in MESHES.values() for case in cases})
+    for family in {family for family, _ in every}:
+        make_model(family).save_pretrained(folder / family)
+    for mesh, cases in {ALONE: every, **MESHES}.items():
+        num_ranks = mesh[0] * mesh[1]
+        ranks = [
+            SERVER.Process(target=engine_stage_ranks.main, args=(mesh, rank, folder, cases))
+            for rank in range(num_ranks)
+        ]
+        for rank in ranks:
+            rank.start()
+        try:
+            for rank in ranks:
+                rank.join(timeout=120)
+            assert [rank.exitcode for rank in ranks] == [0] * num_ranks  # a rank's traceback is in the captured stderr
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+    def said(mesh: tuple[int, int], family: str, kernels: str) -> list[dict[str, Any]]:
+        return [
+            json.loads((folder / f"{family}-{kernels}-{mesh[0]}x{mesh[1]}-{rank}.json").read_text())
+            for rank in range(mesh[0] * mesh[1])
+        ]
+
+    return {
+        (mesh, family, kernels): said(ALONE, family, kernels) + said(mesh, family, kernels)
+        for mesh, family, kernels in CASES
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_stages_sample_the_tokens_of_one_rank_through_interruptions_preemption_and_new_weights(
+    reports: Reports, case: tuple[tuple[int, int], str, str]
+) -> None:
+    alone, *ranks = reports[case]
+    assert alone["preemptions"] > 0
+    for rank in ranks:
+        assert rank["preemptions"] > 0
+        for part in ("first", "carried"):
+            assert rank[part]["tokens"] == alone[part]["tokens"]
+            assert rank[part]["policy_versions"] == alone[part]["policy_versions"]
+            for name in ("logprobs", "raw_logprobs"):
+                for got, expected in zip(rank[part][name], alone[part][name], strict=True):
+                    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_stages_repeat_their_bits_and_agree_on_them(reports: Reports, case: tuple[tuple[int, int], str, str]) -> None:
+    _, first, *others = reports[case]
+    assert first["again"] == first["first"]
+    assert first["again ended"] == first["first ended"]  # the same sequences, in the same steps
+    for other in others:
+        assert {k: v for k, v in other.items() if k not in ("held", "token_bytes")} == {
+            k: v for k, v in first.items() if k not in ("held", "token_bytes")
+        }
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_under_way_when_a_version_comes_is_of_the_version_before(
+    reports: Reports, case: tuple[tuple[int, int], str, str]
+) -> None:
+    alone, first, *_ = reports[case]
+    for own, tokens, expected, before in zip(
+        first["renamed"]["policy_versions"],
+        first["renamed"]["tokens"],
+        alone["renamed"]["tokens"],
+        first["carried"]["tokens"],
+        strict=True,
+    ):
+        assert own == sorted(own)
+        assert len(own) == len(tokens) >= len(before)
+        assert tokens == expected[: len(tokens)]  # the one that was cancelled has fewer
+    versions = {version for own in first["renamed"]["policy_versions"] for version in own}
+    assert versions == {0, 1, 2}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_stage_holds_its_layers_and_their_cache(reports: Reports, case: tuple[tuple[int, int], str, str]) -> None:
+    (pp, tp), family, _ = case
+    alone, *ranks = reports[case]
+    layers = {2: [2, 1], 3: [1, 1, 1]}[pp]
+    whole = dict(make_model(family).named_parameters())
+    tied = not any("lm_head" in name for name in whole)
+    for number, rank in enumerate(ranks):
+        stage = number // tp
+        assert rank["token_bytes"] * 3 * tp == alone["token_bytes"] * layers[stage]
+        own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
+        ends = {0: "embed_tokens", pp - 1: "embed_tokens" if tied else "lm_head"}
+        expected = [
+            name
+            for name in whole
+            if any(f"layers.{i}." in name for i in own)
+            or ends.get(stage, "-") in name
+            or (stage == pp - 1 and name == "model.norm.weight")
+        ]
+        assert rank["held"] == sorted(expected)
