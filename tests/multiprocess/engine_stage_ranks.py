@@ -25,8 +25,8 @@ from llamarl.config import RunConfig, validate
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import Sequence
-from llamarl.executors.generator_ranks import generator_weights
-from llamarl.models.parallel import ParallelLayout, make_layout
+from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of
+from llamarl.models.parallel import ParallelLayout
 
 NUM_KV_TOKENS = 90
 """Room that all sequences together do not have: some are preempted."""
@@ -128,7 +128,9 @@ def main(mesh: tuple[int, int], rank: int, folder: Path, cases: list[tuple[str, 
             "gloo", init_method=f"file://{folder}/rendezvous{pp}x{tp}", rank=rank, world_size=pp * tp,
             timeout=timedelta(seconds=120),
         )  # fmt: skip
-        layout = make_layout(fsdp=1, tp=tp, pp=pp, device="cpu", keys=("generator.dp", "generator.tp", "generator.pp"))
+        config = recipe(folder / cases[0][0], mesh)
+        (replica,) = replicas_of(config, pp * tp)
+        layout = generator_layout(config, "cpu", replica)
     for family, kernels in cases:
         told = generate(folder, family, mesh, layout, kernels)
         (folder / f"{family}-{kernels}-{pp}x{tp}-{rank}.json").write_text(json.dumps(told))

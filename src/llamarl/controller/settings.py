@@ -131,7 +131,7 @@ def _generator(config: Mapping[str, Any]) -> GeneratorConfig:
 
 
 _SHARDS, _REPLICAS, _UNLIKE = "generator.shards", "generator.dp", "generator.replicas"
-_OF_REPLICAS = (_UNLIKE, _REPLICAS, "generator.tp")
+_OF_REPLICAS = (_UNLIKE, _REPLICAS, "generator.tp", "generator.pp")
 
 
 def _shards(config: Mapping[str, Any]) -> int:
