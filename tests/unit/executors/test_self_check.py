@@ -56,11 +56,11 @@ def test_a_logit_scale_that_the_engine_does_not_know_is_found(monkeypatch: pytes
 def test_positions_that_are_off_by_one_in_decodes_alone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = ModelRunner._hidden
 
-    def late(self: ModelRunner, tokens: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+    def late(self: ModelRunner, tokens: torch.Tensor, positions: torch.Tensor, batch: Any, *rest: Any) -> torch.Tensor:
         decodes = sum(len(d.lengths) for d in batch.decodes)
         positions = positions.clone()
         positions[:decodes] += 1
-        return original(self, tokens, positions, batch)
+        return original(self, tokens, positions, batch, *rest)
 
     monkeypatch.setattr(ModelRunner, "_hidden", late)
     assert ways_found(tiny_config("llama")) == {"decode", "mixed"}
