@@ -68,6 +68,8 @@ class UnlikePlan:
     tokens_per_s: float
     devices: int
     """All that there are, used or not."""
+    staged_by_llamarl: bool = True
+    """Whether llamarl cuts the model into pipeline stages."""
 
     @property
     def generate_s(self) -> float:
@@ -84,10 +86,10 @@ class UnlikePlan:
     @property
     def why_not_run(self) -> str:
         """What of it llamarl does not run; empty: a recipe says it."""
-        stages = max(share.choice.layout.pp for share in self.shares)
-        return (
-            f"its generators have {stages} pipeline stages, llamarl's have 1 (--max-pipeline 1)" if stages > 1 else ""
-        )
+        stages = max(self.trainer.layout.pp, *(share.choice.layout.pp for share in self.shares))
+        if stages == 1 or self.staged_by_llamarl:
+            return ""
+        return f"it has {stages} pipeline stages, llamarl has 1 for this model (--max-pipeline 1)"
 
 
 def _link(one: Hardware, other: Hardware) -> tuple[float, float]:
@@ -160,6 +162,7 @@ def _planned(
         step_s=step,
         tokens_per_s=work.tokens / step,
         devices=devices,
+        staged_by_llamarl=work.model.staged_by_llamarl,
     )
 
 
@@ -258,6 +261,7 @@ def one_kind(pool: Pool, work: Workload, options: Options, max_staleness: int) -
         step_s=found.step_s,
         tokens_per_s=found.tokens_per_s,
         devices=pool.devices,
+        staged_by_llamarl=work.model.staged_by_llamarl,
     )
 
 

@@ -130,15 +130,21 @@ def test_a_plan_is_no_slower_than_simpler_ones(plan: UnlikePlan) -> None:
 
 
 def staged(plan: UnlikePlan) -> UnlikePlan:
-    """With generators in pipeline stages, which llamarl does not run."""
+    """With generators in pipeline stages, of a model that llamarl does not cut so."""
     share = plan.shares[0]
     layout = replace(share.choice.layout, pp=2)
-    return replace(plan, shares=(replace(share, choice=replace(share.choice, layout=layout)),), title="does not run")
+    return replace(
+        plan,
+        shares=(replace(share, choice=replace(share.choice, layout=layout)),),
+        title="does not run",
+        staged_by_llamarl=False,
+    )
 
 
 def test_a_plan_that_runs_is_recommended_where_it_is_nearly_as_fast(plan: UnlikePlan) -> None:
     other = staged(plan)
     assert not plan.why_not_run and "2 pipeline stages" in other.why_not_run
+    assert not replace(other, staged_by_llamarl=True).why_not_run
     near, far = replace(plan, step_s=other.step_s * 1.019), replace(plan, step_s=other.step_s * 1.021)
     assert best_first([other, near])[0] is near
     assert best_first([far, other])[0] is other
