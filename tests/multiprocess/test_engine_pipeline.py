@@ -16,7 +16,11 @@ import engine_stage_ranks
 from engine_ranks import make_model
 from engine_stage_ranks import ALONE
 
-MESHES = {(2, 1): [("llama", "auto"), ("gemma2", "torch")], (3, 1): [("qwen3", "torch")], (2, 2): [("llama", "torch")]}
+MESHES = {
+    (2, 1): [("llama", "auto"), ("gemma2", "torch")],
+    (3, 1): [("qwen3", "torch")],
+    (2, 2): [("qwen3_moe", "torch")],
+}
 """Stages and tensor-parallel ranks -> models of three layers, their ends tied or not, and what computes between the products."""
 CASES = [(mesh, *case) for mesh, cases in MESHES.items() for case in cases]
 Reports = dict[tuple[tuple[int, int], str, str], list[dict[str, Any]]]
