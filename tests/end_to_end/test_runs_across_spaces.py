@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import spaces_job
 from conftest import RECIPE, SMALL, rows
 from forked_command import SERVER
@@ -14,6 +16,9 @@ from other_space import place
 
 from llamarl.observability.keys import is_timing_key
 from llamarl.transports.network import Network
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from same_run import assert_same_run
 
 SPREAD = {
     "generator": [place("b"), place("e")],  # one reads the weights and passes them on to the other
@@ -59,6 +64,16 @@ def test_a_job_over_four_spaces_gives_the_bits_of_one_machine(tmp_path: Path) ->
     for path in files:
         if (one / path).is_file():
             assert (four / path).read_bytes() == (one / path).read_bytes(), path
+
+
+@pytest.mark.long
+def test_unlike_replicas_over_spaces_give_the_bits_of_one_machine(tmp_path: Path) -> None:
+    """Each kind in a space of its own, the weights in float32 for both."""
+    unlike = {"generator.dp": 1, "generator.replicas": '[{tp = 2}, {share = 2, dtype = "bfloat16"}]'}
+    one, apart = tmp_path / "one", tmp_path / "apart"
+    assert train(one, None, **unlike) == ""
+    assert train(apart, {**SPREAD, "generator": [place("b"), place("b"), place("e")]}, **unlike) == ""
+    assert_same_run(one, apart)
 
 
 def test_an_executor_with_another_key_reads_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamarl.executors.generator_shard import GeneratorShard
 from llamarl.tick_schedule import NEVER, deliveries, leaving_so_far, num_due, part_of, select_due
+from llamarl.tick_shares import Dealing
 
 
 def num_forced(admitted: list[int], *, tick: int, max_segments: int, prompts_per_step: int) -> int:
@@ -74,6 +76,43 @@ def test_no_deadline_is_ever_missed(prompts_per_step: int, max_segments: int, fi
         keep = [i for i in range(len(groups)) if i not in chosen]
         complete = [keep.index(i) for i in complete if i not in chosen]
         groups = [groups[i] for i in keep]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.integers(0, 9),
+    st.integers(1, 4),
+    st.floats(0, 1),
+    st.integers(0, 2**32),
+)
+def test_no_deadline_is_missed_where_shares_make_counts_differ_from_tick_to_tick(
+    shares: list[int], more: int, max_segments: int, fill: float, seed: int
+) -> None:
+    """Every replica of a dealing, as ``executors/generator_shard.py`` has it: groups complete in any order."""
+    pick = random.Random(seed)
+    dealing = Dealing(shares, -(-sum(shares) // min(shares)) + more)
+    for replica in range(dealing.num_replicas):
+        groups: list[int] = []
+        complete: list[int] = []
+        shard = GeneratorShard(
+            replica, dealing, first_prompt=0, oversubscription=1 + fill * (max_segments - 1), max_segments=max_segments,
+            new_group=lambda index, tick: pytest.fail("nothing is sampled here"),
+        )  # fmt: skip
+        for tick in range(12):
+            leaving = dealing.counts(tick)[replica]
+            later = dealing.ahead(replica, tick + 1, max_segments)
+            groups += [tick] * (shard.num_active(tick) - len(groups))
+            waiting = [i for i in range(len(groups)) if i not in complete]
+            pick.shuffle(waiting)
+            due = [at + max_segments - 1 for at in groups]
+            while (chosen := select_due(due, complete, tick=tick, prompts_per_step=leaving, later=later)) is None:
+                complete.append(waiting.pop())
+            assert len(chosen) == leaving
+            assert all(tick - groups[i] <= max_segments - 1 for i in chosen)
+            assert set(leaving_so_far(due, complete, tick=tick, prompts_per_step=leaving, later=later)) == set(chosen)
+            keep = [i for i in range(len(groups)) if i not in chosen]
+            complete = [keep.index(i) for i in complete if i not in chosen]
+            groups = [groups[i] for i in keep]
 
 
 def slow_select(deadlines: list[int], order: list[int], tick: int, prompts_per_step: int) -> list[int] | None:

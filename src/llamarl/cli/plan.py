@@ -469,6 +469,9 @@ def _write_recipe(
         header += f"\nIt takes {count} hosts: llamarl train THIS --hosts A,B,... (docs/hosts.md)."
     if folder is None:
         header += f"\n{_NEEDS_FOLDER.format(shape=model_path)}"
+    own = (config or {}).get("generator", {})
+    if "replicas" in own:  # unlike ones, in whose place the plan has alike ones
+        config = {**(config or {}), "generator": {key: value for key, value in own.items() if key != "replicas"}}
     write_settings(path, config or {}, settings, header)
 
 

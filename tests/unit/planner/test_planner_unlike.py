@@ -198,6 +198,16 @@ def test_hosts_that_are_all_alike_are_planned_as_such(tmp_path: Path, capsys: py
     assert "on 8 x NVIDIA H100 SXM 80 GB" in said and "generator on a; trainer on b" in said  # four a host
 
 
+def test_a_plan_of_alike_replicas_takes_the_place_of_unlike_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.toml"
+    assert ask(f"unlike --hardware h100 --devices 8 --recipe {out}") == 0
+    capsys.readouterr()
+    config = load_config(out)
+    assert config.generator.replicas == () and config.generator.dp >= 1
+
+
 def inventory_of(*gpus: str) -> Inventory:
     return replace(take_inventory("127.0.0.1"), device_names=gpus)
 
