@@ -17,7 +17,7 @@ from llamarl.planner.generation import GeneratorDemand, generator_memory, genera
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
-from llamarl.planner.rooflines import GeneratorLayout, tensor_parallel_sizes
+from llamarl.planner.rooflines import GeneratorLayout, context_parallel_sizes, tensor_parallel_sizes
 from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime, trainer_memory, trainer_tick
 from llamarl.trainer.config import num_at_once
 
@@ -251,7 +251,11 @@ def precisions_of(hardware: Hardware, model: ModelSpec, options: Options) -> tup
 def trainer_choices(
     hardware: Hardware, work: Workload, options: Options, devices: int, *, memory_limit: float
 ) -> Iterator[TrainerChoice]:
-    """Every trainer that fits on ``devices``; tensor parallelism stays inside a node (or is the whole device count)."""
+    """Every trainer that fits on ``devices``; tensor and context parallelism stay inside a node (or are the whole device count).
+
+    Rows are cut over as few ranks as hold them, and only where the longest does not fit one: data ranks do the same work without
+    exchanges.
+    """
     demand = TrainerDemand(
         lengths=work.response,
         prompt_tokens=work.prompt_tokens,
@@ -261,13 +265,19 @@ def trainer_choices(
     node = hardware.device.devices_per_node
     for pp in powers(min(options.max_pipeline, work.model.layers)):
         for tp in tensor_parallel_sizes(work.model, min(node, devices // pp), runnable=options.runnable):
-            ranks = min(devices // (tp * pp), work.prompts_per_step if options.whole_groups else work.sequences)
-            for fsdp in sorted({ranks, *(f for f in (1, 8, 64, node // tp) if 0 < f < ranks and ranks % f == 0)}):
-                for recompute in (False, True):
-                    yield from micro_batches(
-                        hardware, work.model, demand, memory_limit,
-                        TrainerLayout(tp, pp, fsdp, ranks // fsdp, 1, recompute, options.runnable),
-                    )  # fmt: skip
+            for cp in context_parallel_sizes(work.model, tp, min(node, devices // pp)) if options.runnable else [1]:
+                ranks = min(
+                    devices // (tp * pp * cp), work.prompts_per_step if options.whole_groups else work.sequences
+                )
+                found = False
+                for fsdp in sorted({ranks, *(f for f in (1, 8, 64, node // tp) if 0 < f < ranks and ranks % f == 0)}):
+                    for recompute in (False, True):
+                        layout = TrainerLayout(tp, pp, fsdp, ranks // fsdp, 1, recompute, options.runnable, cp=cp)
+                        for choice in micro_batches(hardware, work.model, demand, memory_limit, layout):
+                            found = True
+                            yield choice
+                if found:
+                    break
 
 
 def micro_batches(

@@ -38,7 +38,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class EveryRank:
-    """What each rank of a plan holds and moves. Trainer ranks count (pp, fsdp, tp), generator ranks (replica, pp, tp)."""
+    """What each rank of a plan holds and moves. Trainer ranks count (pp, fsdp, cp, tp), generator ranks (replica, pp, tp)."""
 
     model_bytes: int
     """Of one version, each parameter once."""
@@ -128,7 +128,7 @@ def count_every_rank(parameters: ModelParameters, plan: Plan, model: ModelSpec, 
     t, g, replicas = plan.trainer.layout, plan.generator.layout, plan.generator.replicas
     model_bytes = sum(spec.nbytes for spec in parameters.values())
     parameters = parameters.unpacked()
-    fsdp = t.data_ranks
+    fsdp = t.data_ranks * t.cp  # parameters are cut over both
     trainer_mesh, generator_mesh = (
         {"pp": t.pp, "fsdp": fsdp, "tp": t.tp}, {"replica": replicas, "pp": g.pp, "tp": g.tp},
     )  # fmt: skip
@@ -142,7 +142,7 @@ def count_every_rank(parameters: ModelParameters, plan: Plan, model: ModelSpec, 
     numbers = version / dtype_bytes(next(iter(parameters.values())).dtype)
     return EveryRank(
         model_bytes=model_bytes,
-        trainer_mesh=trainer_mesh,
+        trainer_mesh={"pp": t.pp, "fsdp": t.data_ranks, **({"cp": t.cp} if t.cp > 1 else {}), "tp": t.tp},
         generator_mesh=generator_mesh,
         trainer={
             **{name: numbers * size for name, size in _STATE.items()},
@@ -155,7 +155,7 @@ def count_every_rank(parameters: ModelParameters, plan: Plan, model: ModelSpec, 
             "generator": _held_again(parameters, held[1], g.tp),
         },
         forecast={
-            "state": plan.trainer.memory["parameters"] * sum(_STATE.values()) / _STATE["parameters"] * t.fsdp / fsdp,
+            "state": plan.trainer.memory["parameters"] * sum(_STATE.values()) / _STATE["parameters"] * t.shards / fsdp,
             "received": pulled_bytes(hardware, model, g),
         },
         num_copies=found.num_copies,

@@ -68,7 +68,9 @@ def _trainer_layout(plan: Plan) -> str:
     t = plan.trainer.layout
     if plan.trainer.core_s:
         return plural(t.threads, "thread")
-    sizes = [f"tp{t.tp}"] + ([f"pp{t.pp}"] if t.pp > 1 else []) + [f"fsdp{t.fsdp}"]
+    sizes = (
+        [f"tp{t.tp}"] + ([f"pp{t.pp}"] if t.pp > 1 else []) + ([f"cp{t.cp}"] if t.cp > 1 else []) + [f"fsdp{t.fsdp}"]
+    )
     return "·".join(sizes + ([f"dp{t.dp}"] if t.dp > 1 else []))
 
 

@@ -140,6 +140,7 @@ def plan_settings(
             "fsdp": 1 if one else t.data_ranks,
             "tp": 1 if one else t.tp,
             "pp": t.pp,
+            "cp": t.cp,
             "dtype": dtype,
             **filling,
             "max_tokens_per_microbatch": max(1, round(t.micro_batch * sequence)),

@@ -21,7 +21,9 @@ __all__ = [
     "SCALE_GROUP",
     "GeneratorLayout",
     "all_reduce_s",
+    "context_parallel_sizes",
     "decode_step_s",
+    "exchange_s",
     "gather_s",
     "group_link",
     "matmul_s",
@@ -71,6 +73,15 @@ def tensor_parallel_sizes(model: ModelSpec, limit: int, *, runnable: bool = True
     return [tp for tp in sizes if tp <= limit]
 
 
+def context_parallel_sizes(model: ModelSpec, tp: int, limit: int) -> list[int]:
+    """Ranks over which ``llamarl train`` can cut rows of tokens, beside ``tp``: powers of two that share the query heads evenly.
+
+    Args:
+        limit: Of ``tp`` times them.
+    """
+    return [2**i for i in range(limit.bit_length()) if tp * 2**i <= limit and model.heads % (tp * 2**i) == 0]
+
+
 def group_link(hardware: Hardware, ranks: int, stride: int = 1) -> float:
     """Bytes/s a rank of a group reaches in a ring.
 
@@ -112,6 +123,15 @@ def gather_s(hardware: Hardware, num_bytes: float, ranks: int, stride: int = 1) 
     nodes = -(-ranks // max(1, hardware.device.devices_per_node // stride))
     hops = (ranks - nodes) * e.intra_node_latency_s + (nodes if nodes > 1 else 0) * e.inter_node_latency_s
     return volume + hops + e.collective_launch_s
+
+
+def exchange_s(hardware: Hardware, num_bytes: float, ranks: int, stride: int = 1) -> float:
+    """All-to-all in which each rank of a group keeps its share of ``num_bytes`` and sends every other rank one as large."""
+    if ranks <= 1:
+        return 0.0
+    e = hardware.efficiency
+    latency = e.intra_node_latency_s if ranks * stride <= hardware.device.devices_per_node else e.inter_node_latency_s
+    return num_bytes * (ranks - 1) / ranks / group_link(hardware, ranks, stride) + latency + e.collective_launch_s
 
 
 def matmul_s(hardware: Hardware, rows: float, inner: float, columns: float) -> float:

@@ -235,10 +235,7 @@ def _in_parts(
     A lone trainer rank on the generator's host takes parts; what no part shortens is the update.
     """
     best = whole_s, 1
-    if (
-        trainer.layout.tp * trainer.layout.pp * trainer.layout.data_ranks > 1
-        or devices > hardware.device.devices_per_node
-    ):
+    if trainer.layout.devices > 1 or devices > hardware.device.devices_per_node:
         return best
     cores, held = (devices, generator.devices) if trainer.core_s else (1, 0)
     update_s = trainer.time.optimizer_s + trainer.time.other_s

@@ -1,7 +1,8 @@
 """What a training tick costs: FLOPs, recomputation, collectives, pipeline bubble, optimizer; and what it holds in memory.
 
-Parallel axes: ``tp`` cuts every matrix, ``pp`` the layers, ``fsdp`` the parameters, gradients and optimizer state of a
-data-parallel rank, ``dp`` repeats all that (hybrid sharding). Sequences are packed without padding into micro-batches.
+Parallel axes: ``tp`` cuts every matrix, ``pp`` the layers, ``cp`` the tokens of a micro-batch, ``fsdp`` the parameters, gradients and
+optimizer state of a data-parallel rank, over its ``cp`` ranks too; ``dp`` repeats all that (hybrid sharding). Sequences are packed
+without padding into micro-batches.
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ from dataclasses import dataclass
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
-from llamarl.planner.rooflines import all_reduce_s, gather_s, matmul_s
+from llamarl.planner.rooflines import all_reduce_s, exchange_s, gather_s, matmul_s
 
-__all__ = ["RUNNABLE_LOGIT_ROWS", "TrainerDemand", "TrainerLayout", "TrainerTime", "trainer_memory", "trainer_tick"]
+__all__ = [
+    "RUNNABLE_LOGIT_ROWS",
+    "TrainerDemand",
+    "TrainerLayout",
+    "TrainerTime",
+    "kept_bytes",
+    "trainer_memory",
+    "trainer_tick",
+]
 
 _STATE_BYTES = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0}
 """Bytes a parameter of the sharded state: fp32 master weights, fp32 gradients, two fp32 moments."""
@@ -43,14 +52,22 @@ class TrainerLayout:
     """CPU threads of a lone rank that uses what others leave of the cores; 1: every rank has a device."""
     at_once: int = 1
     """Micro-batches that such a rank computes at the same time (``trainer.microbatches_at_once``)."""
+    cp: int = 1
+    """Ranks over which each micro-batch's tokens are cut (Ulysses); parameters are sharded over them as well."""
 
     @property
     def devices(self) -> int:
-        return self.tp * self.pp * self.fsdp * self.dp
+        return self.tp * self.pp * self.fsdp * self.dp * self.cp
 
     @property
     def data_ranks(self) -> int:
+        """Ranks, or groups of them, that hold other samples."""
         return self.fsdp * self.dp
+
+    @property
+    def shards(self) -> int:
+        """Parts into which a stage's parameters are cut, beside tensor parallelism."""
+        return self.fsdp * self.cp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +102,7 @@ class TrainerTime:
     compute_s: float
     """Matrix products, attention and elementwise passes of the busiest rank."""
     tensor_parallel_s: float
-    """All-reduces of activations, which nothing hides."""
+    """All-reduces of activations and exchanges between context-parallel ranks, which nothing hides."""
     fsdp_s: float
     """Gathers and reduce-scatters that the compute does not cover."""
     bubble_s: float
@@ -140,8 +157,8 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     sequences = math.ceil(demand.sequences / layout.data_ranks)
     micro_batches = math.ceil(sequences / layout.micro_batch)
     per_micro = sequences / micro_batches
-    tokens = per_micro * demand.mean_tokens
-    attended = per_micro * demand.mean_squared_tokens / 2.0
+    tokens = per_micro * demand.mean_tokens / layout.cp
+    attended = per_micro * demand.mean_squared_tokens / 2.0 / layout.cp
     stage_layers = model.layers / layout.pp
 
     forward = _forward_layer_s(hardware, model, layout.tp, tokens, attended)
@@ -158,6 +175,8 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     # Two all-reduces a layer and pass; the backward pass is one pass here, though it computes twice as much.
     message = float(all_reduce_s(hardware, tokens * model.hidden * hardware.device.activation_bytes, layout.tp))
     tp_messages = 2.0 * (passes - 1.0) * stage_layers * message
+    exchanged = tokens * _exchanged_values(model, layout) * hardware.device.activation_bytes
+    tp_messages += (passes - 1.0) * stage_layers * exchange_s(hardware, exchanged, layout.cp, layout.tp)
 
     micro_s = compute + tp_messages
     # Parameters travel in bf16 before each pass and gradients come back in fp32, once a micro-batch; they hide behind compute.
@@ -165,19 +184,19 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     gathers = 2.0 + (1.0 if demand.reference_forward else 0.0)
     width = hardware.device.activation_bytes
     stride = layout.tp * layout.pp
-    traffic = gathers * gather_s(hardware, layer_bytes * width, layout.fsdp, stride)
-    traffic += gather_s(hardware, layer_bytes * 4.0, layout.fsdp, stride)
-    exposed = max(0.0, traffic * stage_layers - e.overlap * compute) if layout.fsdp > 1 else 0.0
+    traffic = gathers * gather_s(hardware, layer_bytes * width, layout.shards, stride)
+    traffic += gather_s(hardware, layer_bytes * 4.0, layout.shards, stride)
+    exposed = max(0.0, traffic * stage_layers - e.overlap * compute) if layout.shards > 1 else 0.0
     stage_params = _stage_params(model, layout)
-    gradient = stage_params / layout.fsdp * 4.0
-    reduce = float(all_reduce_s(hardware, gradient, layout.dp, stride * layout.fsdp))  # once a tick, over the copies
+    gradient = stage_params / layout.shards * 4.0
+    reduce = float(all_reduce_s(hardware, gradient, layout.dp, stride * layout.shards))  # once a tick, over the copies
     virtual = 1 if layout.runnable else min(e.pipeline_interleave, stage_layers)  # llamarl's stages are not interleaved
     bubble = (layout.pp - 1) * (micro_s + exposed) / virtual
     hops = 0.0
     if layout.pp > 1:
         hops = 2.0 * micro_batches * tokens * model.hidden * width / (hardware.device.inter_node_bytes_per_s * e.link)
     touched = sum(_STATE_BYTES.values()) + 16.0  # read all state, write it and the bf16 copy
-    optimizer = stage_params / layout.fsdp * touched / hardware.memory_rate
+    optimizer = stage_params / layout.shards * touched / hardware.memory_rate
     return TrainerTime(
         compute_s=compute * micro_batches,
         tensor_parallel_s=tp_messages * micro_batches,
@@ -188,6 +207,15 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     )
 
 
+def _exchanged_values(model: ModelSpec, layout: TrainerLayout) -> float:
+    """Numbers a token and layer that a context-parallel rank exchanges: queries and outputs of its tensor-parallel part's heads, and keys
+    and values, of repeated heads where so many ranks cannot share them."""
+    if layout.cp == 1:
+        return 0.0
+    heads = math.lcm(max(1, model.kv_heads // layout.tp), layout.cp)
+    return 2.0 * (model.heads / layout.tp + heads) * model.head_dim
+
+
 def _stage_params(model: ModelSpec, layout: TrainerLayout) -> float:
     """Parameters of one tensor-parallel rank of a pipeline stage, before they are sharded."""
     body = model.total_params - model.embedding_params
@@ -195,37 +223,55 @@ def _stage_params(model: ModelSpec, layout: TrainerLayout) -> float:
     return (held + model.embedding_params / layout.tp) / layout.pp
 
 
+def kept_bytes(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
+    """Bytes a token that a layer keeps for its backward pass: inputs of its products and norms, and of the gated activation.
+
+    Args:
+        width: Bytes of an activation.
+    """
+    mlp = model.intermediate
+    if model.experts:
+        mlp = model.experts_per_token * model.expert_intermediate + model.shared_expert_intermediate
+    kv = model.kv_values_per_token
+    if not layout.runnable:  # sequence parallelism cuts everything over tp
+        return (4.0 * model.hidden + 2.0 * model.heads * model.head_dim + kv + 4.0 * mlp) * width / layout.tp
+    norm = 4.0 + 2.0 * width  # its input in float32, the same normalized, and scaled for the products
+    q, kv = float(model.heads * model.head_dim), float(kv)
+    if layout.cp > 1:
+        kv = 2.0 * math.lcm(max(1, model.kv_heads // layout.tp), layout.cp) * model.head_dim * layout.tp
+    # The output of attention is copied into the order of the rows where ranks exchange it, or a CPU has padded it.
+    outputs = 2.0 if layout.cp > 1 or width == 4.0 else 1.0
+    heads = q * (1.0 + outputs) + kv
+    head_norms = (q + kv / 2.0) * (4.0 + width) if model.qk_norm else 0.0
+    return 2.0 * model.hidden * norm + ((heads + 4.0 * mlp) * width + head_norms) / layout.tp
+
+
 def trainer_memory(
     hardware: Hardware, model: ModelSpec, layout: TrainerLayout, demand: TrainerDemand
 ) -> dict[str, float]:
     """Bytes of the fullest trainer rank, by part."""
     stage = _stage_params(model, layout)
-    parts = {name: stage * size / layout.fsdp for name, size in _STATE_BYTES.items()}
+    parts = {name: stage * size / layout.shards for name, size in _STATE_BYTES.items()}
     width = hardware.device.activation_bytes
-    if layout.fsdp > 1:
+    if layout.shards > 1:
         ends = model.embedding_params if layout.runnable else model.head_params  # llamarl gathers both together
         parts["gathered_layers"] = (2.0 * model.layer_params / layout.tp + ends / layout.tp) * width
     elif width != 4.0:
         parts["gathered_layers"] = stage * width  # a whole bf16 copy
     if demand.reference_forward:
-        parts["reference"] = stage * width / layout.fsdp
+        parts["reference"] = stage * width / layout.shards
     sequences = math.ceil(demand.sequences / layout.data_ranks)
     per_micro = min(layout.micro_batch, sequences)
     # A micro-batch holds at least the longest sequence whole.
-    tokens = max(per_micro * demand.mean_tokens, float(demand.prompt_tokens + demand.lengths.limit))
+    tokens = max(per_micro * demand.mean_tokens, float(demand.prompt_tokens + demand.lengths.limit)) / layout.cp
     in_flight = min(layout.pp, math.ceil(sequences / layout.micro_batch))
     layers = model.layers / layout.pp
-    mlp = model.intermediate
-    if model.experts:
-        mlp = model.experts_per_token * model.expert_intermediate + model.shared_expert_intermediate
-    kv = model.kv_values_per_token
-    # Numbers a layer keeps for its backward pass: inputs of its products, norms and of the gated activation.
-    # Sequence parallelism cuts the first group over tp as well.
-    per_layer = tokens * (4.0 * model.hidden + 2.0 * model.heads * model.head_dim + kv + 4.0 * mlp) * width / layout.tp
-    checkpoint = tokens * model.hidden * width / layout.tp
+    per_layer = tokens * kept_bytes(model, layout, width)
+    # Hidden states are whole on each of llamarl's tensor-parallel ranks; elsewhere sequence parallelism cuts them.
+    checkpoint = tokens * model.hidden * width / (1.0 if layout.runnable else layout.tp)
     kept = (checkpoint * layers + per_layer) if layout.recompute else per_layer * layers
     parts["activations"] = kept * in_flight
-    if layout.runnable and layout.fsdp > 1:
+    if layout.runnable and layout.shards > 1:
         # When the backward pass ends, a rank's gradients of embedding and head are whole, and copied in fp32 to be reduced.
         parts["activations"] = max(parts["activations"], model.embedding_params / layout.tp * (width + 4.0))
     if layout.at_once > 1:  # gradients of those at work and of one that is done stand beside the sum

@@ -18,9 +18,8 @@ __all__ = ["unlike_json", "unlike_text"]
 
 def _trainer(plan: UnlikePlan) -> str:
     t = plan.trainer.layout
-    sizes = (
-        [f"tp{t.tp}"] + ([f"pp{t.pp}"] if t.pp > 1 else []) + [f"fsdp{t.fsdp}"] + ([f"dp{t.dp}"] if t.dp > 1 else [])
-    )
+    sizes = [f"tp{t.tp}", *(f"{axis}{n}" for axis, n in (("pp", t.pp), ("cp", t.cp)) if n > 1), f"fsdp{t.fsdp}"]
+    sizes += [f"dp{t.dp}"] if t.dp > 1 else []
     return f"{t.devices} {plan.trainer_hardware.device.name} {'·'.join(sizes)}"
 
 
@@ -83,7 +82,8 @@ def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], model: str) 
 def _lines(plan: UnlikePlan) -> list[str]:
     """Of a recipe: what says a plan's layout and shares."""
     t, kinds = plan.trainer.layout, replica_tables(plan)
-    trainer = [f"fsdp = {t.data_ranks}", f"tp = {t.tp}"] + ([f"pp = {t.pp}"] if t.pp > 1 else [])
+    sizes = {"fsdp": t.data_ranks, "tp": t.tp, **{axis: n for axis, n in (("pp", t.pp), ("cp", t.cp)) if n > 1}}
+    trainer = [f"{axis} = {n}" for axis, n in sizes.items()]
     lines = ["[trainer]", *trainer]
     for place, (share, table) in enumerate(zip(plan.shares, kinds, strict=True)):
         values = [

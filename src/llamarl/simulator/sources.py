@@ -75,6 +75,7 @@ def recipe_layouts(config: RunConfig, hardware: Hardware, mean_tokens: float) ->
         tp=t.tp,
         pp=t.pp,
         fsdp=t.fsdp,
+        cp=t.cp,
         micro_batch=max(1, round(t.max_tokens_per_microbatch / mean_tokens)),
         recompute=t.activation_checkpointing != "none",
         runnable=True,

@@ -92,6 +92,7 @@ def test_ranks_beyond_the_key_value_heads_hold_the_same_ones() -> None:
         (TrainerLayout(tp=2, fsdp=3), GeneratorLayout(tp=4), 2),
         (TrainerLayout(tp=4, pp=3, fsdp=2), GeneratorLayout(tp=8), 1),
         (TrainerLayout(pp=2, fsdp=2, dp=2), GeneratorLayout(tp=2, pp=3), 3),
+        (TrainerLayout(tp=2, fsdp=3, cp=2), GeneratorLayout(tp=4), 2),
     ],
 )
 def test_sums_over_ranks_are_the_model_and_what_is_sent_arrives(
