@@ -84,6 +84,7 @@ def unlike_settings(
             "fsdp": t.data_ranks,
             "tp": t.tp,
             "pp": t.pp,
+            "cp": t.cp,
             "dtype": "bfloat16",
             "max_tokens_per_microbatch": max(1, round(t.micro_batch * (work.prompt_tokens + work.lengths.mean))),
             "activation_checkpointing": "full" if t.recompute else "none",
@@ -117,7 +118,9 @@ def _places(plan: UnlikePlan, hosts: Mapping[str, Sequence[str]]) -> dict[str, l
     """
     t, device = plan.trainer.layout, plan.trainer_hardware.device
     of_trainer = list(hosts[device.name])
-    own = next((n for n in range(1, len(of_trainer) + 1) if _room(t.devices, t.tp * t.pp, n, plan.trainer_hardware)), 0)
+    own = next(
+        (n for n in range(1, len(of_trainer) + 1) if _room(t.devices, t.tp * t.pp * t.cp, n, plan.trainer_hardware)), 0
+    )
     places: dict[str, list[str]] = {}
     for place, share in enumerate(plan.shares):
         found = list(hosts[share.hardware.device.name])
@@ -127,7 +130,9 @@ def _places(plan: UnlikePlan, hosts: Mapping[str, Sequence[str]]) -> dict[str, l
             continue
         if own and _room(share.devices, unit, len(found) - own, share.hardware):
             of_trainer, places[f"generator_{place}"] = found[:own], found[own:]
-        elif _room(share.devices, unit, len(found), share.hardware, most_on_a_host(t.devices, t.tp * t.pp, len(found))):
+        elif _room(
+            share.devices, unit, len(found), share.hardware, most_on_a_host(t.devices, t.tp * t.pp * t.cp, len(found))
+        ):
             places[f"generator_{place}"] = found
         else:
             raise PlanError(
