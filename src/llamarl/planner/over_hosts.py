@@ -48,7 +48,10 @@ def place_roles(plan: Plan, hardware: Hardware, hosts: Sequence[str]) -> dict[st
             own = (most_on_a_host(g.devices, g.layout.tp, first), most_on_a_host(t.devices, t.tp * t.pp * t.cp, last))
             if max(own) <= room:
                 return {"generator": list(hosts[:first]), "trainer": list(hosts[first : first + last])}
-    if most_on_a_host(g.devices, g.layout.tp, len(hosts)) + most_on_a_host(t.devices, t.tp * t.pp * t.cp, len(hosts)) <= room:
+    if (
+        most_on_a_host(g.devices, g.layout.tp, len(hosts)) + most_on_a_host(t.devices, t.tp * t.pp * t.cp, len(hosts))
+        <= room
+    ):
         return {"generator": list(hosts), "trainer": list(hosts)}
     return None
 

@@ -213,7 +213,7 @@ def _exchanged_values(model: ModelSpec, layout: TrainerLayout) -> float:
     if layout.cp == 1:
         return 0.0
     heads = math.lcm(max(1, model.kv_heads // layout.tp), layout.cp)
-    return 2.0 * (model.heads / layout.tp + heads) * model.head_dim
+    return 2.0 * (model.heads / layout.tp + heads) * (model.head_dim + model.rope_dim)
 
 
 def _stage_params(model: ModelSpec, layout: TrainerLayout) -> float:
@@ -237,7 +237,10 @@ def kept_bytes(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
         return (4.0 * model.hidden + 2.0 * model.heads * model.head_dim + kv + 4.0 * mlp) * width / layout.tp
     norm = 4.0 + 2.0 * width  # its input in float32, the same normalized, and scaled for the products
     q, kv = float(model.heads * model.head_dim), float(kv)
-    if layout.cp > 1:
+    if model.kv_lora_rank:  # keys and values of each head, made of the latent ones, are of one width in attention
+        q = float(model.heads * (model.head_dim + model.rope_dim))
+        kv = 2.0 * q
+    elif layout.cp > 1:
         kv = 2.0 * math.lcm(max(1, model.kv_heads // layout.tp), layout.cp) * model.head_dim * layout.tp
     # The output of attention is copied into the order of the rows where ranks exchange it, or a CPU has padded it.
     outputs = 2.0 if layout.cp > 1 or width == 4.0 else 1.0

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llamarl.engine.config import EngineConfig
 from llamarl.models import attention
 from llamarl.models.attention import PackedSequences, attending
 from llamarl.models.parallel import apply_tensor_parallel, make_layout
@@ -22,7 +23,14 @@ from llamarl.planner.hardware import find_hardware
 from llamarl.planner.lengths import constant
 from llamarl.planner.model_spec import find_config, find_model
 from llamarl.planner.recipe import plan_settings
-from llamarl.planner.rooflines import context_parallel_sizes, exchange_s
+from llamarl.planner.rooflines import (
+    GeneratorLayout,
+    all_reduce_s,
+    context_parallel_sizes,
+    exchange_s,
+    gather_s,
+    prefill_s,
+)
 from llamarl.planner.runnable import why_not_run
 from llamarl.planner.search import best_separate
 from llamarl.planner.training import TrainerDemand, TrainerLayout, kept_bytes, trainer_memory, trainer_tick
@@ -148,3 +156,19 @@ def test_parameters_are_sharded_over_data_and_context_ranks_alike() -> None:
     for name in ("parameters", "gradients", "optimizer", "gathered_layers"):
         assert parts[0][name] == parts[1][name]
     assert context_parallel_sizes(WORK.model, 8, 8) == [1] and context_parallel_sizes(WORK.model, 2, 8) == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "saved", "time"),
+    [("Llama-3.1-8B", 8, 0.0006, 0.06), ("Llama-3.1-70B", 8, 0.0012, 0.05), ("Llama-3.1-405B", 32, 0.0027, 0.12)],
+)
+def test_prefill_cut_by_tokens_would_save_little(name: str, tp: int, saved: float, time: float) -> None:
+    """The table of docs/notes/long_prompts.md: three hidden states at once; two norms and two sums a layer, ten reads and writes."""
+    model, chunk = find_model(name), EngineConfig().max_batch_tokens
+    rest = 1 - 1 / tp
+    assert 3 * chunk * model.hidden * 2 * rest / H100.usable_memory_bytes == pytest.approx(saved, rel=0.1)
+    repeated = 2**17 * model.layers * 10 * model.hidden * 2 / H100.memory_rate
+    whole = prefill_s(H100, model, GeneratorLayout(tp=tp, runnable=True), 2**17, 2**16) + repeated
+    assert repeated * rest / whole == pytest.approx(time, abs=0.006)
+    summed = 2 * float(all_reduce_s(H100, chunk * model.hidden * 2, tp))
+    assert gather_s(H100, model.layer_params * 2, tp) > 5 * summed  # whole weights, step by step
