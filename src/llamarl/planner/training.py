@@ -232,11 +232,10 @@ def kept_bytes(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
     mlp = model.intermediate
     if model.experts:
         mlp = model.experts_per_token * model.expert_intermediate + model.shared_expert_intermediate
-    kv = model.kv_values_per_token
+    q, kv = float(model.heads * model.head_dim), float(model.kv_values_per_token)
     if not layout.runnable:  # sequence parallelism cuts everything over tp
-        return (4.0 * model.hidden + 2.0 * model.heads * model.head_dim + kv + 4.0 * mlp) * width / layout.tp
+        return (4.0 * model.hidden + 2.0 * q + kv + 4.0 * mlp) * width / layout.tp
     norm = 4.0 + 2.0 * width  # its input in float32, the same normalized, and scaled for the products
-    q, kv = float(model.heads * model.head_dim), float(kv)
     if model.kv_lora_rank:  # keys and values of each head, made of the latent ones, are of one width in attention
         q = float(model.heads * (model.head_dim + model.rope_dim))
         kv = 2.0 * q
