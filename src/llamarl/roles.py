@@ -188,7 +188,7 @@ def _trains(config: RunConfig) -> tuple[Use, ...]:
 
 def _scores(config: RunConfig) -> tuple[Use, ...]:
     """On one rank any classifier of transformers does; over several it takes one that is known here."""
-    return ("reward_model",) if config.reward_model.fsdp * config.reward_model.tp > 1 else ()
+    return ("reward_model",) if ROLES["reward_model"].num_ranks(config) > 1 else ()
 
 
 def _judges(config: RunConfig) -> tuple[Use, ...]:
@@ -226,8 +226,8 @@ ROLES: Mapping[str, Role] = {
             reads=(Reads(channels=("completions",), kind="scatter"),),
             writes=("rated",),
             section="reward_model",
-            sizes=("fsdp", "tp"),
-            model_sizes=("fsdp", "tp"),
+            sizes=("fsdp", "tp", "pp"),
+            model_sizes=("fsdp", "tp", "pp"),
             model=Model(key="reward_model.path", uses=_scores, own_tokens=True),
             present=lambda config: config.has_reward_model,
         ),

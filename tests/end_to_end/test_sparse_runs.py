@@ -80,6 +80,7 @@ def test_experts_over_ranks_of_both_sides_train_as_on_one(llamarl: CommandLine, 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)  # longer than any other test's: as long as the run that it waits for may take
 def test_it_learns_the_task(llamarl: CommandLine, tmp_path: Path) -> None:
     """Some minutes on two cores: from a quarter of the sums to most of them."""
     done = llamarl.run(

@@ -404,7 +404,10 @@ class RewardModelConfig:
     """Ranks over which its parameters are sharded and the batch is split."""
 
     tp: PositiveInt = 1
-    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp * pp`` processes."""
+
+    pp: PositiveInt = 1
+    """Stages into which its layers are cut."""
 
     threads: NonNegativeInt = 0
     """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""

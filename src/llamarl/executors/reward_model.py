@@ -36,6 +36,7 @@ class RewardModelExecutor(Stateless, BaseExecutor):
             self.settings.path,
             fsdp=self.settings.fsdp,
             tp=self.settings.tp,
+            pp=self.settings.pp,
             dtype=getattr(torch, self.settings.dtype),
             max_tokens=self.settings.max_tokens_per_microbatch,
             device=self.context.device,
@@ -53,6 +54,9 @@ class RewardModelExecutor(Stateless, BaseExecutor):
             [[text.tokens for text in row] for row in texts],
             [[text.types for text in row] for row in texts] if any(t.types for row in texts for t in row) else [],
         )
+        if not self.scorer.layout.speaks:  # those that share a model hold the same groups: one of them sends and counts
+            spans = (("render", started, rendered), ("rate", rendered, time.monotonic()))
+            return StepResult(outputs=self.outputs_of([]), spans=spans)
         scores = iter(found)
         rated = [
             dataclasses.replace(
@@ -63,8 +67,6 @@ class RewardModelExecutor(Stateless, BaseExecutor):
         ]
         finished = time.monotonic()
         spans = (("render", started, rendered), ("rate", rendered, finished))
-        if self.scorer.layout.tp_rank:  # tensor-parallel peers hold the same groups: one of them sends and counts
-            return StepResult(outputs=self.outputs_of([]), spans=spans)
         new = [r.outcome is not None for g in rated for r in g.responses]
         old = [r.outcome is not None for g in groups for r in g.responses]
         metrics = {

@@ -175,10 +175,13 @@ def build_reward_model(
         key: The configuration key to name in errors.
 
     Raises:
-        ModelError: It is no classifier with one label and a linear head, or does not divide by ``tp``.
+        ModelError: It is no classifier with one label and a linear head, or does not divide by ``tp`` or ``pp``.
     """
     model = load_reward_model(path, dtype=torch.float32, device=device, attention=attention, key=key)
-    return _spread(model, ValueModel, layout, dtype)
+    names = tuple(name for name, _ in model.named_parameters())
+    _check_cuts(model.config, attention, layout, "reward_model")
+    stage = cut_into_stage(model, layout.pp_rank, layout.pp, key="reward_model.pp")
+    return _spread(model, lambda model: ValueModel(model, stage), layout, dtype, names=names)
 
 
 def _attention(share_prompts: bool, layout: ParallelLayout) -> str:
