@@ -156,7 +156,7 @@ def test_wrong_flags_of_eval_are_told_by_their_own_names(capsys: pytest.CaptureF
     [
         (["--responses", "/no/such/folder/x"], "--responses /no/such/folder/x: cannot be written"),
         (["--generator.quantization", "fp8"], "'fp8', which the native engine does not have on cpu (evaluation.device"),
-        (["--evaluation.device", "gpu"], "evaluation.device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (["--evaluation.device", "gpu"], "cuda:N, or several joined by commas, one a rank, got 'gpu'"),
         (["--task.options", "{ min_terms = 'two' }"], "min_terms and max_terms of steps are integers"),
     ],
 )
