@@ -65,10 +65,13 @@ def test_a_killed_run_with_replay_resumes_bit_for_bit(llamarl: CommandLine, tmp_
 
 
 @pytest.mark.long
-def test_experts_over_ranks_of_both_sides_train_as_on_one(llamarl: CommandLine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", [{"trainer.tp": 2}, {"trainer.ep": 2, "trainer.pp": 2}], ids=["tp", "ep x pp"])
+def test_experts_over_ranks_of_both_sides_train_as_on_one(
+    llamarl: CommandLine, tmp_path: Path, trainer: dict[str, int]
+) -> None:
     """The generator's two tensor-parallel ranks pull the experts that they hold from the trainer's four."""
     short = {**SHORT, "run.num_ticks": 2}
-    meshes = {"generator.tp": 2, "trainer.tp": 2, "trainer.fsdp": 2, "run.cores": 8}
+    meshes = {"generator.tp": 2, "trainer.fsdp": 2, "run.cores": 8, **trainer}
     assert llamarl.train(tmp_path / "one", short, recipe=RECIPE).returncode == 0
     done = llamarl.train(tmp_path / "ranks", {**short, **meshes}, recipe=RECIPE, limit_s=400)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,7 +18,7 @@ from llamarl.errors import ConfigError, DataError, Mistake, ModelError
 from llamarl.executors.config import GeneratorConfig
 from llamarl.import_path import check
 from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
-from llamarl.models.sizes import check_tensor_parallel_size, why_heads_not_shared
+from llamarl.models.sizes import check_tensor_parallel_size, experts_of, why_experts_not_spread, why_heads_not_shared
 from llamarl.models.support import FAMILIES, Use, is_known, text_part, why_unsupported
 from llamarl.roles import MODEL_SECTIONS, Role, present_roles
 from llamarl.runtime.placement import available_cuda_devices
@@ -111,6 +111,7 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
         _check_tensor_parallel(role, config, folder if path == config.model.path else path)
         _check_pipeline(role, config, folder if path == config.model.path else path)
         _check_context(role, config, folder if path == config.model.path else path)
+    _check_experts(config, folder)
     ranks = {
         role.name: " * ".join(f"{role.section}.{name}" for name in _named_sizes(role, config))
         + f" = {' * '.join(str(role.size_of(config, (name,))) for name in _named_sizes(role, config))}"
@@ -187,6 +188,14 @@ def _check_context(role: Role, config: RunConfig, folder: Path | str) -> None:
     key, heads = f"{role.section}.cp", text_part(read_model_config(folder)).get("num_attention_heads")
     if isinstance(heads, int) and (reason := why_heads_not_shared(heads, tp=role.size_of(config, ("tp",)), cp=cp)):
         raise ConfigError(f"{key} = {cp}: {reason}")
+
+
+def _check_experts(config: RunConfig, folder: Path | str) -> None:
+    if (ep := config.trainer.ep) == 1:
+        return
+    experts = experts_of(text_part(read_model_config(folder)))
+    if reason := why_experts_not_spread(experts, tp=config.trainer.tp, ep=ep):
+        raise ConfigError(f"trainer.ep = {ep}: {reason}")
 
 
 def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> None:

@@ -26,7 +26,7 @@ from llamarl.strict import Effect
 __all__ = ["RESHARDABLE", "Difference", "differences", "explain", "settings_on_top"]
 
 RESHARDABLE = frozenset(
-    f"{role.section}.{name}" for role in ROLES.values() if role.reshards for name in (*role.sizes, "threads")
+    f"{role.section}.{name}" for role in ROLES.values() if role.reshards for name in (*role.sizes, "ep", "threads")
 )
 """What ``checkpoint.reshard`` lets differ."""
 

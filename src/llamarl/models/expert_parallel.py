@@ -4,7 +4,8 @@
     rank 1: experts E/tp .. 2E/tp - 1   (same on every rank)              part ─┴─ sum ─▶ every rank
 
 This is what transformers' own plans (``base_model_ep_plan``) do: tokens are on every rank already, as everything between two
-layers is under tensor parallelism, so none is sent, and there is one sum a layer, as after any cut matrix.
+layers is under tensor parallelism, so none is sent, and there is one sum a layer, as after any cut matrix. Ranks with tokens of their
+own may share a tensor-parallel rank's experts further (``expert_exchange.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llamarl.models.expert_exchange import Experts
 from llamarl.models.experts import num_experts
 
 __all__ = ["cut_experts"]
@@ -27,6 +29,9 @@ def cut_experts(
     rank: int,
     copied: Callable[[Tensor], Tensor],
     summed: Callable[[Tensor], Tensor],
+    num_exchanging: int = 1,
+    exchanging: int = 0,
+    exchanged: Callable[[Experts, int], Experts] = lambda compute, own: compute,
 ) -> list[str]:
     """Leave this rank's experts in a module that holds all, and have it compute the sum over ranks; in place.
 
@@ -34,14 +39,17 @@ def cut_experts(
         ranks: Divides the number of experts.
         copied: Of what is the same on every rank: its gradient is the sum of theirs.
         summed: Of what the ranks have parts of.
+        num_exchanging, exchanging: Ranks over which each of ``ranks`` spreads its experts further, and which of them this one is.
+        exchanged: From what computes with this rank's experts, of such a number, what does with those of all of them.
 
     Returns:
         Names of its parameters, each cut along dimension 0.
     """
     whole = num_experts(experts)
-    own = whole // ranks
-    assert own * ranks == whole, "the sizes have been checked"
-    first = rank * own
+    together, own = whole // ranks, whole // (ranks * num_exchanging)
+    assert own * ranks * num_exchanging == whole, "the sizes have been checked"
+    start = rank * together
+    first = start + exchanging * own
     names = [name for name, parameter in experts.named_parameters(recurse=False) if len(parameter) == whole]
     for name in names:
         parameter = experts._parameters[name]
@@ -51,13 +59,13 @@ def cut_experts(
     module: Any = experts
     module.num_experts, module.num_experts_of_all_ranks = own, whole
     module._is_expert_parallel = True  # transformers leaves out choices of an expert number ``num_experts``
-    original = experts.forward
+    compute = exchanged(experts.forward, own)
 
     def forward(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        local = top_k_index - first
-        here = (local >= 0) & (local < own)
+        local = top_k_index - start
+        here = (local >= 0) & (local < together)
         weights = torch.where(here, copied(top_k_weights), 0.0)
-        return summed(original(copied(hidden), torch.where(here, local, own), weights))
+        return summed(compute(copied(hidden), torch.where(here, local, together), weights))
 
     experts.forward = forward  # type: ignore[method-assign]
     return names

@@ -6,6 +6,7 @@
     colwise  W[out/tp, in]   x copied in, y stays cut       every parameter [d0, ...] -> [d0/(fsdp*cp), ...]
     rowwise  W[out, in/tp]   x comes cut, y summed          gathered layer by layer while it computes
     experts  [E/tp, ., .]    x copied in, y summed          (models/expert_parallel.py)
+             [E/(tp*ep), ..] x sent where they are          [E/(tp*ep) / (fsdp*cp/ep), ..]  (models/expert_exchange.py)
     adapter  beside colwise  A whole, A x copied in, B[out/tp, r]
              beside rowwise  A[r, in/tp], A x summed, B whole
 
@@ -41,6 +42,7 @@ from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
 from llamarl.models.collectives import CopyToRanks, SharedInput, SumOverRanks
+from llamarl.models.expert_exchange import exchange
 from llamarl.models.expert_parallel import cut_experts
 from llamarl.models.experts import expert_layers, num_experts
 from llamarl.models.sizes import KEY_VALUE_LAYERS, fitting_sizes, part_of_rank, whole_experts
@@ -49,6 +51,8 @@ from llamarl.models.vocabulary import cut_vocabulary
 
 __all__ = [
     "AXES",
+    "EXPERTS",
+    "EXPERT_SHARD",
     "SHARD",
     "Cut",
     "ParallelLayout",
@@ -75,6 +79,10 @@ row by row, so the last axis has neighbouring ranks."""
 SHARD = "shard"
 """The axes ``fsdp`` and ``cp`` as one, over which FSDP2 cuts."""
 
+EXPERTS, EXPERT_SHARD = "experts", "expert_shard"
+"""With ``ep``, neighbours along ``SHARD`` have different experts: ``tp`` and ``ep`` as one, over which experts are spread, and the rest of
+``SHARD``, over which FSDP2 cuts those of one rank."""
+
 
 @dataclass(frozen=True)
 class ParallelLayout:
@@ -85,19 +93,29 @@ class ParallelLayout:
     mesh: DeviceMesh | None
     pp: int = 1
     cp: int = 1
+    ep: int = 1
+    expert_mesh: DeviceMesh | None = None
+    """(pp, ``EXPERT_SHARD``, ep, tp) of the same ranks, those of size 1 too; None where ``ep`` is 1."""
 
     def size(self, axis: str) -> int:
-        """Ranks along one of ``AXES``, or ``SHARD``."""
-        return {"pp": self.pp, "fsdp": self.fsdp, "cp": self.cp, "tp": self.tp, SHARD: self.fsdp * self.cp}[axis]
+        """Ranks along one of ``AXES``, or of the axes that are made of them."""
+        shard = self.fsdp * self.cp
+        sizes = {"pp": self.pp, "fsdp": self.fsdp, "cp": self.cp, "tp": self.tp, SHARD: shard}
+        return {**sizes, "ep": self.ep, EXPERTS: self.tp * self.ep, EXPERT_SHARD: shard // self.ep}[axis]
 
     def index(self, axis: str) -> int:
         """Where this rank stands along one of ``AXES``."""
         return 0 if self.mesh is None or self.size(axis) == 1 else self.mesh.get_local_rank(axis)
 
     def index_of(self, rank: int, axis: str) -> int:
-        """Where any rank stands along one of ``AXES``, or ``SHARD``."""
+        """Where any rank stands along one of ``AXES``, or of the axes that are made of them."""
         if axis == SHARD:
             return self.index_of(rank, "fsdp") * self.cp + self.index_of(rank, "cp")
+        if axis in ("ep", EXPERT_SHARD):
+            rest, place = divmod(self.index_of(rank, SHARD), self.ep)
+            return place if axis == "ep" else rest
+        if axis == EXPERTS:
+            return self.index_of(rank, "tp") * self.ep + self.index_of(rank, "ep")
         inner = AXES[AXES.index(axis) + 1 :]
         return rank // math.prod(map(self.size, inner)) % self.size(axis)
 
@@ -234,6 +252,7 @@ def make_layout(
     device: str,
     pp: int = 1,
     cp: int = 1,
+    ep: int = 1,
     keys: tuple[str, ...] = ("trainer.fsdp", "trainer.tp"),
 ) -> ParallelLayout:
     """The mesh over the default process group; no process group is needed for one rank.
@@ -242,13 +261,15 @@ def make_layout(
         fsdp: Ranks along the data axis. A generator's replicas, which hold whole copies, count here too.
         pp: Stages into which the layers are cut.
         cp: Ranks over which each row of tokens is cut.
+        ep: Of the ranks of ``fsdp`` and ``cp``, how many share the experts of a sparse model; divides their product.
         keys: The configuration keys of these sizes (fsdp, tp, pp, cp), to name in the error.
 
     Raises:
         ValueError: The process group is missing or has another size.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    layout = ParallelLayout(fsdp=fsdp, tp=tp, mesh=None, pp=pp, cp=cp)
+    layout = ParallelLayout(fsdp=fsdp, tp=tp, mesh=None, pp=pp, cp=cp, ep=ep)
+    assert layout.size(SHARD) % ep == 0, "the sizes have been checked"
     if world != layout.num_ranks:
         sizes = " * ".join(str(size) for _, size in zip(keys, (fsdp, tp, pp, cp), strict=False))
         raise ValueError(
@@ -260,7 +281,11 @@ def make_layout(
     mesh = init_device_mesh(torch.device(device).type, tuple(map(layout.size, axes)), mesh_dim_names=axes)
     if "fsdp" in axes and "cp" in axes:
         mesh["fsdp", "cp"]._flatten(SHARD)
-    return dataclasses.replace(layout, mesh=mesh)
+    expert_mesh = None
+    if ep > 1:
+        axes = ("pp", EXPERT_SHARD, "ep", "tp")
+        expert_mesh = init_device_mesh(torch.device(device).type, tuple(map(layout.size, axes)), mesh_dim_names=axes)
+    return dataclasses.replace(layout, mesh=mesh, expert_mesh=expert_mesh)
 
 
 def apply_tensor_parallel(
@@ -281,7 +306,7 @@ def apply_tensor_parallel(
         ModelError: The architecture has no plan that is carried out here, or does not divide.
     """
     if layout.tp == 1:
-        return {}
+        return _spread_experts(model, layout)
     if reason := why_unsupported(model.config.to_dict(), "tensor_parallel"):
         raise ModelError(f"{key} = {layout.tp}: {reason}; set {key} to 1")
     text = model.config.get_text_config()
@@ -300,19 +325,11 @@ def apply_tensor_parallel(
     base = model.base_model
     plan: Mapping[str, str] = getattr(base.config, "base_model_tp_plan", None) or {}
     prefix = f"{model.base_model_prefix}."
-    cut: dict[str, Cut] = {}
+    cut = _spread_experts(model, layout)
     group = layout.group("tp")
     shared_input = SharedInput(group)
     for name, module in list(base.named_modules()):
         if module in experts:
-            names = cut_experts(
-                module,
-                ranks=layout.tp,
-                rank=layout.tp_rank,
-                copied=lambda x: CopyToRanks.apply(x, group),
-                summed=lambda x: SumOverRanks.apply(x, group),
-            )
-            cut |= {f"{prefix}{name}.{p}": columns for p in names}
             continue
         style = plan.get(re.sub(r"\.\d+\.", ".*.", name))
         if style is None:
@@ -345,6 +362,34 @@ def apply_tensor_parallel(
     return cut
 
 
+def _spread_experts(model: PreTrainedModel, layout: ParallelLayout) -> dict[str, Cut]:
+    """Leave this rank the experts that are its own among tensor-parallel ranks and those of ``ep``, in place.
+
+    Returns:
+        Parameter name -> how it was cut; nothing where every rank has all of them.
+    """
+    if layout.size(EXPERTS) == 1:
+        return {}
+    experts = expert_layers(model)
+    options: dict[str, Any] = {"ranks": layout.tp, "rank": layout.tp_rank, "copied": lambda x: x, "summed": lambda x: x}
+    if layout.tp > 1:
+        same_tokens = layout.group("tp")
+        options["copied"] = lambda x: CopyToRanks.apply(x, same_tokens)
+        options["summed"] = lambda x: SumOverRanks.apply(x, same_tokens)
+    if layout.expert_mesh is not None:
+        other_tokens, place = layout.expert_mesh.get_group("ep"), layout.index_of(layout.rank, "ep")
+        options |= {"num_exchanging": layout.ep, "exchanging": place}
+        options["exchanged"] = lambda compute, own: exchange(
+            compute, own=own, rank=place, num_ranks=layout.ep, group=other_tokens
+        )
+    cut: dict[str, Cut] = {}
+    for name, module in model.named_modules():
+        if module in experts:
+            how = Cut("tp" if layout.ep == 1 else EXPERTS, 0)
+            cut |= {f"{name}.{p}": how for p in cut_experts(module, **options)}
+    return cut
+
+
 def apply_fully_shard(root: nn.Module, layers: list[nn.Module], layout: ParallelLayout, dtype: torch.dtype) -> None:
     """FSDP2 over the data-parallel and context-parallel ranks: one unit a layer, one for the rest.
 
@@ -353,9 +398,13 @@ def apply_fully_shard(root: nn.Module, layers: list[nn.Module], layout: Parallel
     if layout.size(SHARD) == 1:
         return
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    experts = expert_layers(root) if layout.expert_mesh is not None else []
+    for module in experts:  # units of their own: other ranks along the axis have other experts
+        assert layout.expert_mesh is not None
+        fully_shard(module, mesh=layout.expert_mesh[EXPERT_SHARD], mp_policy=policy)
     for module in [*layers, root]:
         fully_shard(module, mesh=layout.along(SHARD), mp_policy=policy)
-    for module in [*layers, root]:
+    for module in [*experts, *layers, root]:
         module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
         module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no scaled sum
 
@@ -374,10 +423,11 @@ def parameter_shards(
         shape = list(parameter.shape)  # of a DTensor: after tensor parallelism, before FSDP
         cuts: list[Cut] = []
         if (cut := tensor_parallel_cuts.get(name)) is not None:
-            shape[cut.dim] = cut.size or shape[cut.dim] * part_of_rank(layout.tp, 0, cut.at_most)[0]
+            shape[cut.dim] = cut.size or shape[cut.dim] * part_of_rank(layout.size(cut.axis), 0, cut.at_most)[0]
             cuts.append(cut)
-        if layout.size(SHARD) > 1:
-            cuts.append(Cut(SHARD, 0))
+        rest = EXPERT_SHARD if cut is not None and cut.axis == EXPERTS else SHARD
+        if layout.size(rest) > 1:
+            cuts.append(Cut(rest, 0))
         box = shard_box(shape, cuts, layout, layout.rank)
         stages = None if layout.pp == 1 else (layout.pp_rank,)
         shards[name] = ParameterShard(shape=tuple(shape), dtype=dtype, box=box, cuts=tuple(cuts), stages=stages)
@@ -433,6 +483,8 @@ def shard_box(
 
 def holds_first(cut: Cut, layout: ParallelLayout) -> bool:
     """Whether this rank is the first along the tensor-parallel axis to hold its part."""
+    if cut.at_most is None:
+        return True
     parts, _ = part_of_rank(layout.tp, 0, cut.at_most)
     return layout.tp_rank % (layout.tp // parts) == 0
 

@@ -8,8 +8,9 @@ key-value heads            cut over all ranks; where these are more, ``tp / head
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from llamarl.errors import ModelError
 from llamarl.models.folders import resolve_model_path
@@ -18,10 +19,12 @@ from llamarl.reading import read_object
 __all__ = [
     "KEY_VALUE_LAYERS",
     "check_tensor_parallel_size",
+    "experts_of",
     "fitting_sizes",
     "layers_of_stages",
     "part_of_rank",
     "whole_experts",
+    "why_experts_not_spread",
     "why_heads_not_shared",
     "why_vocabulary_not_cut",
 ]
@@ -79,6 +82,21 @@ def whole_experts(sizes: Iterable[int], num_experts: int) -> list[int]:
     return [n for n in sizes if num_experts % n == 0]
 
 
+def why_experts_not_spread(experts: int, *, tp: int, ep: int) -> str | None:
+    """Why ``tp * ep`` ranks cannot each hold as many whole experts; None: they can."""
+    if not experts:
+        return "this model has no experts; set it to 1"
+    if experts % (tp * ep):
+        fitting = ", ".join(str(n) for n in range(1, experts + 1) if experts % (tp * n) == 0)
+        return f"it does not divide {experts} experts" + (f" over tp {tp}" * (tp > 1)) + f"; sizes that fit: {fitting}"
+    return None
+
+
+def experts_of(config: Mapping[str, Any]) -> int:
+    """Of each sparse layer, by the object of a ``config.json``; 0: there are none, or it does not say."""
+    return next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
+
+
 def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
     """Which layers each stage holds: as evenly as possible. What is left over goes to the stages in the middle, then to the first:
     the last has the output layer to compute as well.
@@ -113,7 +131,7 @@ def check_tensor_parallel_size(path: str | Path, tp: int, *, key: str = "trainer
         config = config.get("text_config") or config
         heads, intermediate = int(config["num_attention_heads"]), int(config["intermediate_size"])
         key_value_heads = int(config.get("num_key_value_heads") or heads)
-        experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
+        experts = experts_of(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ModelError(
             f"model.path: {file} does not say the model's heads and intermediate size: {error!r}"

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llamarl.errors import ModelError
 from llamarl.models.adapters import add_adapters, base_name, base_parameters
 from llamarl.models.decoder import changes_with_length
-from llamarl.models.experts import watch_experts
+from llamarl.models.experts import num_experts, watch_experts
 from llamarl.models.loading import load_model
 from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import (
@@ -32,7 +32,7 @@ from llamarl.models.reward_model import load_reward_model
 from llamarl.models.router_replay import let_replay
 from llamarl.models.sharded_adapters import check_adapters_of_stages, keeping_adapters, with_storage_of_one
 from llamarl.models.sharded_loading import give_storage, make_skeleton, read_parts, where_stored
-from llamarl.models.sizes import why_heads_not_shared
+from llamarl.models.sizes import why_experts_not_spread, why_heads_not_shared
 from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
 from llamarl.models.value import load_value_model
@@ -108,6 +108,10 @@ def build_policy(
     if replay:
         let_replay(model)
     experts = watch_experts(model)
+    if layout.ep > 1:
+        count = num_experts(experts[0]) if experts else 0
+        if reason := why_experts_not_spread(count, tp=layout.tp, ep=layout.ep):
+            raise ModelError(f"{section}.ep = {layout.ep}: {reason}")
     transform = LogitTransform.of_model(model.config, temperature)
     check_output_layer(_small_copy(model.config, attention) if parts is not None else model, transform)
     names = tuple(name for name, _ in model.named_parameters())

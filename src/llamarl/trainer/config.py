@@ -68,6 +68,11 @@ class TrainerConfig:
     """Ranks over which each micro-batch's tokens are cut, >= 1 (Ulysses context parallelism), so that one sequence's activations lie over
     all of them; parameters are sharded over them too. ``tp * cp`` divides the model's attention heads."""
 
+    ep: PositiveInt = 1
+    """Ranks over which the experts of a sparse model are spread, each with some whole ones: neighbours among the ``fsdp * cp`` ranks, to
+    which tokens travel and come back, none dropped. Divides ``fsdp * cp``; ``tp * ep`` divides the experts. 1: every rank computes all
+    of its tokens' experts, gathered by FSDP2."""
+
     threads: NonNegativeInt = 0
     """CPU threads of each trainer process; 0 divides the machine's cores, and on up to 4 of them gives a lone rank one a core, which use
     what the others leave (``microbatches_at_once``). Bits depend on it, so a run records it."""
@@ -142,6 +147,13 @@ class TrainerConfig:
         refuse(self._mistakes())
 
     def _mistakes(self) -> Iterator[Mistake]:
+        if self.fsdp * self.cp % self.ep:
+            yield Mistake(
+                "ep",
+                f"is {self.ep}, which does not divide the {self.fsdp * self.cp} ranks of fsdp {self.fsdp} and cp {self.cp} over which "
+                "experts are spread",
+                ("fsdp", "cp"),
+            )
         if self.selection.shuffle == "advantage" and self.minibatches == 1 and not self.selection.tokens_per_step:
             yield Mistake(
                 "selection.shuffle",

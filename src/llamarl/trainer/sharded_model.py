@@ -155,7 +155,7 @@ class ShardedModel(Generic[Module]):
             **{name: getattr(self, name) for name in self.counters},
             "fsdp": self.layout.fsdp,
             "tp": self.layout.tp,
-            **{axis: self.layout.size(axis) for axis in ("pp", "cp") if self.layout.size(axis) > 1},
+            **{axis: self.layout.size(axis) for axis in ("pp", "cp", "ep") if self.layout.size(axis) > 1},
             "kinds": sorted(extra or {}),
         }
         tensors = {key: self.parking.where(tensor) for key, tensor in self.weights.state().items()}

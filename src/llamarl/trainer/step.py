@@ -146,6 +146,7 @@ class Trainer(ShardedModel[Policy]):
             tp=config.tp,
             pp=config.pp,
             cp=config.cp,
+            ep=config.ep,
             device=device,
             keys=("trainer.fsdp", "trainer.tp", "trainer.pp", "trainer.cp"),
         )

@@ -144,6 +144,16 @@ def test_pipeline_stages_that_the_model_does_not_have_are_refused(
         )
 
 
+def test_experts_are_spread_over_no_more_ranks_than_there_are(tmp_path: Path) -> None:
+    for described, wanted in (
+        ({"model_type": "llama"}, "trainer.ep = 4: this model has no experts; set it to 1"),
+        ({"model_type": "qwen3_moe", "num_experts": 6}, "trainer.ep = 4: it does not divide 6 experts; .* 1, 2, 3, 6"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(described))
+        with pytest.raises(ConfigError, match=wanted):
+            check_parallel_sizes(validate({"trainer": {"fsdp": 4, "ep": 4, "device": "cpu"}}), tmp_path, cores=8)
+
+
 def test_what_cannot_lie_in_stages_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 4}))
     with pytest.raises(

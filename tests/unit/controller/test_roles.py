@@ -130,7 +130,7 @@ def test_what_a_run_leaves_and_may_reshard_stands_in_the_table() -> None:
     folders = {name: [product.folder for product in role.products] for name, role in ROLES.items() if role.products}
     assert folders == {"critic": ["critic"], "trainer": ["adapter", "model"]}
     assert all(callable(resolve(product.writer)) for role in ROLES.values() for product in role.products)
-    assert RESHARDABLE == {"trainer.fsdp", "trainer.tp", "trainer.pp", "trainer.cp", "trainer.threads"}
+    assert RESHARDABLE == {"trainer.fsdp", "trainer.tp", "trainer.pp", "trainer.cp", "trainer.ep", "trainer.threads"}
 
 
 def test_every_rate_whose_end_is_open_ends_with_the_run() -> None:

@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from llamarl.errors import ModelError
+from llamarl.models.expert_exchange import senders
 from llamarl.models.expert_parallel import cut_experts
 from llamarl.models.experts import Routing, expert_layers, num_experts, watch_experts, watching
 from llamarl.models.sizes import check_tensor_parallel_size, fitting_sizes, whole_experts
@@ -79,3 +80,21 @@ def test_sizes_leave_each_rank_as_many_whole_experts(tmp_path: Path) -> None:
     check_tensor_parallel_size(tmp_path, 2)
     with pytest.raises(ModelError, match="does not divide"):
         check_tensor_parallel_size(tmp_path, 3)
+
+
+def test_a_token_travels_once_to_each_rank_that_has_one_of_its_experts() -> None:
+    index = torch.tensor([[0, 1], [5, 2], [3, 2], [6, 6], [4, 0]])  # of three ranks with two experts each; 6 is nobody
+    assert [tokens.tolist() for tokens in senders(index, own=2, num_ranks=3)] == [[0, 4], [1, 2], [1, 4]]
+
+
+def test_ranks_that_share_the_experts_of_each_tensor_parallel_rank_hold_them_in_order() -> None:
+    held = []
+    for rank in range(2):
+        for exchanging in range(2):
+            module = experts_of("eager")
+            whole = next(p for p in module.parameters() if p.ndim == 3).detach().clone()
+            options = {"copied": unchanged, "summed": unchanged, "num_exchanging": 2, "exchanging": exchanging}
+            cut_experts(module, ranks=2, rank=rank, **options)
+            assert num_experts(module) == 4
+            held.append(next(p for p in module.parameters() if p.ndim == 3).detach())
+    assert torch.equal(torch.cat(held), whole)

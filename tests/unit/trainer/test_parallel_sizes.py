@@ -9,10 +9,27 @@ import pytest
 import torch
 from training_fixtures import write_model
 
-from llamarl.errors import ModelError
+from llamarl.config import validate
+from llamarl.errors import ConfigError, ModelError
 from llamarl.models.loading import load_model
-from llamarl.models.parallel import AXES, SHARD, Cut, ParallelLayout, apply_tensor_parallel, holds_first, shard_box
-from llamarl.models.sizes import check_tensor_parallel_size, fitting_sizes, part_of_rank, why_vocabulary_not_cut
+from llamarl.models.parallel import (
+    AXES,
+    EXPERT_SHARD,
+    EXPERTS,
+    SHARD,
+    Cut,
+    ParallelLayout,
+    apply_tensor_parallel,
+    holds_first,
+    shard_box,
+)
+from llamarl.models.sizes import (
+    check_tensor_parallel_size,
+    fitting_sizes,
+    part_of_rank,
+    why_experts_not_spread,
+    why_vocabulary_not_cut,
+)
 
 
 def test_sizes_divide_heads_and_intermediate_size_and_go_evenly_with_key_value_heads() -> None:
@@ -116,3 +133,21 @@ def test_each_part_is_counted_once_on_the_first_rank_that_holds_it() -> None:
     assert [holds_first(Cut("tp", 0, 2), rank) for rank in ranks] == [True, False, True, False]
     assert [holds_first(Cut("tp", 0, 1), rank) for rank in ranks] == [True, False, False, False]
     assert all(holds_first(Cut("tp", 0), rank) for rank in ranks)
+
+
+def test_experts_lie_over_tensor_parallel_ranks_then_over_neighbours_that_share_data_and_the_rest_by_rows() -> None:
+    layout = ParallelLayout(fsdp=4, tp=2, mesh=None, ep=2)
+    assert (layout.size(EXPERTS), layout.size(EXPERT_SHARD), layout.num_ranks) == (4, 2, 8)
+    cuts = [Cut(EXPERTS, 0), Cut(EXPERT_SHARD, 0)]
+    first = [shard_box((8, 5), cuts, layout, rank)[0] for rank in range(8)]  # rank = fsdp_index * 2 + tp_index
+    assert first == [(0, 1), (4, 5), (2, 3), (6, 7), (1, 2), (5, 6), (3, 4), (7, 8)]
+    context = ParallelLayout(fsdp=1, cp=2, tp=1, mesh=None, ep=2)
+    assert [shard_box((4,), [Cut(EXPERTS, 0)], context, rank) for rank in range(2)] == [((0, 2),), ((2, 4),)]
+
+
+def test_ranks_that_experts_do_not_divide_over_are_refused() -> None:
+    assert why_experts_not_spread(128, tp=2, ep=8) is None
+    assert why_experts_not_spread(6, tp=2, ep=2) == "it does not divide 6 experts over tp 2; sizes that fit: 1, 3"
+    assert "no experts" in str(why_experts_not_spread(0, tp=1, ep=2))
+    with pytest.raises(ConfigError, match="trainer.ep is 2, which does not divide the 3 ranks of fsdp 3 and cp 1"):
+        validate({"trainer": {"fsdp": 3, "ep": 2}})
