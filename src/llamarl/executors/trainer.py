@@ -27,6 +27,7 @@ from llamarl.executors.device_lease import DeviceLease
 from llamarl.executors.evaluator_ranks import evaluator_weights
 from llamarl.executors.generator_ranks import generator_weights
 from llamarl.models.exported import ExportFacts
+from llamarl.models.parallel import ParameterShard
 from llamarl.models.precision import settle_precision
 from llamarl.observability.ranks import own_metrics
 from llamarl.observability.trained_tokens import write_trained
@@ -220,8 +221,11 @@ class TrainerExecutor(BaseExecutor):
             return None
         return self._payload(version, background=True, sink_layout=self._layout_behind(channel.name))
 
-    def _sync_layout(self) -> MeshLayout:
-        """What all trainer ranks hold of what is handed over."""
+    def _sync_layout(self) -> MeshLayout | Mapping[str, ParameterShard]:
+        """What all trainer ranks hold of what is handed over. Where experts are spread over ``ep`` this rank's part alone, as no one mesh
+        of axes says who holds what: sinks then read every rank's catalog."""
+        if self.trainer.layout.ep > 1:
+            return self.trainer.sync_layout()
         if self._layout is None:
             self._layout = layout_of_shards(self.trainer.sync_layout(), self.trainer.layout)
         return self._layout
