@@ -14,6 +14,7 @@ from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.rooflines import all_reduce_s, exchange_s, gather_s, matmul_s
+from llamarl.planner.stage_memory import stage_memory, stages_of
 
 __all__ = [
     "RUNNABLE_LOGIT_ROWS",
@@ -159,7 +160,11 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     per_micro = sequences / micro_batches
     tokens = per_micro * demand.mean_tokens / layout.cp
     attended = per_micro * demand.mean_squared_tokens / 2.0 / layout.cp
-    stage_layers = model.layers / layout.pp
+    # llamarl's last stage has the whole output layer, and its stages are whole layers; another system may have evened that out.
+    stages = [(model.layers / layout.pp, 1.0 / layout.pp)] * layout.pp
+    if layout.runnable:
+        cut = stages_of(model.layers, layout.pp, micro_batches)
+        stages = [(float(stage.layers), float(stage.is_last)) for stage in cut]
 
     forward = _forward_layer_s(hardware, model, layout.tp, tokens, attended)
     passes = 3.0 + (1.0 if layout.recompute else 0.0) + (1.0 if demand.reference_forward else 0.0)
@@ -167,18 +172,11 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     head = matmul_s(hardware, tokens, model.hidden, vocabulary)
     head += tokens * vocabulary * 8.0 / hardware.memory_rate  # log-softmax: fp32 scores, read and written
     head_passes = passes if layout.recompute else 3.0
-    host = e.train_layer_overhead_s * stage_layers * passes
-    layers_s = forward * passes * stage_layers
-    # A GPU works while the host launches ahead; a CPU core is its own host.
-    layers_s = layers_s + host if hardware.device.train_precision == "fp32" else max(layers_s, host)
-    compute = layers_s + head * head_passes / layout.pp
+    host = e.train_layer_overhead_s * passes
     # Two all-reduces a layer and pass; the backward pass is one pass here, though it computes twice as much.
     message = float(all_reduce_s(hardware, tokens * model.hidden * hardware.device.activation_bytes, layout.tp))
-    tp_messages = 2.0 * (passes - 1.0) * stage_layers * message
     exchanged = tokens * _exchanged_values(model, layout) * hardware.device.activation_bytes
-    tp_messages += (passes - 1.0) * stage_layers * exchange_s(hardware, exchanged, layout.cp, layout.tp)
-
-    micro_s = compute + tp_messages
+    messages = 2.0 * message + exchange_s(hardware, exchanged, layout.cp, layout.tp)
     # Parameters travel in bf16 before each pass and gradients come back in fp32, once a micro-batch; they hide behind compute.
     layer_bytes = model.layer_params / layout.tp
     gathers = 2.0 + (1.0 if demand.reference_forward else 0.0)
@@ -186,12 +184,25 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     stride = layout.tp * layout.pp
     traffic = gathers * gather_s(hardware, layer_bytes * width, layout.shards, stride)
     traffic += gather_s(hardware, layer_bytes * 4.0, layout.shards, stride)
-    exposed = max(0.0, traffic * stage_layers - e.overlap * compute) if layout.shards > 1 else 0.0
+
+    def of_stage(layers: float, head_share: float) -> tuple[float, float, float]:
+        """Compute, messages, and traffic that is not hidden, of a micro-batch there and back."""
+        layers_s = forward * passes * layers
+        # A GPU works while the host launches ahead; a CPU core is its own host.
+        cpu = hardware.device.train_precision == "fp32"
+        layers_s = layers_s + host * layers if cpu else max(layers_s, host * layers)
+        compute = layers_s + head * head_passes * head_share
+        exposed = max(0.0, traffic * layers - e.overlap * compute) if layout.shards > 1 else 0.0
+        return compute, (passes - 1.0) * layers * messages, exposed
+
+    each = [of_stage(*stage) for stage in stages]
+    slowest = max(range(layout.pp), key=lambda stage: sum(each[stage]))  # sets the pace
+    compute, tp_messages, exposed = each[slowest]
     stage_params = _stage_params(model, layout)
     gradient = stage_params / layout.shards * 4.0
     reduce = float(all_reduce_s(hardware, gradient, layout.dp, stride * layout.shards))  # once a tick, over the copies
-    virtual = 1 if layout.runnable else min(e.pipeline_interleave, stage_layers)  # llamarl's stages are not interleaved
-    bubble = (layout.pp - 1) * (micro_s + exposed) / virtual
+    virtual = 1 if layout.runnable else min(e.pipeline_interleave, stages[0][0])  # llamarl's stages are not interleaved
+    bubble = sum(sum(times) for stage, times in enumerate(each) if stage != slowest) / virtual
     hops = 0.0
     if layout.pp > 1:
         hops = 2.0 * micro_batches * tokens * model.hidden * width / (hardware.device.inter_node_bytes_per_s * e.link)
@@ -217,10 +228,10 @@ def _exchanged_values(model: ModelSpec, layout: TrainerLayout) -> float:
 
 
 def _stage_params(model: ModelSpec, layout: TrainerLayout) -> float:
-    """Parameters of one tensor-parallel rank of a pipeline stage, before they are sharded."""
-    body = model.total_params - model.embedding_params
-    held = model.body_params(layout.tp) if layout.runnable else body / layout.tp
-    return (held + model.embedding_params / layout.tp) / layout.pp
+    """Parameters of one tensor-parallel rank of the pipeline stage that has most, before they are sharded."""
+    if layout.runnable:
+        return max(stage.params(model, layout.tp) for stage in stages_of(model.layers, layout.pp, 1))
+    return model.total_params / layout.tp / layout.pp
 
 
 def kept_bytes(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
@@ -252,34 +263,48 @@ def trainer_memory(
     hardware: Hardware, model: ModelSpec, layout: TrainerLayout, demand: TrainerDemand
 ) -> dict[str, float]:
     """Bytes of the fullest trainer rank, by part."""
-    stage = _stage_params(model, layout)
-    parts = {name: stage * size / layout.shards for name, size in _STATE_BYTES.items()}
     width = hardware.device.activation_bytes
-    if layout.shards > 1:
-        ends = model.embedding_params if layout.runnable else model.head_params  # llamarl gathers both together
-        parts["gathered_layers"] = (2.0 * model.layer_params / layout.tp + ends / layout.tp) * width
-    elif width != 4.0:
-        parts["gathered_layers"] = stage * width  # a whole bf16 copy
-    if demand.reference_forward:
-        parts["reference"] = stage * width / layout.shards
     sequences = math.ceil(demand.sequences / layout.data_ranks)
     per_micro = min(layout.micro_batch, sequences)
     # A micro-batch holds at least the longest sequence whole.
     tokens = max(per_micro * demand.mean_tokens, float(demand.prompt_tokens + demand.lengths.limit)) / layout.cp
-    in_flight = min(layout.pp, math.ceil(sequences / layout.micro_batch))
+    micro_batches = math.ceil(sequences / layout.micro_batch)
+    layer = tokens * kept_bytes(model, layout, width)
+    if layout.runnable:
+        trained = max(per_micro * demand.lengths.mean, float(demand.lengths.limit)) / layout.cp
+        every = []
+        for stage in stages_of(model.layers, layout.pp, micro_batches):
+            parts = _state(stage.params(model, layout.tp), width, layout, demand)
+            parts |= stage_memory(
+                model, stage, tp=layout.tp, shards=layout.shards, tokens=tokens, trained_tokens=trained,
+                logit_rows=RUNNABLE_LOGIT_ROWS, layer_bytes=layer, recompute=layout.recompute, width=width,
+            )  # fmt: skip
+            every.append(_at_once(parts, layout))
+        return max(every, key=lambda parts: sum(parts.values()))
+    stage_params = _stage_params(model, layout)
+    parts = _state(stage_params, width, layout, demand)
+    if layout.shards > 1:
+        parts["gathered_layers"] = (2.0 * model.layer_params / layout.tp + model.head_params / layout.tp) * width
+    elif width != 4.0:
+        parts["gathered_layers"] = stage_params * width  # a whole bf16 copy
     layers = model.layers / layout.pp
-    per_layer = tokens * kept_bytes(model, layout, width)
-    # Hidden states are whole on each of llamarl's tensor-parallel ranks; elsewhere sequence parallelism cuts them.
-    checkpoint = tokens * model.hidden * width / (1.0 if layout.runnable else layout.tp)
-    kept = (checkpoint * layers + per_layer) if layout.recompute else per_layer * layers
-    parts["activations"] = kept * in_flight
-    if layout.runnable and layout.shards > 1:
-        # When the backward pass ends, a rank's gradients of embedding and head are whole, and copied in fp32 to be reduced.
-        parts["activations"] = max(parts["activations"], model.embedding_params / layout.tp * (width + 4.0))
+    checkpoint = tokens * model.hidden * width / layout.tp  # sequence parallelism cuts hidden states, too
+    kept = (checkpoint * layers + layer) if layout.recompute else layer * layers
+    parts["activations"] = kept * min(layout.pp, micro_batches)
+    parts["logits"] = min(tokens, 4096.0) * model.vocab / layout.tp * 8.0  # log-probs are made in chunks of tokens
+    return _at_once(parts, layout)
+
+
+def _state(stage_params: float, width: float, layout: TrainerLayout, demand: TrainerDemand) -> dict[str, float]:
+    parts = {name: stage_params * size / layout.shards for name, size in _STATE_BYTES.items()}
+    if demand.reference_forward:
+        parts["reference"] = stage_params * width / layout.shards
+    return parts
+
+
+def _at_once(parts: dict[str, float], layout: TrainerLayout) -> dict[str, float]:
     if layout.at_once > 1:  # gradients of those at work and of one that is done stand beside the sum
         parts["gradients"] *= layout.at_once + 2
         parts["activations"] *= layout.at_once
-    parts["logits"] = layout.at_once * (
-        min(tokens, RUNNABLE_LOGIT_ROWS if layout.runnable else 4096.0) * model.vocab / layout.tp * 8.0
-    )  # log-probs are made in chunks of tokens
+        parts["logits"] *= layout.at_once
     return parts

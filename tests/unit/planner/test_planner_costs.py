@@ -115,7 +115,27 @@ def test_a_deeper_pipeline_has_the_bubble_of_its_schedule() -> None:
     hops = 2 * 32 * 1024 * 16384 * 2 / 50e9  # there and back, one network card
     assert time.bubble_s == pytest.approx(bubble + hops)
     own = trainer_tick(hardware, model, TrainerLayout(tp=8, pp=16, fsdp=1, dp=4, micro_batch=1, runnable=True), demand)
-    assert own.bubble_s == pytest.approx(15 / 32 * (own.compute_s + own.tensor_parallel_s) + hops)  # one stage a rank
+    # One stage a rank: 14 of 8 layers, which set the pace, and two of 7, the last of them with the whole output layer.
+    layer = (own.compute_s + own.tensor_parallel_s) / 32 / 8
+    head = 4 * (matmul_s(hardware, 1024, 16384, 128256 / 8) + 1024 * 128256 / 8 * 8 / hardware.memory_rate)
+    assert 0 < head < layer
+    assert own.bubble_s == pytest.approx((13 * 8 + 2 * 7) * layer + head + hops)
+
+
+def test_the_stage_with_the_output_layer_sets_the_pace_where_that_is_large() -> None:
+    """Two layers over two stages, and a vocabulary that costs more than both: the second stage computes all of it."""
+    hardware = ideal()
+    shape = {
+        "model_type": "llama", "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "vocab_size": 128_000, "tie_word_embeddings": False,
+    }  # fmt: skip
+    model = spec_from_config(shape, "wide")
+    demand = TrainerDemand(lengths=constant(1000), prompt_tokens=24, sequences=8)
+    one = trainer_tick(hardware, model, TrainerLayout(runnable=True), demand).compute_s / 8
+    two = trainer_tick(hardware, model, TrainerLayout(pp=2, runnable=True), demand)
+    head = 4 * (matmul_s(hardware, 1024, 1024, 128_000) + 1024 * 128_000 * 8 / hardware.memory_rate)
+    assert two.compute_s == pytest.approx(8 * (one + head) / 2)  # a layer and the output layer
+    assert trainer_tick(hardware, model, TrainerLayout(pp=2), demand).compute_s == pytest.approx(8 * one / 2)
 
 
 # Published runs, none of them used to set a constant.

@@ -1,0 +1,262 @@
+"""Memory of trainer ranks, measured, against the planner's forecast of the same model and layout.
+
+    python benchmarks/memory_forecast.py --json memory_forecast.json       # fourteen layouts, minutes on two cores
+
+Every rank is a process over gloo. A Llama-shaped random model is trained for three ticks of equal sequences without shared prompts; in the
+third, every tensor's storage is counted from the moment it is made until it is freed (a ``TorchDispatchMode``: what torch allocates,
+whatever the process's heap does with it). Parameters, gradients and optimizer state are known by name; the rest of the peak (gathered
+layers, activations, logits, what the backward pass needs in between) is compared as one number, and so is the whole peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import multiprocessing
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from harness import claim, write_report
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.planner.hardware import find_hardware
+from llamarl.planner.lengths import constant
+from llamarl.planner.model_spec import spec_from_config
+from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_memory
+from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.step import Trainer
+from llamarl.types import Group, Prompt, Response, Score
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 4096, "tie_word_embeddings": False, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+PROMPT, RESPONSE = 32, 96
+CASES = [
+    TrainerLayout(micro_batch=4, recompute=False),
+    TrainerLayout(micro_batch=4),
+    TrainerLayout(fsdp=2, micro_batch=2, recompute=False),
+    TrainerLayout(fsdp=4, micro_batch=4),
+    TrainerLayout(tp=2, micro_batch=4, recompute=False),
+    TrainerLayout(tp=4, micro_batch=4, recompute=False),
+    TrainerLayout(tp=8, micro_batch=4),
+    TrainerLayout(pp=2, micro_batch=2, recompute=False),
+    TrainerLayout(pp=4, micro_batch=1, recompute=False),
+    TrainerLayout(tp=2, fsdp=2, micro_batch=4, recompute=False),
+    TrainerLayout(pp=2, fsdp=2, micro_batch=2),
+    TrainerLayout(pp=2, tp=2, fsdp=2, micro_batch=2, recompute=False),
+    TrainerLayout(cp=2, micro_batch=4, recompute=False),
+    TrainerLayout(cp=2, tp=2, micro_batch=4),
+]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that were made inside of it and are not yet freed, and the most there were."""
+
+    def __init__(self, known: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._sizes = WeakIdKeyDictionary()  # storage -> [bytes], also read when it is freed
+        self._resize = torch.UntypedStorage.resize_
+        for tensor in known:
+            self._see(tensor)
+
+    def __enter__(self) -> LiveBytes:
+        resize, see = self._resize, self._count
+
+        @functools.wraps(resize)
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            found = resize(storage, size)
+            see(storage)
+            return found
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]  # FSDP2 frees what it gathered so
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for value in tree_leaves(found):
+            if isinstance(value, Tensor):
+                self._see(value)
+        return found
+
+    def _see(self, tensor: Tensor) -> None:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.device.type == "cpu":
+            self._count(local.untyped_storage())
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        known = self._sizes.get(storage)
+        if known is None:
+            known = self._sizes[storage] = [0]
+            weakref.finalize(storage, self._freed, known)
+        self.live += storage.nbytes() - known[0]
+        known[0] = storage.nbytes()
+        self.peak = max(self.peak, self.live)
+
+    def _freed(self, size: list[int]) -> None:
+        self.live -= size[0]
+
+
+def groups_of(sequences: int, seed: int) -> list[Group]:
+    """Groups of two equal-length responses with a signal."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for index in range(sequences // 2):
+        prompt = Prompt(index=index, tokens=rng.integers(3, 4000, PROMPT).astype(np.int32), text="")
+        responses = tuple(
+            Response(
+                prompt_index=index,
+                sample_index=sample,
+                tokens=rng.integers(3, 4000, RESPONSE).astype(np.int32),
+                behavior_logprobs=np.full(RESPONSE, -8.0, np.float32),
+                policy_versions=np.full(RESPONSE, seed, np.int32),
+                loss_mask=np.ones(RESPONSE, bool),
+                text="",
+                finish_reason="stop",
+                outcome=Score(value=float(sample)),
+            )
+            for sample in range(2)
+        )
+        found.append(Group(prompt=prompt, responses=responses))
+    return found
+
+
+def numel(tensors: Sequence[Tensor | None]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def measure_rank(folder: str, layout: TrainerLayout, sequences: int, rank: int) -> dict[str, float]:
+    """One rank's bytes in its third tick."""
+    trainer = Trainer(
+        folder,
+        TrainerConfig(
+            fsdp=layout.fsdp, tp=layout.tp, pp=layout.pp, cp=layout.cp, share_prompts=False, skip_zero_advantage=False, microbatches_at_once=1,
+            max_tokens_per_microbatch=layout.micro_batch * (PROMPT + RESPONSE),
+            activation_checkpointing="full" if layout.recompute else "none",
+        ),
+        OptimizerConfig(lr=1e-3),
+        AlgorithmConfig(),
+        temperature=1.0,
+    )  # fmt: skip
+    of_rank = sequences // layout.fsdp
+    for tick in range(2):
+        trainer.train(groups_of(of_rank, tick), tick)
+    state = trainer.weights.adamw.state
+    masters = list(trainer.weights.tensors.values())
+    moments = [value for entry in state.values() for value in entry.values() if value.ndim]
+    buffers = [b for b in trainer.policy.buffers()]
+    found = {"parameters": numel(masters), "optimizer": numel(moments)}
+    gradients = []
+    trainer.before_update = lambda: gradients.append(numel([t.grad for t in masters]))
+    counted = LiveBytes([*masters, *moments, *buffers])
+    held = counted.live
+    assert held == found["parameters"] + found["optimizer"] + numel(buffers)
+    with counted:
+        trainer.train(groups_of(of_rank, 2), 2)
+    found["gradients"] = gradients[-1]
+    found["sum"] = counted.peak
+    found["working"] = counted.peak - found["parameters"] - found["optimizer"] - found["gradients"]
+    return found
+
+
+def _rank(rank: int, world: int, folder: str, layout: TrainerLayout, sequences: int, out: str) -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=world, timeout=timedelta(minutes=5)
+        )
+    found = measure_rank(folder, layout, sequences, rank)
+    Path(out, f"{rank}.json").write_text(json.dumps(found))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def measure(folder: str, layout: TrainerLayout, sequences: int) -> list[dict[str, float]]:
+    """Bytes of every rank."""
+    spawn = multiprocessing.get_context("forkserver")
+    spawn.set_forkserver_preload(["llamarl.trainer.step", "llamarl.planner.training"])  # imports torch once
+    with tempfile.TemporaryDirectory() as out:
+        world = layout.devices
+        ranks = [spawn.Process(target=_rank, args=(r, world, folder, layout, sequences, out)) for r in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout=300)
+            if process.exitcode != 0:
+                raise SystemExit(f"a rank of {layout} ended with {process.exitcode}")
+        return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def forecast(layout: TrainerLayout, sequences: int, config: Mapping[str, Any] = MODEL) -> dict[str, float]:
+    """The planner's, of the fullest rank, in the parts that are measured."""
+    hardware = find_hardware("h100-sxm")
+    device = dataclasses.replace(hardware.device, weight_precisions=("fp32",), matmul_flops={"fp32": 1e12})
+    hardware = dataclasses.replace(hardware, device=device)
+    demand = TrainerDemand(lengths=constant(RESPONSE), prompt_tokens=PROMPT, sequences=sequences)
+    layout = dataclasses.replace(layout, runnable=True)
+    found = dict(trainer_memory(hardware, spec_from_config(config, "small"), layout, demand))
+    parts = {name: found.pop(name) for name in ("parameters", "gradients", "optimizer")}
+    return {**parts, "working": sum(found.values()), "sum": sum(parts.values()) + sum(found.values())}
+
+
+def name_of(layout: TrainerLayout) -> str:
+    axes = " x ".join(f"{a} {getattr(layout, a)}" for a in ("pp", "fsdp", "cp", "tp") if getattr(layout, a) > 1)
+    return f"{axes or 'one rank'}, {layout.micro_batch} a micro-batch{', recomputed' if layout.recompute else ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of layouts")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    results, claims = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        described = AutoConfig.for_model(**MODEL)
+        AutoModelForCausalLM.from_config(described, dtype=torch.float32).save_pretrained(folder)
+        print(
+            f"{'MB of the fullest rank: measured / forecast':56}{'parameters':>15}{'gradients':>15}{'optimizer':>15}{'working':>15}{'sum':>15}"
+        )
+        for number, layout in enumerate(CASES):
+            if args.only and number not in args.only:
+                continue
+            sequences = max(4, 2 * layout.pp) * layout.micro_batch * layout.fsdp  # full pipelines, gradients in place
+            ranks = measure(folder, layout, sequences)
+            fullest = max(ranks, key=lambda found: found["sum"])
+            said = forecast(layout, sequences)
+            cells = "".join(
+                f"{fullest[key] / 1e6:>8.2f}/{said[key] / 1e6:<6.2f}"
+                for key in ("parameters", "gradients", "optimizer", "working", "sum")
+            )
+            print(f"{name_of(layout):56}{cells}", flush=True)
+            results.append({"layout": dataclasses.asdict(layout), "ranks": ranks, "forecast": said})
+            for key in ("parameters", "gradients", "optimizer", "working", "sum"):
+                claims.append(
+                    claim(f"{name_of(layout)}: {key} off by", abs(said[key] / fullest[key] - 1), 0.10, at_least=False)
+                )
+    write_report(args.json, {"layouts": results}, [c for c in claims if args.json or not c["ok"]])
+
+
+if __name__ == "__main__":
+    main()
