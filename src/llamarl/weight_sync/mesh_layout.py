@@ -42,36 +42,57 @@ STAGE_AXIS = "pp"
 
 @dataclass(frozen=True, slots=True)
 class RankSet:
-    """Ranks whose places along each axis are among the given ones, ascending; the last axis counts fastest."""
+    """A product of places along axes, as ranks; equal sets are equal values, whatever axes they were made of."""
 
-    places: tuple[Sequence[int], ...]
-    """By axis: a range, or ascending numbers."""
-    sizes: tuple[int, ...]
-    """Of the axes."""
-    first: int = 0
-    """The mesh's first rank."""
+    first: int
+    axes: tuple[tuple[Sequence[int], int], ...]
+    """(places from the first one's, ascending; ranks from one place to the next), the axis that counts fastest first."""
+
+    @staticmethod
+    def of(places: Sequence[Sequence[int]], sizes: Sequence[int], first: int = 0) -> RankSet:
+        """
+        Args:
+            places: By axis, outermost first: ascending numbers.
+            sizes: Of the axes.
+            first: Rank of the mesh's first.
+        """
+        axes: list[tuple[Sequence[int], int]] = []
+        stride = 1
+        for own, size in zip(reversed(places), reversed(sizes), strict=True):
+            first += own[0] * stride
+            away: Sequence[int] = tuple(place - own[0] for place in own)
+            if len(away) == away[-1] + 1:
+                away = range(len(away))
+            joined = axes and isinstance(axes[-1][0], range) and axes[-1][1] * len(axes[-1][0]) == stride
+            if joined and isinstance(away, range):
+                axes[-1] = (range(len(axes[-1][0]) * len(away)), axes[-1][1])
+            elif len(away) > 1:
+                axes.append((away, stride))
+            stride *= size
+        return RankSet(first, tuple(axes))
+
+    def moved(self, by: int) -> RankSet:
+        """The same, so many ranks further on."""
+        return RankSet(self.first + by, self.axes)
 
     def __len__(self) -> int:
-        return math.prod(map(len, self.places))
+        return math.prod(len(places) for places, _ in self.axes)
 
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        rank, stride = 0, 1
-        for places, size in zip(reversed(self.places), reversed(self.sizes), strict=True):
+        rank = self.first
+        for places, stride in self.axes:
             index, place = divmod(index, len(places))
             rank += places[place] * stride
-            stride *= size
-        return self.first + rank
+        return rank
 
     def index(self, rank: int) -> int:
         """How many of these ranks are below ``rank``, which is one of them."""
-        rank -= self.first
-        found, stride = 0, 1
-        for places, size in zip(reversed(self.places), reversed(self.sizes), strict=True):
-            rank, place = divmod(rank, size)
-            found += places.index(place) * stride
-            stride *= len(places)
+        found, rest = 0, rank - self.first
+        for places, stride in reversed(self.axes):
+            place, rest = divmod(rest, stride)
+            found = found * len(places) + places.index(place)
         return found
 
 
@@ -148,10 +169,10 @@ class Grid:
                 each = size // part_of_rank(size, 0, at_most[axis])[0]
                 places.append(range(parts[axis] * each, (parts[axis] + 1) * each))
             elif axis == STAGE_AXIS and self.stages is not None:
-                places.append(_range_if_one(self.stages))
+                places.append(self.stages)
             else:
                 places.append(range(size))
-        return RankSet(tuple(places), tuple(size for _, size in self.mesh))
+        return RankSet.of(places, [size for _, size in self.mesh])
 
     def _places(self, rank: int) -> dict[str, int]:
         places = {}
@@ -178,24 +199,28 @@ class MeshLayout:
     """In the order in which they were made: tensor parallelism before FSDP. Absent: replicated over the mesh."""
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Places along ``STAGE_AXIS`` that hold a parameter, ascending. Absent: all."""
+    meshes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The same ranks, counted along other axes, for parameters that are cut along these."""
 
     def __post_init__(self) -> None:
         for grid in set(self.grids.values()):
+            mesh = dict(grid.mesh)
             axes = [cut.axis for cut in grid.cuts] + ([STAGE_AXIS] if grid.stages is not None else [])
-            fits = len(set(axes)) == len(axes) and set(axes) <= self.mesh.keys()
+            fits = len(set(axes)) == len(axes) and set(axes) <= mesh.keys()
+            fits = fits and math.prod(mesh.values()) == self.num_ranks
             for cut in grid.cuts if fits else ():
-                size = self.mesh[cut.axis]
+                size = mesh[cut.axis]
                 uneven = cut.at_most is not None and size > cut.at_most and size % cut.at_most
                 fits = fits and not uneven and 0 <= cut.dim < len(grid.shape)
             if grid.stages is not None and fits:
-                places = range(self.mesh[STAGE_AXIS])
+                places = range(mesh[STAGE_AXIS])
                 fits = bool(grid.stages) and all(s in places for s in grid.stages) and _ascends(grid.stages)
             if not fits:
                 name = next(name for name, own in self.grids.items() if own == grid)
                 stages = "" if grid.stages is None else f" and lie on stages {grid.stages}"
                 raise PlanError(
                     f"layout: {name!r} of shape {grid.shape} cannot be cut by {', '.join(map(str, grid.cuts)) or 'nothing'}"
-                    f"{stages} on mesh {dict(self.mesh)}"
+                    f"{stages} on mesh {mesh}"
                 )
 
     @property
@@ -209,9 +234,10 @@ class MeshLayout:
         made: dict[object, Grid] = {}
         grids = {}
         for name, spec in self.parameters.items():
-            key = (spec.shape, tuple(self.cuts.get(name, ())), self.stages.get(name))
+            own = tuple(self.meshes[name].items()) if name in self.meshes else mesh
+            key = (spec.shape, own, tuple(self.cuts.get(name, ())), self.stages.get(name))
             if key not in made:
-                made[key] = Grid(spec.shape, mesh, *key[1:])
+                made[key] = Grid(*key)
             grids[name] = made[key]
         return grids
 
@@ -242,27 +268,29 @@ class MeshLayout:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the parameters: these name their grid by its number."""
-        kinds = list(dict.fromkeys((grid.cuts, grid.stages) for grid in self.grids.values()))
+        kinds = list(dict.fromkeys((grid.mesh, grid.cuts, grid.stages) for grid in self.grids.values()))
         number = {kind: index for index, kind in enumerate(kinds)}
         return {
             "mesh": list(self.mesh.items()),
-            "kinds": [[[[c.axis, c.dim, c.at_most] for c in cuts], stages] for cuts, stages in kinds],
-            "of": [number[grid.cuts, grid.stages] for grid in self.grids.values()],
+            "kinds": [[mesh, [[c.axis, c.dim, c.at_most] for c in cuts], stages] for mesh, cuts, stages in kinds],
+            "of": [number[grid.mesh, grid.cuts, grid.stages] for grid in self.grids.values()],
         }
 
     @staticmethod
     def from_json(value: Mapping[str, Any], parameters: Mapping[str, ParameterSpec]) -> MeshLayout:
         """What ``to_json`` gave for parameters of these names, in this order."""
+        mesh = dict(value["mesh"])
         kinds = [
-            (tuple(Shard(*cut) for cut in cuts), None if stages is None else tuple(stages))
-            for cuts, stages in value["kinds"]
+            (dict(own), tuple(Shard(*cut) for cut in cuts), None if stages is None else tuple(stages))
+            for own, cuts, stages in value["kinds"]
         ]
         of = dict(zip(parameters, (kinds[index] for index in value["of"]), strict=True))
         return MeshLayout(
             parameters,
-            dict(value["mesh"]),
-            {name: cuts for name, (cuts, _) in of.items() if cuts},
-            {name: stages for name, (_, stages) in of.items() if stages is not None},
+            mesh,
+            {name: cuts for name, (_, cuts, _) in of.items() if cuts},
+            {name: stages for name, (_, _, stages) in of.items() if stages is not None},
+            {name: own for name, (own, _, _) in of.items() if list(own.items()) != list(mesh.items())},
         )
 
 
@@ -281,14 +309,12 @@ class JoinedGrid:
     def holders(self, rank: int) -> RankSet:
         """Of the mesh of ``rank``: those of another one may hold the same, too."""
         first, grid = self._part(rank)
-        return replace(grid.holders(rank - first), first=first)
+        return grid.holders(rank - first).moved(first)
 
     def meeting(self, box: Box) -> list[Cell]:
         """The cells of all meshes that have something in common with ``box``, in order of position, then of ranks."""
         found = [
-            replace(cell, ranks=replace(cell.ranks, first=first))
-            for first, _, grid in self.parts
-            for cell in grid.meeting(box)
+            replace(cell, ranks=cell.ranks.moved(first)) for first, _, grid in self.parts for cell in grid.meeting(box)
         ]
         return sorted(found, key=lambda cell: (cell.box, cell.ranks.first))
 
@@ -348,12 +374,6 @@ class JoinedLayout:
 RuleLayout = MeshLayout | JoinedLayout
 """A layout from which a rank's piece is worked out."""
 AnyLayout = Layout | RuleLayout
-
-
-def _range_if_one(places: Sequence[int]) -> Sequence[int]:
-    """Equal sets must be equal values."""
-    run = range(places[0], places[-1] + 1)
-    return run if len(run) == len(places) else tuple(places)
 
 
 def _ascends(values: Iterable[int]) -> bool:

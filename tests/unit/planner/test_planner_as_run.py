@@ -82,7 +82,9 @@ def test_a_trainer_holds_its_part_of_the_vocabulary_and_logits_of_a_chunk() -> N
     demand = TrainerDemand(lengths=constant(100), prompt_tokens=100, sequences=64)
     memory = trainer_memory(H100, model, TrainerLayout(tp=8, fsdp=4, runnable=True), demand)
     assert memory["parameters"] == pytest.approx(4 * (BODY + ENDS) / 8 / 4)
-    assert memory["gathered_layers"] == pytest.approx(ENDS / 8 * 2)  # FSDP2's root holds both ends to the end of the pass
+    assert memory["gathered_layers"] == pytest.approx(
+        ENDS / 8 * 2
+    )  # FSDP2's root holds both ends to the end of the pass
     assert memory["activations"] == pytest.approx(
         6 * ENDS / 8
     )  # so few tokens: at the end both ends' gradients, bf16 and fp32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections import Counter
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 
 from llamarl.errors import PlanError
+from llamarl.models.parallel import EXPERT_SHARD, EXPERTS, SHARD, Cut, ParallelLayout, ParameterShard, shard_box
 from llamarl.weight_sync.layout import ParameterSpec, Shard, mesh_layout
 from llamarl.weight_sync.local_plan import copies_from_source, copies_to_sink
 from llamarl.weight_sync.mesh_layout import JoinedLayout, MeshLayout, RankSet
 from llamarl.weight_sync.plan import plan_transfer
+from llamarl.weight_sync.trainer_layout import layout_of_shards
 
 W = {"w": ParameterSpec((8, 4), "float32")}
 
@@ -180,8 +183,58 @@ def test_a_layout_travels_as_plain_values() -> None:
 
 
 def test_ranks_of_a_cell_count_row_by_row() -> None:
-    ranks = RankSet(((0, 2), range(1, 2), range(4)), (3, 2, 4))
+    ranks = RankSet.of(((0, 2), range(1, 2), range(4)), (3, 2, 4))
     assert [ranks[i] for i in range(len(ranks))] == [4, 5, 6, 7, 20, 21, 22, 23]
     assert [ranks.index(rank) for rank in (4, 7, 22)] == [0, 3, 6]
     with pytest.raises(IndexError):
         ranks[8]
+    assert (
+        ranks
+        == RankSet.of(((0, 2), range(4, 8)), (3, 8))
+        == RankSet.of(((0, 2), range(1, 2), range(2), range(2)), (3, 2, 2, 2))
+    )
+    assert [ranks.moved(10)[0], ranks.moved(10).index(33)] == [14, 7]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"fsdp": 4, "tp": 2, "ep": 2},
+        {"fsdp": 2, "cp": 2, "tp": 2, "ep": 4, "pp": 2},
+        {"fsdp": 3, "cp": 1, "tp": 1, "ep": 3},
+        {"fsdp": 3, "cp": 2, "tp": 4, "pp": 3},
+    ],
+)
+def test_a_trainers_rule_gives_each_rank_what_it_says_of_itself(sizes: dict[str, int]) -> None:
+    """Also where experts lie along axes of their own, and rows do not divide over the ranks."""
+    layout = ParallelLayout(mesh=None, **{"fsdp": 1, "tp": 1, **sizes})
+    experts = (Cut(EXPERTS, 0), Cut(EXPERT_SHARD, 0)) if layout.ep > 1 else (Cut("tp", 0), Cut(SHARD, 0))
+    kinds: dict[str, tuple[tuple[int, ...], tuple[Cut, ...]]] = {
+        "embed": ((50, 8), (Cut("tp", 0, size=50), Cut(SHARD, 0))),
+        "k": ((16, 8), (Cut("tp", 0, 2), Cut(SHARD, 0))),
+        "o": ((10, 16), (Cut("tp", 1), Cut(SHARD, 0))),
+        "experts": ((24, 6, 8), experts),
+        "norm": ((10,), (Cut(SHARD, 0),)),
+    }
+    last = layout.pp - 1
+    stages = {name: (0, last) if name == "embed" and last else (last,) for name in kinds}
+
+    def said_by(rank: int) -> dict[str, ParameterShard]:
+        return {
+            name: ParameterShard(
+                shape, "float32", shard_box(shape, cuts, layout, rank, stages[name]), cuts, stages[name]
+            )
+            for name, (shape, cuts) in kinds.items()
+        }
+
+    rule = layout_of_shards(said_by(0), layout)
+    again = MeshLayout.from_json(json.loads(json.dumps(rule.to_json())), rule.parameters)
+    assert again.grids == rule.grids
+    for rank in range(layout.num_ranks):
+        boxes = {name: shard.box for name, shard in said_by(rank).items() if all(a < b for a, b in shard.box)}
+        assert {piece.parameter: piece.box for piece in rule.pieces_of(rank)} == boxes, rank
+    sink = MeshLayout(rule.parameters, {"rank": 2})
+    whole = plan_transfer(rule.listed(), sink.listed())
+    assert [c for rank in range(2) for c in copies_to_sink(rule, sink, rank)] == sorted(
+        whole.copies, key=lambda copy: copy.sink_rank
+    )
