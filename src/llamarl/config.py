@@ -286,19 +286,6 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             "generator.shards to 0",
             ("generator.shards",),
         )
-    if config.lora.rank and config.lora.hand_over == "adapter" and (pp := config.generator.max_stages) > 1:
-        yield Mistake(
-            "lora.hand_over",
-            f"is 'adapter', but generator.pp is {pp}, and stages take whole weights: set it to 'merged', or generator.pp to 1",
-            ("generator.pp", "generator.replicas"),
-        )
-    if config.trainer.router == "replay" and (pp := config.generator.max_stages) > 1:
-        yield Mistake(
-            "trainer.router",
-            f"is 'replay', but generator.pp is {pp}, and the experts that stages chose are not brought together: set it to 'live', "
-            "or generator.pp to 1",
-            ("generator.pp", "generator.replicas"),
-        )
     if config.trainer.router == "replay" and config.generator.engine.name != "native":
         yield Mistake(
             "trainer.router",

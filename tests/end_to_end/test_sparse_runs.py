@@ -48,9 +48,17 @@ def test_a_resumed_run_with_replay_has_the_bits_of_an_unbroken_one(llamarl: Comm
         assert 1 <= row["experts/load_mean"] <= row["experts/load_max"] <= 8 and row["experts/dropped"] == 0
 
 
+STAGES = {"generator.pp": 2, "run.cores": 8}
+KEPT = {**STAGES, "generator.kv_on_update": '"keep"'}
+
+
 @pytest.mark.long
-def test_a_killed_run_with_replay_resumes_bit_for_bit(llamarl: CommandLine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("generator", [{}, STAGES, KEPT], ids=["one rank", "pp 2", "pp 2, cache kept"])
+def test_a_killed_run_with_replay_resumes_bit_for_bit(
+    llamarl: CommandLine, tmp_path: Path, generator: dict[str, Any]
+) -> None:
     longer = {**SHORT, **OF_EXPERTS, "run.num_ticks": 8, "generator.max_segments": 2, "generator.oversubscription": 1.5}
+    longer |= generator
     assert llamarl.train(tmp_path / "whole", longer).returncode == 0
     killed = tmp_path / "killed"
     process = llamarl.start(killed, longer)
@@ -65,13 +73,18 @@ def test_a_killed_run_with_replay_resumes_bit_for_bit(llamarl: CommandLine, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("trainer", [{"trainer.tp": 2}, {"trainer.ep": 2, "trainer.pp": 2}], ids=["tp", "ep x pp"])
+@pytest.mark.parametrize(
+    "meshes",
+    [{"trainer.tp": 2}, {"trainer.ep": 2, "trainer.pp": 2}, {"generator.pp": 2, "trainer.pp": 2}],
+    ids=["tp", "ep x pp", "stages on both sides"],
+)
 def test_experts_over_ranks_of_both_sides_train_as_on_one(
-    llamarl: CommandLine, tmp_path: Path, trainer: dict[str, int]
+    llamarl: CommandLine, tmp_path: Path, meshes: dict[str, int]
 ) -> None:
-    """The generator's two tensor-parallel ranks pull the experts that they hold from the trainer's four."""
-    short = {**SHORT, "run.num_ticks": 2}
-    meshes = {"generator.tp": 2, "trainer.fsdp": 2, "run.cores": 8, **trainer}
+    """The generator's two tensor-parallel ranks, or two stages of such, pull the experts that they hold from the trainer's four; the
+    experts that they chose are replayed there."""
+    short = {**SHORT, "run.num_ticks": 2, "generator.oversubscription": 1.0}  # in stages, other groups would come first
+    meshes = {"generator.tp": 2, "trainer.fsdp": 2, "run.cores": 8, **meshes}
     assert llamarl.train(tmp_path / "one", short, recipe=RECIPE).returncode == 0
     done = llamarl.train(tmp_path / "ranks", {**short, **meshes}, recipe=RECIPE, limit_s=400)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Iterator
@@ -18,24 +19,43 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engine_ranks import make_model, sequences
+from tiny_models import SPARSE
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.config import RunConfig, validate
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
+from llamarl.engine.expert_record import of_group
+from llamarl.engine.expert_stages import of_all_stages
+from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sequence import Sequence
 from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of
+from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.parallel import ParallelLayout
+from llamarl.weight_sync.adapter_layouts import adapter_parameters
+from llamarl.weight_sync.layout import Shard, mesh_layout
+from llamarl.weight_sync.model_layouts import model_parameters
 
 NUM_KV_TOKENS = 90
 """Room that all sequences together do not have: some are preempted."""
 ALONE = (1, 1)
+FURTHER = {(2, 1): "gemma2", (2, 2): "qwen3_moe"}
+"""Which family of a mesh also gets adapters alone, and keeps its cache."""
+
+
+TARGETS = ("q_proj", "v_proj", "o_proj")
 
 
 def recipe(folder: Path, mesh: tuple[int, int]) -> RunConfig:
     pp, tp = mesh
-    return validate({"model": {"path": str(folder)}, "generator": {"pp": pp, "tp": tp, "device": "cpu"}})
+    lora = {"rank": 3, "alpha": 12.0, "targets": list(TARGETS), "hand_over": "adapter"}
+    return validate({"model": {"path": str(folder)}, "generator": {"pp": pp, "tp": tp, "device": "cpu"}, "lora": lora})
+
+
+def whole_weights(config: RunConfig) -> RunConfig:
+    """The same recipe, without adapters."""
+    return replace(config, lora=replace(config.lora, rank=0))
 
 
 def all_steps(engine: NativeEngine) -> Iterator[int]:
@@ -51,6 +71,14 @@ def sampled(batch: list[Sequence]) -> dict[str, Any]:
     }
 
 
+def experts(engine_ranks: EngineRanks, batch: list[Sequence]) -> dict[str, Any]:
+    """Of prompts and own tokens, over all layers; on ranks other than the first nothing is claimed of them."""
+    own = [of_group([s.experts]) for s in batch]
+    own += [None if s.experts is None else s.experts.rows(len(s.tokens)) for s in batch]
+    whole = of_all_stages(own, engine_ranks)
+    return {"experts": [None if rows is None else rows.tolist() for rows in whole] if engine_ranks.speaks else None}
+
+
 def longer(sequence: Sequence) -> Sequence:
     """What a later tick goes on with: the tokens so far, and eight more."""
     return replace(
@@ -58,10 +86,27 @@ def longer(sequence: Sequence) -> Sequence:
     )
 
 
+def load_later(
+    engine: NativeEngine, folder: Path, family: str, mesh: tuple[int, int], layout: ParallelLayout | None
+) -> None:
+    """Other weights, from one trainer rank."""
+    num_ranks, rank = (1, 0) if layout is None else (layout.num_ranks, layout.rank)
+    spec = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
+    sender = WeightsSender(spec, rank=0, num_source_ranks=1, num_sink_ranks=num_ranks)
+    receiver = WeightsReceiver(spec, rank=rank, num_source_ranks=1, num_sink_ranks=num_ranks)
+    parts = generator_weights(whole_weights(recipe(folder / family, mesh)))
+    later = dict(make_model(family, seed=9).named_parameters())
+    handle = sender.send(0, WeightsPayload(version=1, tensors=later, sink_layout=parts))
+    received = receiver.receive((handle,), 60.0)
+    assert received is not None
+    received.load_into(engine.parameters_for_sync(), parts)
+    receiver.close()
+    sender.close()
+
+
 def generate(
     folder: Path, family: str, mesh: tuple[int, int], layout: ParallelLayout | None, kernels: str
 ) -> dict[str, Any]:
-    num_ranks, rank = (1, 0) if layout is None else (layout.num_ranks, layout.rank)
     token_bytes = NativeEngine(folder / family, EngineConfig(block_size=4)).token_bytes if layout is None else 0
     if layout is not None:
         alone = json.loads((folder / f"{family}-{kernels}-1x1-0.json").read_text())
@@ -73,7 +118,8 @@ def generate(
         max_batch_tokens=24,
         kernels=kernels,  # type: ignore[arg-type]
     )
-    engine = NativeEngine(folder / family, config, eos_token_ids=(), layout=layout)
+    sparse, ranks = family in SPARSE, EngineRanks(layout)
+    engine = NativeEngine(folder / family, config, eos_token_ids=(), layout=layout, note_experts=sparse)
 
     told: dict[str, Any] = {}
     for attempt in ("first", "again"):
@@ -83,26 +129,25 @@ def generate(
             engine.step()
         engine.add(engine.suspend())  # nothing survives: what was being drawn is drawn again
         told[f"{attempt} ended"] = list(all_steps(engine))
-        told[attempt] = sampled(batch)
+        told[attempt] = sampled(batch) | experts(ranks, batch)
     stats = engine.stats()
 
-    spec = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
-    sender = WeightsSender(spec, rank=0, num_source_ranks=1, num_sink_ranks=num_ranks)
-    receiver = WeightsReceiver(spec, rank=rank, num_source_ranks=1, num_sink_ranks=num_ranks)
-    parts = generator_weights(recipe(folder / family, mesh))
-    later = dict(make_model(family, seed=9).named_parameters())
-    handle = sender.send(0, WeightsPayload(version=1, tensors=later, sink_layout=parts))
-    received = receiver.receive((handle,), 60.0)
-    assert received is not None
-    received.load_into(engine.parameters_for_sync(), parts)
+    dropped = sequences()[:3]
+    if layout is not None:  # what computes these prompts is dropped, and they are computed anew under other weights
+        engine.add(dropped)
+        engine.step()
+        assert engine.suspend() == dropped and not any(s.tokens for s in dropped)
+
+    load_later(engine, folder, family, mesh, layout)
     engine.weights_updated(1)
-    receiver.close()
-    sender.close()
 
     carried = list(map(longer, batch))
     engine.add(carried)
     told["carried ended"] = list(all_steps(engine))
-    told["carried"] = sampled(carried)
+    told["carried"] = sampled(carried) | experts(ranks, carried)
+    engine.add(dropped)
+    told["dropped ended"] = list(all_steps(engine))
+    told["dropped"] = sampled(dropped) | experts(ranks, dropped)
 
     renamed = list(map(longer, carried))  # under the same weights by another name, while waves are under way
     engine.add(renamed)
@@ -111,12 +156,106 @@ def generate(
     engine.weights_updated(2)
     engine.cancel(2, 2)
     told["renamed ended"] = list(all_steps(engine))
-    told["renamed"] = sampled(renamed)
+    told["renamed"] = sampled(renamed) | experts(ranks, renamed)
     return told | {
         "preemptions": stats["preemptions"],
         "token_bytes": engine.token_bytes,
         "held": sorted(engine.parameters_for_sync()),
     }
+
+
+def generate_over_adapters(
+    folder: Path, family: str, mesh: tuple[int, int], layout: ParallelLayout | None
+) -> dict[str, Any]:
+    """Greedy: four tokens of the base model, and what adapters make of it, from two trainer ranks that cut them in their own way."""
+    num_ranks, rank = (1, 0) if layout is None else (layout.num_ranks, layout.rank)
+    config = recipe(folder / family, mesh)
+    engine = NativeEngine(
+        folder / family,
+        EngineConfig(block_size=4, max_batch_tokens=24, max_sequences=16),
+        eos_token_ids=(),
+        layout=layout,
+    )
+    parts = generator_weights(config)
+    loader = VersionLoader(engine, config.lora, parts, rank=rank, model_path=config.model.path)
+    parameters = model_parameters(folder / family, dtype="float32")
+    adapters = adapter_parameters(parameters, rank=config.lora.rank, targets=config.lora.targets)
+    rng = torch.Generator().manual_seed(4)
+    whole = {name: 0.6 * torch.randn(spec.shape, generator=rng) for name, spec in adapters.items()}
+    source = mesh_layout(
+        adapters, {"fsdp": 2}, {name: [Shard("fsdp", 1 if ".lora_A." in name else 0)] for name in adapters}
+    )
+
+    spec = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
+    senders = [WeightsSender(spec, rank=i, num_source_ranks=2, num_sink_ranks=num_ranks) for i in range(2)]
+    receiver = WeightsReceiver(spec, rank=rank, num_source_ranks=2, num_sink_ranks=num_ranks)
+    greedy = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 4}
+    batch = [replace(s, params=replace(s.params, **greedy)) for s in sequences()]
+    engine.add(batch)
+    list(all_steps(engine))
+    batch = list(map(longer, batch))
+    without = copy.deepcopy(batch)
+    engine.add(without)
+    list(all_steps(engine))
+    handles = []
+    for i, sender in enumerate(senders):
+        held = {p.parameter: whole[p.parameter][tuple(slice(*at) for at in p.box)] for p in source.pieces_of(i)}
+        held = {name: tensor.contiguous() for name, tensor in held.items()}
+        handles.append(sender.send(0, WeightsPayload(version=1, tensors=held, layout=source, sink_layout=parts)))
+    received = receiver.receive(tuple(handles), 60.0)
+    assert received is not None
+    loader.load(received)
+    engine.add(batch)
+    list(all_steps(engine))
+    receiver.close()
+    for sender in senders:
+        sender.close()
+    return {"adapted": sampled(batch), "without adapters": sampled(without)}
+
+
+def generate_over_kept_cache(
+    folder: Path, family: str, mesh: tuple[int, int], layout: ParallelLayout | None
+) -> dict[str, Any]:
+    """Tokens under two versions over one cache; the same from its checkpoint on, in a new engine; and one rank's, a sequence at a time,
+    with the versions changing behind the same tokens."""
+    config, ranks = EngineConfig(block_size=4, max_batch_tokens=24, max_sequences=16), EngineRanks(layout)
+
+    def begun() -> NativeEngine:
+        return NativeEngine(folder / family, config, eos_token_ids=(), layout=layout, note_experts=family in SPARSE)
+
+    def finish(engine: NativeEngine, batch: list[Sequence]) -> dict[str, Any]:
+        load_later(engine, folder, family, mesh, layout)
+        engine.weights_updated(1, keep_kv=True)
+        list(all_steps(engine))
+        return sampled(batch) | experts(ranks, batch) | {"kept_kv": [s.kept_kv for s in batch]}
+
+    engine, batch = begun(), sequences()
+    engine.add(batch)
+    for _ in range(12):
+        engine.step()
+    assert not engine.drain()
+    state, tensors = engine.kv_state()
+    copies = copy.deepcopy(batch)
+    told = {"kept": finish(engine, batch)}
+    again = begun()
+    plain = json.loads(json.dumps(state))
+    again.load_kv_state(plain, tensors, {(s.prompt_index, s.sample_index): s for s in copies})
+    told["kept, from a checkpoint"] = finish(again, copies)
+    if layout is None or not ranks.speaks:
+        return told
+
+    later, alone = dict(make_model(family, seed=9).named_parameters()), sequences()
+    for sequence, versions in zip(alone, told["kept"]["policy_versions"], strict=True):
+        engine = NativeEngine(folder / family, config, eos_token_ids=())
+        engine.add([sequence])
+        while len(sequence.tokens) < versions.count(0):
+            engine.step()
+        with torch.no_grad():
+            for name, parameter in engine.parameters_for_sync().items():
+                parameter.copy_(later[name])
+        engine.weights_updated(1, keep_kv=True)
+        list(all_steps(engine))
+    return told | {"kept, alone": sampled(alone)}
 
 
 def main(mesh: tuple[int, int], rank: int, folder: Path, cases: list[tuple[str, str]]) -> None:
@@ -133,6 +272,9 @@ def main(mesh: tuple[int, int], rank: int, folder: Path, cases: list[tuple[str, 
         layout = generator_layout(config, "cpu", replica)
     for family, kernels in cases:
         told = generate(folder, family, mesh, layout, kernels)
+        if FURTHER.get(mesh) == family or (mesh == ALONE and family in FURTHER.values()):
+            told |= generate_over_adapters(folder, family, mesh, layout)
+            told |= generate_over_kept_cache(folder, family, mesh, layout)
         (folder / f"{family}-{kernels}-{pp}x{tp}-{rank}.json").write_text(json.dumps(told))
     if layout is not None:
         dist.destroy_process_group()

@@ -18,11 +18,12 @@ from engine_stage_ranks import ALONE
 
 MESHES = {
     (2, 1): [("llama", "auto"), ("gemma2", "torch")],
-    (3, 1): [("qwen3", "torch")],
+    (3, 1): [("qwen3", "torch"), ("qwen3_moe", "torch")],  # whose second layer has no experts
     (2, 2): [("qwen3_moe", "torch")],
 }
 """Stages and tensor-parallel ranks -> models of three layers, their ends tied or not, and what computes between the products."""
 CASES = [(mesh, *case) for mesh, cases in MESHES.items() for case in cases]
+FURTHER_CASES = [case for case in CASES if engine_stage_ranks.FURTHER.get(case[0]) == case[1]]
 Reports = dict[tuple[tuple[int, int], str, str], list[dict[str, Any]]]
 
 
@@ -69,12 +70,71 @@ def test_stages_sample_the_tokens_of_one_rank_through_interruptions_preemption_a
     assert alone["preemptions"] > 0
     for rank in ranks:
         assert rank["preemptions"] > 0
-        for part in ("first", "carried"):
+        for part in ("first", "carried", "dropped"):
             assert rank[part]["tokens"] == alone[part]["tokens"]
             assert rank[part]["policy_versions"] == alone[part]["policy_versions"]
             for name in ("logprobs", "raw_logprobs"):
                 for got, expected in zip(rank[part][name], alone[part][name], strict=True):
                     torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", FURTHER_CASES, ids=str)
+def test_stages_that_are_handed_adapters_alone_sample_greedily_what_one_rank_does(
+    reports: Reports, case: tuple[tuple[int, int], str, str]
+) -> None:
+    """From two trainer ranks that each have a part of every factor."""
+    alone, *ranks = reports[case]
+    expected = alone["adapted"]
+    assert all(versions == [0] * 4 + [1] * 8 for versions in expected["policy_versions"])
+    for rank in ranks:
+        found = rank["adapted"]
+        assert found["tokens"] == expected["tokens"] and found["policy_versions"] == expected["policy_versions"]
+        for got, one in zip(found["raw_logprobs"], expected["raw_logprobs"], strict=True):
+            torch.testing.assert_close(torch.tensor(got), torch.tensor(one), atol=1e-4, rtol=0)
+    base = torch.tensor(alone["without adapters"]["raw_logprobs"])
+    assert (base - torch.tensor(expected["raw_logprobs"])).abs().amax() > 1e-3  # the adapters say something
+
+
+SPARSE_CASES = [case for case in CASES if case[1] == "qwen3_moe"]
+
+
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=str)
+@pytest.mark.parametrize("part", ["first", "carried", "dropped", "renamed"])
+def test_stages_note_the_experts_of_one_rank_in_the_order_of_the_models_layers(
+    reports: Reports, case: tuple[tuple[int, int], str, str], part: str
+) -> None:
+    """Of prompts and tokens; through preemption, interruption, and versions that come while responses are written."""
+    alone, first, *others = reports[case]
+    expected, found = alone[part]["experts"], first[part]["experts"]
+    assert all(other[part]["experts"] is None for other in others)
+    assert len(expected) == len(found) == 2 * len(alone[part]["tokens"])
+    for of_one, of_stages in zip(expected, found, strict=True):
+        assert [len(layers) for layers in of_one] == [2] * len(of_one)  # the first and the third of three layers
+        if part == "renamed":  # the one that was cancelled has fewer tokens, of which the last was never put in
+            of_one, of_stages = of_one[: len(of_stages) - 1], of_stages[:-1]
+        assert of_stages == of_one
+
+
+@pytest.mark.parametrize("case", FURTHER_CASES, ids=str)
+def test_stages_that_keep_their_cache_go_on_over_the_keys_and_values_of_the_version_before(
+    reports: Reports, case: tuple[tuple[int, int], str, str]
+) -> None:
+    """As one rank does that takes the new version behind the same tokens."""
+    _, first, *_ = reports[case]
+    kept, alone = first["kept"], first["kept, alone"]
+    assert all(kept["kept_kv"]) and all({0, 1} == set(versions) for versions in kept["policy_versions"])
+    assert kept["tokens"] == alone["tokens"] and kept["policy_versions"] == alone["policy_versions"]
+    for got, one in zip(kept["logprobs"], alone["logprobs"], strict=True):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(one), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", FURTHER_CASES, ids=str)
+def test_a_kept_cache_of_stages_goes_on_from_its_checkpoint_bit_for_bit(
+    reports: Reports, case: tuple[tuple[int, int], str, str]
+) -> None:
+    _, *ranks = reports[case]
+    for rank in ranks:
+        assert rank["kept, from a checkpoint"] == rank["kept"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -83,9 +143,15 @@ def test_stages_repeat_their_bits_and_agree_on_them(reports: Reports, case: tupl
     assert first["again"] == first["first"]
     assert first["again ended"] == first["first ended"]  # the same sequences, in the same steps
     for other in others:
-        assert {k: v for k, v in other.items() if k not in ("held", "token_bytes")} == {
-            k: v for k, v in first.items() if k not in ("held", "token_bytes")
-        }
+        assert _said_by_all(other) == _said_by_all(first)
+
+
+def _said_by_all(rank: dict[str, Any]) -> dict[str, Any]:
+    said = {name: value for name, value in rank.items() if name not in ("held", "token_bytes", "kept, alone")}
+    return {
+        name: {of: values for of, values in value.items() if of != "experts"} if isinstance(value, dict) else value
+        for name, value in said.items()
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

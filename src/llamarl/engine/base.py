@@ -15,7 +15,7 @@ from llamarl.engine.sequence import Sequence as TokenSequence
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AdoptsWeights", "Engine", "KeepsKV", "Parkable"]
+__all__ = ["AdoptsWeights", "Drains", "Engine", "KeepsKV", "Parkable"]
 
 
 class Engine(Protocol):
@@ -99,6 +99,16 @@ class KeepsKV(Engine, Protocol):
         Args:
             sequences: (prompt index, sample index) -> the sequence, with the tokens that it had.
         """
+        ...
+
+
+@runtime_checkable
+class Drains(Protocol):
+    """An engine that begins steps before the draws of earlier ones are known, as pipeline stages do."""
+
+    def drain(self) -> Sequence[TokenSequence]:
+        """Wait for all draws, and begin nothing; returns the sequences that have ended, as ``step`` does. Those that have not stay
+        inside with their cache, and ``kv_state`` holds all that there is of them."""
         ...
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.cut_sampler import sample_over_ranks
 from llamarl.engine.drafts import Drafter
-from llamarl.engine.expert_notes import note_prompts, note_tokens
+from llamarl.engine.expert_notes import forget_unread, note_prompts, note_tokens
 from llamarl.engine.kv_state import export_state, import_state
 from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
@@ -38,7 +38,7 @@ __all__ = ["NativeEngine"]
 
 
 class NativeEngine:
-    """Implements :class:`llamarl.engine.base.Engine`, ``KeepsKV``, ``AdoptsWeights`` and ``Parkable`` beside it.
+    """Implements :class:`llamarl.engine.base.Engine`, ``KeepsKV``, ``Drains``, ``AdoptsWeights`` and ``Parkable`` beside it.
 
     Args:
         model_path: Hugging Face folder, or ``bundled:NAME``.
@@ -133,14 +133,19 @@ class NativeEngine:
             self._begin(plan)
         if self._waves.full or (self._waves and not begun):
             self._end_oldest()
-        ended = sorted(self._ended, key=lambda m: m.order)
-        self._ended = []
-        return [member.sequence for member in ended]
+        return self._take_ended()
+
+    def drain(self) -> list[TokenSequence]:
+        """End what stages have under way, and begin nothing; returns what has ended, as ``step`` does."""
+        while self._waves:
+            self._end_oldest()
+        return self._take_ended()
 
     def suspend(self) -> list[TokenSequence]:
         if self._drafter is not None:
             self._drafter.forget()
-        self._waves.drop()
+        for wave in self._waves.drop():
+            forget_unread(wave.plan)
         self._members.clear()
         self._deadlines.clear()
         return self._scheduler.take_all()
@@ -211,7 +216,7 @@ class NativeEngine:
             self._scheduler.withdraw(member)
 
     def kv_state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        assert not self._ended and not self._waves, "take what has ended out first: call step"
+        assert not self._ended and not self._waves, "take what has ended out first: call drain"
         state, tensors = export_state(self._scheduler, self._runner)
         return {**state, "version": self._policy_version}, tensors
 
@@ -295,6 +300,11 @@ class NativeEngine:
         if params.stop_strings and self._tokenizer is None:
             raise ValueError(f"{where}: stop_strings {params.stop_strings} need an engine that was given a tokenizer")
         self._scheduler.check(sequence)
+
+    def _take_ended(self) -> list[TokenSequence]:
+        ended = sorted(self._ended, key=lambda m: m.order)
+        self._ended = []
+        return [member.sequence for member in ended]
 
     def _expire(self) -> None:
         if self._deadlines:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from llamarl.engine.expert_record import ExpertRecord, Experts, joined
 from llamarl.engine.scheduler import Member, Prompt, StepPlan
 
-__all__ = ["note_prompts", "note_tokens"]
+__all__ = ["forget_unread", "note_prompts", "note_tokens"]
 
 
 def note_prompts(plan: StepPlan, chosen: Sequence[Experts]) -> None:
@@ -40,6 +40,14 @@ def note_tokens(plan: StepPlan, chosen: Sequence[Experts]) -> None:
             real = sequence.tokens[start : start + len(chunk.tokens)] == chunk.tokens
             if real and start <= sequence.experts.num_tokens:
                 sequence.experts.note(start, rows)
+
+
+def forget_unread(plan: StepPlan) -> None:
+    """The step's draws are dropped: who has no token yet samples its first one behind a later pass over the prompt, and has the choices
+    of that one."""
+    for member, _ in plan.samples:
+        if not member.sequence.tokens:
+            member.sequence.experts = None
 
 
 def _of_whole(prompt: Prompt) -> Experts | None:

@@ -21,7 +21,8 @@ import numpy.typing as npt
 __all__ = ["ExpertRecord", "Experts", "joined", "narrowed", "of_group"]
 
 Experts = npt.NDArray[np.unsignedinteger[Any]]
-"""[tokens, sparse layers, k] numbers of experts: uint8, or uint16 where there are more than 256."""
+"""[tokens, sparse layers, k] numbers of experts: uint8, or uint16 where there are more than 256. In an engine a pipeline stage has
+those of its own layers (``expert_stages.py``)."""
 
 
 def narrowed(chosen: npt.NDArray[np.int64], num_experts: int) -> Experts:

@@ -88,9 +88,10 @@ class ModelRunner:
             )
         if quantization != "none" and (reason := why_unsupported(self.model_config.to_dict(), cast(Use, quantization))):
             raise ModelError(f"generator.quantization={quantization!r}: {reason}")
-        assert not note_experts or self._stage is None, "the configuration has been checked"
+        self.notes_experts = note_experts
         self._expert_layers = watch_experts(self.model) if note_experts else []
-        if note_experts and not self._expert_layers:
+        """Of this stage, which may have none where others have some."""
+        if note_experts and self.ranks.least(-len(self._expert_layers)) == 0:
             raise ModelError(f"{type(self.model).__name__} has no experts whose choice could be noted")
         self._routing: Routing | None = None
         """Of the last step, where it is noted."""
@@ -334,14 +335,13 @@ class ModelRunner:
         logits = self._logits(torch.stack(states))
         return logits if rows == list(range(len(states))) else logits.index_select(0, *indices([rows], self.device))
 
-    @property
-    def notes_experts(self) -> bool:
-        return bool(self._expert_layers)
-
     def chosen_experts(self, plan: StepPlan) -> list[Experts]:
-        """Of each chunk of the plan that ``execute`` has just computed, [its tokens, layers, k]."""
+        """Of each chunk of the plan that ``execute`` has just computed, [its tokens, layers of this stage, k]; without such layers
+        [its tokens, 0, 0]."""
         if not plan.chunks:
             return []
+        if not self._expert_layers:
+            return [np.zeros((len(chunk.tokens), 0, 0), np.uint8) for chunk in plan.chunks]
         assert self._routing is not None
         layers = [chosen for chosen in self._routing.chosen if chosen is not None]
         rows = narrowed(torch.stack(layers, dim=1).cpu().numpy(), num_experts(self._expert_layers[0]))

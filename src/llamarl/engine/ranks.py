@@ -7,6 +7,7 @@ its part of each of these. What crosses between them, in this order, the same on
     sums behind embedding, o_proj, down_proj                        one, and two a layer
     the draws                    see ``cut_sampler.py``             the only values that decide what comes next
     replies of environments      rank 0 asks ─▶ all                 between steps; see ``episode_ranks.py``
+    experts of stages' layers    each stage ─▶ rank 0               of complete groups; see ``expert_stages.py``
     the newest weights           the oldest of what ranks have      between steps, under the latest weights
 
 The sums, and what the draws need, cross between the tensor-parallel ranks of a stage; the rest between all ranks of the engine,
@@ -18,6 +19,7 @@ So ranks cannot drift apart, even if their sums differed in the last bit: every 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,6 +93,15 @@ class EngineRanks:
         """Rank 0's values, in place, on all of them."""
         if self._group is not None:
             dist.broadcast(values, group=self._group, group_src=0)
+        return values
+
+    def gather_from_stages(self, value: Any) -> list[Any] | None:
+        """The values (any that pickle) of the ranks that have this one's place in their stages, first stage to last, on that of the
+        first stage; None on the others."""
+        if self._stages is None:
+            return [value]
+        values = [None] * self.num_stages if self.stage == 0 else None
+        dist.gather_object(value, values, group=self._stages, group_dst=0)
         return values
 
     def share_bytes(self, make: Callable[[], bytes]) -> bytes:

@@ -79,10 +79,12 @@ class Waves:
             self._links.finish()  # nothing may be left to send when the last sequence has ended: its process may end too
         return wave, draws
 
-    def drop(self) -> None:
-        """End all; nobody wants their draws. They will be drawn again, by the same numbers."""
+    def drop(self) -> list[Wave]:
+        """End all and return them; nobody wants their draws. They will be drawn again, by the same numbers."""
+        dropped = []
         while self._under_way:
-            self.end_oldest()
+            dropped.append(self.end_oldest()[0])
+        return dropped
 
 
 def sampled_rows(plan: StepPlan) -> list[tuple[Member, int]]:

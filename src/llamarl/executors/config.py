@@ -234,11 +234,6 @@ class GeneratorConfig:
         return tuple(ranks for ranks, number in of_kinds for _ in range(number)) or (self.tp * self.pp,) * self.dp
 
     @property
-    def max_stages(self) -> int:
-        """Of the replicas that have most."""
-        return max((kind.pp or self.pp for kind in self.replicas), default=self.pp)
-
-    @property
     def served_dtype(self) -> str:
         """Precision in which weights are handed over: that of all replicas, or float32, which each rounds for itself."""
         served = {kind.dtype or self.engine.dtype for kind in self.replicas} or {self.engine.dtype}
@@ -326,13 +321,6 @@ class GeneratorConfig:
                 f"is 'vllm', which runs here on one rank without int8, but tp is {self.tp}, pp {self.pp} and quantization "
                 f"{self.quantization!r}: set tp and pp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'",
                 ("tp", "pp", "quantization"),
-            )
-        if self.pp > 1 and self.kv_on_update == "keep":
-            yield Mistake(
-                "pp",
-                f"is {self.pp}, but kv_on_update is 'keep', and what stages have under way is in no checkpoint: set pp to 1, or "
-                "kv_on_update to 'recompute'",
-                ("kv_on_update",),
             )
         if 0 < self.shards < self.dp:
             yield Mistake(

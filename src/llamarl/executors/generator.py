@@ -33,10 +33,11 @@ from safetensors.torch import load_file, save_file
 from llamarl.channels.base import ChannelKind
 from llamarl.channels.data import Shares
 from llamarl.config import RunConfig
-from llamarl.engine.base import KeepsKV, Parkable
+from llamarl.engine.base import Drains, KeepsKV, Parkable
 from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import EpisodeEngine, ReplyTimes, make_player
 from llamarl.engine.expert_record import of_group
+from llamarl.engine.expert_stages import of_all_stages
 from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sequence import Sequence as TokenSequence
@@ -87,6 +88,7 @@ class GeneratorExecutor(BaseExecutor):
         others = [name for name in config.executors if name not in ROLES]
         self._weights = next((c for c in context.reads if c.kind is ChannelKind.WEIGHTS), None)
         self.replica = next(replica for replica in replicas if replica.holds(context.rank))
+        self._stage = (context.rank - self.replica.first_rank) // generator.as_of_kind(self.replica.kind).tp
         self._speaks = context.rank == self.replica.first_rank  # its peers hold the same groups and deliver none
         self.shards = [
             GeneratorShard(
@@ -102,6 +104,7 @@ class GeneratorExecutor(BaseExecutor):
         """Decoded one after the other, in this order."""
         self._served = Served(0, None)
         self._keep_kv = config.generator.kv_on_update == "keep"
+        self._notes_experts = config.trainer.router == "replay" and self._weights is not None
         self._policy: SwapPolicy | None = None  # None: the weights edge alone says which version
         latest = self._weights is not None and self._weights.latest
         assert len(self.shards) == 1 or not (latest or self._keep_kv), "the configuration has been checked"
@@ -129,7 +132,7 @@ class GeneratorExecutor(BaseExecutor):
             device=self.context.device,
             layout=layout,
             parked=self._colocated,
-            note_experts=self.config.trainer.router == "replay" and self._weights is not None,
+            note_experts=self._notes_experts,
         )
         if self._colocated:
             assert isinstance(self.engine, Parkable)  # the configuration has been checked
@@ -347,6 +350,8 @@ class GeneratorExecutor(BaseExecutor):
             shard.inside.clear()
             return
         assert isinstance(self.engine, KeepsKV)
+        if isinstance(self.engine, Drains):  # what stages have under way would be in no checkpoint
+            shard.heard_of(self.engine.drain())
         for group in shard.active if self._policy is not None else ():
             if (
                 group.oldest_version is None and group.prompt.index in shard.inside
@@ -356,11 +361,17 @@ class GeneratorExecutor(BaseExecutor):
 
     def _to_group(self, active: ActiveGroup) -> Group:
         sampled_by = "" if self._weights is not None else self.name
-        responses = (to_response(s, self.tokenizer) for s in active.sequences)
+        responses = [to_response(s, self.tokenizer) for s in active.sequences]
+        experts = [of_group(s.experts for s in active.sequences), *(r.routed_experts for r in responses)]
+        if self._notes_experts:
+            experts = of_all_stages(experts, self._ranks)
         return Group(
             prompt=active.prompt,
-            responses=tuple(replace(r, sampled_by=sampled_by) for r in responses),
-            prompt_experts=of_group(s.experts for s in active.sequences),
+            responses=tuple(
+                replace(response, sampled_by=sampled_by, routed_experts=own)
+                for response, own in zip(responses, experts[1:], strict=True)
+            ),
+            prompt_experts=experts[0],
         )
 
     def save(self, folder: Path, tick: int) -> None:
@@ -371,11 +382,11 @@ class GeneratorExecutor(BaseExecutor):
                 state["inside"] = sorted(shard.inside)
                 state["kv"], tensors = self.engine.kv_state()
                 save_file(dict(tensors), folder / "kv.safetensors")
-            (folder / _shard_file(shard)).write_text(json.dumps(state), encoding="utf-8")
+            (folder / _shard_file(shard, self._stage)).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path, tick: int) -> None:
         for shard in self.shards:
-            path = _find_state(folder, shard)
+            path = _find_state(folder, shard, self._stage)
             state = json.loads(path.read_text(encoding="utf-8"))
             assert state["tick"] == tick, f"{path} holds tick {state['tick']}, not {tick}"
             shard.take_state(state)
@@ -425,17 +436,18 @@ class _Worked:
     """Prompts that were too long."""
 
 
-def _shard_file(shard: GeneratorShard) -> str:
-    return f"shard_{shard.index}.json"
+def _shard_file(shard: GeneratorShard, stage: int) -> str:
+    """Stages carry the same responses, each with the experts of its own layers."""
+    return f"shard_{shard.index}{f'_stage_{stage}' * (stage > 0)}.json"
 
 
-def _find_state(folder: Path, shard: GeneratorShard) -> Path:
+def _find_state(folder: Path, shard: GeneratorShard, stage: int) -> Path:
     """In a rank's folder, or, where the ranks were another number when the state was saved, in one beside it.
 
     Raises:
         CheckpointError: The state was saved with another number of shards.
     """
-    name = _shard_file(shard)
+    name = _shard_file(shard, stage)
     found = [folder / name, *sorted(folder.parent.glob(f"rank_*/{name}"))]
     path = next((path for path in found if path.is_file()), None)
     if path is None:

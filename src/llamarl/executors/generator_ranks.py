@@ -28,7 +28,7 @@ from llamarl.config import RunConfig
 from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParallelLayout, make_layout
-from llamarl.weight_sync.adapter_layouts import adapter_parameters
+from llamarl.weight_sync.adapter_layouts import adapter_parameters, adapter_stages
 from llamarl.weight_sync.mesh_layout import STAGE_AXIS, JoinedLayout, MeshLayout, RuleLayout
 from llamarl.weight_sync.model_layouts import model_parameters, tp_placements
 from llamarl.weight_sync.stage_layouts import holding_stages
@@ -136,16 +136,13 @@ def _weights(
         adapters: Their rank and target layers, where they alone are handed over.
     """
     parameters = model_parameters(resolve_model_path(path), dtype="float32")
+    held = {pp: holding_stages(parameters, pp) for pp, _ in replicas}
     if adapters is not None:
         parameters = adapter_parameters(parameters, rank=adapters[0], targets=adapters[1])
+        held = {pp: adapter_stages(holding, parameters) for pp, holding in held.items()}
     placements = tp_placements(parameters)
     alike = [
-        MeshLayout(
-            parameters,
-            {"dp": len(list(of)), STAGE_AXIS: pp, "tp": tp},
-            placements,
-            holding_stages(parameters, pp),
-        )
+        MeshLayout(parameters, {"dp": len(list(of)), STAGE_AXIS: pp, "tp": tp}, placements, held[pp])
         for (pp, tp), of in groupby(replicas)
     ]
     return alike[0] if len(alike) == 1 else JoinedLayout(tuple(alike))

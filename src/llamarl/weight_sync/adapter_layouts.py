@@ -1,17 +1,18 @@
-"""What tensor parallelism makes of LoRA adapters, from the parameters that they are added to. Pure.
+"""What tensor parallelism and pipeline stages make of LoRA adapters, from the parameters that they are added to. Pure.
 
 W cut by rows ─▶ B cut by rows, A whole          W cut by columns ─▶ A cut by columns, B whole
+W on a stage  ─▶ A and B on that stage
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from llamarl.models.adapters import adapter_shapes
 from llamarl.weight_sync.layout import ParameterSpec
 from llamarl.weight_sync.model_layouts import ModelParameters
 
-__all__ = ["adapter_parameters"]
+__all__ = ["adapter_parameters", "adapter_stages"]
 
 
 def adapter_parameters(parameters: ModelParameters, *, rank: int, targets: Sequence[str]) -> ModelParameters:
@@ -37,3 +38,14 @@ def adapter_parameters(parameters: ModelParameters, *, rank: int, targets: Seque
         at_most=at_most,
         tp_sizes=parameters.tp_sizes,
     )
+
+
+def adapter_stages(holding: Mapping[str, tuple[int, ...]], adapters: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Adapter -> the stages that hold it: those of its layer's weight.
+
+    Args:
+        holding: Of the model's parameters, as ``stage_layouts.holding_stages`` says; empty with a single stage.
+    """
+    if not holding:
+        return {}
+    return {name: holding[f"{name.rpartition('.lora_')[0]}.weight"] for name in adapters}
