@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,7 @@ def _put_together(named: str) -> dict[str, Any]:
 
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", message="Slicing a flattened dim")
     if world > 1:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,

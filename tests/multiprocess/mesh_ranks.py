@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ from training_fixtures import make_groups
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.trainer import building
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.critic import Critic
+from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
+from llamarl.types import Group
 
 AXES = ("pp", "fsdp", "cp", "tp", "ep")
 ALONE = "1x1x1x1x1"
@@ -57,6 +61,34 @@ def train(trainer: Trainer, tick: int) -> dict[str, float]:
     return trainer.train(share(groups, trainer.layout.fsdp, trainer.layout.fsdp_rank), tick)
 
 
+def judge(folder: Path, family: str, named: str) -> dict[str, Any]:
+    """What a reference says of this rank's groups, and a critic of two batches, between which it learns."""
+    sizes = sizes_of(named)
+    reference = FrozenScorer(
+        folder / family,
+        ReferenceConfig(**sizes, max_tokens_per_microbatch=40, logprob_chunk_tokens=9),
+        AlgorithmConfig(kl_coef=0.01),
+        temperature=0.9,
+    )
+    config = CriticConfig(**sizes, max_tokens_per_microbatch=40, optimizer=OptimizerConfig(lr=1e-3))
+    critic = Critic(folder / family, config, AlgorithmConfig(advantage="gae"))
+
+    def own(tick: int) -> list[Group]:
+        return share(make_groups(seed=tick, **LENGTHS_DIFFER), sizes["fsdp"], reference.layout.fsdp_rank)
+
+    found: dict[str, Any] = {"reference": _rows(reference.score(own(0)), "reference_logprobs"), "critic": []}
+    for tick in range(2):
+        valued, metrics = critic.step(own(tick), tick)
+        found["critic"].append({"values": _rows(valued, "values"), "metrics": metrics})
+    return found
+
+
+def _rows(groups: list[Group], name: str) -> dict[str, list[float]]:
+    """Prompt and sample -> what was written beside its trained tokens; none on a stage that does not know it."""
+    told = [(r, getattr(r, name)) for group in groups for r in group.responses]
+    return {f"{r.prompt_index}.{r.sample_index}": row[r.loss_mask].tolist() for r, row in told if row is not None}
+
+
 def _refuse_whole_model(*args: object, **kwargs: object) -> None:
     raise AssertionError("a rank of a mesh asked for the whole model")
 
@@ -71,6 +103,7 @@ def _keep(trainer: Trainer, out: Path, what: str, metrics: Any) -> None:
 
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", message="Slicing a flattened dim")
     if world > 1:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,
@@ -95,6 +128,8 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         assert same == metrics
         for name, tensor in trainer.weights.state().items():
             assert torch.equal(tensor, again.weights.state()[name]), name
+        if family == "qwen3_moe" and (named == ALONE or sizes_of(named)["ep"] > 1):
+            (out / f"judged-{rank}.json").write_text(json.dumps(judge(folder, family, named)))
         if named != ALONE:
             elsewhere = make_trainer(folder, family, named)
             elsewhere.load(folder / f"{family}-{ALONE}" / "state")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -19,8 +20,8 @@ from llamarl.executors.config import GeneratorConfig
 from llamarl.import_path import check
 from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size, experts_of, why_experts_not_spread, why_heads_not_shared
-from llamarl.models.support import FAMILIES, Use, is_known, text_part, why_unsupported
-from llamarl.roles import MODEL_SECTIONS, Role, present_roles
+from llamarl.models.support import Use, text_part, why_unsupported
+from llamarl.roles import MODEL_SECTIONS, ROLES, Role, present_roles
 from llamarl.runtime.placement import available_cuda_devices
 from llamarl.types import Prompt
 
@@ -108,10 +109,10 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
     for role in spread:
         assert role.model is not None
         path = role.model.path(config)
-        _check_tensor_parallel(role, config, folder if path == config.model.path else path)
-        _check_pipeline(role, config, folder if path == config.model.path else path)
-        _check_context(role, config, folder if path == config.model.path else path)
-    _check_experts(config, folder)
+        for check_size in (_check_tensor_parallel, _check_pipeline, _check_context, _check_experts):
+            check_size(role, config, folder if path == config.model.path else path)
+    if not ROLES["evaluator"].present(config):  # evaluations are switched on and off, also on a resume
+        _check_tensor_parallel(ROLES["evaluator"], config, folder)
     ranks = {
         role.name: " * ".join(f"{role.section}.{name}" for name in _named_sizes(role, config))
         + f" = {' * '.join(str(role.size_of(config, (name,))) for name in _named_sizes(role, config))}"
@@ -190,12 +191,12 @@ def _check_context(role: Role, config: RunConfig, folder: Path | str) -> None:
         raise ConfigError(f"{key} = {cp}: {reason}")
 
 
-def _check_experts(config: RunConfig, folder: Path | str) -> None:
-    if (ep := config.trainer.ep) == 1:
+def _check_experts(role: Role, config: RunConfig, folder: Path | str) -> None:
+    if (ep := getattr(role.settings(config), "ep", 1)) == 1:
         return
     experts = experts_of(text_part(read_model_config(folder)))
-    if reason := why_experts_not_spread(experts, tp=config.trainer.tp, ep=ep):
-        raise ConfigError(f"trainer.ep = {ep}: {reason}")
+    if reason := why_experts_not_spread(experts, tp=role.size_of(config, ("tp",)), ep=ep):
+        raise ConfigError(f"{role.section}.ep = {ep}: {reason}")
 
 
 def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> None:
@@ -402,22 +403,18 @@ def check_lora(config: RunConfig) -> None:
     """Refuse adapters that cannot be made. Looks at no weights.
 
     Raises:
-        ConfigError: ``peft`` is not installed, or the model has no layers of the names that shall get one.
+        ConfigError: ``peft`` is not installed, or the model has no layers of the names that shall get one; it says which it has.
     """
     if not config.lora.rank:
         return
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("lora.rank > 0 needs the package peft: pip install 'llamarl[lora]', or set lora.rank to 0")
-    values = text_part(read_model_config(config.model.path))
-    kind = values["model_type"]  # there is one, see check_models
-    if is_known(values):
-        layers = FAMILIES[kind].linear_layers
-    else:
-        from llamarl.models.decoder import linear_layers
-        from llamarl.models.loading import load_model_config
+    from llamarl.models.decoder import adaptable_layers
+    from llamarl.models.loading import load_model_config
 
-        layers = linear_layers(load_model_config(config.model.path))
+    layers = adaptable_layers(load_model_config(config.model.path))
     if unknown := [name for name in config.lora.targets if name not in layers]:
         raise ConfigError(
-            f"lora.targets: {', '.join(unknown)} is no linear layer of {kind}'s decoder; it has {', '.join(layers)}"
+            f"lora.targets: {', '.join(unknown)} may have no adapter in this model; set lora.targets = {json.dumps(layers)}, or "
+            "some of these, or leave it out for all"
         )

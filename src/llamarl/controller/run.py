@@ -288,6 +288,11 @@ def _settle(
     config, recorded = with_settings(config, precisions), with_settings(recorded, precisions)
     engines = settled_engines(config, like, processor)
     config, recorded = with_settings(config, engines), with_settings(recorded, engines)
+    if config.lora.rank and not config.lora.targets:
+        from llamarl.models.adapters import with_targets
+
+        lora = with_targets(config.lora, folder)
+        config, recorded = dataclasses.replace(config, lora=lora), dataclasses.replace(recorded, lora=lora)
     try:
         _raise_all(
             lambda: check_parallel_sizes(config, folder, cores=sum(placement.cores_of.values()) or placement.cores),
@@ -309,6 +314,8 @@ def _settle(
         print(
             "trainer.activation_offload does nothing on a CPU: activations are in host memory anyway", file=sys.stderr
         )
+    if not config.evaluation.every and config.evaluation.dp * config.evaluation.tp > 1:
+        print("evaluation.dp and evaluation.tp do nothing: evaluation.every is 0", file=sys.stderr)
     if why := why_parts_gain_nothing(config):
         print(f"schedule.parts {config.schedule.parts} makes no step shorter here: {why}", file=sys.stderr)
     return Prepared(recorded, config, graph, placement, weight_edges, hosts)

@@ -6,6 +6,7 @@ merged:  W + (alpha / rank) * B @ A       one float32 product; the same function
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -22,9 +23,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llamarl.errors import FileError, ModelError
+from llamarl.models.decoder import adaptable_layers, decoder_layers
+from llamarl.models.loading import load_model_config
 from llamarl.models.parallel import ParameterShard
 from llamarl.models.sharded_loading import stored_weights
 from llamarl.reading import read_object
+from llamarl.trainer.config import LoraConfig
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -38,6 +42,7 @@ __all__ = [
     "merged",
     "read_adapter_folder",
     "whole_shards",
+    "with_targets",
     "write_adapter_folder",
 ]
 
@@ -60,28 +65,37 @@ def add_adapters(model: PreTrainedModel, *, rank: int, alpha: float, targets: Se
     """Freeze ``model`` and put an adapter beside each target layer, in place. The same seed gives the same adapters.
 
     Raises:
-        ModelError: The model has no layer of one of these names, or it is the output layer, which stays frozen: its weight
-            is multiplied chunk by chunk, without an adapter.
+        ModelError: The model has no layer of one of these names, or none that may have an adapter (``decoder.adaptable_layers``). The
+            output layer stays frozen: its weight is multiplied chunk by chunk, without an adapter.
     """
     import peft
 
-    head = model.get_output_embeddings()
-    names = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    }
-    if unknown := sorted(set(targets) - names):
+    if unknown := sorted(set(targets) - set(layers := adaptable_layers(model))):
         raise ModelError(
-            f"lora.targets: {', '.join(unknown)} is no linear layer inside {type(model).__name__}'s decoder; it has "
-            f"{', '.join(sorted(names))}"
+            f"lora.targets: {', '.join(unknown)} may have no adapter in {type(model).__name__}, but {', '.join(layers)} may"
         )
+    # not into the model itself, which peft would know by its type, and of some sparse ones take names of layers for experts
+    body = nn.ModuleList(decoder_layers(model))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(_peft_config(rank, alpha, targets), model)
+        peft.inject_adapter_in_model(_peft_config(rank, alpha, targets), body)
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+
+
+def with_targets(lora: LoraConfig, model_path: str | Path) -> LoraConfig:
+    """``lora`` with the layers named that get an adapter, where it leaves them to the model in ``model_path``.
+
+    Raises:
+        ModelError: The model has none that may.
+    """
+    if lora.targets:
+        return lora
+    config = load_model_config(model_path)
+    if not (layers := adaptable_layers(config)):
+        raise ModelError(f"lora.rank is {lora.rank}, but {config.model_type} has no linear layer inside: set it to 0")
+    return dataclasses.replace(lora, targets=layers)
 
 
 def base_name(name: str) -> str:
@@ -126,6 +140,7 @@ def adapter_shapes(
     shapes: Mapping[str, tuple[int, ...]], *, rank: int, targets: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the adapters beside the matrices whose layer is one of ``targets``."""
+    assert targets, "a run says as it begins which layers have adapters"
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if len(shape) == 2 and name.split(".")[-2] in targets:

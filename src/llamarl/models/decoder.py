@@ -7,8 +7,9 @@ from torch import nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from llamarl.errors import ModelError
+from llamarl.models.experts import expert_layers
 
-__all__ = ["cache_shape", "changes_with_length", "decoder_layers", "linear_layers", "logit_scale", "logit_softcap"]
+__all__ = ["adaptable_layers", "cache_shape", "changes_with_length", "decoder_layers", "logit_scale", "logit_softcap"]
 
 
 def cache_shape(config: PretrainedConfig) -> tuple[int, int, int]:
@@ -51,11 +52,22 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(found[0])
 
 
-def linear_layers(config: PretrainedConfig) -> tuple[str, ...]:
-    """Names of the linear layers inside the decoder, in their order; the output layer is not inside."""
-    with torch.device("meta"):
-        body = AutoModel.from_config(config.get_text_config(), trust_remote_code=False)
-    names = (name.rpartition(".")[2] for name, module in body.named_modules() if isinstance(module, nn.Linear))
+def adaptable_layers(model: PreTrainedModel | PretrainedConfig) -> tuple[str, ...]:
+    """Names of the linear layers, in their order, that may have an adapter beside them: those inside the layers of a decoder.
+
+    Of a sparse model those of its attention alone: ``peft`` takes the names of others (``gate_proj``, ...) for its experts, which are
+    no linear layers.
+    """
+    if isinstance(model, PretrainedConfig):
+        with torch.device("meta"):
+            model = AutoModel.from_config(model.get_text_config(), trust_remote_code=False)
+    inside = "att" if expert_layers(model) else ""
+    names = (
+        name.rpartition(".")[2]
+        for layer in decoder_layers(model)
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear) and inside in name
+    )
     return tuple(dict.fromkeys(names))
 
 

@@ -94,6 +94,8 @@ class ParallelLayout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    shard_mesh: DeviceMesh | None = None
+    """(pp, ``SHARD``, tp) of the same ranks, those of size 1 too; None where ``SHARD`` is one of ``AXES``, or of size 1."""
     expert_mesh: DeviceMesh | None = None
     """(pp, ``EXPERT_SHARD``, ep, tp) of the same ranks, those of size 1 too; None where ``ep`` is 1."""
 
@@ -163,19 +165,20 @@ class ParallelLayout:
 
     def along(self, axis: str) -> DeviceMesh:
         """The mesh of the ranks beside this one along one of ``AXES`` of more than one rank, or ``SHARD``."""
-        assert self.mesh is not None, "a single rank has no mesh"
-        return self.mesh[self._named(axis)]
+        mesh, named = self._mesh_of(axis)
+        return mesh[named]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Process group of ``along``."""
-        assert self.mesh is not None, "a single rank has no process group"
-        return self.mesh.get_group(self._named(axis))
+        mesh, named = self._mesh_of(axis)
+        return mesh.get_group(named)
 
-    def _named(self, axis: str) -> str:
-        """As the mesh calls it, which has ``SHARD`` only where two axes are more than one rank."""
-        if axis == SHARD and 1 in (self.fsdp, self.cp):
-            return "fsdp" if self.cp == 1 else "cp"
-        return axis
+    def _mesh_of(self, axis: str) -> tuple[DeviceMesh, str]:
+        """The mesh that has an axis, and what that one calls it."""
+        if axis == SHARD and self.shard_mesh is not None:
+            return self.shard_mesh, SHARD
+        assert self.mesh is not None, "a single rank has no mesh"
+        return self.mesh, axis if axis != SHARD else "fsdp" if self.cp == 1 else "cp"
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Sum over the ranks that hold other samples, in place."""
@@ -277,15 +280,14 @@ def make_layout(
         )
     if world == 1:
         return layout
-    axes = tuple(axis for axis in AXES if layout.size(axis) > 1)
-    mesh = init_device_mesh(torch.device(device).type, tuple(map(layout.size, axes)), mesh_dim_names=axes)
-    if "fsdp" in axes and "cp" in axes:
-        mesh["fsdp", "cp"]._flatten(SHARD)
-    expert_mesh = None
-    if ep > 1:
-        axes = ("pp", EXPERT_SHARD, "ep", "tp")
-        expert_mesh = init_device_mesh(torch.device(device).type, tuple(map(layout.size, axes)), mesh_dim_names=axes)
-    return dataclasses.replace(layout, mesh=mesh, expert_mesh=expert_mesh)
+
+    def of_axes(*axes: str) -> DeviceMesh:
+        return init_device_mesh(torch.device(device).type, tuple(map(layout.size, axes)), mesh_dim_names=axes)
+
+    mesh = of_axes(*(axis for axis in AXES if layout.size(axis) > 1))
+    shard_mesh = of_axes("pp", SHARD, "tp") if fsdp > 1 and cp > 1 else None
+    expert_mesh = of_axes("pp", EXPERT_SHARD, "ep", "tp") if ep > 1 else None
+    return dataclasses.replace(layout, mesh=mesh, shard_mesh=shard_mesh, expert_mesh=expert_mesh)
 
 
 def apply_tensor_parallel(

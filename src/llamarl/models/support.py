@@ -68,12 +68,7 @@ class Family:
 
     lacks: Mapping[Use, str] = field(default_factory=dict)
     """What it cannot be used for -> why."""
-    linear_layers: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear layers of its decoder: what ``lora.targets`` may name."""
 
-
-_LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 _NO_EXPERTS: Mapping[Use, str] = {"router_replay": "it has no experts"}
 _OTHER_LAYER: Mapping[Use, str] = {"compiled_kernels": "its layers are not those that these loops know"}
@@ -104,26 +99,23 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(lacks=_NO_EXPERTS),
     "gemma2": Family(lacks={**_NO_EXPERTS, **_OTHER_LAYER}),
     "gemma3_text": Family(lacks={**_NO_EXPERTS, **_OTHER_LAYER, **_NO_VALUE_FORM}),
-    "phi3": Family(
-        lacks={**_NO_EXPERTS, **_PACKED_PLAN}, linear_layers=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    ),
+    "phi3": Family(lacks={**_NO_EXPERTS, **_PACKED_PLAN}),
     "gemma": Family(lacks=_DENSE),
     "granite": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
     "smollm3": Family(lacks=_DENSE),
     "olmo2": Family(lacks={**_DENSE, **_NO_VALUE_FORM, **_PACKED_PLAN}),
     "olmo3": Family(lacks={**_DENSE, **_NO_VALUE_FORM, **_PACKED_PLAN}),
-    "glm4": Family(lacks={**_DENSE, **_PACKED_PLAN}, linear_layers=(*_ATTENTION_LAYERS, "gate_up_proj", "down_proj")),
-    "starcoder2": Family(lacks=_DENSE, linear_layers=(*_ATTENTION_LAYERS, "c_fc", "c_proj")),
+    "glm4": Family(lacks={**_DENSE, **_PACKED_PLAN}),
+    "starcoder2": Family(lacks=_DENSE),
     "stablelm": Family(lacks={**_DENSE, **_NO_PLAN, **_NO_STAGES}),
-    "phi": Family(lacks=_DENSE, linear_layers=("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")),
+    "phi": Family(lacks=_DENSE),
     "cohere": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
     "cohere2": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
-    "nemotron": Family(lacks={**_DENSE, **_NO_STAGES}, linear_layers=(*_ATTENTION_LAYERS, "up_proj", "down_proj")),
+    "nemotron": Family(lacks={**_DENSE, **_NO_STAGES}),
     "exaone4": Family(lacks=_DENSE),
     "ernie4_5": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
     "gpt_neox": Family(
         lacks={**_DENSE, **_NO_VALUE_FORM},
-        linear_layers=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     ),
     "gpt2": Family(
         lacks={
@@ -135,35 +127,21 @@ FAMILIES: Mapping[str, Family] = {
             "fp8": "its layers are convolutions in name, and only linear layers are quantized",
             "lora": "it has no linear layer inside: its own are convolutions in name",
         },
-        linear_layers=(),
     ),
     "opt": Family(
         lacks={**_DENSE, **_NO_VALUE_FORM, **_NO_PLAN, **_NO_STAGES},
-        linear_layers=("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
     ),
-    "qwen3_moe": Family(lacks=_SPARSE, linear_layers=_ATTENTION_LAYERS),
-    "olmoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM, **_PACKED_PLAN, **_NO_STAGES}, linear_layers=_ATTENTION_LAYERS),
-    "mixtral": Family(lacks=_SPARSE, linear_layers=_ATTENTION_LAYERS),
+    "qwen3_moe": Family(lacks=_SPARSE),
+    "olmoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM, **_PACKED_PLAN, **_NO_STAGES}),
+    "mixtral": Family(lacks=_SPARSE),
     "deepseek_v3": Family(
         lacks={
             **_SPARSE,
             **_WHOLE_ATTENTION,
             "pipeline": "the biases of its routers are not brought together from stages",
         },
-        linear_layers=(
-            "q_a_proj",
-            "q_b_proj",
-            "kv_a_proj_with_mqa",
-            "kv_b_proj",
-            "o_proj",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-        ),
     ),
-    "granitemoe": Family(
-        lacks={**_SPARSE, **_NO_SCORE_FORM, **_WHOLE_ATTENTION, **_NO_STAGES}, linear_layers=_ATTENTION_LAYERS
-    ),
+    "granitemoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM, **_WHOLE_ATTENTION, **_NO_STAGES}),
 }
 """``model_type`` -> family. Their tokens and gradients are tested against the library's own forward."""
 
@@ -184,9 +162,8 @@ NOT_COMPUTED: Mapping[str, str] = {
 _WITHOUT_KNOWLEDGE: tuple[Use, ...] = ("generate", "train", "replicate", "lora")
 _UNKNOWN = Family(
     lacks={use: "it is known of the families in docs/models.md alone" for use in USES if use not in _WITHOUT_KNOWLEDGE},
-    linear_layers=(),
 )
-"""Any other architecture. Whether it runs at all, the check before a run finds; its linear layers are looked up in the model."""
+"""Any other architecture. Whether it runs at all, the check before a run finds."""
 
 
 def why_unsupported(config: Mapping[str, Any], use: Use) -> str | None:

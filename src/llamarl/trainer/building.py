@@ -5,19 +5,19 @@ folder ─▶ read whole, or every rank its own part ─▶ prove the output lay
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llamarl.errors import ModelError
 from llamarl.models.adapters import add_adapters, base_name, base_parameters
 from llamarl.models.decoder import changes_with_length
-from llamarl.models.experts import num_experts, watch_experts
+from llamarl.models.experts import expert_layers, num_experts, watch_experts
 from llamarl.models.loading import load_model
 from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import (
@@ -95,7 +95,7 @@ def build_policy(
         section: Of the configuration, whose keys errors name.
 
     Raises:
-        ModelError: The model is not supported, or not with this ``tp``, ``pp`` or ``cp``.
+        ModelError: The model is not supported, or not with this ``tp``, ``pp``, ``cp`` or ``ep``.
         ValueError: ``temperature`` is 0.
     """
     attention = _attention(share_prompts, layout)
@@ -108,10 +108,7 @@ def build_policy(
     if replay:
         let_replay(model)
     experts = watch_experts(model)
-    if layout.ep > 1:
-        count = num_experts(experts[0]) if experts else 0
-        if reason := why_experts_not_spread(count, tp=layout.tp, ep=layout.ep):
-            raise ModelError(f"{section}.ep = {layout.ep}: {reason}")
+    _check_experts(experts, layout, section)
     transform = LogitTransform.of_model(model.config, temperature)
     check_output_layer(_small_copy(model.config, attention) if parts is not None else model, transform)
     names = tuple(name for name, _ in model.named_parameters())
@@ -158,11 +155,12 @@ def build_value_model(
     """This rank's part of the value model in ``model_path``, which may hold a language model; each rank reads it whole.
 
     Raises:
-        ModelError: The model has no value form, or does not divide by ``tp``, ``pp`` or ``cp``.
+        ModelError: The model has no value form, or does not divide by ``tp``, ``pp``, ``cp`` or ``ep``.
     """
     attention = _attention(share_prompts, layout)
     model = load_value_model(model_path, device=device, attention=attention)
     names = tuple(name for name, _ in model.named_parameters())
+    _check_experts(expert_layers(model), layout, "critic")
     _check_cuts(model.config, attention, layout, "critic")
     stage = cut_into_stage(model, layout.pp_rank, layout.pp, key="critic.pp")
     return _spread(model, lambda model: ValueModel(model, stage), layout, dtype, names=names)
@@ -192,6 +190,13 @@ def _attention(share_prompts: bool, layout: ParallelLayout) -> str:
     if layout.cp > 1:
         return CONTEXT_ATTENTION
     return "llamarl_shared_prompts" if share_prompts else "llamarl_packed"
+
+
+def _check_experts(experts: Sequence[nn.Module], layout: ParallelLayout, section: str) -> None:
+    """Refuse experts over ranks that cannot each have as many."""
+    count = num_experts(experts[0]) if experts else 0
+    if layout.ep > 1 and (reason := why_experts_not_spread(count, tp=layout.tp, ep=layout.ep)):
+        raise ModelError(f"{section}.ep = {layout.ep}: {reason}")
 
 
 def _check_cuts(config: PretrainedConfig, attention: str, layout: ParallelLayout, section: str) -> None:

@@ -147,13 +147,7 @@ class TrainerConfig:
         refuse(self._mistakes())
 
     def _mistakes(self) -> Iterator[Mistake]:
-        if self.fsdp * self.cp % self.ep:
-            yield Mistake(
-                "ep",
-                f"is {self.ep}, which does not divide the {self.fsdp * self.cp} ranks of fsdp {self.fsdp} and cp {self.cp} over which "
-                "experts are spread",
-                ("fsdp", "cp"),
-            )
+        yield from _expert_mistakes(self)
         if self.selection.shuffle == "advantage" and self.minibatches == 1 and not self.selection.tokens_per_step:
             yield Mistake(
                 "selection.shuffle",
@@ -222,16 +216,9 @@ class LoraConfig:
     alpha: PositiveFloat = 32.0
     """The adapters' product is multiplied by ``alpha / rank``."""
 
-    targets: Annotated[ListOf[str], IN_STATE, Field(min_length=1)] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
-    """Names of the linear layers that get one."""
+    targets: Annotated[ListOf[str], IN_STATE] = ()
+    """Names of the linear layers that get one. Empty: all inside the model's decoder, of a sparse model those of its attention; the
+    run's config.toml then names them."""
 
     hand_over: Literal["merged", "adapter"] = "merged"
     """"merged": generators receive whole weights, as without adapters. "adapter": they receive the adapters alone, far fewer
@@ -268,6 +255,9 @@ class ReferenceConfig:
     cp: PositiveInt = 1
     """Ranks over which each micro-batch's tokens are cut, >= 1; ``tp * cp`` divides the model's attention heads."""
 
+    ep: PositiveInt = 1
+    """Ranks over which the experts of a sparse model are spread, among the ``fsdp * cp`` ranks; as ``trainer.ep``."""
+
     threads: NonNegativeInt = 0
     """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
 
@@ -285,6 +275,9 @@ class ReferenceConfig:
 
     logprob_chunk_tokens: PositiveInt = 512
     """Tokens whose logits exist at once."""
+
+    def __post_init__(self) -> None:
+        refuse(_expert_mistakes(self))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -309,6 +302,9 @@ class CriticConfig:
 
     cp: PositiveInt = 1
     """Ranks over which each micro-batch's tokens are cut, >= 1; ``tp * cp`` divides the model's attention heads."""
+
+    ep: PositiveInt = 1
+    """Ranks over which the experts of a sparse model are spread, among the ``fsdp * cp`` ranks; as ``trainer.ep``."""
 
     threads: NonNegativeInt = 0
     """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
@@ -340,6 +336,20 @@ class CriticConfig:
 
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """The critic's own AdamW; its schedule counts ticks, as the policy's does."""
+
+    def __post_init__(self) -> None:
+        refuse(_expert_mistakes(self))
+
+
+def _expert_mistakes(section: TrainerConfig | ReferenceConfig | CriticConfig) -> Iterator[Mistake]:
+    """Whether the ranks over which experts are spread are among those of the section."""
+    if section.fsdp * section.cp % section.ep:
+        yield Mistake(
+            "ep",
+            f"is {section.ep}, which does not divide the {section.fsdp * section.cp} ranks of fsdp {section.fsdp} and cp {section.cp} "
+            "over which experts are spread",
+            ("fsdp", "cp"),
+        )
 
 
 def num_at_once(asked: int, *, threads: int, num_parameters: int, alone: bool = True, reentrant: bool = True) -> int:

@@ -66,7 +66,7 @@ class Critic(ShardedModel[ValueModel]):
             num_ticks: Length of the run, for schedules that fall.
 
         Raises:
-            ModelError: The model has no value form, or does not divide by ``tp``, ``pp`` or ``cp``.
+            ModelError: The model has no value form, or does not divide by ``tp``, ``pp``, ``cp`` or ``ep``.
             ValueError: ``fsdp * tp * pp * cp`` ranks are not there.
         """
         self.config, self.algorithm, self.num_ticks = config, algorithm, num_ticks
@@ -78,6 +78,7 @@ class Critic(ShardedModel[ValueModel]):
             tp=config.tp,
             pp=config.pp,
             cp=config.cp,
+            ep=config.ep,
             device=device,
             keys=("critic.fsdp", "critic.tp", "critic.pp", "critic.cp"),
         )
@@ -235,7 +236,7 @@ def write_critic(checkpoint: Path, config: RunConfig, folder: Path) -> None:
     Raises:
         CheckpointError: The critic's state cannot be read.
     """
-    alone = dataclasses.replace(config.critic, fsdp=1, tp=1, pp=1, cp=1, device="cpu")
+    alone = dataclasses.replace(config.critic, fsdp=1, tp=1, pp=1, cp=1, ep=1, device="cpu")
     path = config.critic.path or config.model.path
     critic = Critic(path, alone, config.algorithm, device="cpu", num_ticks=config.run.num_ticks)
     critic.load(checkpoint / "critic" / "state")

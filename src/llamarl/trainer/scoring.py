@@ -44,7 +44,7 @@ class FrozenScorer:
             temperature: The generator's.
 
         Raises:
-            ModelError: The model is not supported, or not with this ``tp``, ``pp`` or ``cp``.
+            ModelError: The model is not supported, or not with this ``tp``, ``pp``, ``cp`` or ``ep``.
             ValueError: ``fsdp * tp * pp * cp`` ranks are not there, or ``temperature`` is 0.
         """
         self.config, self.algorithm, self.device = config, algorithm, device
@@ -53,6 +53,7 @@ class FrozenScorer:
             tp=config.tp,
             pp=config.pp,
             cp=config.cp,
+            ep=config.ep,
             device=device,
             keys=("reference.fsdp", "reference.tp", "reference.pp", "reference.cp"),
         )

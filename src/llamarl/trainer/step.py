@@ -27,6 +27,7 @@ from torch import Tensor
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY, find_loss
 from llamarl.errors import TrainingDiverged
+from llamarl.models.adapters import with_targets
 from llamarl.models.decoder import changes_with_length
 from llamarl.models.experts import Routing, watching
 from llamarl.models.exported import ExportFacts
@@ -139,7 +140,7 @@ class Trainer(ShardedModel[Policy]):
         clipped. Tensors are on the device; reading them there and then would wait for it."""
         self.has_reference = has_reference or algorithm.kl_coef > 0
         self.loss = find_loss(algorithm.name)
-        lora = lora if lora is not None and lora.rank else None
+        lora = with_targets(lora, model_path) if lora is not None and lora.rank else None
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
         layout = make_layout(
             fsdp=config.fsdp,

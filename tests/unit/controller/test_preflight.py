@@ -89,8 +89,6 @@ def test_reference_and_critic_meshes_are_refused_like_the_trainers(on: dict[str,
 def test_every_tensor_parallel_size_must_divide_the_model(section: str, on: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=rf"{section}.tp = 7 does not divide.*sizes that fit: 1, 2"):
         check_parallel_sizes(validate(on or {section: {"tp": 7}}), FOLDER, cores=8)
-    if on:  # nobody minds the size of an executor that does not run
-        check_parallel_sizes(validate({section: {"tp": 7}}), FOLDER, cores=8)
 
 
 @pytest.mark.parametrize(
@@ -144,14 +142,61 @@ def test_pipeline_stages_that_the_model_does_not_have_are_refused(
         )
 
 
-def test_experts_are_spread_over_no_more_ranks_than_there_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("section", "sizes", "words"),
+    [
+        ("critic", ("fsdp", "tp", "pp", "cp", "ep"), "set algorithm.advantage to 'gae', 'turn_gae' or 'two_level_gae'"),
+        ("reference", ("fsdp", "tp", "pp", "cp", "ep"), "set algorithm.kl_coef above 0 or reference.enabled to true"),
+        ("reward_model", ("fsdp", "tp", "pp"), "set reward_model.path to its folder"),
+    ],
+)
+def test_ranks_of_an_executor_that_the_job_does_not_have_are_refused_with_what_asks_for_it(
+    section: str, sizes: tuple[str, ...], words: str
+) -> None:
+    for name in sizes:
+        validate({section: {name: 1}})
+        with pytest.raises(ConfigError, match=rf"{section}.{name} .*") as raised:
+            validate({section: {name: 2, "fsdp": 2}})  # ep is among the ranks of fsdp
+        told = [str(mistake) for mistake in raised.value.mistakes]
+        assert f"{section}.{name} is 2, but this job has no {section}: leave it out, or {words}" in told
+    with pytest.raises(ConfigError, match=f"{section}.tp .*>= 1"):
+        validate({section: {"tp": 0}})
+
+
+def test_ranks_of_an_executor_that_another_mistake_hides_are_not_told_as_one() -> None:
+    with pytest.raises(ConfigError) as raised:
+        validate({"algorithm": {"advantage": "gea"}, "critic": {"fsdp": 2}})
+    assert [mistake.key for mistake in raised.value.mistakes] == ["algorithm.advantage"]
+
+
+def test_an_evaluator_that_is_switched_off_keeps_its_ranks_which_are_checked_and_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    off = {"evaluation": {"every": 0, "tp": 2}, "generator": {"device": "cpu"}}
+    plan_run(validate(off))
+    assert "evaluation.dp and evaluation.tp do nothing: evaluation.every is 0" in capsys.readouterr().err
+    with pytest.raises(ModelError, match=r"evaluation.tp = 7 does not divide.*sizes that fit: 1, 2"):
+        check_parallel_sizes(validate({"evaluation": {"every": 0, "tp": 7}}), FOLDER, cores=8)
+
+
+@pytest.mark.parametrize(
+    ("section", "on"),
+    [("trainer", {}), ("reference", {"reference": {"enabled": True}}), ("critic", {"algorithm": {"advantage": "gae"}})],
+)
+def test_experts_are_spread_over_no_more_ranks_than_there_are(section: str, on: dict[str, Any], tmp_path: Path) -> None:
     for described, wanted in (
-        ({"model_type": "llama"}, "trainer.ep = 4: this model has no experts; set it to 1"),
-        ({"model_type": "qwen3_moe", "num_experts": 6}, "trainer.ep = 4: it does not divide 6 experts; .* 1, 2, 3, 6"),
+        ({"model_type": "llama"}, f"{section}.ep = 4: this model has no experts; set it to 1"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 6},
+            f"{section}.ep = 4: it does not divide 6 experts; .* 1, 2, 3, 6",
+        ),
     ):
         (tmp_path / "config.json").write_text(json.dumps(described))
         with pytest.raises(ConfigError, match=wanted):
-            check_parallel_sizes(validate({"trainer": {"fsdp": 4, "ep": 4, "device": "cpu"}}), tmp_path, cores=8)
+            of = {**on, section: {**on.get(section, {}), "fsdp": 4, "ep": 4, "device": "cpu"}}
+            check_parallel_sizes(validate(of), tmp_path, cores=8)
+    with pytest.raises(ConfigError, match=f"{section}.ep is 3, which does not divide the 4 ranks of fsdp 4 and cp 1"):
+        validate({**on, section: {**on.get(section, {}), "fsdp": 4, "ep": 3}})
 
 
 def test_what_cannot_lie_in_stages_is_refused(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_what_makes_no_sense_is_refused(kinds: list[dict[str, Any]], generator: 
 
 
 def test_each_kind_takes_its_own_part_of_adapters_that_travel_alone() -> None:
-    lora = ["--run.dir", "unused", "--lora.rank", "2", "--lora.hand_over", "adapter"]
+    lora = ["--run.dir", "unused", "--lora.rank", "2", "--lora.hand_over", "adapter", "--lora.targets", '["up_proj"]']
     layout = generator_weights(load_config(None, [*lora, "--generator.replicas", "[{tp = 2}, {}]"]))
     assert layout is not None and layout.num_ranks == 3
     name = "model.layers.0.mlp.up_proj.lora_B.default.weight"

@@ -28,13 +28,15 @@ from training_fixtures import make_groups
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.config import RunConfig, validate
 from llamarl.controller.preflight import check_models
-from llamarl.controller.run import plan_run, start_run
+from llamarl.controller.run import plan_run, prepare, start_run
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.lean_decoder import why_kernels_unsupported
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import ConfigError, LlamaRLError, ModelError
 from llamarl.executors.self_check import find_differences
+from llamarl.models.adapters import adapter_shapes, base_parameters
+from llamarl.models.decoder import adaptable_layers
 from llamarl.models.folders import read_model_config, resolve_model_path
 from llamarl.models.loading import load_model
 from llamarl.models.parallel import _STYLES
@@ -49,6 +51,7 @@ from llamarl.trainer.critic import Critic
 from llamarl.trainer.reward_scoring import RewardScorer
 from llamarl.trainer.step import Trainer
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4},
 }
@@ -97,9 +100,10 @@ def generate(folder: Path, quantization: str = "none") -> None:
     assert len(sequence.tokens) == 2
 
 
-def train(folder: Path, lora: LoraConfig | None = None) -> None:
+def train(folder: Path, lora: LoraConfig | None = None) -> Trainer:
     trainer = Trainer(folder, TrainerConfig(), OptimizerConfig(lr=1e-3), AlgorithmConfig(), temperature=1.0, lora=lora)
     assert trainer.train(make_groups(), 0)["grad_norm"] > 0
+    return trainer
 
 
 def learn_values(folder: Path) -> None:
@@ -139,8 +143,29 @@ def cut(folder: Path) -> None:
         raise ModelError("attention is left whole")
 
 
+TARGETS = {
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "glm4": (*ATTENTION, "gate_up_proj", "down_proj"),
+    "starcoder2": (*ATTENTION, "c_fc", "c_proj"),
+    "phi": ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"),
+    "nemotron": (*ATTENTION, "up_proj", "down_proj"),
+    "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "opt": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
+    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    **dict.fromkeys(("qwen3_moe", "olmoe", "mixtral", "granitemoe"), ATTENTION),
+}
+"""Family -> where adapters lie by default; all others have Llama's layers."""
+
+
 def adapters(folder: Path, family: str) -> None:
-    train(folder, LoraConfig(rank=2, targets=FAMILIES[family].linear_layers or ("c_attn",)))
+    """Beside the layers of the default, and what is handed over knows of every parameter that is trained."""
+    lora = LoraConfig(rank=2)
+    trainer = train(folder, lora)
+    targets = TARGETS.get(family, (*ATTENTION, "gate_proj", "up_proj", "down_proj"))
+    assert trainer.lora is not None and set(trainer.lora.targets) == set(targets)
+    learning = {name for name, p in trainer.policy.model.named_parameters() if p.requires_grad}
+    shapes = {name: tuple(p.shape) for name, p in base_parameters(trainer.policy.model).items()}
+    assert learning == set(adapter_shapes(shapes, rank=2, targets=targets))
 
 
 def done(use: Use, folder: Path, family: str) -> None:
@@ -194,10 +219,7 @@ def test_a_family_does_what_the_table_says_and_nothing_else(folders: Path, famil
 @pytest.mark.parametrize("use", ASKED)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "olmo2", "gpt2", "mixtral"])  # each way of lacking
 def test_a_dry_run_takes_what_the_table_says(folders: Path, family: str, use: Use) -> None:
-    asked = dict(ASKED[use])
-    if use == "lora":
-        asked["lora"] = {"rank": 2, "targets": list(FAMILIES[family].linear_layers) or ["c_attn"]}
-    config = recipe(folders / family, **asked)
+    config = recipe(folders / family, **ASKED[use])
     if why_unsupported(read_model_config(folders / family), use) is None:
         assert "# placement" in plan_run(config)
     else:
@@ -205,18 +227,41 @@ def test_a_dry_run_takes_what_the_table_says(folders: Path, family: str, use: Us
             plan_run(config)
 
 
-def test_layers_that_the_family_does_not_have_are_no_target_of_adapters(folders: Path) -> None:
-    with pytest.raises(ConfigError, match="q_proj, k_proj.* is no linear layer of phi3's decoder; it has qkv_proj"):
-        plan_run(recipe(folders / "phi3", lora={"rank": 2}))
+def test_layers_that_the_model_does_not_have_are_no_target_of_adapters(folders: Path) -> None:
+    for family, asked, has in (
+        ("phi3", "q_proj", '"o_proj", "qkv_proj", "gate_up_proj", "down_proj"'),
+        ("qwen3_moe", "gate_proj", '"q_proj", "k_proj", "v_proj", "o_proj"'),  # of the layer without experts
+    ):
+        line = rf"lora.targets: {asked} may have no adapter.*; set lora.targets = \[{has}\]"
+        with pytest.raises(ConfigError, match=line):
+            plan_run(recipe(folders / family, lora={"rank": 2, "targets": ["o_proj", asked]}))
+
+
+def test_a_run_says_which_layers_have_adapters_where_its_recipe_does_not(folders: Path) -> None:
+    config = recipe(folders / "qwen3_moe", lora={"rank": 2})
+    assert config.lora.targets == ()
+    assert set(prepare(config).config.lora.targets) == set(ATTENTION)
+    assert prepare(recipe(folders / "llama")).config.lora.targets == ()  # which has none
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize("q_lora_rank", [None, 24])
+def test_adapters_of_latent_attention_lie_where_its_configuration_has_layers(
+    kind: str, q_lora_rank: int | None
+) -> None:
+    own = {key: value for key, value in tiny_config("deepseek_v3").to_dict().items() if key != "model_type"}
+    config = AutoConfig.for_model(kind, **{**own, "q_lora_rank": q_lora_rank})
+    queries = ["q_proj"] if q_lora_rank is None else ["q_a_proj", "q_b_proj"]
+    assert list(adaptable_layers(config)) == [*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
 def test_a_family_outside_the_table_gets_what_needs_no_knowledge(folders: Path, tmp_path: Path) -> None:
     AutoConfig.for_model("arcee", **_SHAPE).save_pretrained(tmp_path)
     for file in (folders / "llama").glob("tokenizer*"):
         shutil.copy(file, tmp_path)
-    for asked in ({}, {"generator": {"dp": 2}}, {"lora": {"rank": 2, "targets": ["q_proj", "up_proj"]}}):
+    for asked in ({}, {"generator": {"dp": 2}}, {"lora": {"rank": 2}}):
         assert "# placement" in plan_run(recipe(tmp_path, **asked))
-    with pytest.raises(ConfigError, match="gate_proj is no linear layer of arcee's decoder; it has q_proj, k_proj"):
+    with pytest.raises(ConfigError, match=r'gate_proj may have no adapter.*; set lora.targets = \["q_proj", "k_proj"'):
         plan_run(recipe(tmp_path, lora={"rank": 2, "targets": ["gate_proj"]}))
     for asked in (
         {"generator": {"tp": 2}},
