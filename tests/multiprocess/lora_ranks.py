@@ -28,15 +28,20 @@ RANK, ALPHA = 3, 12.0
 SEED = 7
 
 
-def make_trainer(folder: Path, family: str, sizes: tuple[int, int, int], hand_over: str, dtype: str) -> Trainer:
-    pp, fsdp, tp = sizes
+def sizes_of(named: str) -> dict[str, int]:
+    """``1x2x1`` or ``1x2x1x2x2``, of which those left out are 1."""
+    sizes = [*map(int, named.split("x")), 1, 1]
+    return dict(zip(("pp", "fsdp", "tp", "cp", "ep"), sizes, strict=False))
+
+
+def make_trainer(folder: Path, family: str, named: str, hand_over: str, dtype: str) -> Trainer:
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     if "moe" not in family:
         targets += ("gate_proj", "up_proj", "down_proj")
     return Trainer(
         folder / family,
         TrainerConfig(
-            pp=pp, fsdp=fsdp, tp=tp, dtype=dtype, max_tokens_per_microbatch=48, logprob_chunk_tokens=9,
+            **sizes_of(named), dtype=dtype, max_tokens_per_microbatch=48, logprob_chunk_tokens=9,
             activation_checkpointing="selective",
         ),
         OptimizerConfig(lr=1e-3, weight_decay=0.01),
@@ -71,25 +76,24 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         building.load_model = _refuse_whole_model  # type: ignore[assignment]
     for case in cases:
         family, named, dtype = case.split(":")
-        pp, fsdp, tp = (int(n) for n in named.split("x"))
         out = folder / f"{family}-{named}-{dtype}"
         out.mkdir(exist_ok=True)
-        trainer = make_trainer(folder, family, (pp, fsdp, tp), "adapter", dtype)
+        trainer = make_trainer(folder, family, named, "adapter", dtype)
         _keep(trainer, out, "first")
         metrics = []
         for tick in range(NUM_TICKS):
             if tick == NUM_TICKS - 1:
                 trainer.save(out / "state")
-                trainer = make_trainer(folder, family, (pp, fsdp, tp), "adapter", dtype)
+                trainer = make_trainer(folder, family, named, "adapter", dtype)
                 trainer.load(out / "state")
             groups = make_groups(seed=tick, **LENGTHS_DIFFER)
-            metrics.append(trainer.train(share(groups, fsdp, trainer.layout.fsdp_rank), tick))
+            metrics.append(trainer.train(share(groups, trainer.layout.fsdp, trainer.layout.fsdp_rank), tick))
         (out / f"{rank}.json").write_text(json.dumps(metrics))
         _keep(trainer, out, "adapter")
         trainer.export_adapter(out / "adapter")
         trainer.export(out / "model_of_adapter")
         trainer.save(out / "final")
-        merged = make_trainer(folder, family, (pp, fsdp, tp), "merged", dtype)
+        merged = make_trainer(folder, family, named, "merged", dtype)
         merged.load(out / "final")
         _keep(merged, out, "merged")
         merged.export(out / "model")

@@ -1,5 +1,5 @@
-"""Adapters on models that lie over FSDP2 x tensor-parallel ranks x pipeline stages, over gloo, against one process: first values,
-metrics of three ticks, both ways of hand-over, exports, states in another layout.
+"""Adapters on models that lie over FSDP2 x context- x tensor- x expert-parallel ranks x pipeline stages, over gloo, against one process:
+first values, metrics of three ticks, both ways of hand-over, exports, states in another layout.
 
 Tolerances are those of ``test_trainer_parallel``: relative 1e-4 for metrics and gradient norms, absolute 2e-5 for weights.
 """
@@ -28,13 +28,13 @@ NUM_LAYERS = 3
 ONE_HEAD = "one_head"
 """Qwen3 with one key-value head and biases: both ranks of ``tp 2`` hold it."""
 FAMILIES = ("llama", "qwen3", "gemma2", "qwen3_moe", ONE_HEAD)
-SHORT = {"llama:2x2x1", f"{ONE_HEAD}:1x2x2"}
-"""Stages, FSDP2 ranks, tensor-parallel ranks."""
+SHORT = {"qwen3_moe:2x2x1x1x2", f"{ONE_HEAD}:1x2x2"}
+"""Stages, FSDP2 ranks, tensor-parallel ranks; of five numbers the last two are context- and expert-parallel ranks, the latter among the others."""
 LAYOUTS = {
-    "llama": ("2x2x2", "2x2x1", "1x2x1", "1x1x2", "3x1x1", "1x4x1", "1x1x4", "1x2x2"),
+    "llama": ("2x2x2", "2x2x1", "1x2x1", "1x1x2", "3x1x1", "1x4x1", "1x1x4", "1x2x2", "1x1x1x2x1", "1x2x2x2x1"),
     "qwen3": ("2x1x2", "1x2x2"),
     "gemma2": ("1x2x2", "2x2x1"),
-    "qwen3_moe": ("1x2x1", "1x1x2", "1x2x2"),
+    "qwen3_moe": ("1x2x1", "1x1x2", "1x2x2", "2x2x1x1x2", "1x2x1x2x2", "1x2x2x1x2"),
     ONE_HEAD: ("1x2x2",),
 }
 CASES = [
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def _world(sizes: str) -> int:
-    return math.prod(int(n) for n in sizes.split("x"))
+    return math.prod(n for axis, n in lora_ranks.sizes_of(sizes).items() if axis != "ep")
 
 
 def _launch(folder: Path, world: int, cases: list[str]) -> None:
@@ -151,7 +151,7 @@ def test_exports_are_those_of_one_process(runs: Path, family: str, sizes: str) -
 @pytest.mark.parametrize(("family", "sizes"), CASES)
 def test_a_state_that_many_ranks_saved_goes_on_in_one_process(runs: Path, family: str, sizes: str) -> None:
     def go_on(named: str) -> tuple[dict[str, torch.Tensor], Any]:
-        trainer = lora_ranks.make_trainer(runs, family, (1, 1, 1), "adapter", "float32")
+        trainer = lora_ranks.make_trainer(runs, family, "1x1x1", "adapter", "float32")
         trainer.load(runs / f"{family}-{named}-float32" / "final")
         tensors = {name: tensor.detach().clone() for name, tensor in trainer.parameters_for_sync().items()}
         return tensors, trainer.train(make_groups(seed=9), lora_ranks.NUM_TICKS)

@@ -29,17 +29,22 @@ HALVES = ("2x1", "1x2")
 WHOLE = ("2x2", "1x4")
 """Four ranks; the models have two key-value heads, so that of four tensor-parallel ranks two hold the same one."""
 LAYOUTS = (*HALVES, *WHOLE)
-WHOLE_FIRST = [pytest.param(sizes, marks=() if sizes == "2x2" else pytest.mark.long) for sizes in (*HALVES, "2x2")]
-SMALLEST, EXPORTED = FAMILIES[:2]
-CASES = [
-    pytest.param(family, sizes, marks=() if family == SMALLEST or sizes in WHOLE else pytest.mark.long)
-    for family in FAMILIES
-    for sizes in LAYOUTS
-]
-"""The other families' two halves of a mesh take as long again as all the rest."""
 ONE_HEAD = "one_head"
 """Qwen3 with one key-value head and biases: both ranks of ``tp 2`` hold it, and FSDP2 cuts its rows over two more."""
-CASES.append(pytest.param(ONE_HEAD, "2x2"))
+SMALLEST, EXPORTED = FAMILIES[:2]
+SHORT = {f"{SMALLEST}:2x2", f"{SMALLEST}:1x4", "qwen3:2x2", "gemma2:2x2", f"{ONE_HEAD}:2x2"}
+"""The whole mesh stands for its halves, the first family for others on four tensor-parallel ranks. A sparse one trains on such ranks
+in ``test_trainer_pipeline`` and ``test_equality_matrix``."""
+CASES = [
+    pytest.param(family, sizes, marks=() if f"{family}:{sizes}" in SHORT else pytest.mark.long)
+    for family, sizes in (*((family, sizes) for family in FAMILIES for sizes in LAYOUTS), (ONE_HEAD, "2x2"))
+]
+WHOLE_FIRST = [pytest.param(sizes, marks=() if sizes == "2x2" else pytest.mark.long) for sizes in (*HALVES, "2x2")]
+OF_SMALLEST = [pytest.param(case.values[1], marks=case.marks) for case in CASES if case.values[0] == SMALLEST]
+
+
+def _world(sizes: str) -> int:
+    return math.prod(int(n) for n in sizes.split("x"))
 
 
 def _launch(folder: Path, world: int, cases: list[str]) -> None:
@@ -59,7 +64,7 @@ def _launch(folder: Path, world: int, cases: list[str]) -> None:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All layouts of all families that are asked for, each set of processes started once."""
     own = [item for item in request.session.items if item.path == request.path]
-    in_halves = FAMILIES if any(item.get_closest_marker("long") for item in own) else [SMALLEST]
+    long = any(item.get_closest_marker("long") for item in own)
     folder = tmp_path_factory.mktemp("ranks")
     for family in FAMILIES:
         write_model(folder / family, family)
@@ -67,15 +72,13 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     config = write_model(folder / "scaled", "qwen3") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"logits_scaling": 8.0}))
     rounded = "qwen3:{}:bfloat16"
-    alone = [f"{family}:1x1:float32" for family in (*FAMILIES, ONE_HEAD)]
-    _launch(folder, 1, [*alone, rounded.format("1x1"), "llama:1x1:plans"])
-    cases = [f"{family}:{sizes}:float32" for family in in_halves for sizes in HALVES]
+    cases = [":".join([*case.values, "float32"]) for case in CASES if long or not case.marks]
     others = (rounded, "llama:{}:plans", "llama:{}:refusals")
-    if in_halves == FAMILIES:  # else the whole mesh stands for its halves
-        cases += [kind.format(sizes) for kind in others for sizes in HALVES]
-    _launch(folder, 2, cases)
-    cases = [f"{family}:{sizes}:float32" for family in FAMILIES for sizes in WHOLE] + [f"{ONE_HEAD}:2x2:float32"]
-    _launch(folder, 4, cases + [kind.format("2x2") for kind in others])
+    cases += [kind.format(case.values[0]) for case in WHOLE_FIRST if long or not case.marks for kind in others]
+    alone = {f"{case.split(':')[0]}:1x1:float32" for case in cases}
+    _launch(folder, 1, [*sorted(alone), rounded.format("1x1"), "llama:1x1:plans"])
+    for world in sorted({_world(case.split(":")[1]) for case in cases}):
+        _launch(folder, world, [case for case in cases if _world(case.split(":")[1]) == world])
     return folder
 
 
@@ -112,7 +115,7 @@ def test_parts_of_all_ranks_make_the_weights_of_one_process(runs: Path, family: 
         assert covered.all(), name
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS)
+@pytest.mark.parametrize("sizes", OF_SMALLEST)
 def test_ranks_hold_a_share_not_the_model(runs: Path, sizes: str) -> None:
     fsdp, tp = (int(n) for n in sizes.split("x"))
     _, (whole,) = _read(runs, "llama", "1x1")
@@ -169,7 +172,7 @@ def test_bfloat16_compute_on_a_mesh_is_that_of_one_process_to_its_rounding(runs:
         assert got["entropy"] == pytest.approx(alone["entropy"], rel=0.01)
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS)
+@pytest.mark.parametrize("sizes", OF_SMALLEST)
 def test_a_critic_on_a_mesh_values_and_learns_as_one_process_does(runs: Path, sizes: str) -> None:
     alone = json.loads((runs / "llama-1x1" / "critic-0.json").read_text())
     fsdp, tp = (int(n) for n in sizes.split("x"))

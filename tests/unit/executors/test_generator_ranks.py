@@ -76,7 +76,7 @@ def test_each_rank_of_each_replica_holds_its_part_of_the_heads_and_all_of_what_i
 def test_adapters_are_cut_as_the_weights_beside_them() -> None:
     sizes = ("--generator.tp", "2", "--evaluation.dp", "2", "--evaluation.tp", "4", "--lora.rank", "3")
     config = _config(
-        *sizes, "--lora.hand_over", "adapter", "--lora.targets", '["q_proj", "k_proj", "o_proj", "up_proj"]'
+        *sizes, "--lora.hand_over", "adapter", "--lora.targets", '["q_proj", "k_proj", "v_proj", "down_proj"]'
     )
     whole = generator_weights(_config(*sizes))
     generator, evaluator = generator_weights(config), evaluator_weights(config)
