@@ -58,13 +58,15 @@ def adaptable_layers(model: PreTrainedModel | PretrainedConfig) -> tuple[str, ..
     Of a sparse model those of its attention alone: ``peft`` takes the names of others (``gate_proj``, ...) for its experts, which are
     no linear layers.
     """
-    if isinstance(model, PretrainedConfig):
+    if isinstance(model, PreTrainedModel):
+        body = model
+    else:
         with torch.device("meta"):
-            model = AutoModel.from_config(model.get_text_config(), trust_remote_code=False)
-    inside = "att" if expert_layers(model) else ""
+            body = AutoModel.from_config(model.get_text_config(), trust_remote_code=False)
+    inside = "att" if expert_layers(body) else ""
     names = (
         name.rpartition(".")[2]
-        for layer in decoder_layers(model)
+        for layer in decoder_layers(body)
         for name, module in layer.named_modules()
         if isinstance(module, nn.Linear) and inside in name
     )
