@@ -134,6 +134,8 @@ class Role:
     """Keys of the section whose product are its ranks, the data-parallel one first."""
     model_sizes: tuple[str, ...] = ()
     """Those of ``sizes`` over which one model is spread. Where their product is above 1 the ranks share a process group."""
+    close: tuple[str, ...] = ("tp",)
+    """Those of ``sizes`` whose neighbouring ranks talk most: in every layer."""
     model: Model | None = None
     products: tuple[Product, ...] = ()
     optimizer: str = ""
@@ -165,12 +167,12 @@ class Role:
         return (unit,) * (self.size_of(config, self.sizes) // unit)
 
     def units(self, config: RunConfig) -> int | tuple[tuple[int, int], ...]:
-        """Neighbouring ranks that talk most, its tensor-parallel ones; of unlike replicas (how many ranks, how often) of each kind."""
+        """Neighbouring ranks that talk most, by ``close``; of unlike replicas (how many ranks, how often) of each kind."""
         settings = self.settings(config)
         if self._has_unlike(config):
             stages = ((kind, kind.pp or settings.pp) for kind in settings.replicas)
             return tuple((kind.tp or settings.tp, kind.dp * pp) for kind, pp in stages)
-        return int(getattr(settings, "tp", 1))
+        return math.prod(int(getattr(settings, name, 1)) for name in self.close)
 
     def _has_unlike(self, config: RunConfig) -> bool:
         return bool(getattr(self.settings(config), "replicas", ()))
@@ -218,8 +220,9 @@ ROLES: Mapping[str, Role] = {
             ),
             writes=("completions",),
             section="generator",
-            sizes=("dp", "tp", "pp"),
-            model_sizes=("tp", "pp"),
+            sizes=("dp", "tp", "pp", "cp"),
+            model_sizes=("tp", "pp", "cp"),
+            close=("tp", "cp"),
             model=Model(uses=_generates),
         ),
         Role(

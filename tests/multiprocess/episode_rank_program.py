@@ -33,7 +33,7 @@ FAILS_AT = 5
 def main(rank: int, axis: str, folder: Path) -> None:
     """
     Args:
-        axis: Over which the model lies on two ranks, ``tp`` or ``pp``; empty: it is on one.
+        axis: Over which the engine lies on two ranks, ``tp``, ``pp`` or ``cp``; empty: it is on one.
     """
     torch.set_num_threads(1)
     layout = None
@@ -45,7 +45,7 @@ def main(rank: int, axis: str, folder: Path) -> None:
             world_size=2,
             timeout=timedelta(seconds=60),
         )
-        layout = make_layout(fsdp=1, **{"tp": 1, axis: 2}, device="cpu", keys=("dp", "tp", "pp"))  # type: ignore[arg-type]
+        layout = make_layout(fsdp=1, **{"tp": 1, axis: 2}, device="cpu", keys=("dp", "tp", "pp", "cp"))  # type: ignore[arg-type]
     task = TaskConfig(
         name="episodes",
         environment=f"{ENVIRONMENTS}:Ledgers",

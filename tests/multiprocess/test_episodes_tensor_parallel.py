@@ -1,4 +1,4 @@
-"""Episodes on two tensor-parallel ranks, or two pipeline stages: one has the environments, both play the same."""
+"""Episodes on two ranks, of whichever kind: one has the environments, both play the same."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import episode_rank_program
 def test_two_ranks_hear_the_same_replies_and_play_what_one_plays_alone(tmp_path: Path) -> None:
     ranks = [
         SERVER.Process(target=episode_rank_program.main, args=(rank, axis, tmp_path))
-        for axis, rank in (("", 0), ("tp", 0), ("tp", 1), ("pp", 0), ("pp", 1))
+        for axis, rank in (("", 0), ("tp", 0), ("tp", 1), ("pp", 0), ("pp", 1), ("cp", 0), ("cp", 1))
     ]
     for rank in ranks:
         rank.start()
     try:
         for rank in ranks:
             rank.join(timeout=120)
-        assert [rank.exitcode for rank in ranks] == [0] * 5  # a rank's traceback is in the captured stderr
+        assert [rank.exitcode for rank in ranks] == [0] * 7  # a rank's traceback is in the captured stderr
     finally:
         for rank in ranks:
             rank.kill()
     alone = json.loads((tmp_path / "-0.json").read_text())
     assert sum(len(sequence["turns"]) for sequence in alone) > 2 * len(alone)
     assert [sequence["reason"] for sequence in alone].count("error") == 1  # a failure is heard by all too
-    for axis in ("tp", "pp"):
+    for axis in ("tp", "pp", "cp"):
         first, second = (json.loads((tmp_path / f"{axis}-{rank}.json").read_text()) for rank in (0, 1))
         assert first == second == alone
         # where replies join on arrival, what the first rank has seen decides for both

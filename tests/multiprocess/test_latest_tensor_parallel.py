@@ -1,4 +1,4 @@
-"""``schedule.weights = "latest"`` on two tensor-parallel ranks or two pipeline stages: both swap before the same step, once both have the version."""
+"""``schedule.weights = "latest"`` on two ranks, of whichever kind: both swap before the same step, once both have the version."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from forked_command import SERVER
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import latest_ranks
 
 
-def test_ranks_swap_together_when_the_last_of_them_has_the_version_and_a_log_repeats_them(tmp_path: Path) -> None:
-    places = [("", 0), ("tp", 0), ("tp", 1), ("pp", 0), ("pp", 1)]
+@pytest.mark.parametrize("axes", [("tp", "pp"), pytest.param(("cp",), marks=pytest.mark.long)], ids=" and ".join)
+def test_ranks_swap_together_when_the_last_of_them_has_the_version_and_a_log_repeats_them(
+    tmp_path: Path, axes: tuple[str, ...]
+) -> None:
+    places = [("", 0), *((axis, rank) for axis in axes for rank in range(2))]
     ranks = [SERVER.Process(target=latest_ranks.main, args=(rank, axis, tmp_path)) for axis, rank in places]
     for rank in ranks:
         rank.start()
     try:
         for rank in ranks:
             rank.join(timeout=120)
-        assert [rank.exitcode for rank in ranks] == [0] * 5  # a rank's traceback is in the captured stderr
+        assert [rank.exitcode for rank in ranks] == [0] * len(places)  # a rank's traceback is in the captured stderr
     finally:
         for rank in ranks:
             rank.kill()
     alone, *both = (json.loads((tmp_path / (axis or "alone") / f"{rank}.json").read_text()) for axis, rank in places)
-    for first, second in (both[:2], both[2:]):
+    for first, second in zip(both[::2], both[1::2], strict=True):
         assert [event["swaps"] for event in first["events"]] == [
             [[0, 0]],
             [[0, 0], [9, 1]],

@@ -101,7 +101,10 @@ def run(args: argparse.Namespace) -> int:
             raise PlanError("generator.replicas names several kinds: say one of them, --generator tp=T,replicas=R")
         of_recipe = recipe.trainer
         trainer = {"fsdp": of_recipe.fsdp, "cp": of_recipe.cp, "tp": of_recipe.tp, "pp": of_recipe.pp} | trainer
-        generator = {"tp": getattr(recipe.generator, "tp", 1), "replicas": recipe.generator.dp} | generator
+        generator = {
+            "tp": getattr(recipe.generator, "tp", 1),
+            "replicas": recipe.generator.dp * recipe.generator.cp,
+        } | generator
         staleness = recipe.schedule.max_staleness
         dtype = recipe.generator.served_dtype
         if dtype == "auto":

@@ -244,7 +244,7 @@ def why_graphs_unsupported(config: Any, *, device: torch.device, num_ranks: int)
 
     Args:
         config: The model's.
-        num_ranks: Tensor-parallel ranks.
+        num_ranks: Of the engine.
     """
     if device.type != "cuda":
         return f"they need a CUDA device, the engine computes on {device.type}"
@@ -254,7 +254,7 @@ def why_graphs_unsupported(config: Any, *, device: torch.device, num_ranks: int)
     if why_unsupported(values, "int8"):  # its experts, whose tokens are counted on the host in every step
         return f"layers of {config.model_type} are not those of a dense decoder"
     if num_ranks > 1:
-        return "with tensor parallelism a step holds collectives"
+        return "with several ranks a step holds collectives"
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
     changing = [kind for kind in ("dynamic", "longrope") if kind in kinds]

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from llamarl.engine.kernels import Kernels
 from llamarl.engine.linears import FusedLinear, fused_of
 from llamarl.models.paged_attention import PrefillChunk, prefill_attention
+from llamarl.models.paged_context import HeadExchange
 from llamarl.models.stages import Stage
 from llamarl.models.support import why_unsupported
 
@@ -54,6 +55,8 @@ class _Layer:
     second_norm: Tensor
     gate_up: FusedLinear
     down: FusedLinear
+    num_kv_heads: int
+    """That ``qkv`` computes; where tokens lie over ranks the cache has some of them."""
 
 
 def why_kernels_unsupported(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -99,12 +102,14 @@ class LeanDecoder:
         decodes: DecodeTables,
         prefills: list[PrefillChunk],
         received: Tensor | None = None,
+        heads: HeadExchange | None = None,
     ) -> Tensor:
         """Hidden states of the step's row, [T, E]: after the last norm, or, where other stages follow, the residual stream, float32.
 
         Args:
             tokens, positions, slots: [T]; the decoding sequences come first.
             received: [T, E] float32, the residual stream of the stage before, which is changed; None on the first.
+            heads: Where the tokens lie over ranks: ``tokens`` and what is returned are this rank's m of the T then.
         """
         kernels, eps = self._kernels, self._eps
         x = self._embedding(tokens).float() if received is None else received
@@ -113,8 +118,12 @@ class LeanDecoder:
         after = [layer.norm for layer in self._layers[1:]] + [self._last_norm]
         for layer, keys, values, next_norm in zip(self._layers, self._keys, self._values, after, strict=True):
             qkv = layer.qkv(h)
+            if heads is not None:
+                qkv = _own_heads(qkv, heads, KV=layer.num_kv_heads, D=keys.shape[3])
             kernels.rotate_and_store(qkv, cos, sin, layer.head_norms, eps, slots, keys, values)
             attended = self._attention(layer, qkv, keys, values, decodes, prefills)
+            if heads is not None:
+                attended = heads.to_tokens(attended.view(len(qkv), -1, keys.shape[3])).flatten(1)
             h = kernels.add_norm(x, layer.output(attended), layer.second_norm, eps)
             down = layer.down(kernels.gated_silu(layer.gate_up(h)))
             if next_norm is None:
@@ -155,17 +164,26 @@ class LeanDecoder:
 def _layer(layer: Any, config: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+    fused, output = fused_of(getattr(attention, "qkv_proj", None) or attention.q_proj), fused_of(attention.o_proj)
     # Mistral and Phi-3 read the window from the configuration, the others give each layer its own
     window = getattr(attention, "sliding_window", None)
     if config.model_type in ("mistral", "phi3"):
         window = getattr(config, "sliding_window", None)
     return _Layer(
         norm=layer.input_layernorm.weight,
-        qkv=fused_of(getattr(attention, "qkv_proj", None) or attention.q_proj),
+        qkv=fused,
         head_norms=norms,
         window=window,
-        output=fused_of(attention.o_proj),
+        output=output,
         second_norm=layer.post_attention_layernorm.weight,
         gate_up=fused_of(getattr(mlp, "gate_up_proj", None) or mlp.gate_proj),
         down=fused_of(mlp.down_proj),
+        num_kv_heads=(fused.out_features - output.in_features) // (2 * attention.head_dim),
     )
+
+
+def _own_heads(qkv: Tensor, heads: HeadExchange, *, KV: int, D: int) -> Tensor:
+    """[T, (h + 2 kv) D] of own heads, from [m, (H + 2 KV) D] of own tokens, neither rotated."""
+    parts = qkv.view(len(qkv), -1, D)
+    whole = heads.to_heads(*parts.split((parts.shape[1] - 2 * KV, KV, KV), dim=1))
+    return whole.reshape(len(whole), -1)

@@ -3,7 +3,8 @@
 StepPlan ──▶ [1, T] token row + PagedBatch ──▶ transformers decoder ──▶ hidden states of sampling rows ──▶ logits
 
 A pipeline stage holds the cache of its own layers. Where others come before, it takes hidden states of the row in place of its
-tokens; where others follow, it sends them on and has no logits.
+tokens; where others follow, it sends them on and has no logits. Of ranks that cut the row by tokens each computes its own
+(``token_ranks.py``).
 
 On a GPU nothing in a step waits: integers go over in queued copies, and who reads the logits waits for them. A step of
 decodes alone may go through ``cuda_graphs.py``, padded.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -32,11 +34,13 @@ from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
 from llamarl.engine.stage_links import StageLinks
+from llamarl.engine.token_ranks import TokenRanks
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.decoder import cache_shape, logit_scale, logit_softcap
 from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
 from llamarl.models.experts import Routing, num_experts, watch_experts, watching
 from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk, paged_step
+from llamarl.models.paged_context import PAGED_OVER_RANKS, paged_over_ranks, share_of
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.precision import engine_dtype
 from llamarl.models.repeatable import suspended
@@ -81,6 +85,10 @@ class ModelRunner:
         self.model.requires_grad_(False)
         self.model_config = self.model.config
         self.model_config.pad_token_id = None  # there is no padding; GPT-2 would wait for the device to look for it
+        self._tokens: TokenRanks | None = None
+        if self.ranks.cuts_tokens:
+            self._tokens = TokenRanks(self.ranks, self.model_config)
+            self.model.set_attn_implementation(PAGED_OVER_RANKS)
         if quantization not in supported_quantizations(self.device):
             raise ConfigError(
                 f"generator.quantization={quantization!r} is not available on {self.device.type}; "
@@ -88,6 +96,7 @@ class ModelRunner:
             )
         if quantization != "none" and (reason := why_unsupported(self.model_config.to_dict(), cast(Use, quantization))):
             raise ModelError(f"generator.quantization={quantization!r}: {reason}")
+        assert not note_experts or self._tokens is None, "the configuration has been checked"
         self.notes_experts = note_experts
         self._expert_layers = watch_experts(self.model) if note_experts else []
         """Of this stage, which may have none where others have some."""
@@ -147,7 +156,8 @@ class ModelRunner:
             self.padded_decoder = self._make_padded_decoder(config)
 
     def _pads_decodes(self, config: EngineConfig) -> bool:
-        if config.cuda_graphs == "off" or (config.cuda_graphs == "padded" and self.ranks.num_stages == 1):
+        cut = self.ranks.num_stages > 1 or self.ranks.cuts_tokens
+        if config.cuda_graphs == "off" or (config.cuda_graphs == "padded" and not cut):
             return config.cuda_graphs == "padded"
         num_ranks = self.ranks.size * self.ranks.num_stages
         reason = why_graphs_unsupported(self.model_config, device=self.device, num_ranks=num_ranks)
@@ -293,7 +303,8 @@ class ModelRunner:
         """Compute the plan's tokens and return the logits of its sampling rows, [len(plan.samples), V]; None on another stage than
         the last.
 
-        The rows of one prompt's members are equal. Of tensor-parallel ranks each gets its slice of the vocabulary.
+        The rows of one prompt's members are equal. Of tensor-parallel ranks each gets its slice of the vocabulary, of ranks with
+        tokens of their own each its share of the rows (``share_of``).
         """
         assert self._parked is None and not self._awaits_version, "parked: unpark the engine and load a version first"
         with suspended(self.device):
@@ -318,13 +329,22 @@ class ModelRunner:
             if plan.chunks:
                 self.links.send_hidden(hidden_TE)
             return None
+        if self._tokens is not None and plan.chunks:
+            sampled = {chunk for _, chunk in plan.samples if not isinstance(chunk, Prompt)}
+            ends = sorted({last_row[chunk] for chunk in sampled | {chunk for _, chunk in plan.completed}})
+            hidden_TE = self._tokens.rows(hidden_TE, ends, self._tokens.exchange(plan.num_tokens))
+            place = {row: i for i, row in enumerate(ends)}
+            last_row = [place.get(row, -1) for row in last_row]
         for prompt, chunk in plan.completed:
             prompt.end_state = hidden_TE[last_row[chunk]].clone()
         # one row of logits for all members that sample from the end of one prompt
         states: list[Tensor] = []
         row_of: dict[int, int] = {}
         rows: list[int] = []
-        for _, source in plan.samples:
+        own = range(len(plan.samples))
+        if self._tokens is not None:
+            own = share_of(len(plan.samples), self.ranks.rank, self.ranks.size)
+        for _, source in plan.samples[own.start : own.stop]:
             key = id(source) if isinstance(source, Prompt) else last_row[source]
             if key not in row_of:
                 row_of[key] = len(states)
@@ -359,7 +379,7 @@ class ModelRunner:
         return logits
 
     def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, list[int]]:
-        """Hidden states [T, E] of the step's row, and for each chunk the row of its last token."""
+        """Hidden states [T, E] of the step's row, or of this rank's tokens of it, and for each chunk the row of its last token."""
         last_row = [0] * len(chunks)
         first_row = self._row_of = [0] * len(chunks)
         if not chunks:
@@ -390,18 +410,26 @@ class ModelRunner:
         filled = [chunk.blocks[: -(-(chunk.start + len(chunk.tokens)) // size)] for _, chunk in filling]
         cuts = [] if self._lean is not None else self._cut_decodes(decoding)
         cut_tables = [values for cut in cuts for values in (cut.blocks, cut.lengths)]
-        moved = iter(indices([tokens, positions, slots, *filled, *cut_tables], self.device))
+        own_part: list[list[int]] = []
+        heads = None
+        if self._tokens is not None:
+            heads = self._tokens.exchange(len(tokens))
+            tokens, own_part = self._tokens.own(tokens, heads), [self._tokens.own(positions, heads)]
+        moved = iter(indices([tokens, positions, slots, *own_part, *filled, *cut_tables], self.device))
         token_ids, position_ids, slot_ids = next(moved), next(moved), next(moved)
+        own_positions = next(moved) if heads is not None else position_ids
         prefills = [PrefillChunk(first, len(chunk.tokens), chunk.start, next(moved)) for first, chunk in filling]
         received = None
         if self.links is not None and not self.links.is_first:
             received = self.links.receive_hidden(len(tokens))
         if self._lean is not None:
             tables = self._tables(decoding)
-            return self._lean.forward(token_ids, position_ids, slot_ids, tables, prefills, received), last_row
+            hidden = self._lean.forward(token_ids, position_ids, slot_ids, tables, prefills, received, heads)
+            return hidden, last_row
         decodes = [DecodeBatch(cut.first, next(moved), next(moved), cut.width * size) for cut in cuts]
         batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills, self._first_layer)
-        return self._hidden(token_ids, position_ids, batch, received), last_row
+        with nullcontext() if heads is None else paged_over_ranks(heads):
+            return self._hidden(token_ids, own_positions, batch, received), last_row
 
     def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, received: Tensor | None = None) -> Tensor:
         """Hidden states [T, E] of a row of tokens [T] after this stage's layers, from those of the stage before, if there is one."""

@@ -1,16 +1,17 @@
 """The ranks of one engine: what they tell each other in a step.
 
 Every rank runs the same scheduler on the same sequences, holds its heads' part of the KV cache of its stage's layers, and computes
-its part of each of these. What crosses between them, in this order, the same on every rank::
+its part of each of these: of its matrix products (tensor parallelism), or of the step's tokens (context parallelism, see
+``token_ranks.py``). What crosses between them, in this order, the same on every rank::
 
     deadlines that have passed   rank 0's clock decides             only while a sequence has one
-    sums behind embedding, o_proj, down_proj                        one, and two a layer
+    sums behind embedding, o_proj, down_proj                        one, and two a layer; or two exchanges a layer
     the draws                    see ``cut_sampler.py``             the only values that decide what comes next
     replies of environments      rank 0 asks ─▶ all                 between steps; see ``episode_ranks.py``
     experts of stages' layers    each stage ─▶ rank 0               of complete groups; see ``expert_stages.py``
     the newest weights           the oldest of what ranks have      between steps, under the latest weights
 
-The sums, and what the draws need, cross between the tensor-parallel ranks of a stage; the rest between all ranks of the engine,
+The sums, and what the draws need, cross between the ranks of a stage; the rest between all ranks of the engine,
 rank 0 being the first of the first stage. What pipeline stages hand on besides: ``stage_links.py``.
 
 So ranks cannot drift apart, even if their sums differed in the last bit: every draw is made by one of them.
@@ -34,13 +35,23 @@ class EngineRanks:
     """This rank's view of its peers. A single rank talks to nobody."""
 
     def __init__(self, layout: ParallelLayout | None = None) -> None:
-        self.size = 1 if layout is None else layout.tp
-        """Tensor-parallel ranks of a stage."""
-        self.rank = 0 if layout is None or layout.tp == 1 else layout.tp_rank
+        axis = "cp" if layout is not None and layout.cp > 1 else "tp"
+        assert layout is None or layout.cp == 1 or layout.tp * layout.pp == 1, "the configuration has been checked"
+        self.size = 1 if layout is None else layout.size(axis)
+        """Ranks of a stage, over which heads are cut: tensor-parallel ones, or context-parallel ones."""
+        self.rank = 0 if layout is None else layout.index(axis)
+        self.cuts_tokens = self.size > 1 and axis == "cp"
+        """Whether each has whole weights, and some of a step's tokens."""
         self.num_stages = 1 if layout is None else layout.pp
         self.stage = 0 if layout is None else layout.pp_rank
-        self._group = layout.group("tp") if layout is not None and layout.tp > 1 else None
+        self._group = layout.group(axis) if layout is not None and self.size > 1 else None
         self._stages = layout.group("pp") if layout is not None and layout.pp > 1 else None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Of the ranks of a stage, where there are several."""
+        assert self._group is not None, "a single rank has no process group"
+        return self._group
 
     @property
     def leads(self) -> bool:

@@ -80,15 +80,16 @@ class GeneratorExecutor(BaseExecutor):
         if not fits or (not generator.replicas and config.groups_per_tick % num_shards):
             raise ConfigError(
                 f"executor {self.name!r} has {context.num_ranks} ranks for {config.groups_per_tick} groups a tick "
-                f"(schedule.prompts_per_step), generator.tp {generator.tp}, generator.pp {generator.pp} and generator.shards "
-                f"{generator.shards}: it needs a multiple of its ranks or, if there are, of its shards, which are as many as its ranks "
-                f"at least, and a tp and a pp of 1"
+                f"(schedule.prompts_per_step), generator.tp {generator.tp}, generator.pp {generator.pp}, generator.cp {generator.cp} and "
+                f"generator.shards {generator.shards}: it needs a multiple of its ranks or, if there are, of its shards, which are as "
+                f"many as its ranks at least, and a tp, a pp and a cp of 1"
             )
         dealing = Dealing(generator.shares if generator.replicas else (1.0,) * num_shards, config.groups_per_tick)
         others = [name for name in config.executors if name not in ROLES]
         self._weights = next((c for c in context.reads if c.kind is ChannelKind.WEIGHTS), None)
         self.replica = next(replica for replica in replicas if replica.holds(context.rank))
-        self._stage = (context.rank - self.replica.first_rank) // generator.as_of_kind(self.replica.kind).tp
+        own = generator.as_of_kind(self.replica.kind)
+        self._stage = (context.rank - self.replica.first_rank) // (own.tp * own.cp)
         self._speaks = context.rank == self.replica.first_rank  # its peers hold the same groups and deliver none
         self.shards = [
             GeneratorShard(

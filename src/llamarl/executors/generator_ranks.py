@@ -1,6 +1,7 @@
 """Which ranks the generator has, and what each holds of the weights: the same answer for every executor that asks.
 
     rank = (replica * pp + stage) * tp + tp_rank     generator.dp replicas of generator.pp stages of generator.tp ranks
+    rank = replica * cp + cp_rank                    generator.dp replicas of generator.cp ranks, each of which holds all weights
 
 The first rank of a replica, which is of its first stage, speaks for it.
 
@@ -64,7 +65,7 @@ def replicas_of(config: RunConfig, num_ranks: int) -> tuple[Replica, ...]:
     """The replicas of a generator that has ``num_ranks`` ranks, in the order of these."""
     generator = config.generator
     if not generator.replicas:
-        each = generator.tp * generator.pp
+        each = generator.tp * generator.pp * generator.cp
         return tuple(Replica(number, 0, number * each, each) for number in range(num_ranks // each))
     return tuple(_unlike(generator))
 
@@ -88,7 +89,8 @@ def generator_layout(config: RunConfig, device: str, replica: Replica) -> Parall
         return None
     own = generator.as_of_kind(replica.kind)
     if not generator.replicas and own.pp == 1:
-        return make_layout(fsdp=own.dp, tp=own.tp, device=device, keys=("generator.dp", "generator.tp"))
+        keys = ("generator.dp", "generator.tp", "generator.pp", "generator.cp")[: 4 if own.cp > 1 else 2]
+        return make_layout(fsdp=own.dp, tp=own.tp, cp=own.cp, device=device, keys=keys)
     world, wanted = dist.get_world_size() if dist.is_initialized() else 1, sum(generator.replica_ranks)
     if world != wanted:
         raise ValueError(f"the generator's replicas have {wanted} ranks, the process group {world}")
@@ -110,7 +112,7 @@ def generator_layout(config: RunConfig, device: str, replica: Replica) -> Parall
 
 
 def generator_weights(config: RunConfig) -> RuleLayout | None:
-    """What every generator rank holds of what is handed over; None: each holds all of it."""
+    """What every generator rank holds of what is handed over; None: each holds all of it, as with ``generator.cp``."""
     generator = config.generator
     kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
     return rank_weights(config, tuple((kind.pp, kind.tp) for kind in kinds for _ in range(kind.dp)))

@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 
 from llamarl.models.attention import fused_attention, of_two_widths, softcapped_attention
 
-__all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk", "paged_step", "prefill_attention"]
+__all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk", "paged_attention_forward", "paged_step", "prefill_attention"]
 
 
 @dataclass(slots=True)

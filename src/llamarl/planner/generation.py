@@ -184,7 +184,7 @@ def weight_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) 
     if not layout.runnable:
         return body * computed / layout.devices + model.embedding_params * width / layout.tp
     layers = model.body_params(layout.tp) / layout.pp
-    held = layers * width + model.embedding_params * width / layout.devices
+    held = layers * width + model.embedding_params * width / (layout.tp * layout.pp)
     train = hardware.device.train_precision
     derived = layout.precision != train or train == "fp32"
     return held + (layers + model.head_params / layout.tp) * computed * derived
@@ -195,14 +195,16 @@ def generator_memory(
 ) -> dict[str, float]:
     """Bytes of the fullest generator rank, by part."""
     profile = _partial_profile(demand) if demand.partial else _profile(demand)
-    shards = layout.pp * min(layout.tp, model.kv_shards)
+    shards = layout.pp * min(layout.tp * layout.cp, model.kv_shards)
     prompts = float(profile.peak_active * demand.prompt_tokens)
     if demand.shared_prefix:
         prompts = prompts / min(demand.group_size, profile.peak_active)
     if demand.padded:
         prompts = float(profile.peak_active * demand.prompt_tokens)
     tokens = profile.peak_written + prompts
-    workspace = 4.0 * profile.peak_active * model.vocab / layout.tp + 8.0 * 2048 * (model.hidden + model.intermediate)
+    workspace = 4.0 * profile.peak_active * model.vocab / (layout.tp * layout.cp) + 8.0 * 2048 * (
+        model.hidden + model.intermediate
+    )
     return {
         "weights": weight_bytes(hardware, model, layout),
         "kv_cache": tokens * model.kv_bytes_per_token(hardware.device.activation_bytes) / shards,

@@ -52,10 +52,12 @@ class GeneratorLayout:
     runnable: bool = False
     """As llamarl's engine holds weights: versions arrive in the trainer's precision and stay, codes of a lower one are derived
     beside them, and ranks beyond the key-value heads hold copies. False: codes alone arrive and are held."""
+    cp: int = 1
+    """Ranks over which a step's tokens are cut, each with the whole weights; not beside ``tp`` or ``pp``."""
 
     @property
     def devices(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * self.cp
 
 
 def tensor_parallel_sizes(model: ModelSpec, limit: int, *, runnable: bool = True) -> list[int]:
@@ -178,18 +180,21 @@ def decode_step_s(
     """Time in which each of ``active`` sequences of one replica gains one token.
 
     Per layer: weights against bandwidth or FLOPs against the matmul rate, whichever is longer; then the cache's bytes;
-    then two all-reduces. With ``pp`` stages the sequences go through in ``pp`` waves of ``active / pp``.
+    then two all-reduces. With ``pp`` stages the sequences go through in ``pp`` waves of ``active / pp``. With ``cp`` each rank
+    reads all weights for its share of the tokens, and two exchanges stand in for the sums.
     Works on arrays of ``active`` and ``context`` too.
     """
     e, size = hardware.efficiency, hardware.device.activation_bytes
     wave = np.maximum(np.asarray(active, dtype=np.float64) / layout.pp, np.minimum(active, 1.0))
     rate = hardware.matmul_rate(layout.precision)
-    weights = _layer_weight_bytes(model, layout.precision, wave) / layout.tp / hardware.memory_rate
-    flops = 2.0 * model.active_layer_params * wave / layout.tp / rate
-    cache_shards = min(layout.tp, model.kv_shards)
+    own = np.maximum(wave / layout.cp, np.minimum(wave, 1.0))
+    weights = _layer_weight_bytes(model, layout.precision, own) / layout.tp / hardware.memory_rate
+    flops = 2.0 * model.active_layer_params * own / layout.tp / rate
+    cache_shards = min(layout.tp * layout.cp, model.kv_shards)
     kv = wave * context * model.kv_values_per_token * size / cache_shards / hardware.memory_rate
-    attention = wave * model.attention_flops(1.0) * context / layout.tp / hardware.attention_rate
+    attention = wave * model.attention_flops(1.0) * context / (layout.tp * layout.cp) / hardware.attention_rate
     messages = 2.0 * np.asarray(all_reduce_s(hardware, wave * model.hidden * size, layout.tp))
+    messages = messages + _heads_exchanged_s(hardware, model, layout, own)
     device_layer = np.maximum(weights, flops) + np.maximum(kv, attention) + messages
     if layout.captured:
         layer = device_layer + e.decode_layer_overhead_s
@@ -197,7 +202,7 @@ def decode_step_s(
         layer = np.maximum(device_layer, e.eager_layer_overhead_s)
     head_width = BYTES_PER_WEIGHT[layout.precision] if layout.runnable else size
     head_bytes = model.head_params * head_width / layout.tp
-    head = np.maximum(head_bytes / hardware.memory_rate, 2.0 * model.head_params * wave / layout.tp / rate)
+    head = np.maximum(head_bytes / hardware.memory_rate, 2.0 * model.head_params * own / layout.tp / rate)
     hops: Numbers = 0.0
     if layout.pp > 1:
         link = hardware.device.inter_node_bytes_per_s * e.link
@@ -208,16 +213,29 @@ def decode_step_s(
     return step + e.decode_step_overhead_s + e.decode_sequence_overhead_s * np.asarray(active, dtype=np.float64)
 
 
+def _heads_exchanged_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, own: Numbers) -> Numbers:
+    """Two exchanges of a layer, around attention: a rank's ``own`` tokens' queries, keys and values, then what they attended to."""
+    if layout.cp == 1:
+        return own * 0.0
+    size = hardware.device.activation_bytes
+    width = (model.head_dim + model.rope_dim) * size
+    to_heads, to_tokens = (model.heads + 2 * max(model.kv_heads, layout.cp)) * width, model.heads * width
+    fixed = exchange_s(hardware, 0.0, layout.cp)
+    per_byte = exchange_s(hardware, 1e9, layout.cp) - fixed
+    return 2.0 * fixed + own * (to_heads + to_tokens) * per_byte / 1e9
+
+
 def prefill_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, tokens: float, context: float) -> float:
     """Time to fill the cache of ``tokens`` tokens, packed, in one replica; ``context`` is the mean they attend to."""
     if tokens <= 0:
         return 0.0
     rate = hardware.matmul_rate(layout.precision)
     flops = 2.0 * model.active_layer_params * model.layers * tokens / layout.devices
-    weights = _layer_weight_bytes(model, layout.precision, tokens) * model.layers / layout.devices
+    weights = _layer_weight_bytes(model, layout.precision, tokens) * model.layers / (layout.tp * layout.pp)
     attention = model.attention_flops(context) * tokens * model.layers / layout.devices
     size = hardware.device.activation_bytes
     messages = 2.0 * model.layers * float(all_reduce_s(hardware, tokens * model.hidden * size, layout.tp)) / layout.pp
+    messages += model.layers * float(_heads_exchanged_s(hardware, model, layout, tokens / layout.cp))
     return max(flops / rate, float(weights) / hardware.memory_rate) + attention / hardware.attention_rate + messages
 
 

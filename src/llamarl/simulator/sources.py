@@ -80,7 +80,7 @@ def recipe_layouts(config: RunConfig, hardware: Hardware, mean_tokens: float) ->
         recompute=t.activation_checkpointing != "none",
         runnable=True,
     )
-    return GeneratorLayout(g.tp, g.pp, precision, runnable=True), trainer
+    return GeneratorLayout(g.tp, g.pp, precision, runnable=True, cp=g.cp), trainer
 
 
 def scenario_from_recipe(
@@ -114,7 +114,7 @@ def scenario_from_recipe(
         oversubscription=g.oversubscription,
         replicas=g.dp,
         slots=g.engine.max_sequences,
-        generator_devices=g.dp * g.tp * g.pp * threads["generator"],
+        generator_devices=g.dp * g.tp * g.pp * g.cp * threads["generator"],
         trainer_devices=t.num_ranks * threads["trainer"],
         weights_load_s=weight_sync_s(
             hardware, work.model, trainer_devices=trainer.devices, replicas=g.dp, layout=layout

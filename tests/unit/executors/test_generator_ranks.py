@@ -18,6 +18,7 @@ from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.evaluator_ranks import evaluator_weights
 from llamarl.executors.generator_ranks import generator_weights, replicas_of
+from llamarl.roles import ROLES
 from llamarl.runtime.placement import place
 
 
@@ -129,7 +130,7 @@ def test_each_stage_holds_its_layers_of_the_weights_and_the_ends_where_they_are_
 
 def test_unlike_replicas_may_have_stages_of_their_own() -> None:
     config = _config("--generator.tp", "2", "--generator.replicas", "[{pp = 2}, {dp = 2, tp = 1}]")
-    assert config.generator.replica_ranks == (4, 1, 1) and config.generator.max_stages == 2
+    assert config.generator.replica_ranks == (4, 1, 1)
     layout = generator_weights(config)
     assert layout is not None and layout.num_ranks == 6
     held = [{p.parameter for p in pieces} for pieces in layout.listed().pieces]
@@ -143,13 +144,7 @@ def test_unlike_replicas_may_have_stages_of_their_own() -> None:
     ("overrides", "said"),
     [
         (["--generator.pp", "9"], "generator.pp = 9 is more than the 3 layers .* set generator.pp to at most 3"),
-        (["--generator.pp", "2", "--generator.kv_on_update", "keep"], "generator.pp is 2, but kv_on_update is 'keep'"),
         (["--generator.pp", "2", "--generator.engine.name", "vllm"], "generator.engine.name is 'vllm', .* pp 2"),
-        (
-            ["--generator.pp", "2", "--lora.rank", "2", "--lora.hand_over", "adapter"],
-            "lora.hand_over is 'adapter', but generator.pp is 2",
-        ),
-        (["--generator.pp", "2", "--trainer.router", "replay"], "trainer.router is 'replay', but generator.pp is 2"),
     ],
 )
 def test_what_stages_of_a_generator_cannot_do_is_refused_before_any_process_starts(
@@ -157,6 +152,64 @@ def test_what_stages_of_a_generator_cannot_do_is_refused_before_any_process_star
 ) -> None:
     with pytest.raises((ConfigError, ModelError), match=said):
         plan_run(_config(*overrides))
+
+
+def test_ranks_that_share_tokens_are_neighbours_and_each_is_handed_the_whole_weights() -> None:
+    config = _config("--generator.dp", "2", "--generator.cp", "4", "--generator.device", "cuda")
+    generator = llamarl_graph(config).executors[0]
+    assert (generator.num_ranks, generator.process_group) == (8, "cpu:gloo,cuda:nccl")
+    assert [(replica.first_rank, replica.num_ranks) for replica in replicas_of(config, 8)] == [(0, 4), (4, 4)]
+    assert generator_weights(config) is None and config.generator.replica_ranks == (4, 4)
+    assert ROLES["generator"].units(config) == 4  # kept on one host
+    text = plan_run(_config("--generator.cp", "2", "--generator.device", "cpu"))
+    assert [line.split()[:4] for line in text.splitlines() if line.startswith("generator ")] == [
+        ["generator", "0", "of", "2"],
+        ["generator", "1", "of", "2"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--generator.cp", "3"], "generator.cp = 3: .* the 4 do not divide by 3; sizes that fit: 1, 2, 4$"),
+        (["--generator.cp", "2", "--generator.tp", "2"], "generator.cp is 2, .* but tp is 2 and pp 1, which cut them"),
+        (["--generator.cp", "2", "--generator.pp", "2"], "generator.cp is 2, .* but tp is 1 and pp 2, which cut them"),
+        (["--generator.cp", "2", "--generator.replicas", "[{}, {}]"], "generator.cp is 2, which the kinds in replicas"),
+        (["--generator.cp", "2", "--generator.engine.name", "vllm"], "generator.engine.name is 'vllm', .* cp 2"),
+        (["--generator.cp", "2", "--generator.engine.name", "a.py:E"], "an engine of your own: .* cp 2"),
+        (["--generator.cp", "2", "--trainer.router", "replay"], "trainer.router is 'replay', but generator.cp is 2"),
+        (["--generator.cp", "0"], "generator.cp"),
+    ],
+)
+def test_what_ranks_that_share_tokens_cannot_do_is_refused_before_any_process_starts(
+    overrides: list[str], said: str
+) -> None:
+    with pytest.raises((ConfigError, ModelError), match=said):
+        plan_run(_config(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("traits", "cp", "said"),
+    [
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 4},
+            "6",
+            "neither divides the 4 that there are nor is a multiple of them; sizes that fit: 1, 2, 4, 12$",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+            "2",
+            "the rotary embedding follows the longest position of a call",
+        ),
+    ],
+)
+def test_a_model_whose_tokens_cannot_be_cut_is_refused_before_any_process_starts(
+    tmp_path: Path, traits: dict[str, object], cp: str, said: str
+) -> None:
+    hidden = {"hidden_size": 48, "head_dim": 4} if "num_attention_heads" in traits else {}
+    tiny_model("llama", "eager", **traits, **hidden).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"generator.cp = {cp}: .*{said}"):
+        check_parallel_sizes(_config("--generator.cp", cp), tmp_path, cores=8)
 
 
 def test_a_cache_that_holds_no_sequence_is_refused_by_the_layers_of_the_longest_stage() -> None:

@@ -19,6 +19,7 @@ from llamarl.models import attention
 from llamarl.models.attention import PackedSequences, attending
 from llamarl.models.parallel import apply_tensor_parallel, make_layout
 from llamarl.planner.choices import Options, Workload, trainer_choices
+from llamarl.planner.generation import weight_bytes
 from llamarl.planner.hardware import find_hardware
 from llamarl.planner.lengths import constant
 from llamarl.planner.model_spec import find_config, find_model
@@ -27,6 +28,7 @@ from llamarl.planner.rooflines import (
     GeneratorLayout,
     all_reduce_s,
     context_parallel_sizes,
+    decode_step_s,
     exchange_s,
     gather_s,
     prefill_s,
@@ -172,3 +174,46 @@ def test_prefill_cut_by_tokens_would_save_little(name: str, tp: int, saved: floa
     assert repeated * rest / whole == pytest.approx(time, abs=0.006)
     summed = 2 * float(all_reduce_s(H100, chunk * model.hidden * 2, tp))
     assert gather_s(H100, model.layer_params * 2, tp) > 5 * summed  # whole weights, step by step
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens", "prefill", "messages", "weights_gb", "cache_gb", "decode_ms"),
+    [
+        (GeneratorLayout(runnable=True), 2**13, 0.209, 0, 16.1, 1.07, 10.8),
+        (GeneratorLayout(tp=8, runnable=True), 2**13, 0.056, 0.022, 2.0, 0.13, 4.1),
+        (GeneratorLayout(cp=8, runnable=True), 2**13, 0.028, 0.002, 16.1, 0.13, 8.4),
+        (GeneratorLayout(runnable=True), 2**15, 1.26, 0, 16.1, 4.29, 21.0),
+        (GeneratorLayout(tp=8, runnable=True), 2**15, 0.27, 0.08, 2.0, 0.54, 5.4),
+        (GeneratorLayout(cp=8, runnable=True), 2**15, 0.17, 0.01, 16.1, 0.54, 9.6),
+        (GeneratorLayout(runnable=True), 2**17, 11.9, 0, 16.1, 17.2, 62),
+        (GeneratorLayout(tp=8, runnable=True), 2**17, 1.94, 0.34, 2.0, 2.15, 10.5),
+        (GeneratorLayout(cp=8, runnable=True), 2**17, 1.51, 0.03, 16.1, 2.15, 14.8),
+    ],
+)
+def test_where_a_long_prompt_is_filled_fastest(
+    layout: GeneratorLayout, tokens: int, prefill: float, messages: float, weights_gb: float, cache_gb: float,
+    decode_ms: float,
+) -> None:  # fmt: skip
+    """The other table of that page: two norms and two sums a layer, ten reads and writes, of all tokens unless ``cp`` cuts them."""
+    model = find_model(MODEL)
+    repeated = tokens * model.layers * 10 * model.hidden * 2 / H100.memory_rate / layout.cp
+    whole = prefill_s(H100, model, layout, tokens, tokens / 2)
+    assert whole + repeated == pytest.approx(prefill, rel=0.03)
+    between = whole - prefill_s(H100, model, GeneratorLayout(runnable=True), tokens, tokens / 2) / layout.devices
+    assert between == pytest.approx(messages, abs=0.006)
+    assert weight_bytes(H100, model, layout) / 1e9 == pytest.approx(weights_gb, rel=0.01)
+    assert tokens * model.kv_bytes_per_token(2) / layout.devices / 1e9 == pytest.approx(cache_gb, rel=0.04)
+    assert float(decode_step_s(H100, model, layout, 8, tokens)) * 1e3 == pytest.approx(decode_ms, rel=0.02)
+
+
+def test_ranks_that_share_tokens_exchange_each_query_key_value_and_output_once() -> None:
+    """A key-value head a rank where they are fewer than ranks: of 32 query and 8 key-value heads over 16 ranks, 16."""
+    model = find_model(MODEL)
+    for cp, kv_heads in ((8, 8), (16, 16)):
+        layout = GeneratorLayout(cp=cp, runnable=True)
+        own = LONG / cp
+        before, after = (own * heads * 128 * 2 for heads in (32 + 2 * kv_heads, 32))
+        expected = 32 * (exchange_s(H100, before, cp) + exchange_s(H100, after, cp))
+        alone = GeneratorLayout(runnable=True)
+        computed = prefill_s(H100, model, alone, LONG, LONG / 2) / cp
+        assert prefill_s(H100, model, layout, LONG, LONG / 2) - computed == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,99 @@
+"""An engine whose steps are cut by tokens over ranks with whole weights, over gloo against one rank: same tokens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_command import SERVER
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import engine_token_ranks
+from engine_ranks import make_model
+from engine_token_ranks import KV_HEADS
+
+SIZES = {
+    2: [("llama", "auto"), ("gemma2", "torch")],
+    4: [("qwen3_moe", "torch")],
+}
+"""Ranks -> models of four query heads over two key-value heads, and what computes between the products."""
+LONG = {2: [("llama", "torch"), ("deepseek_v3", "torch"), ("qwen3_moe", "torch")], 4: [("qwen3", "auto"), ("llama", "auto"), ("gemma2", "torch")],
+        8: [("llama-wide", "auto"), ("qwen3-wide", "torch")]}  # fmt: skip
+CASES = [(cp, *case) for cp, cases in SIZES.items() for case in cases]
+CASES_AT_LENGTH = [(cp, *case) for cp, cases in LONG.items() for case in cases]
+EVERY_CASE = [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in CASES_AT_LENGTH)]
+PHASES = ("crowd", "lone", "parked", "guessed", "kept", "restored")
+Case = tuple[int, str, str]
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With what each rank says of each case."""
+    path = tmp_path_factory.mktemp("engine_tokens")
+    own = [item for item in request.session.items if item.path == request.path]
+    every = any(item.get_closest_marker("long") for item in own)
+    asked = [*CASES, *(CASES_AT_LENGTH if every else ())]
+    for family in {family for _, family, _ in asked}:
+        make_model(family).save_pretrained(path / family)
+    for cp in (1, *sorted({cp for cp, _, _ in asked})):
+        cases = sorted({case[1:] for case in asked if cp in (1, case[0])})
+        ranks = [SERVER.Process(target=engine_token_ranks.main, args=(cp, rank, path, cases)) for rank in range(cp)]
+        for rank in ranks:
+            rank.start()
+        try:
+            for rank in ranks:
+                rank.join(timeout=240)
+            assert [rank.exitcode for rank in ranks] == [0] * cp  # a rank's traceback is in the captured stderr
+        finally:
+            for rank in ranks:
+                rank.kill()
+    return path
+
+
+def said(folder: Path, cp: int, family: str, kernels: str) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{family}-{kernels}-{cp}-{rank}.json").read_text()) for rank in range(cp)]
+
+
+@pytest.mark.parametrize("case", EVERY_CASE, ids=str)
+def test_ranks_sample_the_tokens_of_one(folder: Path, case: Case) -> None:
+    """Through chunks of a long prompt beside decodes, shared prompts, interruption, preemption, new weights, steps of one token, a
+    parked engine, guesses, and a cache that is kept and restored."""
+    (alone,) = said(folder, 1, *case[1:])
+    assert alone["preemptions"] > 0 and alone["prompt_tokens_shared"] > 0
+    assert alone["guesses"] > 0 or case[1] == "llama-wide"  # whose greedy responses go round in no circles
+    for rank in said(folder, *case):
+        assert {name: rank[name] for name in ("preemptions", "prompt_tokens_shared", "steps", "guesses")} == {
+            name: alone[name] for name in ("preemptions", "prompt_tokens_shared", "steps", "guesses")
+        }
+        for phase in PHASES:
+            assert rank[phase]["tokens"] == alone[phase]["tokens"]
+            assert rank[phase]["policy_versions"] == alone[phase]["policy_versions"]
+            for name in ("logprobs", "raw_logprobs"):
+                for got, expected in zip(rank[phase][name], alone[phase][name], strict=True):
+                    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", EVERY_CASE, ids=str)
+def test_all_ranks_record_the_same_bits_and_a_restored_cache_goes_on_bit_for_bit(folder: Path, case: Case) -> None:
+    first, *others = said(folder, *case)
+    assert all(other == first for other in others)
+    assert first["parked"] == first["lone"] and first["restored"] == first["kept"]
+    assert {version for versions in first["crowd"]["policy_versions"] for version in versions} == {0, 1}
+
+
+@pytest.mark.parametrize("case", EVERY_CASE, ids=str)
+def test_each_rank_holds_the_whole_weights_and_the_cache_of_its_heads(folder: Path, case: Case) -> None:
+    (alone,) = said(folder, 1, *case[1:])
+    for rank in said(folder, *case):
+        assert rank["held"] == alone["held"]
+        assert rank["token_bytes"] * min(case[0], KV_HEADS.get(case[1], 2)) == alone["token_bytes"]
+
+
+@pytest.mark.parametrize("cp", SIZES)
+def test_heads_travel_to_their_rank_and_back_bit_for_bit_in_every_precision(folder: Path, cp: int) -> None:
+    """Seven tokens, which neither 2 nor 4 divide."""
+    assert [json.loads((folder / f"exchange-{cp}-{rank}.json").read_text()) for rank in range(cp)] == [[]] * cp
