@@ -1,8 +1,8 @@
 """Memory of trainer ranks, measured, against the planner's forecast of the same model and layout.
 
-    python benchmarks/memory_forecast.py --json memory_forecast.json       # fourteen layouts, minutes on two cores
+    python benchmarks/memory_forecast.py --json memory_forecast.json       # twenty layouts, minutes on two cores
 
-Every rank is a process over gloo. A Llama-shaped random model is trained for three ticks of equal sequences without shared prompts; in the
+Every rank is a process over gloo. A Llama-shaped random model, and one with experts, is trained for three ticks of equal sequences without shared prompts; in the
 third, every tensor's storage is counted from the moment it is made until it is freed (a ``TorchDispatchMode``: what torch allocates,
 whatever the process's heap does with it). Parameters, gradients and optimizer state are known by name; the rest of the peak (gathered
 layers, activations, logits, what the backward pass needs in between) is compared as one number, and so is the whole peak.
@@ -47,6 +47,7 @@ MODEL = {
     "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 PROMPT, RESPONSE = 32, 96
+PARTS = ("parameters", "gradients", "optimizer", "working", "sum")
 CASES = [
     TrainerLayout(micro_batch=4, recompute=False),
     TrainerLayout(micro_batch=4),
@@ -63,6 +64,18 @@ CASES = [
     TrainerLayout(cp=2, micro_batch=4, recompute=False),
     TrainerLayout(cp=2, tp=2, micro_batch=4),
 ]
+SPARSE = MODEL | {
+    "model_type": "qwen3_moe", "moe_intermediate_size": 96, "num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 256,
+}  # fmt: skip
+SPARSE_CASES = [
+    TrainerLayout(fsdp=2, micro_batch=2, recompute=False),
+    TrainerLayout(fsdp=2, ep=2, micro_batch=2, recompute=False),
+    TrainerLayout(fsdp=4, ep=2, micro_batch=2),
+    TrainerLayout(fsdp=4, ep=4, micro_batch=4, recompute=False),
+    TrainerLayout(fsdp=4, tp=2, ep=4, micro_batch=2),
+    TrainerLayout(pp=2, fsdp=2, ep=2, micro_batch=2, recompute=False),
+]
+"""Of a model with experts, which are spread over ``ep`` ranks."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -151,11 +164,11 @@ def measure_rank(folder: str, layout: TrainerLayout, sequences: int, rank: int) 
     trainer = Trainer(
         folder,
         TrainerConfig(
-            fsdp=layout.fsdp, tp=layout.tp, pp=layout.pp, cp=layout.cp, share_prompts=False, skip_zero_advantage=False, microbatches_at_once=1,
+            fsdp=layout.fsdp, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, share_prompts=False, skip_zero_advantage=False, microbatches_at_once=1,
             max_tokens_per_microbatch=layout.micro_batch * (PROMPT + RESPONSE),
             activation_checkpointing="full" if layout.recompute else "none",
         ),
-        OptimizerConfig(lr=1e-3),
+        OptimizerConfig(lr=1e-6),  # so that routers go on choosing evenly, as the forecast takes it
         AlgorithmConfig(),
         temperature=1.0,
     )  # fmt: skip
@@ -221,7 +234,7 @@ def forecast(layout: TrainerLayout, sequences: int, config: Mapping[str, Any] = 
 
 
 def name_of(layout: TrainerLayout) -> str:
-    axes = " x ".join(f"{a} {getattr(layout, a)}" for a in ("pp", "fsdp", "cp", "tp") if getattr(layout, a) > 1)
+    axes = " x ".join(f"{a} {getattr(layout, a)}" for a in ("pp", "fsdp", "cp", "ep", "tp") if getattr(layout, a) > 1)
     return f"{axes or 'one rank'}, {layout.micro_batch} a micro-batch{', recomputed' if layout.recompute else ''}"
 
 
@@ -232,26 +245,27 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     results, claims = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        described = AutoConfig.for_model(**MODEL)
-        AutoModelForCausalLM.from_config(described, dtype=torch.float32).save_pretrained(folder)
-        print(
-            f"{'MB of the fullest rank: measured / forecast':56}{'parameters':>15}{'gradients':>15}{'optimizer':>15}{'working':>15}{'sum':>15}"
-        )
-        for number, layout in enumerate(CASES):
+    cases = [(MODEL, layout) for layout in CASES] + [(SPARSE, layout) for layout in SPARSE_CASES]
+    with tempfile.TemporaryDirectory() as dense, tempfile.TemporaryDirectory() as sparse:
+        folders = {"llama": dense, "qwen3_moe": sparse}
+        for config in (MODEL, SPARSE):
+            described = AutoConfig.for_model(**config)
+            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+            model.save_pretrained(folders[str(config["model_type"])])
+        print(f"{'MB of the fullest rank: measured / forecast':56}" + "".join(f"{part:>15}" for part in PARTS))
+        for number, (config, layout) in enumerate(cases):
             if args.only and number not in args.only:
                 continue
             sequences = max(4, 2 * layout.pp) * layout.micro_batch * layout.fsdp  # full pipelines, gradients in place
-            ranks = measure(folder, layout, sequences)
+            ranks = measure(folders[str(config["model_type"])], layout, sequences)
             fullest = max(ranks, key=lambda found: found["sum"])
-            said = forecast(layout, sequences)
-            cells = "".join(
-                f"{fullest[key] / 1e6:>8.2f}/{said[key] / 1e6:<6.2f}"
-                for key in ("parameters", "gradients", "optimizer", "working", "sum")
-            )
+            said = forecast(layout, sequences, config)
+            cells = "".join(f"{fullest[key] / 1e6:>8.2f}/{said[key] / 1e6:<6.2f}" for key in PARTS)
             print(f"{name_of(layout):56}{cells}", flush=True)
-            results.append({"layout": dataclasses.asdict(layout), "ranks": ranks, "forecast": said})
-            for key in ("parameters", "gradients", "optimizer", "working", "sum"):
+            results.append(
+                {"model": config["model_type"], "layout": dataclasses.asdict(layout), "ranks": ranks, "forecast": said}
+            )
+            for key in PARTS:
                 claims.append(
                     claim(f"{name_of(layout)}: {key} off by", abs(said[key] / fullest[key] - 1), 0.10, at_least=False)
                 )

@@ -66,7 +66,9 @@ class Case:
 
 
 def base_case() -> Case:
-    options = Options(runnable=False, partial_rollouts=False, common_captured=False, common_padded=True)
+    options = Options(
+        runnable=False, partial_rollouts=False, even_replicas=True, common_captured=False, common_padded=True
+    )
     return Case(hardware=find_hardware("h100-sxm"), response=lognormal(1000, 0.7, 2048), options=options)
 
 
@@ -86,6 +88,7 @@ def sensitivity(base: Case) -> list[tuple[str, Case]]:
         ("shorter responses: mean 600, limit 2,048", replace(base, response=lognormal(600, 0.7, 2048))),
         ("longer responses: mean 1,400, limit 2,048", replace(base, response=lognormal(1400, 0.7, 2048))),
         ("responses spread singly over replicas and ranks", opt(whole_groups=False)),
+        ("replicas may get a prompt more than others", opt(even_replicas=False)),
         ("batch 1,024", replace(base, prompts=64)),
         ("batch 4,096", replace(base, prompts=256)),
         ("baseline: launch overhead 0.2 ms a layer, not 0.3", eff(eager_layer_overhead_s=200e-6)),

@@ -185,21 +185,32 @@ def run(args: argparse.Namespace) -> int:
         if reasons:
             raise PlanError(f"--recipe: {reasons[0]}")
         _write_recipe(args.recipe, plans, config, model_path, work.model, hardware, options, hosts)
-    ranks = _every_rank(chosen, work.model, model_path, hardware) if args.every_rank else None
+    ranks, uncounted = None, None
+    if args.every_rank and not (chosen.trainer.layout.runnable and chosen.generator.layout.runnable):
+        uncounted = (
+            f"not counted: the plan is for a system that cuts more of {work.model.name} than llamarl does, and ranks are counted as "
+            "llamarl cuts it"
+        )
+    elif args.every_rank:
+        ranks = _every_rank(chosen, work.model, model_path, hardware)
     if args.json:
         report = report_json(plans, chosen, work, hardware, price, model_path=_absolute(model_path), options=options)
         report |= {"measured": measured.as_json() if measured else None, "unrunnable": unrunnable, "hosts": hosts}
         if ranks is not None:
             report["every_rank"] = ranks.as_json()
+        elif uncounted:
+            report["every_rank"] = {"uncounted": uncounted}
         print(json.dumps(report, indent=1))
     else:
-        print(report_text(plans, chosen, work, hardware, price))
+        print(report_text(plans, chosen, work, hardware, price, options=options))
         for line in _host_lines(chosen, hardware, hosts, args.link):
             print(line)
         if unrunnable:
             print(f"  not yet    llamarl train does not run this plan: {unrunnable}\n             see docs/planner.md")
         if ranks is not None:
             print(f"\n{ranks.text()}\n")
+        elif uncounted:
+            print(f"  every rank {uncounted}")
         if measured:
             print(measured.text())
         if question and not args.response_tokens:
@@ -321,9 +332,7 @@ def _every_rank(plan: Plan, model: ModelSpec, model_path: str, hardware: Hardwar
     from llamarl.weight_sync.model_layouts import model_parameters
 
     dtype = "float32" if hardware.device.train_precision == "fp32" else "bfloat16"
-    as_run = plan.trainer.layout.runnable and plan.generator.layout.runnable
-    cut = {} if as_run else {"cut_vocabulary": True}
-    parameters = model_parameters(find_config(model_path)[1], dtype=dtype, **cut)
+    parameters = model_parameters(find_config(model_path)[1], dtype=dtype)
     return count_every_rank(parameters, plan, model, hardware)
 
 

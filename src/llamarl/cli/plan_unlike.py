@@ -72,6 +72,11 @@ def run_unlike(
         *(("--hosts",) if pools is None else ()),
         because="speaks of devices of one kind; --devices names several",
     )
+    if args.every_rank:
+        raise PlanError(
+            "--every-rank: counts the replicas of one kind, and --devices names several: leave it out, or count each kind alone "
+            "(--devices N --hardware NAME --every-rank)"
+        )
     pools = pools or parse_pools(args.devices)
     work = workload_of(args, model, question, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
@@ -90,9 +95,9 @@ def run_unlike(
     if args.recipe:
         _write_recipe(args.recipe, found[0], config or {}, folder or model, options, hosts)
     if args.json:
-        print(json.dumps(unlike_json(found, pools, work.model.name), indent=1))
+        print(json.dumps(unlike_json(found, pools, work, options), indent=1))
     else:
-        print(unlike_text(found, pools, work.model.name))
+        print(unlike_text(found, pools, work, options))
         if args.recipe and folder is None:
             print(
                 f"  to do      set model.path there to the Hugging Face folder of {model}, which is a shape without weights"

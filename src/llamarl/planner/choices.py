@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from llamarl.errors import PlanError
 from llamarl.planner.cores import core_rate, scaled
@@ -17,7 +18,12 @@ from llamarl.planner.generation import GeneratorDemand, generator_memory, genera
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
-from llamarl.planner.rooflines import GeneratorLayout, context_parallel_sizes, tensor_parallel_sizes
+from llamarl.planner.rooflines import (
+    GeneratorLayout,
+    context_parallel_sizes,
+    expert_parallel_sizes,
+    tensor_parallel_sizes,
+)
 from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime, trainer_memory, trainer_tick
 from llamarl.trainer.config import num_at_once
 
@@ -26,6 +32,8 @@ __all__ = [
     "Options",
     "TrainerChoice",
     "Workload",
+    "dealt",
+    "fewest_of_each_share",
     "filling_choices",
     "fits",
     "generator_choice",
@@ -37,6 +45,7 @@ __all__ = [
     "slot_counts",
     "split_sizes",
     "trainer_choices",
+    "trainer_sizes",
 ]
 
 
@@ -98,8 +107,10 @@ class Options:
     max_pipeline: int = 1
     """Largest pipeline size. A generator that fits nowhere with so many stages may have more, where llamarl cuts the model so."""
     whole_groups: bool = True
-    """As llamarl runs: each generator replica gets the same number of whole groups, each trainer data rank at least one.
+    """As llamarl runs: each generator replica and each trainer data rank gets whole groups, at least one.
     False: single responses are spread over any number of replicas and ranks."""
+    even_replicas: bool = False
+    """Each generator replica gets the same number of prompts. False: some may get one more than others, where that steps faster."""
     max_slots: int = 1024
     """Most sequences that decode at once in one replica."""
     captured: bool = True
@@ -136,12 +147,29 @@ class GeneratorChoice:
     def devices(self) -> int:
         return self.replicas * self.layout.devices
 
+    @property
+    def is_even(self) -> bool:
+        """Whether every replica gets the same number of prompts, so that ``generator.dp`` alone says it."""
+        return self.replicas * self.demand.sequences == self.demand.total_sequences
+
 
 def replicas_of(work: Workload, options: Options, most: int) -> int:
     """Generator replicas that ``most`` can hold and the batch can feed evenly."""
     if not options.whole_groups:
         return min(most, work.sequences)
     return max(n for n in range(1, min(most, work.prompts_per_step) + 1) if work.prompts_per_step % n == 0)
+
+
+@lru_cache(maxsize=1024)
+def fewest_of_each_share(units: int, most: int) -> tuple[int, ...]:
+    """Numbers of replicas or data ranks worth having, ascending: for each largest share of ``units`` that one can get, the fewest
+    that leave nobody a larger one. Of 8 units and 7 at most: 1, 2, 3 (shares of 8, 4, 3) and 4 (2); 5 to 7 have shares of 2 too."""
+    found, count = [], 1
+    while count <= min(units, most):
+        found.append(count)
+        share = math.ceil(units / count)
+        count = math.ceil(units / (share - 1)) if share > 1 else most + 1
+    return tuple(found)
 
 
 def powers(limit: int) -> list[int]:
@@ -154,6 +182,11 @@ def slot_counts(share: int, most: int) -> list[int]:
     return sorted({s for s in (*waves, *powers(share)) if s <= most} or {min(share, most)}, reverse=True)
 
 
+def dealt(prompts: int, replicas: int) -> list[int]:
+    """[replicas] of so many prompts, as evenly as whole ones can be."""
+    return [prompts // replicas + (place < prompts % replicas) for place in range(replicas)]
+
+
 def split_sizes(devices: int, node: int) -> list[int]:
     """Trainer shares to try: every whole number on a small machine; on a large one, whole nodes (every 128th at most)."""
     if devices <= 2 * node:
@@ -161,6 +194,14 @@ def split_sizes(devices: int, node: int) -> list[int]:
     step = node * max(1, devices // node // 128)
     inside = [s for s in (1, 2, 4) if s < node]
     return sorted({*inside, *range(step, devices, step), *(devices - s for s in inside)})
+
+
+def trainer_sizes(work: Workload, options: Options, devices: int, node: int) -> list[int]:
+    """Numbers of devices at which some layout of the trainer has less to do on its busiest rank than with one fewer."""
+    units = work.prompts_per_step if options.whole_groups else work.sequences
+    tensor = tensor_parallel_sizes(work.model, min(node, devices), runnable=options.runnable)
+    ranks = fewest_of_each_share(units, devices)
+    return sorted({n for tp in tensor for count in ranks if (n := tp * count) <= devices})
 
 
 def fits(parts: Mapping[str, float], limit: float) -> bool:
@@ -189,8 +230,15 @@ def generator_choices(
     *,
     memory_limit: float,
     partial: bool,
+    any_number: bool = False,
 ) -> Iterator[GeneratorChoice]:
-    """Every generator that fits on ``devices``, best concurrency only for each layout and precision."""
+    """Every generator that fits on ``devices``, best concurrency only for each layout, precision and number of replicas.
+
+    Args:
+        any_number: Of replicas, also fewer than fit, and those that do not divide the prompts, of which some then get one more than
+            others. False: the most that share them evenly.
+    """
+    units, of_unit = (work.prompts_per_step, work.group_size) if options.whole_groups else (work.sequences, 1)
     precisions = precisions_of(hardware, work.model, options)
     most = work.model.layers if options.runnable and work.model.staged_by_llamarl else options.max_pipeline
     found = False
@@ -198,9 +246,12 @@ def generator_choices(
         if found and pp > options.max_pipeline:
             return
         for tp in tensor_parallel_sizes(work.model, devices // pp, runnable=options.runnable):
-            replicas = replicas_of(work, options, devices // (tp * pp))
-            share = math.ceil(work.sequences / replicas)
-            for precision in precisions:
+            held = devices // (tp * pp)
+            numbers = fewest_of_each_share(units, held) if any_number else (replicas_of(work, options, held),)
+            if any_number and options.even_replicas:
+                numbers = tuple(number for number in numbers if units % number == 0)
+            for replicas, precision in product(numbers, precisions):
+                share = math.ceil(units / replicas) * of_unit
                 layout = GeneratorLayout(tp, pp, precision, options.captured, options.runnable)
                 if weight_bytes(hardware, work.model, layout) > memory_limit:
                     continue
@@ -260,30 +311,46 @@ def trainer_choices(
         lengths=work.response,
         prompt_tokens=work.prompt_tokens,
         sequences=work.sequences,
+        together=work.group_size if options.whole_groups else 1,
         reference_forward=work.reference_model,
     )
     node = hardware.device.devices_per_node
     for pp in powers(min(options.max_pipeline, work.model.layers)):
         for tp in tensor_parallel_sizes(work.model, min(node, devices // pp), runnable=options.runnable):
             for cp in context_parallel_sizes(work.model, tp, min(node, devices // pp)) if options.runnable else [1]:
-                ranks = min(
-                    devices // (tp * pp * cp), work.prompts_per_step if options.whole_groups else work.sequences
-                )
+                units = work.prompts_per_step if options.whole_groups else work.sequences
+                most = min(devices // (tp * pp * cp), units)
+                # Ranks beyond the fewest that leave nobody a larger share only hold smaller shards, and hand over less each.
+                fewest = math.ceil(units / math.ceil(units / most)) if most else 0
                 found = False
-                for fsdp in sorted({ranks, *(f for f in (1, 8, 64, node // tp) if 0 < f < ranks and ranks % f == 0)}):
-                    for recompute in (False, True):
-                        layout = TrainerLayout(tp, pp, fsdp, ranks // fsdp, 1, recompute, options.runnable, cp=cp)
-                        for choice in micro_batches(hardware, work.model, demand, memory_limit, layout):
-                            found = True
-                            yield choice
+                for ranks in sorted({fewest, most}):
+                    for fsdp in sorted(
+                        {ranks, *(f for f in (1, 8, 64, node // tp) if 0 < f < ranks and ranks % f == 0)}
+                    ):
+                        spread = expert_parallel_sizes(work.model, tp, fsdp * cp) if options.runnable else [1]
+                        for ep, recompute in product(spread, (False, True)):
+                            layout = TrainerLayout(
+                                tp, pp, fsdp, ranks // fsdp, 1, recompute, options.runnable, cp=cp, ep=ep
+                            )
+                            for choice in micro_batches(hardware, work.model, demand, memory_limit, layout):
+                                found = True
+                                yield choice
                 if found:
                     break
 
 
+@lru_cache(maxsize=200_000)
 def micro_batches(
     hardware: Hardware, model: ModelSpec, demand: TrainerDemand, memory_limit: float, layout: TrainerLayout
+) -> tuple[TrainerChoice, ...]:
+    """The layout with each size of micro-batch that fits; remembered, because neighbouring splits ask for the same."""
+    return tuple(_micro_batches(hardware, model, demand, memory_limit, layout))
+
+
+def _micro_batches(
+    hardware: Hardware, model: ModelSpec, demand: TrainerDemand, memory_limit: float, layout: TrainerLayout
 ) -> Iterator[TrainerChoice]:
-    share = math.ceil(demand.sequences / layout.data_ranks)
+    share = demand.most_of(layout.data_ranks)
     for micro in sorted({*(b for b in powers(share)), share}):
         candidate = replace(layout, micro_batch=micro)
         memory = trainer_memory(hardware, model, candidate, demand)

@@ -24,7 +24,7 @@ from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.rooflines import pulled_bytes
 from llamarl.planner.search import Plan
 from llamarl.planner.weight_traffic import MeshSide, format_bytes, report_transfer
-from llamarl.weight_sync.layout import dtype_bytes
+from llamarl.weight_sync.layout import Shard, dtype_bytes
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
 from llamarl.weight_sync.stage_layouts import holding_stages
 
@@ -54,6 +54,8 @@ class EveryRank:
     """The planner's, of the fullest rank: the trainer's state and ``received``."""
     num_copies: int
     """Slice copies of the whole hand-over."""
+    trainer_ep: int = 1
+    """Of the trainer's ``fsdp * cp`` ranks, neighbours that have different experts."""
 
     @property
     def whole_sums(self) -> Mapping[str, float]:
@@ -79,8 +81,9 @@ class EveryRank:
             ("trainer: sends of a version", self.trainer["sent"], None),
             ("generator: receives and holds", self.generator["received"], self.forecast["received"]),
         ]
+        spread = f", experts over {self.trainer_ep} of them," if self.trainer_ep > 1 else ""
         lines = [
-            f"Every rank of {_named(self.trainer_mesh)} and {_named(self.generator_mesh)}, of {format_bytes(self.model_bytes)} a version:",
+            f"Every rank of {_named(self.trainer_mesh)}{spread} and {_named(self.generator_mesh)}, of {format_bytes(self.model_bytes)} a version:",
             "",
             f"{'bytes of a rank':<32}{'least':>11}{'mean':>11}{'most':>11}{'forecast':>11}",
         ]
@@ -109,6 +112,7 @@ class EveryRank:
             "whole_sums": dict(self.whole_sums),
             "forecast": dict(self.forecast),
             "num_copies": self.num_copies,
+            "trainer_ep": self.trainer_ep,
         }
 
 
@@ -129,27 +133,42 @@ def count_every_rank(parameters: ModelParameters, plan: Plan, model: ModelSpec, 
     model_bytes = sum(spec.nbytes for spec in parameters.values())
     parameters = parameters.unpacked()
     fsdp = t.data_ranks * t.cp  # parameters are cut over both
-    trainer_mesh, generator_mesh = (
-        {"pp": t.pp, "fsdp": fsdp, "tp": t.tp}, {"replica": replicas, "pp": g.pp, "tp": g.tp},
-    )  # fmt: skip
+    generator_mesh = {"replica": replicas, "pp": g.pp, "tp": g.tp}
     held = [_stages(parameters, pp) for pp in (t.pp, g.pp)]
-    found = report_transfer(
-        parameters,
-        MeshSide(mesh=trainer_mesh, placements=fsdp_tp_placements(parameters), stages=held[0]),
-        MeshSide(mesh=generator_mesh, placements=tp_placements(parameters), stages=held[1]),
-    )
-    version = found.source_slot_bytes
+    spread = {name for name in parameters if t.ep > 1 and _is_expert(parameters, name, model)}
+    found = []
+    for names, mesh in (
+        ([name for name in parameters if name not in spread], {"pp": t.pp, "fsdp": fsdp, "tp": t.tp}),
+        (list(spread), {"pp": t.pp, "fsdp": fsdp // t.ep, "ep": t.ep, "tp": t.tp}),  # the same ranks
+    ):
+        some = parameters.with_specs(
+            {name: parameters[name] for name in names},
+            {name: parameters.tp_dims[name] for name in names if name in parameters.tp_dims},
+        )
+        cuts = fsdp_tp_placements(some)
+        if "ep" in mesh:  # of what a tensor-parallel rank has, whole experts, whose first dimension FSDP2 cuts further
+            cuts = {name: (*own[:-1], Shard("ep", 0), own[-1]) for name, own in cuts.items()}
+        found.append(
+            report_transfer(
+                some,
+                MeshSide(mesh=mesh, placements=cuts, stages=held[0]),
+                MeshSide(mesh=generator_mesh, placements=tp_placements(some), stages=held[1]),
+            )
+        )
+    version = np.sum([part.source_slot_bytes for part in found], axis=0)
+    sent, received = (np.sum([getattr(p, n) for p in found], axis=0) for n in ("sent_bytes", "received_bytes"))
     numbers = version / dtype_bytes(next(iter(parameters.values())).dtype)
     return EveryRank(
         model_bytes=model_bytes,
         trainer_mesh={"pp": t.pp, "fsdp": t.data_ranks, **({"cp": t.cp} if t.cp > 1 else {}), "tp": t.tp},
+        trainer_ep=t.ep,
         generator_mesh=generator_mesh,
         trainer={
             **{name: numbers * size for name, size in _STATE.items()},
             "version": version,
-            "sent": found.sent_bytes,
+            "sent": sent,
         },
-        generator={"received": found.received_bytes},
+        generator={"received": received},
         copied_bytes={
             "trainer": _held_again(parameters, held[0], t.tp),
             "generator": _held_again(parameters, held[1], g.tp),
@@ -158,8 +177,14 @@ def count_every_rank(parameters: ModelParameters, plan: Plan, model: ModelSpec, 
             "state": plan.trainer.memory["parameters"] * sum(_STATE.values()) / _STATE["parameters"] * t.shards / fsdp,
             "received": pulled_bytes(hardware, model, g),
         },
-        num_copies=found.num_copies,
+        num_copies=sum(part.num_copies for part in found),
     )
+
+
+def _is_expert(parameters: ModelParameters, name: str, model: ModelSpec) -> bool:
+    """Whether it holds all routed experts of a layer, one after the other."""
+    shape = parameters[name].shape
+    return len(shape) == 3 and shape[0] == model.experts
 
 
 def _stages(parameters: ModelParameters, pp: int) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 
-from llamarl.planner.choices import Options, Workload, generator_choices, split_sizes, trainer_choices
+from llamarl.planner.choices import Options, Workload, generator_choices, trainer_choices
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.rooflines import tensor_parallel_sizes
 
@@ -73,15 +73,7 @@ def nothing_fits(
         )
     why = f"{head}: the trainer alone needs 16 bytes a parameter, sharded, on {trainer} or more devices, a generator "
     why += f"replica {generator}"
-    shared, split = max(trainer, generator), _first_split(trainer, generator, devices, hardware.device.devices_per_node)
+    shared, split = max(trainer, generator), max(trainer + generator, devices + 1)
     if separate:
         return f"{why}; {split} devices would do"
     return f"{why}; {shared} devices would do where both share them, {split} where each role has its own"
-
-
-def _first_split(trainer: int, generator: int, devices: int, node: int) -> int:
-    """Smallest number above ``devices`` that some split of the search cuts into enough for each role."""
-    count = max(trainer + generator, devices + 1)
-    while not any(trainer <= share <= count - generator for share in split_sizes(count, node)):
-        count += 1
-    return count

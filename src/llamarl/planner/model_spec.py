@@ -147,6 +147,11 @@ class ModelSpec:
         return self.hidden * self.experts + self._mlp(self.shared_expert_intermediate) if self.experts else 0
 
     @property
+    def routed_params(self) -> int:
+        """Parameters of all routed experts."""
+        return self.sparse_layers * self.experts * self.expert_params
+
+    @property
     def dense_mlp_params(self) -> int:
         return self._mlp(self.intermediate)
 

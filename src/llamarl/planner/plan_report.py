@@ -10,6 +10,7 @@ from typing import Any
 from llamarl.errors import PlanError
 from llamarl.planner.choices import Options, Workload
 from llamarl.planner.hardware import Hardware
+from llamarl.planner.idle import idle_of
 from llamarl.planner.search import Plan
 from llamarl.plural import plural
 
@@ -71,7 +72,7 @@ def _trainer_layout(plan: Plan) -> str:
     sizes = (
         [f"tp{t.tp}"] + ([f"pp{t.pp}"] if t.pp > 1 else []) + ([f"cp{t.cp}"] if t.cp > 1 else []) + [f"fsdp{t.fsdp}"]
     )
-    return "·".join(sizes + ([f"dp{t.dp}"] if t.dp > 1 else []))
+    return "·".join(sizes + [f"{axis}{n}" for axis, n in (("dp", t.dp), ("ep", t.ep)) if n > 1])
 
 
 def _generator_layout(plan: Plan) -> str:
@@ -90,9 +91,19 @@ def _cost(plan: Plan, price: float | None) -> float | None:
 
 
 def report_text(
-    plans: Sequence[Plan], chosen: Plan, work: Workload, hardware: Hardware, price: float | None = None
+    plans: Sequence[Plan],
+    chosen: Plan,
+    work: Workload,
+    hardware: Hardware,
+    price: float | None = None,
+    *,
+    options: Options | None = None,
 ) -> str:
-    """The table of all plans, then the chosen one in detail."""
+    """The table of all plans, then the chosen one in detail.
+
+    Args:
+        options: What the search might use; None: its defaults.
+    """
     model = work.model
     size = f"{model.total_params / 1e9:.3g} B parameters"
     if model.experts:
@@ -128,6 +139,8 @@ def report_text(
         rows.append(row + ([f"{cost:,.4g}"] if cost is not None else []))
     lines += table_lines(rows)
     lines += ["", *_details(chosen)]
+    if idle := idle_of(chosen, work, options or Options(), hardware.device.name):
+        lines.append(f"  idle       {idle.text()}")
     best_sync = min((p.step_s for p in plans if p.system != "separate"), default=None)
     if best_sync is not None and chosen.system == "separate":
         lines.append(f"  gain       against the best synchronous plan: {best_sync / chosen.step_s:.2f} times as fast")
@@ -137,6 +150,15 @@ def report_text(
             f"  note       best with executors on their own devices: {seconds_text(best.step_s)} ({system_title(best)})"
         )
     return "\n".join(lines)
+
+
+def _prompts(plan: Plan) -> str:
+    """Of unevenly dealt ones, how many a replica gets."""
+    asked = plan.generator.demand
+    if plan.generator.is_even:
+        return ""
+    most = asked.sequences // asked.group_size
+    return f"{most - 1} or {most} prompts each, "
 
 
 def _details(plan: Plan) -> list[str]:
@@ -149,7 +171,7 @@ def _details(plan: Plan) -> list[str]:
     separate = plan.system == "separate"
     waits = [f"; idle {share:.0%}" if separate else "" for share in (plan.generator_idle, plan.trainer_idle)]
     lines.append(
-        f"  generator  {plural(g.devices, 'device')}: {plural(g.replicas, 'replica')}, "
+        f"  generator  {plural(g.devices, 'device')}: {plural(g.replicas, 'replica')}, {_prompts(plan)}"
         f"{plural(g.demand.slots, 'sequence')} at once each, {rollouts}" + waits[0]
     )
     recompute = "recomputed activations" if t.layout.recompute else "kept activations"
@@ -168,8 +190,13 @@ def _details(plan: Plan) -> list[str]:
     parts = dataclasses.asdict(t.time)
     lines.append("             " + ", ".join(f"{k[:-2].replace('_', ' ')} {seconds_text(v)}" for k, v in parts.items()))
     for role, memory in (("generator", g.memory), ("trainer", t.memory)):
-        held = ", ".join(f"{name.replace('_', ' ')} {_bytes(size)}" for name, size in memory.items())
-        lines.append(f"  memory     {role}: {_bytes(sum(memory.values()))} of {_bytes(plan.memory_limit)} ({held})")
+        held = ", ".join(f"{name.replace('_', ' ')} {_bytes(size)}" for name, size in memory.items() if size)
+        if gone := [name.replace("_", " ") for name, size in memory.items() if not size]:
+            held += f"; no {' and '.join(gone)} at that moment"
+        when = " at its fullest" if role == "trainer" else ""
+        lines.append(
+            f"  memory     {role}{when}: {_bytes(sum(memory.values()))} of {_bytes(plan.memory_limit)} ({held})"
+        )
     lines += [f"  note       {note}" for note in plan.notes]
     return lines
 
@@ -197,6 +224,7 @@ def plan_to_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
             "replicas": g.replicas,
             "slots": g.demand.slots,
             "sequences_per_replica": g.demand.sequences,
+            "dealt_evenly": g.is_even,
             "partial_rollouts": g.demand.partial,
             "max_segments": g.demand.max_segments,
             "time_s": g.time_s,
@@ -257,6 +285,7 @@ def report_json(
         },
         "plans": [plan_to_dict(plan, price) for plan in plans],
         "recommended": next(i for i, plan in enumerate(plans) if plan is chosen),
+        "idle": dataclasses.asdict(idle) if (idle := idle_of(chosen, work, options, hardware.device.name)) else None,
     }
 
 

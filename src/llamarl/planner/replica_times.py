@@ -103,6 +103,11 @@ class ReplicaTimes:
         times = list(accumulate((time_s for _, time_s in reversed(found)), min))[::-1]
         return [count for count, _ in found], times
 
+    @property
+    def least_s(self) -> float:
+        """Of a tick, however few its prompts; infinite where none fits."""
+        return min(self._curve[1], default=math.inf)
+
     def prompts_in(self, seconds: float) -> int:
         """The most prompts that it makes in this time, between the points of the curve by straight lines; 0: none."""
         counts, times = self._curve

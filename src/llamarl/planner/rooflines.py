@@ -24,6 +24,7 @@ __all__ = [
     "context_parallel_sizes",
     "decode_step_s",
     "exchange_s",
+    "expert_parallel_sizes",
     "gather_s",
     "group_link",
     "matmul_s",
@@ -82,6 +83,13 @@ def context_parallel_sizes(model: ModelSpec, tp: int, limit: int) -> list[int]:
         limit: Of ``tp`` times them.
     """
     return [2**i for i in range(limit.bit_length()) if tp * 2**i <= limit and model.heads % (tp * 2**i) == 0]
+
+
+def expert_parallel_sizes(model: ModelSpec, tp: int, shards: int) -> list[int]:
+    """Of ``shards`` ranks over which parameters are cut, how many can have different experts (``trainer.ep``)."""
+    if not model.experts:
+        return [1]
+    return [ep for ep in range(1, shards + 1) if shards % ep == 0 and model.experts % (tp * ep) == 0]
 
 
 def group_link(hardware: Hardware, ranks: int, stride: int = 1) -> float:

@@ -5,7 +5,7 @@
     separate    generator and trainer on their own devices, joined by a weights edge of delay ``max_staleness + 1``
 
 Device counts are whole, batches discrete. Trainer and generator are independent once the split is fixed, so the search
-tries every split and, for each role, every layout that fits; the step time is the maximum cycle mean of the job's graph.
+tries every generator that fits with the fastest trainer on what it leaves; the step time is the maximum cycle mean of the job's graph.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from functools import lru_cache
 
 from llamarl.errors import PlanError
 from llamarl.planner.choices import (
@@ -28,7 +28,6 @@ from llamarl.planner.choices import (
     powers,
     replicas_of,
     slot_counts,
-    split_sizes,
     trainer_choices,
 )
 from llamarl.planner.cores import PARTS, finished_s, parts_ready, scaled, shares_cores
@@ -100,9 +99,9 @@ class Plan:
         return (idle + (self.devices - train - generate)) / self.devices
 
 
-def _trainer_rank(choice: TrainerChoice) -> tuple[float, int]:
-    """Faster first; among equals (to a part in ten thousand) the larger micro-batch, which launches less."""
-    return float(f"{choice.time.total_s:.4g}"), -choice.layout.micro_batch
+def _trainer_rank(choice: TrainerChoice) -> tuple[float, int, int]:
+    """Faster first; among equals (to a part in ten thousand) on fewer devices, then the larger micro-batch, which launches less."""
+    return float(f"{choice.time.total_s:.4g}"), choice.layout.devices, -choice.layout.micro_batch
 
 
 def _tokens_rate(work: Workload, step_s: float) -> float:
@@ -117,29 +116,50 @@ def _check_devices(devices: int) -> None:
 def best_split(
     hardware: Hardware, work: Workload, options: Options, devices: int, splits: Sequence[int] | None = None
 ) -> list[tuple[TrainerChoice, GeneratorChoice, float]]:
-    """For each split: fastest trainer with each generator candidate and its hand-over time."""
+    """Each generator that leaves devices for a trainer, with the trainers worth having on what it leaves, and their hand-over time.
+
+    So every split is tried that could be the best: between two generators that differ in their largest share of a tick or in their
+    layout, a device more only helps the trainer.
+
+    Args:
+        splits: Devices that the trainer may have at most; None: all that each generator leaves.
+    """
     limit = hardware.usable_memory_bytes
     found: list[tuple[TrainerChoice, GeneratorChoice, float]] = []
     modes = (False, True) if options.partial_rollouts and options.max_segments > 1 else (False,)
-    for trainers in splits if splits is not None else split_sizes(devices, hardware.device.devices_per_node):
-        choices = trainer_choices(hardware, work, options, trainers, memory_limit=limit)
-        held = devices - trainers
-        found_trainers = [min(choices, key=_trainer_rank, default=None)]
-        if shares_cores(hardware, devices):
-            left = filling_choices(hardware, work, options, devices, memory_limit=limit, held=held)
-            found_trainers.append(min(left, key=_trainer_rank, default=None))
-        for trainer, partial in product(found_trainers, modes):
-            if trainer is None:
-                continue
-            for generator in generator_choices(hardware, work, options, held, memory_limit=limit, partial=partial):
-                sync = weight_sync_s(
-                    hardware,
-                    work.model,
-                    trainer_devices=trainer.layout.devices,
-                    replicas=generator.replicas,
-                    layout=generator.layout,
-                )
-                found.append((trainer, generator, sync))
+    on = lru_cache(maxsize=None)(lambda most: _trainers(hardware, work, options, most))
+    for share in splits if splits is not None else (0,):
+        held = devices - (share or 1)
+        for partial in modes:
+            for generator in generator_choices(
+                hardware, work, options, held, memory_limit=limit, partial=partial, any_number=True
+            ):
+                trainers = list(on(share or devices - generator.devices))
+                beside = hardware.device.devices_per_node - generator.devices  # versions stay on the node
+                if not share and 0 < beside < devices - generator.devices:
+                    trainers += on(beside)
+                if shares_cores(hardware, devices):
+                    left = filling_choices(hardware, work, options, devices, memory_limit=limit, held=generator.devices)
+                    trainers += sorted(left, key=_trainer_rank)[:1]
+                for trainer in trainers:
+                    sync = weight_sync_s(
+                        hardware,
+                        work.model,
+                        trainer_devices=trainer.layout.devices,
+                        replicas=generator.replicas,
+                        layout=generator.layout,
+                    )
+                    found.append((trainer, generator, sync))
+    return found
+
+
+def _trainers(hardware: Hardware, work: Workload, options: Options, most: int) -> list[TrainerChoice]:
+    """On up to so many devices: the fastest, and slower ones that have more devices to hand a version over from; empty: too few."""
+    found: list[TrainerChoice] = []
+    choices = trainer_choices(hardware, work, options, most, memory_limit=hardware.usable_memory_bytes)
+    for choice in sorted(choices, key=_trainer_rank):
+        if not found or choice.layout.devices > found[-1].layout.devices:
+            found.append(choice)
     return found
 
 
@@ -166,7 +186,7 @@ def best_separate(
             "separate generator and trainer need 2 devices, got 1; one device can run co-located, synchronous"
         )
     found = candidates if candidates is not None else best_split(hardware, work, options, devices)
-    best: tuple[tuple[float, int], TrainerChoice, GeneratorChoice, float] | None = None
+    best: tuple[tuple[float, int, float], TrainerChoice, GeneratorChoice, float] | None = None
     for alone, generator, sync in found:
         if generator.demand.partial and max_staleness == 0:
             continue
@@ -177,8 +197,11 @@ def best_separate(
             work.reward_s,
             (generator.time_s + sync + work.reward_s + trainer.time.total_s) / (max_staleness + 1),
         )
-        # Among equals: whole batches before partial rollouts, which add staleness.
-        rank = (step * (1.02 if generator.demand.partial else 1.0), generator.devices + trainer.layout.devices)
+        # Among equals: whole batches before partial rollouts, which add staleness, and as many prompts for every replica. Steps
+        # that are alike to three digits are equal, and then fewer devices are better.
+        plainer = (1.02 if generator.demand.partial else 1.0) * (1.0 if generator.is_even else 1.02)
+        step *= plainer
+        rank = (float(f"{step:.3g}"), generator.devices + trainer.layout.devices, step)
         if best is None or rank < best[0]:
             best = (rank, trainer, generator, sync)
     if best is None:

@@ -10,6 +10,7 @@ Kept are, for each micro-batch on its way (``p - s`` at stage s of p), inputs of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llamarl.models.sizes import layers_of_stages
@@ -38,6 +39,15 @@ class StageLoad:
         """Of one tensor-parallel rank, before they are sharded."""
         return model.body_params(tp) / model.layers * self.layers + self.end_params(model) / tp
 
+    def sharded_params(self, model: ModelSpec, *, tp: int, shards: int, ep: int = 1) -> float:
+        """Of one rank, sharded: FSDP2 cuts experts along the first dimension, so of fewer experts than ranks some ranks have one and
+        others none."""
+        routed = model.routed_params / model.layers * self.layers / tp
+        if not routed:
+            return self.params(model, tp) / shards
+        own = model.experts / (tp * ep)
+        return (self.params(model, tp) - routed) / shards + routed / ep * math.ceil(own / (shards / ep)) / own
+
 
 def stages_of(num_layers: int, pp: int, micro_batches: int) -> list[StageLoad]:
     """The stages of a pipeline, as the trainer cuts the layers and one forward, one backward keeps micro-batches."""
@@ -61,6 +71,8 @@ def stage_memory(
     layer_bytes: float,
     recompute: bool,
     width: float,
+    ep: int = 1,
+    routed_rows: float = 0.0,
 ) -> dict[str, float]:
     """Bytes of a rank beside parameters, gradients and optimizer: ``gathered_layers``, ``activations``, ``logits`` at the fullest moment.
 
@@ -71,25 +83,29 @@ def stage_memory(
         logit_rows: Tokens whose logits exist at once.
         layer_bytes: That a layer keeps for the backward pass of a micro-batch.
         width: Bytes of a number as computed with; 4 on a CPU.
+        ep: Of the shards, how many have different experts.
+        routed_rows: A token, that a rank's experts are given.
     """
-    h, mlp = model.hidden, model.intermediate
-    if model.experts:
-        mlp = model.experts_per_token * model.expert_intermediate + model.shared_expert_intermediate
+    h, mlp = model.hidden, float(model.intermediate)
+    routed = model.routed_params / model.layers
+    layer_params = (model.layer_params - routed) / tp + routed / (tp * ep)
     kept = stage.layers * (tokens * h * width if recompute else layer_bytes)
     head, end = model.head_params / tp, stage.end_params(model) / tp
     rows = min(trained_tokens, logit_rows)
     chunk = rows * model.vocab / tp * 4.0
     others = kept * (stage.alive - 1)
 
-    two_layers, ends = 2.0 * model.layer_params / tp * width, end * width
+    two_layers, ends = 2.0 * layer_params * width, end * width
     if shards == 1:  # nothing is gathered; below float32 a whole copy is computed with
         two_layers, ends = 0.0, stage.params(model, tp) * width if width != 4.0 else 0.0
     # What one rank alone adds to its float32 gradients at once, FSDP2 holds until a unit is done: the output layer's to the end of the
     # pass, a layer's while the one before it in the model is computed again.
     held = 0.0
     if shards > 1:
-        held = (model.layer_params / tp if recompute else 0.0) * width + (head * width if stage.is_last else 0.0)
+        held = (layer_params if recompute else 0.0) * width + (head * width if stage.is_last else 0.0)
     way = tokens * width * (h + 2.0 * mlp / tp)
+    if model.sparse_layers:  # gradients of the rows that experts gave and of their gates
+        way = tokens * width * (h + routed_rows * (h + 2.0 * model.expert_intermediate))
     moments = [(ends + two_layers, others + kept + (layer_bytes if recompute else 0.0) + way + held, 0.0)]
     if stage.is_last:
         after = tokens * h * (4.0 + 3.0 * width)  # the last norm, and the hidden states that are looked at

@@ -21,7 +21,10 @@ __all__ = [
     "TrainerDemand",
     "TrainerLayout",
     "TrainerTime",
+    "expert_copies",
     "kept_bytes",
+    "routed_bytes",
+    "routed_rows",
     "trainer_memory",
     "trainer_tick",
 ]
@@ -55,6 +58,8 @@ class TrainerLayout:
     """Micro-batches that such a rank computes at the same time (``trainer.microbatches_at_once``)."""
     cp: int = 1
     """Ranks over which each micro-batch's tokens are cut (Ulysses); parameters are sharded over them as well."""
+    ep: int = 1
+    """Of the ``shards``, neighbours that have different experts, to which tokens travel (``trainer.ep``)."""
 
     @property
     def devices(self) -> int:
@@ -70,6 +75,11 @@ class TrainerLayout:
         """Parts into which a stage's parameters are cut, beside tensor parallelism."""
         return self.fsdp * self.cp
 
+    @property
+    def expert_ranks(self) -> int:
+        """Over which whole experts are spread."""
+        return self.tp * self.ep
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerDemand:
@@ -78,10 +88,16 @@ class TrainerDemand:
     lengths: Lengths
     prompt_tokens: int
     sequences: int
+    together: int = 1
+    """Sequences of a group, which stay on one data rank."""
     padded: bool = False
     """Every sequence is filled up to the longest instead of packed."""
     reference_forward: bool = False
     """One more forward pass, for log-probs of a reference model held by the trainer."""
+
+    def most_of(self, data_ranks: int) -> int:
+        """Sequences of the data rank that gets most: groups are dealt whole."""
+        return math.ceil(self.sequences / self.together / data_ranks) * self.together
 
     @property
     def mean_tokens(self) -> float:
@@ -116,7 +132,9 @@ class TrainerTime:
         return self.compute_s + self.tensor_parallel_s + self.fsdp_s + self.bubble_s + self.optimizer_s + self.other_s
 
 
-def _forward_layer_s(hardware: Hardware, model: ModelSpec, tp: int, tokens: float, attended: float) -> float:
+def _forward_layer_s(
+    hardware: Hardware, model: ModelSpec, tp: int, tokens: float, attended: float, ep: int = 1
+) -> float:
     """One layer's forward pass of a micro-batch of ``tokens`` on one rank, collectives not counted.
 
     Args:
@@ -138,7 +156,8 @@ def _forward_layer_s(hardware: Hardware, model: ModelSpec, tp: int, tokens: floa
     time += dense_share * mlp(tokens, model.intermediate)
     if model.sparse_layers:
         rows = tokens * model.experts_per_token / model.experts
-        sparse = model.experts / tp * mlp(rows * tp, model.expert_intermediate) if rows * tp >= 1 else 0.0
+        own = tp * ep  # tokens of ``ep`` ranks come to each of a rank's experts
+        sparse = model.experts / own * mlp(rows * own, model.expert_intermediate) if rows * own >= 1 else 0.0
         routed = 2.0 * tokens * model.experts_per_token * model.expert_params / tp / hardware.matmul_rate(precision)
         shared = mlp(tokens, model.shared_expert_intermediate) if model.shared_expert_intermediate else 0.0
         # Grouped kernels run all experts in one launch: at least the FLOPs, at most one product an expert.
@@ -155,7 +174,7 @@ def _forward_layer_s(hardware: Hardware, model: ModelSpec, tp: int, tokens: floa
 def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, demand: TrainerDemand) -> TrainerTime:
     """Time of one optimizer step over all sequences of a tick."""
     e = hardware.efficiency
-    sequences = math.ceil(demand.sequences / layout.data_ranks)
+    sequences = demand.most_of(layout.data_ranks)
     micro_batches = math.ceil(sequences / layout.micro_batch)
     per_micro = sequences / micro_batches
     tokens = per_micro * demand.mean_tokens / layout.cp
@@ -166,7 +185,7 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
         cut = stages_of(model.layers, layout.pp, micro_batches)
         stages = [(float(stage.layers), float(stage.is_last)) for stage in cut]
 
-    forward = _forward_layer_s(hardware, model, layout.tp, tokens, attended)
+    forward = _forward_layer_s(hardware, model, layout.tp, tokens, attended, layout.ep)
     passes = 3.0 + (1.0 if layout.recompute else 0.0) + (1.0 if demand.reference_forward else 0.0)
     vocabulary = model.vocab / layout.tp
     head = matmul_s(hardware, tokens, model.hidden, vocabulary)
@@ -177,13 +196,22 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     message = float(all_reduce_s(hardware, tokens * model.hidden * hardware.device.activation_bytes, layout.tp))
     exchanged = tokens * _exchanged_values(model, layout) * hardware.device.activation_bytes
     messages = 2.0 * message + exchange_s(hardware, exchanged, layout.cp, layout.tp)
+    if layout.ep > 1:  # there and back
+        sent = tokens * expert_copies(model, layout) * (model.hidden + model.experts_per_token)
+        there_s = exchange_s(hardware, sent * hardware.device.activation_bytes, layout.ep, layout.tp)
+        messages += 2.0 * there_s * model.sparse_layers / model.layers
     # Parameters travel in bf16 before each pass and gradients come back in fp32, once a micro-batch; they hide behind compute.
     layer_bytes = model.layer_params / layout.tp
     gathers = 2.0 + (1.0 if demand.reference_forward else 0.0)
     width = hardware.device.activation_bytes
     stride = layout.tp * layout.pp
-    traffic = gathers * gather_s(hardware, layer_bytes * width, layout.shards, stride)
-    traffic += gather_s(hardware, layer_bytes * 4.0, layout.shards, stride)
+    experts = model.routed_params / model.layers / layout.tp if layout.ep > 1 else 0.0
+    traffic = gathers * gather_s(hardware, (layer_bytes - experts) * width, layout.shards, stride)
+    traffic += gather_s(hardware, (layer_bytes - experts) * 4.0, layout.shards, stride)
+    if experts:  # of a rank's own, over the ranks that have the same
+        alike, own = layout.shards // layout.ep, experts / layout.ep
+        traffic += gathers * gather_s(hardware, own * width, alike, stride * layout.ep)
+        traffic += gather_s(hardware, own * 4.0, alike, stride * layout.ep)
 
     def of_stage(layers: float, head_share: float) -> tuple[float, float, float]:
         """Compute, messages, and traffic that is not hidden, of a micro-batch there and back."""
@@ -218,6 +246,13 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     )
 
 
+def expert_copies(model: ModelSpec, layout: TrainerLayout) -> float:
+    """How often a token travels, on average, if routers choose evenly: once to each of the ``ep`` ranks that have one of its experts."""
+    own, k = model.experts // layout.expert_ranks, model.experts_per_token
+    none_here = math.comb(model.experts - own, k) / math.comb(model.experts, k)  # the choices of a token differ
+    return layout.ep * (1.0 - none_here)
+
+
 def _exchanged_values(model: ModelSpec, layout: TrainerLayout) -> float:
     """Numbers a token and layer that a context-parallel rank exchanges: queries and outputs of its tensor-parallel part's heads, and keys
     and values, of repeated heads where so many ranks cannot share them."""
@@ -240,11 +275,11 @@ def kept_bytes(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
     Args:
         width: Bytes of an activation.
     """
-    mlp = model.intermediate
-    if model.experts:
-        mlp = model.experts_per_token * model.expert_intermediate + model.shared_expert_intermediate
     q, kv = float(model.heads * model.head_dim), float(model.kv_values_per_token)
     if not layout.runnable:  # sequence parallelism cuts everything over tp
+        mlp = float(model.intermediate)
+        if model.experts:
+            mlp = model.experts_per_token * model.expert_intermediate + model.shared_expert_intermediate
         return (4.0 * model.hidden + 2.0 * q + kv + 4.0 * mlp) * width / layout.tp
     norm = 4.0 + 2.0 * width  # its input in float32, the same normalized, and scaled for the products
     if model.kv_lora_rank:  # keys and values of each head, made of the latent ones, are of one width in attention
@@ -256,7 +291,25 @@ def kept_bytes(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
     outputs = 2.0 if layout.cp > 1 or width == 4.0 else 1.0
     heads = q * (1.0 + outputs) + kv
     head_norms = (q + kv / 2.0) * (4.0 + width) if model.qk_norm else 0.0
-    return 2.0 * model.hidden * norm + ((heads + 4.0 * mlp) * width + head_norms) / layout.tp
+    sparse = model.sparse_layers / model.layers
+    mlp = (1.0 - sparse) * model.intermediate + sparse * model.shared_expert_intermediate
+    kept = 2.0 * model.hidden * norm + ((heads + 4.0 * mlp) * width + head_norms) / layout.tp
+    return kept + sparse * routed_bytes(model, layout, width)
+
+
+def routed_rows(model: ModelSpec, layout: TrainerLayout) -> float:
+    """Rows a token that a rank's experts are given, in the sparse layers: one for each of its choices, also those of experts that other
+    ranks have, which are left out of the products alone."""
+    return model.experts_per_token * (expert_copies(model, layout) if layout.ep > 1 else 1.0)
+
+
+def routed_bytes(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
+    """Bytes a token that a sparse layer's routed experts keep: what goes in and comes out, the gate's three products and a row's
+    places before and after sorting; and what the router found."""
+    if not model.experts:
+        return 0.0
+    row = (2.0 * model.hidden + 4.0 * model.expert_intermediate + 1.0) * width + 16.0
+    return routed_rows(model, layout) * row + model.experts * 4.0
 
 
 def trainer_memory(
@@ -264,7 +317,7 @@ def trainer_memory(
 ) -> dict[str, float]:
     """Bytes of the fullest trainer rank, by part."""
     width = hardware.device.activation_bytes
-    sequences = math.ceil(demand.sequences / layout.data_ranks)
+    sequences = demand.most_of(layout.data_ranks)
     per_micro = min(layout.micro_batch, sequences)
     # A micro-batch holds at least the longest sequence whole.
     tokens = max(per_micro * demand.mean_tokens, float(demand.prompt_tokens + demand.lengths.limit)) / layout.cp
@@ -274,15 +327,17 @@ def trainer_memory(
         trained = max(per_micro * demand.lengths.mean, float(demand.lengths.limit)) / layout.cp
         every = []
         for stage in stages_of(model.layers, layout.pp, micro_batches):
-            parts = _state(stage.params(model, layout.tp), width, layout, demand)
+            held = stage.sharded_params(model, tp=layout.tp, shards=layout.shards, ep=layout.ep)
+            parts = _state(held, width, demand)
             parts |= stage_memory(
-                model, stage, tp=layout.tp, shards=layout.shards, tokens=tokens, trained_tokens=trained,
+                model, stage, tp=layout.tp, shards=layout.shards, ep=layout.ep, tokens=tokens, trained_tokens=trained,
                 logit_rows=RUNNABLE_LOGIT_ROWS, layer_bytes=layer, recompute=layout.recompute, width=width,
+                routed_rows=routed_rows(model, layout),
             )  # fmt: skip
             every.append(_at_once(parts, layout))
         return max(every, key=lambda parts: sum(parts.values()))
     stage_params = _stage_params(model, layout)
-    parts = _state(stage_params, width, layout, demand)
+    parts = _state(stage_params / layout.shards, width, demand)
     if layout.shards > 1:
         parts["gathered_layers"] = (2.0 * model.layer_params / layout.tp + model.head_params / layout.tp) * width
     elif width != 4.0:
@@ -295,10 +350,10 @@ def trainer_memory(
     return _at_once(parts, layout)
 
 
-def _state(stage_params: float, width: float, layout: TrainerLayout, demand: TrainerDemand) -> dict[str, float]:
-    parts = {name: stage_params * size / layout.shards for name, size in _STATE_BYTES.items()}
+def _state(held_params: float, width: float, demand: TrainerDemand) -> dict[str, float]:
+    parts = {name: held_params * size for name, size in _STATE_BYTES.items()}
     if demand.reference_forward:
-        parts["reference"] = stage_params * width / layout.shards
+        parts["reference"] = held_params * width
     return parts
 
 

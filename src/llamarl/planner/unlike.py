@@ -17,7 +17,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from llamarl.errors import PlanError
-from llamarl.planner.choices import GeneratorChoice, Options, TrainerChoice, Workload, split_sizes, trainer_choices
+from llamarl.planner.choices import (
+    GeneratorChoice,
+    Options,
+    TrainerChoice,
+    Workload,
+    dealt,
+    fewest_of_each_share,
+    split_sizes,
+    trainer_choices,
+    trainer_sizes,
+)
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.replica_times import GeneratorKinds, Pool, ReplicaTimes, deal, layouts_of
 from llamarl.planner.rooflines import pulled_bytes
@@ -29,6 +39,7 @@ __all__ = [
     "best_first",
     "dealt_evenly",
     "kinds_apart",
+    "link_between",
     "one_kind",
     "plan_unlike",
 ]
@@ -92,7 +103,7 @@ class UnlikePlan:
         return f"it has {stages} pipeline stages, llamarl has 1 for this model (--max-pipeline 1)"
 
 
-def _link(one: Hardware, other: Hardware) -> tuple[float, float]:
+def link_between(one: Hardware, other: Hardware) -> tuple[float, float]:
     """Bytes/s and latency between a device of each: over the network, at the slower one's rate."""
     rate = min(h.device.inter_node_bytes_per_s * h.efficiency.link for h in (one, other))
     return rate, max(h.efficiency.inter_node_latency_s for h in (one, other))
@@ -114,11 +125,11 @@ def _shares(
     )
     syncs = []
     for (found, _), size in zip(chosen, pulled, strict=True):
-        rate, latency = _link(found.hardware, trainer)
+        rate, latency = link_between(found.hardware, trainer)
         syncs.append(max(size, sent) / rate + latency)
     replicas = [number for _, number in chosen]
     if even:
-        everyone = [prompts // sum(replicas) + (place < prompts % sum(replicas)) for place in range(sum(replicas))]
+        everyone = dealt(prompts, sum(replicas))
         ends = list(accumulate(replicas))
         counts = [everyone[end - number : end] for end, number in zip(ends, replicas, strict=True)]
     else:
@@ -126,14 +137,14 @@ def _shares(
         counts = deal(curves, replicas, prompts)
     shares = []
     for (found, _), own, sync_s in zip(chosen, counts, syncs, strict=True):
-        dealt = tuple(count for count in own if count)
-        if not dealt:
+        given = tuple(count for count in own if count)
+        if not given:
             continue
-        choice = found.choice(max(dealt))
+        choice = found.choice(max(given))
         if choice is None:
             return ()
-        choice = replace(choice, replicas=len(dealt))
-        shares.append(Share(hardware=found.hardware, choice=choice, prompts=dealt, sync_s=sync_s))
+        choice = replace(choice, replicas=len(given))
+        shares.append(Share(hardware=found.hardware, choice=choice, prompts=given, sync_s=sync_s))
     return tuple(shares)
 
 
@@ -186,7 +197,7 @@ def plan_unlike(pools: Sequence[Pool], work: Workload, options: Options, max_sta
                 devices = {pool.name: left if pool is trainer_pool else pool.devices for pool in pools}
                 late = {
                     (name, found.layout): pulled_bytes(found.hardware, work.model, found.layout)
-                    / _link(found.hardware, hardware)[0]
+                    / link_between(found.hardware, hardware)[0]
                     for name, layouts in generators.layouts.items()
                     for found in layouts
                 }
@@ -207,15 +218,17 @@ def plan_unlike(pools: Sequence[Pool], work: Workload, options: Options, max_sta
 
 
 def _trainers(pool: Pool, work: Workload, options: Options) -> Iterator[tuple[TrainerChoice, int]]:
-    """The fastest trainer on each number of a pool's devices, and the devices that are left."""
-    sizes = (
-        [pool.devices, *split_sizes(pool.devices, pool.hardware.device.devices_per_node)] if pool.devices > 1 else [1]
-    )
-    for size in sizes:
-        choices = trainer_choices(pool.hardware, work, options, size, memory_limit=pool.hardware.usable_memory_bytes)
-        found = min(choices, key=lambda choice: (choice.time.total_s, -choice.layout.micro_batch), default=None)
-        if found is not None:
-            yield found, pool.devices - size
+    """Trainers on a pool's devices, the fastest first, each on fewer devices than all before; and the devices that are left."""
+    limit, node = pool.hardware.usable_memory_bytes, pool.hardware.device.devices_per_node
+    sizes = {pool.devices, *split_sizes(pool.devices, node), *trainer_sizes(work, options, pool.devices, node)}
+    found = [
+        choice for size in sizes for choice in trainer_choices(pool.hardware, work, options, size, memory_limit=limit)
+    ]
+    least = pool.devices + 1
+    for choice in sorted(found, key=lambda one: (one.time.total_s, one.layout.devices, -one.layout.micro_batch)):
+        if choice.layout.devices < least:
+            least = choice.layout.devices
+            yield choice, pool.devices - least
 
 
 def dealt_evenly(plan: UnlikePlan, work: Workload, options: Options) -> UnlikePlan | None:
@@ -245,11 +258,10 @@ def one_kind(pool: Pool, work: Workload, options: Options, max_staleness: int) -
         PlanError: The job does not fit there.
     """
     found = best_separate(pool.hardware, work, options, pool.devices, max_staleness)
-    each = work.prompts_per_step // found.generator.replicas
     share = Share(
         hardware=pool.hardware,
         choice=found.generator,
-        prompts=(each,) * found.generator.replicas,
+        prompts=tuple(dealt(work.prompts_per_step, found.generator.replicas)),
         sync_s=found.sync_s,
     )
     return UnlikePlan(
@@ -266,8 +278,7 @@ def one_kind(pool: Pool, work: Workload, options: Options, max_staleness: int) -
 
 
 def kinds_apart(pools: Sequence[Pool], work: Workload, options: Options, max_staleness: int) -> UnlikePlan | None:
-    """The best plan in which one kind trains and one other generates, every replica with as many prompts: what a recipe with
-    ``hosts.on`` says. None: none fits."""
+    """The best plan in which one kind trains and one other generates, the prompts dealt evenly. None: none fits."""
     total = sum(pool.devices for pool in pools)
     modes = (False, True) if options.partial_rollouts and options.max_segments > 1 and max_staleness else (False,)
     found: list[UnlikePlan] = []
@@ -276,7 +287,7 @@ def kinds_apart(pools: Sequence[Pool], work: Workload, options: Options, max_sta
             for replicas, count in _evenlayouts_of(pool, work, options, partial):
                 for other in pools:
                     trainer = next(_trainers(other, work, options), None) if other is not pool else None
-                    if trainer is None or trainer[1]:
+                    if trainer is None:
                         continue
                     shares = _shares(
                         [(replicas, count)], work.prompts_per_step, other.hardware, trainer[0].layout.devices, even=True
@@ -299,7 +310,7 @@ def _evenlayouts_of(pool: Pool, work: Workload, options: Options, partial: bool)
     for found in layouts_of(pool, work, options, partial):
         most = min(pool.devices // found.layout.devices, work.prompts_per_step)
         if most:
-            yield found, max(n for n in range(1, most + 1) if work.prompts_per_step % n == 0)
+            yield found, fewest_of_each_share(work.prompts_per_step, most)[-1]
 
 
 def _check(pools: Sequence[Pool]) -> None:

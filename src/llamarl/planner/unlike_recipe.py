@@ -85,6 +85,7 @@ def unlike_settings(
             "tp": t.tp,
             "pp": t.pp,
             "cp": t.cp,
+            "ep": t.ep,
             "dtype": "bfloat16",
             "max_tokens_per_microbatch": max(1, round(t.micro_batch * (work.prompt_tokens + work.lengths.mean))),
             "activation_checkpointing": "full" if t.recompute else "none",

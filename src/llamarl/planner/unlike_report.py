@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from llamarl.planner.choices import Options, Workload
+from llamarl.planner.idle import idle_of_kinds
 from llamarl.planner.plan_report import seconds_text, table_lines
 from llamarl.planner.replica_times import Pool
 from llamarl.planner.unlike import Share, UnlikePlan
@@ -19,7 +21,7 @@ __all__ = ["unlike_json", "unlike_text"]
 def _trainer(plan: UnlikePlan) -> str:
     t = plan.trainer.layout
     sizes = [f"tp{t.tp}", *(f"{axis}{n}" for axis, n in (("pp", t.pp), ("cp", t.cp)) if n > 1), f"fsdp{t.fsdp}"]
-    sizes += [f"dp{t.dp}"] if t.dp > 1 else []
+    sizes += [f"{axis}{n}" for axis, n in (("dp", t.dp), ("ep", t.ep)) if n > 1]
     return f"{t.devices} {plan.trainer_hardware.device.name} {'·'.join(sizes)}"
 
 
@@ -35,14 +37,18 @@ def _dealt(prompts: Sequence[int]) -> str:
     return ", ".join(f"{number} x {count}" for count, number in sorted(counted.items(), reverse=True)) + " prompts"
 
 
-def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], model: str) -> str:
+def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], work: Workload, options: Options) -> str:
     """The table, the first plan in detail, and the lines of a recipe that say it.
 
     Args:
         plans: The best first.
+        options: What the search might use.
     """
     best = plans[0]
-    lines = [f"{model} on {' + '.join(f'{pool.devices} x {pool.hardware.device.title}' for pool in pools)}", ""]
+    lines = [
+        f"{work.model.name} on {' + '.join(f'{pool.devices} x {pool.hardware.device.title}' for pool in pools)}",
+        "",
+    ]
     rows = [["plan", "step", "generate", "train", "waiting", "tokens/s", "trainer", "generators"]]
     for plan in plans:
         rows.append(
@@ -67,6 +73,8 @@ def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], model: str) 
             f"  generator  {_generator(share)}: {_dealt(share.prompts)} of a tick, {plural(share.choice.demand.slots, 'sequence')} "
             f"at once, {rollouts}; {seconds_text(share.choice.time_s)}, hand-over {seconds_text(share.sync_s)}"
         )
+    for idle in idle_of_kinds(best, pools, work, options):
+        lines.append(f"  idle       {idle.text()}")
     for plan in plans[1:]:
         lines.append(f"  gain       {plan.step_s / best.step_s:.2f} times as fast as {plan.title}")
     if best.why_not_run:
@@ -82,7 +90,11 @@ def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], model: str) 
 def _lines(plan: UnlikePlan) -> list[str]:
     """Of a recipe: what says a plan's layout and shares."""
     t, kinds = plan.trainer.layout, replica_tables(plan)
-    sizes = {"fsdp": t.data_ranks, "tp": t.tp, **{axis: n for axis, n in (("pp", t.pp), ("cp", t.cp)) if n > 1}}
+    sizes = {
+        "fsdp": t.data_ranks,
+        "tp": t.tp,
+        **{axis: n for axis, n in (("pp", t.pp), ("cp", t.cp), ("ep", t.ep)) if n > 1},
+    }
     trainer = [f"{axis} = {n}" for axis, n in sizes.items()]
     lines = ["[trainer]", *trainer]
     for place, (share, table) in enumerate(zip(plan.shares, kinds, strict=True)):
@@ -126,11 +138,12 @@ def _plain(plan: UnlikePlan) -> dict[str, Any]:
     }
 
 
-def unlike_json(plans: Sequence[UnlikePlan], pools: Sequence[Pool], model: str) -> dict[str, Any]:
+def unlike_json(plans: Sequence[UnlikePlan], pools: Sequence[Pool], work: Workload, options: Options) -> dict[str, Any]:
     """Plain values; times in seconds, memory in bytes. The first plan is the recommended one."""
     return {
-        "model": model,
+        "model": work.model.name,
         "pools": [{"device": pool.name, "devices": pool.devices} for pool in pools],
         "plans": [_plain(plan) for plan in plans],
         "recommended": 0,
+        "idle": [dataclasses.asdict(idle) for idle in idle_of_kinds(plans[0], pools, work, options)],
     }

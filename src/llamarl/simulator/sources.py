@@ -26,16 +26,25 @@ __all__ = ["calibrated_scenario", "recipe_layouts", "scenario_from_plan", "scena
 def scenario_from_plan(plan: Plan, work: Workload, hardware: Hardware, options: Options, **changes: Any) -> Scenario:
     """The plan's layout, concurrency and rooflines, with lengths drawn for each response.
 
+    Simulated replicas are alike: where the plan deals some of them a prompt more than others, all get as many as those, and the
+    trainer takes its time for the planned ones.
+
     Raises:
         PlanError: The plan shares devices between roles, which no graph of executors describes.
     """
     if plan.system != "separate":
         raise PlanError("only plans with separate generator and trainer are simulated: give at least 2 devices")
     g, t = plan.generator, plan.trainer
-    tokens = work.sequences * (work.prompt_tokens + work.response.mean)
+    prompts = work.prompts_per_step if g.is_even else g.replicas * g.demand.sequences // work.group_size
+    tokens = prompts * work.group_size * (work.prompt_tokens + work.response.mean)
+    more = (
+        ""
+        if g.is_even
+        else f" ({prompts} prompts a tick, as many for each replica, in place of {work.prompts_per_step})"
+    )
     scenario = Scenario(
-        title=f"{work.model.name}, {plan.devices} x {hardware.device.title}",
-        prompts_per_step=work.prompts_per_step,
+        title=f"{work.model.name}, {plan.devices} x {hardware.device.title}{more}",
+        prompts_per_step=prompts,
         group_size=work.group_size,
         lengths=work.response,
         prompt_tokens=work.prompt_tokens,
@@ -76,6 +85,7 @@ def recipe_layouts(config: RunConfig, hardware: Hardware, mean_tokens: float) ->
         pp=t.pp,
         fsdp=t.fsdp,
         cp=t.cp,
+        ep=t.ep,
         micro_batch=max(1, round(t.max_tokens_per_microbatch / mean_tokens)),
         recompute=t.activation_checkpointing != "none",
         runnable=True,
@@ -93,7 +103,12 @@ def scenario_from_recipe(
     """
     g, t = config.generator, config.trainer
     layout, trainer = recipe_layouts(config, hardware, work.prompt_tokens + work.response.mean)
-    demand = TrainerDemand(lengths=work.response, prompt_tokens=work.prompt_tokens, sequences=work.sequences)
+    demand = TrainerDemand(
+        lengths=work.response,
+        prompt_tokens=work.prompt_tokens,
+        sequences=work.sequences,
+        together=work.group_size,
+    )
     cost = _trainer_cost(trainer_tick(hardware, work.model, trainer, demand), work.tokens)
     speed = core_rate(threads["trainer"])
     scenario = Scenario(

@@ -21,8 +21,9 @@ from llamarl.planner.model_spec import find_config, find_model
 from llamarl.planner.recipe import plan_settings
 from llamarl.planner.rooflines import GeneratorLayout, pulled_bytes, weight_sync_s
 from llamarl.planner.runnable import why_not_run
-from llamarl.planner.search import best_resharding, recommend, search_all
-from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_memory
+from llamarl.planner.search import best_resharding, best_separate, recommend, search_all
+from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_memory, trainer_tick
+from llamarl.simulator.sources import scenario_from_plan
 from llamarl.trainer.config import TrainerConfig
 
 H100 = find_hardware("h100")
@@ -110,8 +111,10 @@ def test_what_llamarl_cannot_run_is_planned_all_the_same_and_said(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     line = "--model DeepSeek-V3 --devices 1024 --hardware h100 --response-tokens 400 --staleness 1"
-    assert plan(line) == 0
+    assert plan(f"{line} --every-rank") == 0
     text = capsys.readouterr().out
+    assert "every rank not counted: the plan is for a system that cuts more of DeepSeek-V3" in text
+    assert "trainer: all its state" not in text
     assert "not yet    llamarl train does not run this plan: " in text
     assert "DeepSeek-V3 (671.0 B parameters) does not fit" in text
     plan(line + " --json")
@@ -202,6 +205,48 @@ def test_a_written_recipe_keeps_to_the_plan(capsys: pytest.CaptureFixture[str], 
     assert written.schedule.colocated is (written.schedule.max_staleness == 0 and "co-located" in out.read_text())
     with pytest.raises(PlanError, match="fp8, which llamarl's engine does not have on NVIDIA A100"):
         plan(f"--model Llama-3.1-8B --devices 8 --hardware a100 --response-tokens 300 --precision fp8 --recipe {out}")
+
+
+def test_replicas_that_do_not_divide_the_prompts_are_a_kind_of_their_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.toml"
+    line = "--model Llama-3.1-70B --devices 128 --hardware h100 --staleness 1"
+    assert plan(f"{line} --recipe {out} --json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    planned = answer["plans"][answer["recommended"]]["generator"]
+    assert not planned["dealt_evenly"] and 128 % planned["replicas"]
+    written = load_config(out)
+    assert [(kind.dp, kind.share) for kind in written.generator.replicas] == [(planned["replicas"], 1)]
+    assert (written.generator.tp, written.generator.dp) == (planned["tp"], 1)
+    most = planned["sequences_per_replica"] // 16
+    counts = written.dealing.counts(0)
+    assert sum(counts) == 128 and max(counts) == most and min(counts) == most - 1
+
+
+def test_a_simulation_of_replicas_that_do_not_divide_gives_all_as_many() -> None:
+    model = find_model("Llama-3.1-8B")
+    work = Workload(model=model, response=constant(200), prompts_per_step=7, group_size=4)
+    found = best_separate(H100, work, Options(partial_rollouts=False), 8, 1)
+    share = 3 * work.group_size
+    demand = replace(found.generator.demand, sequences=share)
+    uneven = replace(found, generator=replace(found.generator, replicas=3, demand=demand))
+    scenario = scenario_from_plan(uneven, work, H100, Options())
+    assert (scenario.replicas, scenario.prompts_per_step) == (3, 9) and "9 prompts a tick" in scenario.title
+    tokens = 9 * 4 * (work.prompt_tokens + 200)
+    assert scenario.trainer.tick_s + scenario.trainer.token_s * tokens == pytest.approx(found.trainer.time.total_s)
+
+
+def test_a_trainers_busiest_rank_has_whole_groups() -> None:
+    """Eight groups of four over three ranks: three, three and two of them."""
+    demand = TrainerDemand(lengths=constant(100), prompt_tokens=100, sequences=32, together=4)
+    assert [demand.most_of(ranks) for ranks in (1, 2, 3, 4, 5, 8)] == [32, 16, 12, 8, 8, 4]
+    assert replace(demand, together=1).most_of(3) == 11
+    four, five = (
+        trainer_tick(H100, find_model("Llama-3.1-8B"), TrainerLayout(fsdp=ranks, runnable=True), demand)
+        for ranks in (4, 5)
+    )
+    assert five.compute_s == four.compute_s  # both have a rank with two groups
 
 
 def test_a_written_cache_stays_within_the_limit_of_the_plan() -> None:

@@ -18,9 +18,10 @@ from llamarl.errors import PlanError
 from llamarl.planner.choices import Options, Workload, generator_choice
 from llamarl.planner.generation import GeneratorDemand
 from llamarl.planner.hardware import find_hardware, kind_of_gpu
+from llamarl.planner.idle import idle_of_kinds
 from llamarl.planner.lengths import lognormal
 from llamarl.planner.model_spec import find_model
-from llamarl.planner.replica_times import Pool, deal
+from llamarl.planner.replica_times import Pool, deal, layouts_of
 from llamarl.planner.rooflines import GeneratorLayout, pulled_bytes
 from llamarl.planner.unlike import UnlikePlan, best_first, dealt_evenly, kinds_apart, one_kind, plan_unlike
 from llamarl.planner.unlike_recipe import share_numbers
@@ -127,6 +128,19 @@ def test_a_plan_is_no_slower_than_simpler_ones(plan: UnlikePlan) -> None:
         assert plan.step_s <= other.step_s * 1.01
         assert sum(sum(share.prompts) for share in other.shares) == 64
     assert others[1] is not None and not others[1].why_not_run  # a recipe with hosts.on says it
+
+
+def test_devices_that_stay_idle_are_named_with_the_reason() -> None:
+    job, two = work(64, "Llama-3.1-70B"), pools(32, 32)
+    alone = one_kind(two[0], job, WHOLE, 1)
+    idle = {one.kind: one for one in idle_of_kinds(alone, two, job, WHOLE)}
+    assert (idle["a100-sxm"].count, idle["a100-sxm"].of) == (32, 32)
+    used = alone.trainer.layout.devices + sum(share.devices for share in alone.shares)
+    assert ("h100-sxm" in idle) == (used < 32) and all(one.why for one in idle.values())
+    least = min(found.least_s for found in layouts_of(two[1], job, WHOLE, False))
+    hurried = replace(alone, step_s=least)  # no replica of the other kind ends a tick in less
+    (slow,) = (one for one in idle_of_kinds(hurried, two, job, WHOLE) if one.kind == "a100-sxm")
+    assert f"a tick, however few its prompts, of a step of {least:.3g} s" in slow.text()
 
 
 def staged(plan: UnlikePlan) -> UnlikePlan:
@@ -307,6 +321,7 @@ def test_the_command_line_names_kinds_and_compares(capsys: pytest.CaptureFixture
         ("--devices 8:h100-sxm,8:cpu", "kinds are those of other machines"),
         ("--devices 8:h100-sxm,8:a100 --hardware h100", "--hardware: speaks of devices of one kind"),
         ("--devices 8:h100-sxm,8:a100 --staleness 0,1", "one value"),
+        ("--devices 8:h100-sxm,8:a100 --every-rank", "--every-rank: counts the replicas of one kind"),
         ("--devices 1:h100-sxm,1:a100 --model Llama-3.1-405B", "does not fit on 1 x h100-sxm and 1 x a100-sxm"),
     ],
 )
