@@ -64,6 +64,7 @@ class FusedLinear(nn.Module):
         self._bias: Tensor | None = None
         self._input: Tensor | None = None
         self._output: Tensor = torch.empty(0)
+        self._num_untaken = 0
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # sources stay parameters of the model, not of this module
@@ -104,11 +105,17 @@ class FusedLinear(nn.Module):
         return 0
 
     def part(self, x: Tensor, first: int, size: int) -> Tensor:
-        """Output features ``first .. first + size`` for ``x``; the product is computed once per input tensor."""
+        """Output features ``first .. first + size`` for ``x``; the product is computed once per input tensor, and let go of when all
+        parts have been taken: a step would otherwise end with those of every layer."""
         if self._input is not x:
             self._output = self(x)
             self._input = x  # held, so that no other tensor can take its identity
-        return self._output.narrow(-1, first, size)
+            self._num_untaken = len(self.sizes)
+        part = self._output.narrow(-1, first, size)
+        self._num_untaken -= 1
+        if not self._num_untaken:
+            self.forget()
+        return part
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.product(x)
