@@ -213,7 +213,8 @@ def test_whoever_of_two_attempts_at_a_slow_tick_is_ready_first_the_bits_are_thos
     twins = {"recovery.straggler_multiple": 3, "recovery.straggler_least_s": 1, "run.cores": 16}
     threads = dict.fromkeys(("generator.threads", "trainer.threads", "evaluation.threads"), 1)
     assert (undisturbed / "config.toml").read_text().count("\nthreads = 1\n") == len(threads), "they decide bits"
-    run = llamarl.start(run_dir, {**SETTINGS, "checkpoint.every": 0, **threads, **twins})
+    every = {"checkpoint.every": 1, "checkpoint.keep": 0}  # whoever is first, its state alone is saved
+    run = llamarl.start(run_dir, {**SETTINGS, **every, **threads, **twins})
     wait_for_rows(run, run_dir, 4)
     kill(run, "generator", number=signal.SIGSTOP)
     told(run, "'generator': the second attempt is ready and counts")
@@ -224,8 +225,11 @@ def test_whoever_of_two_attempts_at_a_slow_tick_is_ready_first_the_bits_are_thos
     said, _ = run.communicate(timeout=240)
     assert run.returncode == 0, said
     assert "'reward': the first attempt is ready and counts" in said, said
-    assert "brought up again" not in said, said
+    assert "brought up again" not in said and "could not be written" not in said, said
     assert what_counts(run_dir) == what_counts(undisturbed)
+    saved, expected = checkpoints(run_dir), checkpoints(undisturbed)
+    assert expected and {path: saved[path] for path in expected} == expected
+    assert {path.split("/")[1] for path in saved} == {f"tick_{tick:06d}" for tick in range(10)}
     last = {key: value for row in rows(run_dir) for key, value in row.items() if "_twin" in key}
     assert last["recovery/generator_twin_wins"] >= 1 and last["recovery/reward_twins"] >= 1
 

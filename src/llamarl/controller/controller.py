@@ -180,6 +180,7 @@ def run_graph(
             spec = scaling.due(marking, runtime.replaceable)
             if spec is not None:
                 replacing.rescale(runtime, spec, marking.done_ticks[spec.name])
+                saves.again(spec.name, marking.done_ticks[spec.name])
         for firing in marking.ready():
             orders.give(firing)
         try:
@@ -264,8 +265,12 @@ class _Saves:
         self._writing.setdefault(report.tick, set()).add(report.executor)
 
     def again(self, executor: str, first_tick: int) -> None:
-        """An executor repeats its ticks from this one on: of those that are not saved yet it writes its state anew."""
+        """An executor repeats its ticks from this one on: of those that are not saved yet it writes its state anew. One that it was still
+        to write of an earlier tick is lost."""
         for tick in self._missing:
+            if tick < first_tick and executor in self._writing[tick]:
+                self._writing[tick].discard(executor)
+                self._unsaved.setdefault(tick, {})[executor] = f"{executor} ended before its state was written"
             if tick >= first_tick:
                 self._missing[tick].add(executor)
                 self._writing[tick].discard(executor)

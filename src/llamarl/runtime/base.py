@@ -33,6 +33,9 @@ class Order:
     """``latest`` in-channel name -> source tick -> handles, for the tokens on the edge that follow the one in ``inputs``."""
     save_to: Path | None = None
     """If set, each rank saves its state after this tick into ``save_to / executor / rank_N``."""
+    saves_late: bool = False
+    """Of a second attempt at a tick: the state is saved as the next order comes, which is given to the attempt that counts alone. So
+    it is never written beside the first one, into the same files."""
     saves: tuple[int, ...] = ()
     """Ticks from this one on whose states are saved while what this one makes may still lie on a delayed edge."""
     flush_saves: bool = False

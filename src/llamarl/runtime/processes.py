@@ -349,7 +349,7 @@ class ProcessRuntime:
         )
         return (
             alone
-            and order.save_to is None  # both would write the same checkpoint
+            and (order.save_to is None or not (apart or order.flush_saves))  # the second saves as its next order comes
             and plan.spec.device == "cpu"
             and all(setup.may_have_twin for setup in self._ready[executor])
             and self.replaceable().get(executor) == order.tick
@@ -377,6 +377,7 @@ class ProcessRuntime:
             prepared = partial(_prepared, self._places, plans)
             self._ranks.begin_twin(executor, tuple(plans), incarnation, launcher=launcher, prepared=prepared)
             on = place.names
+        order = dataclasses.replace(order, saves_late=order.save_to is not None)
         num_bytes = self._ranks.send(executor, f"tick {order.tick}", "run", order, twin=True)
         self._twins[executor] = _Twin(incarnation, _Out(self.now(), num_bytes, order))
         return on

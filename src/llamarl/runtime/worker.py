@@ -289,6 +289,8 @@ class Worker:
         self._saves = RankSaves(
             plan.spec.name, plan.rank, limit_s=plan.collective_timeout_s, again=plan.incarnation > 0
         )
+        self._late: Order | None = None
+        """The tick before, if its state is not saved yet: see ``Order.saves_late``."""
         self._journaled = False
         self._journal: Segment | None = None
         """The state after the last tick."""
@@ -367,6 +369,9 @@ class Worker:
             return self._at_start(executor, order.tick, started_s)
         spans = self._ahead.get(order.tick, [])
         self._ahead = {tick: later for tick, later in self._ahead.items() if tick > order.tick}
+        if self._late is not None:
+            late, self._late = self._late, None
+            self._save(executor, late, spans)
         inputs: dict[str, Any] = {}
         for name, handles in order.inputs.items():
             if name in self._feeds:
@@ -388,10 +393,10 @@ class Worker:
             with _Span(self._label("send", name), spans):
                 outputs[name] = sender.send(order.tick, result.outputs[name])
         metrics = {key: float(value) for key, value in result.metrics.items()}
-        if order.save_to is not None:
-            with _Span("save", spans):
-                self._saves.finish(wait=True)  # two at once would hold two copies of the state
-                self._saves.begin(executor, order.tick, self._here(order.save_to))
+        if order.saves_late:
+            self._late = order
+        elif order.save_to is not None:
+            self._save(executor, order, spans)
             if order.tick in self._saves.writing:
                 metrics[f"time/{order.executor}_save_s"] = spans[-1][2] - spans[-1][1]
         with _Span("flush saves", spans) if order.flush_saves and self._saves.writing else nullcontext():
@@ -411,7 +416,7 @@ class Worker:
             finished_s=time.monotonic(),
             stop=result.stop,
             failures=result.failures,
-            saving=self._saves.writing,
+            saving=self._saves.writing if self._late is None else (*self._saves.writing, self._late.tick),
             saved=self._saves.take(),
             unsaved=self._saves.take_unwritten(),
             files=files,
@@ -419,6 +424,12 @@ class Worker:
             journal=journal,
             share_metrics=tuple({key: float(v) for key, v in one.items()} for one in result.share_metrics),
         )
+
+    def _save(self, executor: Executor, order: Order, spans: list[tuple[str, float, float]]) -> None:
+        assert order.save_to is not None
+        with _Span("save", spans):
+            self._saves.finish(wait=True)  # two at once would hold two copies of the state
+            self._saves.begin(executor, order.tick, self._here(order.save_to))
 
     def take_part(self, order: PartOrder) -> None:
         """Let the executor work ahead on a part. One that cannot be read any more is passed over: its tick will hold it."""

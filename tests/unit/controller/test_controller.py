@@ -11,7 +11,7 @@ import pytest
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.controller.config import DeadlineConfig
-from llamarl.controller.controller import run_graph
+from llamarl.controller.controller import _Saves, run_graph
 from llamarl.controller.graph import Graph
 from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.executors.base import ExecutorSpec
@@ -163,6 +163,24 @@ def test_a_state_that_nobody_could_write_gives_its_checkpoint_up_when_all_have_p
     run_graph(job(2), runtime, num_ticks=8, seed=0, checkpoints=checkpoints)
     assert checkpoints.finished_ticks == [5, 7]
     assert given_up_at == {1: ("full", "trainer", 2), 3: ("slow", "trainer", 4)}
+
+
+def test_a_state_that_is_still_to_be_written_gives_its_checkpoint_up_where_its_processes_are_replaced_first() -> None:
+    """A second attempt at a tick writes as its next order comes; that of a trainer, which repeats the tick, is written anew."""
+    graph = job(1)
+    names = [executor.name for executor in graph.executors]
+    for first_tick, why in ((4, "generator ended before its state was written"), (3, "")):
+        saves = _Saves(graph)
+        for name in names:
+            report = Report(executor=name, tick=3, saving=(3,) if name == "generator" else ())
+            saves.begin(report)
+            assert saves.complete(report) == {}
+        saves.again("generator", first_tick)
+        after = Report(executor="generator", tick=first_tick)
+        if first_tick == 3:
+            saves.begin(after)
+        assert list(saves.complete(after)) == [3]
+        assert saves.why_unsaved(3) == why
 
 
 def test_a_tick_beyond_its_deadline_is_named_with_who_waits_for_whom() -> None:
