@@ -159,6 +159,14 @@ def numel(tensors: Sequence[Tensor | None]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
+def choose_evenly(router: torch.nn.Module, args: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Other experts in place of those that a router chose: each token's at random, the same in both passes. A random model's routers
+    send nearly all tokens of some layers to one rank; the forecast takes them to choose evenly."""
+    *others, index = found
+    draws = torch.rand(len(index), router.num_experts, generator=torch.Generator().manual_seed(0))
+    return (*others, draws.topk(index.shape[1], dim=1).indices)
+
+
 def measure_rank(folder: str, layout: TrainerLayout, sequences: int, rank: int) -> dict[str, float]:
     """One rank's bytes in its third tick."""
     trainer = Trainer(
@@ -168,10 +176,13 @@ def measure_rank(folder: str, layout: TrainerLayout, sequences: int, rank: int) 
             max_tokens_per_microbatch=layout.micro_batch * (PROMPT + RESPONSE),
             activation_checkpointing="full" if layout.recompute else "none",
         ),
-        OptimizerConfig(lr=1e-6),  # so that routers go on choosing evenly, as the forecast takes it
+        OptimizerConfig(lr=1e-3),
         AlgorithmConfig(),
         temperature=1.0,
     )  # fmt: skip
+    for module in trainer.policy.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(choose_evenly)
     of_rank = sequences // layout.fsdp
     for tick in range(2):
         trainer.train(groups_of(of_rank, tick), tick)

@@ -1,4 +1,4 @@
-"""Tensors counted in real trainer ranks against the planner's forecast; benchmarks/memory_forecast.py has fourteen layouts."""
+"""Tensors counted in real trainer ranks against the planner's forecast; benchmarks/memory_forecast.py has twenty layouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from memory_forecast import MODEL, LiveBytes, forecast, measure
+from memory_forecast import MODEL, SPARSE, LiveBytes, forecast, measure
 
 from llamarl.planner.training import TrainerLayout
 
@@ -44,6 +44,18 @@ def test_each_part_of_a_ranks_memory_is_forecast_within_a_tenth(folder: Path, la
     sequences = 4 * layout.micro_batch * layout.fsdp
     fullest = max(measure(str(folder), layout, sequences), key=lambda found: found["sum"])
     said = forecast(layout, sequences, SMALL)
+    assert {part: said[part] / size for part, size in fullest.items()} == pytest.approx(
+        dict.fromkeys(said, 1.0), abs=0.1
+    )
+
+
+@pytest.mark.long
+def test_experts_over_ranks_that_share_data_are_forecast_within_a_tenth(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**SPARSE), dtype=torch.float32).save_pretrained(tmp_path)
+    layout = TrainerLayout(fsdp=2, ep=2, micro_batch=2, recompute=False)
+    fullest = max(measure(str(tmp_path), layout, 16), key=lambda found: found["sum"])
+    said = forecast(layout, 16, SPARSE)
     assert {part: said[part] / size for part, size in fullest.items()} == pytest.approx(
         dict.fromkeys(said, 1.0), abs=0.1
     )
