@@ -25,12 +25,13 @@ RESUMABLE: dict[str, Any] = {
     "schedule.max_staleness": 2,
     "checkpoint.every": 2,
 }
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "whole weights": {},
     "adapters": {"lora.rank": 3, "lora.hand_over": "adapter", "optimizer.lr": 3e-2, "optimizer.warmup_ticks": 0},
     "int8": {"generator.quantization": '"int8"'},
     "in turns with the trainer": {"schedule.colocated": "true"},
     "in parts": {"schedule.parts": 2},
+    "beside tensor parallelism": {},
 }
 
 
@@ -45,11 +46,12 @@ def sampled(run_dir: Path) -> list[tuple[int, list[int], list[int]]]:
 @pytest.mark.parametrize(
     "kind", ["whole weights", *(pytest.param(kind, marks=pytest.mark.long) for kind in list(KINDS)[1:])]
 )
-def test_two_ranks_deliver_the_responses_of_one_under_the_weights_that_they_are_handed(
+def test_ranks_deliver_the_responses_of_one_under_the_weights_that_they_are_handed(
     llamarl: CommandLine, tmp_path: Path, kind: str
 ) -> None:
-    for name, cp in (("one", 1), ("two", 2)):
-        done = llamarl.train(tmp_path / name, {**SHORT, **KINDS[kind], "generator.cp": cp})
+    sizes = {"generator.cp": 2} | ({"generator.tp": 2} if kind == "beside tensor parallelism" else {})
+    for name, layout in (("one", {}), ("two", sizes)):
+        done = llamarl.train(tmp_path / name, {**SHORT, **KINDS[kind], **layout})
         assert done.returncode == 0, done.stdout + done.stderr
     assert sampled(tmp_path / "two") == sampled(tmp_path / "one")
     assert {version for _, _, versions in sampled(tmp_path / "two") for version in versions} == {0, 1}

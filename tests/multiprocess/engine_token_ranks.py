@@ -37,8 +37,18 @@ KV_HEADS = {"deepseek_v3": 4}
 """Of families with other than two."""
 
 
-def recipe(folder: Path, cp: int) -> RunConfig:
-    return validate({"model": {"path": str(folder)}, "generator": {"cp": cp, "device": "cpu"}})
+Mesh = tuple[int, int]
+"""Parts of the tokens, and tensor-parallel ranks of each."""
+ALONE: Mesh = (1, 1)
+
+
+def recipe(folder: Path, mesh: Mesh) -> RunConfig:
+    cp, tp = mesh
+    return validate({"model": {"path": str(folder)}, "generator": {"cp": cp, "tp": tp, "device": "cpu"}})
+
+
+def report(folder: Path, family: str, kernels: str, mesh: Mesh, rank: int) -> Path:
+    return folder / f"{family}-{kernels}-{mesh[0]}x{mesh[1]}-{rank}.json"
 
 
 def _of(index: int, sample: int, tokens: list[int], params: SamplingParams, *, seed: int) -> Sequence:
@@ -79,12 +89,13 @@ def load(engine: NativeEngine, values: Mapping[str, Tensor]) -> None:
             parameter.copy_(values[name])
 
 
-def take_version(engine: NativeEngine, folder: Path, family: str, cp: int, rank: int) -> None:
-    """Version 1 over a weights channel, as the generator takes it: every rank all of it."""
+def take_version(engine: NativeEngine, folder: Path, family: str, mesh: Mesh, rank: int) -> None:
+    """Version 1 over a weights channel, as the generator takes it: every rank all of it, or its tensor-parallel part."""
+    num_ranks = mesh[0] * mesh[1]
     spec = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
-    sender = WeightsSender(spec, rank=0, num_source_ranks=1, num_sink_ranks=cp)
-    receiver = WeightsReceiver(spec, rank=rank, num_source_ranks=1, num_sink_ranks=cp)
-    layout = generator_weights(recipe(folder / family, cp))
+    sender = WeightsSender(spec, rank=0, num_source_ranks=1, num_sink_ranks=num_ranks)
+    receiver = WeightsReceiver(spec, rank=rank, num_source_ranks=1, num_sink_ranks=num_ranks)
+    layout = generator_weights(recipe(folder / family, mesh))
     later = dict(make_model(family, seed=9).named_parameters())
     handle = sender.send(0, WeightsPayload(version=1, tensors=later, sink_layout=layout))
     received = receiver.receive((handle,), 60.0)
@@ -95,14 +106,14 @@ def take_version(engine: NativeEngine, folder: Path, family: str, cp: int, rank:
     sender.close()
 
 
-def generate(folder: Path, family: str, kernels: str, cp: int, layout: ParallelLayout | None) -> dict[str, Any]:
+def generate(folder: Path, family: str, kernels: str, mesh: Mesh, layout: ParallelLayout | None) -> dict[str, Any]:
     rank = 0 if layout is None else layout.rank
     path = folder / family
     if layout is None:
         token_bytes = NativeEngine(path, EngineConfig(block_size=4)).token_bytes
     else:
-        alone = json.loads((folder / f"{family}-{kernels}-1-0.json").read_text())
-        token_bytes = alone["token_bytes"] // min(cp, KV_HEADS.get(family, 2))
+        alone = json.loads(report(folder, family, kernels, ALONE, 0).read_text())
+        token_bytes = alone["token_bytes"] // min(mesh[0] * mesh[1], KV_HEADS.get(family, 2))
 
     def make(**changes: Any) -> NativeEngine:
         settings = {"kv_cache_bytes": NUM_KV_TOKENS * token_bytes, "max_sequences": 8, "kernels": kernels} | changes
@@ -118,7 +129,7 @@ def generate(folder: Path, family: str, kernels: str, cp: int, layout: ParallelL
     engine.add(engine.suspend())
     for _ in range(4):
         engine.step()
-    take_version(engine, folder, family, cp, rank)
+    take_version(engine, folder, family, mesh, rank)
     finish(engine)
     told["crowd"] = sampled(batch)
     stats = engine.stats()
@@ -189,21 +200,23 @@ def exchanged(layout: ParallelLayout) -> list[str]:
     return wrong
 
 
-def main(cp: int, rank: int, folder: Path, cases: list[tuple[str, str]]) -> None:
+def main(mesh: Mesh, rank: int, folder: Path, cases: list[tuple[str, str]]) -> None:
     torch.set_num_threads(1)
+    cp, tp = mesh
     layout = None
-    if cp > 1:
+    if mesh != ALONE:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous{cp}", rank=rank, world_size=cp,
+            "gloo", init_method=f"file://{folder}/rendezvous{cp}x{tp}", rank=rank, world_size=cp * tp,
             timeout=timedelta(seconds=120),
         )  # fmt: skip
-        config = recipe(folder / cases[0][0], cp)
-        (replica,) = replicas_of(config, cp)
+        config = recipe(folder / cases[0][0], mesh)
+        (replica,) = replicas_of(config, cp * tp)
         layout = generator_layout(config, "cpu", replica)
         assert layout is not None
-        (folder / f"exchange-{cp}-{rank}.json").write_text(json.dumps(exchanged(layout)))
+        if tp == 1:
+            (folder / f"exchange-{cp}-{rank}.json").write_text(json.dumps(exchanged(layout)))
     for family, kernels in cases:
-        told = generate(folder, family, kernels, cp, layout)
-        (folder / f"{family}-{kernels}-{cp}-{rank}.json").write_text(json.dumps(told))
+        told = generate(folder, family, kernels, mesh, layout)
+        report(folder, family, kernels, mesh, rank).write_text(json.dumps(told))
     if layout is not None:
         dist.destroy_process_group()

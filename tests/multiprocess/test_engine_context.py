@@ -14,20 +14,27 @@ from forked_command import SERVER
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import engine_token_ranks
 from engine_ranks import make_model
-from engine_token_ranks import KV_HEADS
+from engine_token_ranks import ALONE, KV_HEADS, Mesh, report
 
-SIZES = {
-    2: [("llama", "auto"), ("gemma2", "torch")],
-    4: [("qwen3_moe", "torch")],
+MESHES: dict[Mesh, list[tuple[str, str]]] = {
+    (2, 1): [("llama", "auto"), ("gemma2", "torch")],
+    (4, 1): [("qwen3_moe", "torch")],
+    (2, 2): [("llama", "auto")],
 }
-"""Ranks -> models of four query heads over two key-value heads, and what computes between the products."""
-LONG = {2: [("llama", "torch"), ("deepseek_v3", "torch"), ("qwen3_moe", "torch")], 4: [("qwen3", "auto"), ("llama", "auto"), ("gemma2", "torch")],
-        8: [("llama-wide", "auto"), ("qwen3-wide", "torch")]}  # fmt: skip
-CASES = [(cp, *case) for cp, cases in SIZES.items() for case in cases]
-CASES_AT_LENGTH = [(cp, *case) for cp, cases in LONG.items() for case in cases]
+"""Parts of the tokens and tensor-parallel ranks -> models of four query heads over two key-value heads, and what computes between
+the products."""
+LONG: dict[Mesh, list[tuple[str, str]]] = {
+    (2, 1): [("llama", "torch"), ("deepseek_v3", "torch"), ("qwen3_moe", "torch")],
+    (4, 1): [("qwen3", "auto"), ("llama", "auto"), ("gemma2", "torch")],
+    (8, 1): [("llama-wide", "auto"), ("qwen3-wide", "torch")],
+    (2, 2): [("qwen3_moe", "torch"), ("gemma2", "torch")],
+    (2, 4): [("llama-wide", "auto")],
+}
+CASES = [(mesh, *case) for mesh, cases in MESHES.items() for case in cases]
+CASES_AT_LENGTH = [(mesh, *case) for mesh, cases in LONG.items() for case in cases]
 EVERY_CASE = [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in CASES_AT_LENGTH)]
 PHASES = ("crowd", "lone", "parked", "guessed", "kept", "restored")
-Case = tuple[int, str, str]
+Case = tuple[Mesh, str, str]
 
 
 @pytest.fixture(scope="module")
@@ -39,30 +46,33 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     asked = [*CASES, *(CASES_AT_LENGTH if every else ())]
     for family in {family for _, family, _ in asked}:
         make_model(family).save_pretrained(path / family)
-    for cp in (1, *sorted({cp for cp, _, _ in asked})):
-        cases = sorted({case[1:] for case in asked if cp in (1, case[0])})
-        ranks = [SERVER.Process(target=engine_token_ranks.main, args=(cp, rank, path, cases)) for rank in range(cp)]
+    for mesh in (ALONE, *sorted({mesh for mesh, _, _ in asked})):
+        cases = sorted({case[1:] for case in asked if mesh in (ALONE, case[0])})
+        num_ranks = mesh[0] * mesh[1]
+        ranks = [
+            SERVER.Process(target=engine_token_ranks.main, args=(mesh, rank, path, cases)) for rank in range(num_ranks)
+        ]
         for rank in ranks:
             rank.start()
         try:
             for rank in ranks:
                 rank.join(timeout=240)
-            assert [rank.exitcode for rank in ranks] == [0] * cp  # a rank's traceback is in the captured stderr
+            assert [rank.exitcode for rank in ranks] == [0] * num_ranks  # a rank's traceback is in the captured stderr
         finally:
             for rank in ranks:
                 rank.kill()
     return path
 
 
-def said(folder: Path, cp: int, family: str, kernels: str) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"{family}-{kernels}-{cp}-{rank}.json").read_text()) for rank in range(cp)]
+def said(folder: Path, mesh: Mesh, family: str, kernels: str) -> list[dict[str, Any]]:
+    return [json.loads(report(folder, family, kernels, mesh, rank).read_text()) for rank in range(mesh[0] * mesh[1])]
 
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=str)
 def test_ranks_sample_the_tokens_of_one(folder: Path, case: Case) -> None:
     """Through chunks of a long prompt beside decodes, shared prompts, interruption, preemption, new weights, steps of one token, a
     parked engine, guesses, and a cache that is kept and restored."""
-    (alone,) = said(folder, 1, *case[1:])
+    (alone,) = said(folder, ALONE, *case[1:])
     assert alone["preemptions"] > 0 and alone["prompt_tokens_shared"] > 0
     assert alone["guesses"] > 0 or case[1] == "llama-wide"  # whose greedy responses go round in no circles
     for rank in said(folder, *case):
@@ -79,21 +89,24 @@ def test_ranks_sample_the_tokens_of_one(folder: Path, case: Case) -> None:
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=str)
 def test_all_ranks_record_the_same_bits_and_a_restored_cache_goes_on_bit_for_bit(folder: Path, case: Case) -> None:
-    first, *others = said(folder, *case)
+    first, *others = ({name: value for name, value in rank.items() if name != "held"} for rank in said(folder, *case))
     assert all(other == first for other in others)
     assert first["parked"] == first["lone"] and first["restored"] == first["kept"]
     assert {version for versions in first["crowd"]["policy_versions"] for version in versions} == {0, 1}
 
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=str)
-def test_each_rank_holds_the_whole_weights_and_the_cache_of_its_heads(folder: Path, case: Case) -> None:
-    (alone,) = said(folder, 1, *case[1:])
+def test_each_rank_holds_the_whole_weights_but_for_tensor_parallel_parts_and_the_cache_of_its_heads(
+    folder: Path, case: Case
+) -> None:
+    (alone,) = said(folder, ALONE, *case[1:])
+    cp, tp = case[0]
     for rank in said(folder, *case):
-        assert rank["held"] == alone["held"]
-        assert rank["token_bytes"] * min(case[0], KV_HEADS.get(case[1], 2)) == alone["token_bytes"]
+        assert (rank["held"] == alone["held"]) == (tp == 1)
+        assert rank["token_bytes"] * min(cp * tp, KV_HEADS.get(case[1], 2)) == alone["token_bytes"]
 
 
-@pytest.mark.parametrize("cp", SIZES)
+@pytest.mark.parametrize("cp", [2, 4])
 def test_heads_travel_to_their_rank_and_back_bit_for_bit_in_every_precision(folder: Path, cp: int) -> None:
     """Seven tokens, which neither 2 nor 4 divide."""
     assert [json.loads((folder / f"exchange-{cp}-{rank}.json").read_text()) for rank in range(cp)] == [[]] * cp

@@ -193,7 +193,7 @@ def _check_context(role: Role, config: RunConfig, folder: Path | str) -> None:
         from llamarl.engine.token_ranks import why_tokens_not_cut
         from llamarl.models.loading import load_model_config
 
-        if reason := why_tokens_not_cut(load_model_config(folder), cp):
+        if reason := why_tokens_not_cut(load_model_config(folder), cp, tp=config.generator.tp):
             raise ConfigError(f"{key} = {cp}: {reason}")
 
 
@@ -271,7 +271,9 @@ def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_t
     dtype = engine_dtype(engine.dtype, generator.quantization, device=generator.device, model=folder)
     width = 4 if dtype == "float32" else 2
     layers = -(-layers // generator.pp)  # of the longest stage
-    block_bytes = 2 * layers * max(1, heads // (generator.tp * generator.cp)) * head_dim * width * engine.block_size
+    block_bytes = (
+        2 * layers * max(1, max(1, heads // generator.tp) // generator.cp) * head_dim * width * engine.block_size
+    )
     new_tokens = generator.sampling.max_new_tokens
     # the prompt's last, partial block lies beside the sequence's own copy of it
     blocks = -(-(prompt_tokens + new_tokens) // engine.block_size) + (prompt_tokens % engine.block_size > 0)

@@ -48,7 +48,7 @@ class NativeEngine:
             quantized from them, anew at each version.
         eos_token_ids: Tokens that end every response; None takes those of the model's generation config.
         clock: Seconds, monotonic; for deadlines.
-        layout: This rank's place among the ranks of the engine, by ``tp`` and ``pp`` or by ``cp``; None is a single rank. All ranks make the
+        layout: This rank's place among the ranks of the engine, by ``tp`` and ``pp`` or ``cp``; None is a single rank. All ranks make the
             same calls with the same sequences, in the same order, and get the same tokens.
         note_experts: Write down in each sequence which experts of a sparse model computed its tokens (``Sequence.experts``).
         parked: Come up as ``park`` leaves the engine; the KV cache is then never held beside what else is being set up.
@@ -331,11 +331,11 @@ class NativeEngine:
         sequences = [member.sequence for member, _ in rows]
         positions = [len(member.sequence.tokens) + ahead for member, ahead in rows]
         params, seeds = [s.params for s in sequences], [s.seed for s in sequences]
-        if self._ranks.size == 1:
+        if self._ranks.size * self._ranks.token_parts == 1:
             return sample(logits, params, seeds, positions)
-        if self._ranks.cuts_tokens:
-            return sample_own(logits, params, seeds, positions, ranks=self._ranks)
         vocabulary = self._runner.model_config.vocab_size
+        if self._ranks.token_parts > 1:
+            return sample_own(logits, params, seeds, positions, ranks=self._ranks, vocabulary=vocabulary)
         return sample_over_ranks(logits, params, seeds, positions, ranks=self._ranks, vocabulary=vocabulary)
 
     def _end_oldest(self) -> None:

@@ -86,7 +86,7 @@ class ModelRunner:
         self.model_config = self.model.config
         self.model_config.pad_token_id = None  # there is no padding; GPT-2 would wait for the device to look for it
         self._tokens: TokenRanks | None = None
-        if self.ranks.cuts_tokens:
+        if self.ranks.token_parts > 1:
             self._tokens = TokenRanks(self.ranks, self.model_config)
             self.model.set_attn_implementation(PAGED_OVER_RANKS)
         if quantization not in supported_quantizations(self.device):
@@ -124,7 +124,8 @@ class ModelRunner:
         of_stages = layers_of_stages(num_layers, self.ranks.num_stages)
         own, self._num_layers = of_stages[self.ranks.stage], len(of_stages[self.ranks.stage])
         self._first_layer = own.start
-        self._num_kv_heads = max(1, num_kv_heads // self.ranks.size)
+        self._num_kv_heads = max(1, num_kv_heads // self.ranks.size)  # of one's products
+        self._num_kv_heads = max(1, self._num_kv_heads // self.ranks.token_parts)  # of these, the cached ones
         self._logit_scale, self._final_softcap = logit_scale(self.model_config), logit_softcap(self.model_config)
         padded = self._pads_decodes(config)
         longest = max(map(len, of_stages))  # all stages have as many blocks
@@ -156,10 +157,10 @@ class ModelRunner:
             self.padded_decoder = self._make_padded_decoder(config)
 
     def _pads_decodes(self, config: EngineConfig) -> bool:
-        cut = self.ranks.num_stages > 1 or self.ranks.cuts_tokens
+        cut = self.ranks.num_stages * self.ranks.token_parts > 1
         if config.cuda_graphs == "off" or (config.cuda_graphs == "padded" and not cut):
             return config.cuda_graphs == "padded"
-        num_ranks = self.ranks.size * self.ranks.num_stages
+        num_ranks = self.ranks.size * self.ranks.num_stages * self.ranks.token_parts
         reason = why_graphs_unsupported(self.model_config, device=self.device, num_ranks=num_ranks)
         if reason is not None and config.cuda_graphs != "auto":
             raise ConfigError(
@@ -343,7 +344,7 @@ class ModelRunner:
         rows: list[int] = []
         own = range(len(plan.samples))
         if self._tokens is not None:
-            own = share_of(len(plan.samples), self.ranks.rank, self.ranks.size)
+            own = share_of(len(plan.samples), self.ranks.token_part, self.ranks.token_parts)
         for _, source in plan.samples[own.start : own.stop]:
             key = id(source) if isinstance(source, Prompt) else last_row[source]
             if key not in row_of:

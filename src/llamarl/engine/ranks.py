@@ -11,7 +11,7 @@ its part of each of these: of its matrix products (tensor parallelism), or of th
     experts of stages' layers    each stage ─▶ rank 0               of complete groups; see ``expert_stages.py``
     the newest weights           the oldest of what ranks have      between steps, under the latest weights
 
-The sums, and what the draws need, cross between the ranks of a stage; the rest between all ranks of the engine,
+The sums, and what the draws need, cross between the tensor-parallel ranks of a stage; the rest between all ranks of the engine,
 rank 0 being the first of the first stage. What pipeline stages hand on besides: ``stage_links.py``.
 
 So ranks cannot drift apart, even if their sums differed in the last bit: every draw is made by one of them.
@@ -35,23 +35,24 @@ class EngineRanks:
     """This rank's view of its peers. A single rank talks to nobody."""
 
     def __init__(self, layout: ParallelLayout | None = None) -> None:
-        axis = "cp" if layout is not None and layout.cp > 1 else "tp"
-        assert layout is None or layout.cp == 1 or layout.tp * layout.pp == 1, "the configuration has been checked"
-        self.size = 1 if layout is None else layout.size(axis)
-        """Ranks of a stage, over which heads are cut: tensor-parallel ones, or context-parallel ones."""
-        self.rank = 0 if layout is None else layout.index(axis)
-        self.cuts_tokens = self.size > 1 and axis == "cp"
-        """Whether each has whole weights, and some of a step's tokens."""
+        self.size = 1 if layout is None else layout.tp
+        """Tensor-parallel ranks of a stage, or of a part of the tokens."""
+        self.rank = 0 if layout is None or layout.tp == 1 else layout.tp_rank
         self.num_stages = 1 if layout is None else layout.pp
         self.stage = 0 if layout is None else layout.pp_rank
-        self._group = layout.group(axis) if layout is not None and self.size > 1 else None
+        self.token_parts = 1 if layout is None else layout.cp
+        """Into which a step's tokens are cut; each is computed by tensor-parallel ranks with the same weights."""
+        self.token_part = 0 if layout is None else layout.cp_rank
+        assert self.num_stages == 1 or self.token_parts == 1, "the configuration has been checked"
+        self._group = layout.group("tp") if layout is not None and layout.tp > 1 else None
         self._stages = layout.group("pp") if layout is not None and layout.pp > 1 else None
+        self._parts = layout.group("cp") if layout is not None and layout.cp > 1 else None
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """Of the ranks of a stage, where there are several."""
-        assert self._group is not None, "a single rank has no process group"
-        return self._group
+    def part_group(self) -> dist.ProcessGroup:
+        """Of the ranks in this one's place that compute the parts of the tokens, where there are several."""
+        assert self._parts is not None, "the tokens are not cut"
+        return self._parts
 
     @property
     def leads(self) -> bool:
@@ -61,12 +62,12 @@ class EngineRanks:
     @property
     def speaks(self) -> bool:
         """Whether this is rank 0 of the engine, which decides where one of all must."""
-        return self.leads and self.stage == 0
+        return self.leads and self.stage == 0 and self.token_part == 0
 
     @property
     def alone(self) -> bool:
         """Whether there is no other rank."""
-        return self.size * self.num_stages == 1
+        return self.size * self.num_stages * self.token_parts == 1
 
     def sum(self, part: Tensor) -> Tensor:
         """Sum of all ranks' parts, in place, on all of them."""
@@ -90,6 +91,12 @@ class EngineRanks:
             return values[None]
         parts = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(parts, values.contiguous(), group=self._group)
+        return torch.stack(parts)
+
+    def gather_from_parts(self, values: Tensor) -> Tensor:
+        """The ``values`` (of one shape) that belong to each part of the tokens, [parts, ...], on all of them."""
+        parts = [torch.empty_like(values) for _ in range(self.token_parts)]
+        dist.all_gather(parts, values.contiguous(), group=self.part_group)
         return torch.stack(parts)
 
     def gather_on_leader(self, values: Tensor) -> Tensor | None:
@@ -129,7 +136,7 @@ class EngineRanks:
     def least(self, value: int) -> int:
         """The smallest of all ranks' values, on all of them."""
         values = torch.tensor([value], dtype=torch.int64)
-        for group in (self._group, self._stages):
+        for group in (self._group, self._stages, self._parts):
             if group is not None:
                 dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
         return int(values)
@@ -141,9 +148,10 @@ class EngineRanks:
         return [bool(value) for value in self._told(torch.tensor(flags, dtype=torch.uint8)).tolist()]
 
     def _told(self, values: Tensor) -> Tensor:
-        """Rank 0's values, in place, on all of them: over the first stage, then from there to the others."""
-        if self._group is not None and self.stage == 0:
+        """Rank 0's values, in place, on all of them: over the first stage, or part of the tokens, then from there to the others."""
+        if self._group is not None and self.stage == 0 and self.token_part == 0:
             dist.broadcast(values, group=self._group, group_src=0)
-        if self._stages is not None:
-            dist.broadcast(values, group=self._stages, group_src=0)
+        for group in (self._stages, self._parts):
+            if group is not None:
+                dist.broadcast(values, group=group, group_src=0)
         return values

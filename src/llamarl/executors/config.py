@@ -200,7 +200,8 @@ class GeneratorConfig:
 
     cp: Annotated[PositiveInt, IN_STATE] = 1
     """Ranks over which the tokens of each engine step of one replica are cut (context parallelism, Ulysses), for long prompts of
-    models that fit a device. Each holds the whole weights, and the KV cache of its heads. Not together with tp or pp."""
+    models that fit a device, or with tp those of its ranks. Each holds the whole weights, or its part of them by tp, and the KV cache
+    of its heads. Not together with pp."""
 
     replicas: Annotated[ListOf[ReplicaConfig], IN_STATE] = ()
     """Unlike replicas in one job, a table [[generator.replicas]] for each kind of them, with dp, share, tp, pp, dtype,
@@ -330,12 +331,12 @@ class GeneratorConfig:
                 f"{self.quantization!r}: set tp, pp and cp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'",
                 ("tp", "pp", "cp", "quantization"),
             )
-        if self.cp > 1 and self.tp * self.pp > 1:
+        if self.cp > 1 and self.pp > 1:
             yield Mistake(
                 "cp",
-                f"is {self.cp}, where each rank holds the whole weights, but tp is {self.tp} and pp {self.pp}, which cut them: set "
-                "cp to 1, or tp and pp to 1",
-                ("tp", "pp"),
+                f"is {self.cp}, where each rank computes all layers of its tokens, but pp is {self.pp}, which cuts the layers: set one "
+                "of them to 1",
+                ("pp",),
             )
         if self.cp > 1 and self.replicas:
             yield Mistake(

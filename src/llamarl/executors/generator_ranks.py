@@ -1,7 +1,7 @@
 """Which ranks the generator has, and what each holds of the weights: the same answer for every executor that asks.
 
     rank = (replica * pp + stage) * tp + tp_rank     generator.dp replicas of generator.pp stages of generator.tp ranks
-    rank = replica * cp + cp_rank                    generator.dp replicas of generator.cp ranks, each of which holds all weights
+    rank = (replica * cp + part) * tp + tp_rank      generator.dp replicas of generator.cp parts of the tokens, each with all weights
 
 The first rank of a replica, which is of its first stage, speaks for it.
 
@@ -112,10 +112,10 @@ def generator_layout(config: RunConfig, device: str, replica: Replica) -> Parall
 
 
 def generator_weights(config: RunConfig) -> RuleLayout | None:
-    """What every generator rank holds of what is handed over; None: each holds all of it, as with ``generator.cp``."""
+    """What every generator rank holds of what is handed over; None: each holds all of it."""
     generator = config.generator
     kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
-    return rank_weights(config, tuple((kind.pp, kind.tp) for kind in kinds for _ in range(kind.dp)))
+    return rank_weights(config, tuple((kind.pp, kind.tp) for kind in kinds for _ in range(kind.dp * kind.cp)))
 
 
 def rank_weights(config: RunConfig, replicas: tuple[tuple[int, int], ...]) -> RuleLayout | None:

@@ -98,7 +98,7 @@ def load_tensor_parallel(
     if there is one rank.
 
     Args:
-        layout: Its data axis counts whole copies (replicas).
+        layout: Its data axis counts whole copies (replicas), and so does ``cp``.
         section: Of the configuration, with the keys ``tp`` and ``pp`` of the sizes, to name in errors.
 
     Returns:
@@ -121,7 +121,7 @@ def load_tensor_parallel(
     cuts = apply_tensor_parallel(model, layout, key=f"{section}.tp", training=False)
     if parts is not None:
         parameters = dict(model.named_parameters())
-        shards = parameter_shards(parameters, cuts, dataclasses.replace(layout, fsdp=1), str(dtype).split(".")[1])
+        shards = parameter_shards(parameters, cuts, dataclasses.replace(layout, fsdp=1, cp=1), str(dtype).split(".")[1])
         for parameter in parameters.values():
             parameter.data = parameter.data.to(dtype)  # buffers keep their own precision
         give_storage(model, device)

@@ -54,7 +54,7 @@ class GeneratorLayout:
     """As llamarl's engine holds weights: versions arrive in the trainer's precision and stay, codes of a lower one are derived
     beside them, and ranks beyond the key-value heads hold copies. False: codes alone arrive and are held."""
     cp: int = 1
-    """Ranks over which a step's tokens are cut, each with the whole weights; not beside ``tp`` or ``pp``."""
+    """Parts into which a step's tokens are cut, each computed by ``tp`` ranks with the whole weights; not beside ``pp``."""
 
     @property
     def devices(self) -> int:
@@ -201,7 +201,7 @@ def decode_step_s(
     cache_shards = min(layout.tp * layout.cp, model.kv_shards)
     kv = wave * context * model.kv_values_per_token * size / cache_shards / hardware.memory_rate
     attention = wave * model.attention_flops(1.0) * context / (layout.tp * layout.cp) / hardware.attention_rate
-    messages = 2.0 * np.asarray(all_reduce_s(hardware, wave * model.hidden * size, layout.tp))
+    messages = 2.0 * np.asarray(all_reduce_s(hardware, own * model.hidden * size, layout.tp))
     messages = messages + _heads_exchanged_s(hardware, model, layout, own)
     device_layer = np.maximum(weights, flops) + np.maximum(kv, attention) + messages
     if layout.captured:
@@ -227,9 +227,10 @@ def _heads_exchanged_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLa
         return own * 0.0
     size = hardware.device.activation_bytes
     width = (model.head_dim + model.rope_dim) * size
-    to_heads, to_tokens = (model.heads + 2 * max(model.kv_heads, layout.cp)) * width, model.heads * width
-    fixed = exchange_s(hardware, 0.0, layout.cp)
-    per_byte = exchange_s(hardware, 1e9, layout.cp) - fixed
+    heads, kv_heads = model.heads / layout.tp, max(1, model.kv_heads // layout.tp, layout.cp)
+    to_heads, to_tokens = (heads + 2 * kv_heads) * width, heads * width
+    fixed = exchange_s(hardware, 0.0, layout.cp, layout.tp)
+    per_byte = exchange_s(hardware, 1e9, layout.cp, layout.tp) - fixed
     return 2.0 * fixed + own * (to_heads + to_tokens) * per_byte / 1e9
 
 
@@ -242,7 +243,12 @@ def prefill_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, tok
     weights = _layer_weight_bytes(model, layout.precision, tokens) * model.layers / (layout.tp * layout.pp)
     attention = model.attention_flops(context) * tokens * model.layers / layout.devices
     size = hardware.device.activation_bytes
-    messages = 2.0 * model.layers * float(all_reduce_s(hardware, tokens * model.hidden * size, layout.tp)) / layout.pp
+    messages = (
+        2.0
+        * model.layers
+        * float(all_reduce_s(hardware, tokens / layout.cp * model.hidden * size, layout.tp))
+        / layout.pp
+    )
     messages += model.layers * float(_heads_exchanged_s(hardware, model, layout, tokens / layout.cp))
     return max(flops / rate, float(weights) / hardware.memory_rate) + attention / hardware.attention_rate + messages
 

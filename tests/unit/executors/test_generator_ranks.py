@@ -168,12 +168,24 @@ def test_ranks_that_share_tokens_are_neighbours_and_each_is_handed_the_whole_wei
     ]
 
 
+def test_parts_of_the_tokens_are_handed_the_weights_of_their_tensor_parallel_ranks() -> None:
+    config = _config("--generator.dp", "2", "--generator.cp", "2", "--generator.tp", "2")
+    assert llamarl_graph(config).executors[0].num_ranks == 8
+    assert [(replica.first_rank, replica.num_ranks) for replica in replicas_of(config, 8)] == [(0, 4), (4, 4)]
+    layout, of_tp = generator_weights(config), generator_weights(_config("--generator.dp", "4", "--generator.tp", "2"))
+    assert layout is not None and of_tp is not None and layout.num_ranks == 8
+    assert layout.listed().pieces == of_tp.listed().pieces
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["--generator.cp", "3"], "generator.cp = 3: .* the 4 do not divide by 3; sizes that fit: 1, 2, 4$"),
-        (["--generator.cp", "2", "--generator.tp", "2"], "generator.cp is 2, .* but tp is 2 and pp 1, which cut them"),
-        (["--generator.cp", "2", "--generator.pp", "2"], "generator.cp is 2, .* but tp is 1 and pp 2, which cut them"),
+        (
+            ["--generator.cp", "4", "--generator.tp", "2"],
+            "generator.cp = 4: .* the 2 that tp 2 leaves on a rank do not divide",
+        ),
+        (["--generator.cp", "2", "--generator.pp", "2"], "generator.cp is 2, .* but pp is 2, which cuts the layers"),
         (["--generator.cp", "2", "--generator.replicas", "[{}, {}]"], "generator.cp is 2, which the kinds in replicas"),
         (["--generator.cp", "2", "--generator.engine.name", "vllm"], "generator.engine.name is 'vllm', .* cp 2"),
         (["--generator.cp", "2", "--generator.engine.name", "a.py:E"], "an engine of your own: .* cp 2"),

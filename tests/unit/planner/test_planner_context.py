@@ -177,32 +177,36 @@ def test_prefill_cut_by_tokens_would_save_little(name: str, tp: int, saved: floa
 
 
 @pytest.mark.parametrize(
-    ("layout", "tokens", "prefill", "messages", "weights_gb", "cache_gb", "decode_ms"),
+    ("name", "layout", "tokens", "prefill", "messages", "weights_gb", "cache_gb", "decode_ms"),
     [
-        (GeneratorLayout(runnable=True), 2**13, 0.209, 0, 16.1, 1.07, 10.8),
-        (GeneratorLayout(tp=8, runnable=True), 2**13, 0.056, 0.022, 2.0, 0.13, 4.1),
-        (GeneratorLayout(cp=8, runnable=True), 2**13, 0.028, 0.002, 16.1, 0.13, 8.4),
-        (GeneratorLayout(runnable=True), 2**15, 1.26, 0, 16.1, 4.29, 21.0),
-        (GeneratorLayout(tp=8, runnable=True), 2**15, 0.27, 0.08, 2.0, 0.54, 5.4),
-        (GeneratorLayout(cp=8, runnable=True), 2**15, 0.17, 0.01, 16.1, 0.54, 9.6),
-        (GeneratorLayout(runnable=True), 2**17, 11.9, 0, 16.1, 17.2, 62),
-        (GeneratorLayout(tp=8, runnable=True), 2**17, 1.94, 0.34, 2.0, 2.15, 10.5),
-        (GeneratorLayout(cp=8, runnable=True), 2**17, 1.51, 0.03, 16.1, 2.15, 14.8),
+        (MODEL, GeneratorLayout(runnable=True), 2**13, 0.209, 0, 16.1, 1.07, 10.8),
+        (MODEL, GeneratorLayout(tp=8, runnable=True), 2**13, 0.056, 0.022, 2.0, 0.13, 4.1),
+        (MODEL, GeneratorLayout(cp=8, runnable=True), 2**13, 0.028, 0.002, 16.1, 0.13, 8.4),
+        (MODEL, GeneratorLayout(runnable=True), 2**15, 1.26, 0, 16.1, 4.29, 21.0),
+        (MODEL, GeneratorLayout(tp=8, runnable=True), 2**15, 0.27, 0.08, 2.0, 0.54, 5.4),
+        (MODEL, GeneratorLayout(cp=8, runnable=True), 2**15, 0.17, 0.01, 16.1, 0.54, 9.6),
+        (MODEL, GeneratorLayout(runnable=True), 2**17, 11.9, 0, 16.1, 17.2, 62),
+        (MODEL, GeneratorLayout(tp=8, runnable=True), 2**17, 1.94, 0.34, 2.0, 2.15, 10.5),
+        (MODEL, GeneratorLayout(cp=8, runnable=True), 2**17, 1.51, 0.03, 16.1, 2.15, 14.8),
+        ("Llama-3.1-70B", GeneratorLayout(tp=8, runnable=True), 2**17, 11.3, 1.7, 17.6, 5.4, 29.9),
+        ("Llama-3.1-70B", GeneratorLayout(tp=16, runnable=True), 2**17, 7.2, 2.0, 9.0, 5.4, 29.7),
+        ("Llama-3.1-70B", GeneratorLayout(tp=8, cp=2, runnable=True), 2**17, 6.0, 1.2, 17.6, 5.4, 32.4),
+        ("Llama-3.1-70B", GeneratorLayout(tp=4, cp=4, runnable=True), 2**17, 5.3, 0.6, 35.3, 5.4, 38.4),
     ],
 )
 def test_where_a_long_prompt_is_filled_fastest(
-    layout: GeneratorLayout, tokens: int, prefill: float, messages: float, weights_gb: float, cache_gb: float,
+    name: str, layout: GeneratorLayout, tokens: int, prefill: float, messages: float, weights_gb: float, cache_gb: float,
     decode_ms: float,
 ) -> None:  # fmt: skip
-    """The other table of that page: two norms and two sums a layer, ten reads and writes, of all tokens unless ``cp`` cuts them."""
-    model = find_model(MODEL)
+    """The other tables of that page: two norms and two sums a layer, ten reads and writes, of all tokens unless ``cp`` cuts them."""
+    model = find_model(name)
     repeated = tokens * model.layers * 10 * model.hidden * 2 / H100.memory_rate / layout.cp
     whole = prefill_s(H100, model, layout, tokens, tokens / 2)
     assert whole + repeated == pytest.approx(prefill, rel=0.03)
     between = whole - prefill_s(H100, model, GeneratorLayout(runnable=True), tokens, tokens / 2) / layout.devices
-    assert between == pytest.approx(messages, abs=0.006)
+    assert between == pytest.approx(messages, abs=0.006, rel=0.05)
     assert weight_bytes(H100, model, layout) / 1e9 == pytest.approx(weights_gb, rel=0.01)
-    assert tokens * model.kv_bytes_per_token(2) / layout.devices / 1e9 == pytest.approx(cache_gb, rel=0.04)
+    assert tokens * model.kv_bytes_per_token(2) / min(layout.devices, 8) / 1e9 == pytest.approx(cache_gb, rel=0.04)
     assert float(decode_step_s(H100, model, layout, 8, tokens)) * 1e3 == pytest.approx(decode_ms, rel=0.02)
 
 
