@@ -23,18 +23,24 @@ MESHES = {
 }
 """Stages and tensor-parallel ranks -> models of three layers, their ends tied or not, and what computes between the products."""
 CASES = [(mesh, *case) for mesh, cases in MESHES.items() for case in cases]
+LONG = {((3, 1), "qwen3", "torch")}
+"""A sparse model shows three stages as well."""
+ASKED = [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES]
 FURTHER_CASES = [case for case in CASES if engine_stage_ranks.FURTHER.get(case[0]) == case[1]]
 Reports = dict[tuple[tuple[int, int], str, str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """By mesh, family and kernels: what each rank says, the single rank first."""
     folder = tmp_path_factory.mktemp("engine_stages")
-    every = sorted({case for cases in MESHES.values() for case in cases})
+    own = [item for item in request.session.items if item.path == request.path]
+    long = any(item.get_closest_marker("long") for item in own)
+    meshes = {mesh: [case for case in cases if long or (mesh, *case) not in LONG] for mesh, cases in MESHES.items()}
+    every = sorted({case for cases in meshes.values() for case in cases})
     for family in {family for family, _ in every}:
         make_model(family).save_pretrained(folder / family)
-    for mesh, cases in {ALONE: every, **MESHES}.items():
+    for mesh, cases in {ALONE: every, **meshes}.items():
         num_ranks = mesh[0] * mesh[1]
         ranks = [
             SERVER.Process(target=engine_stage_ranks.main, args=(mesh, rank, folder, cases))
@@ -58,11 +64,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 
     return {
         (mesh, family, kernels): said(ALONE, family, kernels) + said(mesh, family, kernels)
-        for mesh, family, kernels in CASES
+        for mesh, cases in meshes.items()
+        for family, kernels in cases
     }
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", ASKED, ids=str)
 def test_stages_sample_the_tokens_of_one_rank_through_interruptions_preemption_and_new_weights(
     reports: Reports, case: tuple[tuple[int, int], str, str]
 ) -> None:
@@ -137,7 +144,7 @@ def test_a_kept_cache_of_stages_goes_on_from_its_checkpoint_bit_for_bit(
         assert rank["kept, from a checkpoint"] == rank["kept"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", ASKED, ids=str)
 def test_stages_repeat_their_bits_and_agree_on_them(reports: Reports, case: tuple[tuple[int, int], str, str]) -> None:
     _, first, *others = reports[case]
     assert first["again"] == first["first"]
@@ -154,7 +161,7 @@ def _said_by_all(rank: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", ASKED, ids=str)
 def test_what_is_under_way_when_a_version_comes_is_of_the_version_before(
     reports: Reports, case: tuple[tuple[int, int], str, str]
 ) -> None:
@@ -173,7 +180,7 @@ def test_what_is_under_way_when_a_version_comes_is_of_the_version_before(
     assert versions == {0, 1, 2}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", ASKED, ids=str)
 def test_each_stage_holds_its_layers_and_their_cache(reports: Reports, case: tuple[tuple[int, int], str, str]) -> None:
     (pp, tp), family, _ = case
     alone, *ranks = reports[case]

@@ -31,7 +31,7 @@ LAYOUTS = ("1x1x2x1", "1x2x2x1", "1x1x2x2", "1x1x4x1", "2x1x2x1", "1x2x2x2", "2x
 """Stages, FSDP2 ranks, context-parallel ranks, tensor-parallel ranks. There are 4 query heads and 2 key-value heads."""
 OTHERS = ("1x1x2x1", "1x2x2x1", "1x1x2x2", "1x1x4x1")
 """Of the families beside the first."""
-SHORT = {"llama:1x2x2x1", "qwen3_moe:1x1x2x1", "gemma2:1x1x4x1"}
+SHORT = {"llama:1x1x2x1", "qwen3_moe:1x1x2x1", "qwen3:1x1x4x1", "gemma2:1x2x2x1"}
 CASES = [
     pytest.param(family, sizes, marks=() if f"{family}:{sizes}" in SHORT else pytest.mark.long)
     for family in FAMILIES
