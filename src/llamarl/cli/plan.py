@@ -52,7 +52,8 @@ For each: split, parallel sizes, precision, memory by part against the limit, ti
 spent waiting, and what binds. The plan marked * has the least staleness within 2% of the fastest."""
 
 _NEEDS_FOLDER = (
-    "{shape} is a shape without weights: before training, set model.path to the Hugging Face folder that holds them"
+    "{shape} is a shape without weights: set model.path to the Hugging Face folder that holds them, before training and before a "
+    "dry-run (llamarl train THIS --dry-run --model.path FOLDER)"
 )
 
 _EPILOG = """\

@@ -100,7 +100,8 @@ def run_unlike(
         print(unlike_text(found, pools, work, options))
         if args.recipe and folder is None:
             print(
-                f"  to do      set model.path there to the Hugging Face folder of {model}, which is a shape without weights"
+                f"  to do      set model.path there to the Hugging Face folder of {model}, which is a shape without weights, before "
+                "training and before a dry-run (llamarl train THIS --dry-run --model.path FOLDER)"
             )
         if args.recipe:
             print(f"  wrote      {args.recipe}")

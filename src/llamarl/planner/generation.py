@@ -22,7 +22,8 @@ from llamarl.planner.hardware import BYTES_PER_WEIGHT, Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.partial import PartialProfile, partial_profile
-from llamarl.planner.rooflines import GeneratorLayout, decode_step_s, prefill_s
+from llamarl.planner.rooflines import GeneratorLayout, decode_step_s, prefill_s, stage_params
+from llamarl.planner.stage_memory import stages_of
 from llamarl.tick_schedule import constant_batches, slot_starts
 
 __all__ = [
@@ -183,11 +184,16 @@ def weight_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) 
     computed = BYTES_PER_WEIGHT[layout.precision]
     if not layout.runnable:
         return body * computed / layout.devices + model.embedding_params * width / layout.tp
-    layers = model.body_params(layout.tp) / layout.pp
-    held = layers * width + model.embedding_params * width / (layout.tp * layout.pp)
     train = hardware.device.train_precision
     derived = layout.precision != train or train == "fp32"
-    return held + (layers + model.head_params / layout.tp) * computed * derived
+    head = model.head_params / layout.tp
+    if layout.pp == 1:
+        layers = model.body_params(layout.tp)
+        return layers * width + model.embedding_params * width / layout.tp + (layers + head) * computed * derived
+    return max(
+        held * width + (held - head * stage.is_first) * computed * derived  # nothing is derived from the embedding
+        for held, stage in zip(stage_params(model, layout), stages_of(model.layers, layout.pp, 1), strict=True)
+    )
 
 
 def generator_memory(

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from llamarl.models.sizes import fitting_sizes, whole_experts
 from llamarl.planner.hardware import BYTES_PER_WEIGHT, Hardware
 from llamarl.planner.model_spec import ModelSpec
+from llamarl.planner.stage_memory import stages_of
 
 __all__ = [
     "SCALE_GROUP",
@@ -30,6 +31,7 @@ __all__ = [
     "matmul_s",
     "prefill_s",
     "pulled_bytes",
+    "stage_params",
     "tensor_parallel_sizes",
     "weight_sync_s",
 ]
@@ -253,11 +255,18 @@ def prefill_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, tok
     return max(flops / rate, float(weights) / hardware.memory_rate) + attention / hardware.attention_rate + messages
 
 
+def stage_params(model: ModelSpec, layout: GeneratorLayout) -> list[float]:
+    """[stages] Parameters of a rank of llamarl's engine: the first stage has the embedding, the last the output layer."""
+    if layout.pp == 1:
+        return [model.body_params(layout.tp) + model.embedding_params / layout.tp]
+    return [stage.params(model, layout.tp) for stage in stages_of(model.layers, layout.pp, 1)]
+
+
 def pulled_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> float:
-    """Bytes of one version that a generator rank receives; those of ``plan-sync`` for the same layout."""
+    """Bytes of one version that a generator rank receives, of the stage that has most; those of ``plan-sync`` for the same layout."""
     width = hardware.device.activation_bytes
     if layout.runnable:
-        return (model.body_params(layout.tp) + model.embedding_params / layout.tp) * width / layout.pp
+        return max(stage_params(model, layout)) * width
     body = model.total_params - model.embedding_params
     codes = BYTES_PER_WEIGHT[layout.precision]
     scales = 4.0 / SCALE_GROUP if codes < width else 0.0
@@ -273,7 +282,8 @@ def weight_sync_s(
     leave. On one node the node's links carry it, else the network.
     """
     pulled = pulled_bytes(hardware, model, layout)
-    sent = pulled * layout.devices * replicas / trainer_devices
+    stages = stage_params(model, layout) if layout.runnable else [1.0]
+    sent = pulled * sum(stages) / (max(stages) * len(stages)) * layout.devices * replicas / trainer_devices
     device = hardware.device
     one_node = trainer_devices + replicas * layout.devices <= device.devices_per_node
     link = device.intra_node_bytes_per_s if one_node else device.inter_node_bytes_per_s

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ pytest.importorskip("transformers")
 from llamarl.cli import plan as verb
 from llamarl.planner.choices import Options, Workload
 from llamarl.planner.every_rank import EveryRank, count_every_rank
+from llamarl.planner.generation import weight_bytes
 from llamarl.planner.hardware import find_hardware
 from llamarl.planner.lengths import constant
 from llamarl.planner.model_spec import find_model, spec_from_config
-from llamarl.planner.rooflines import GeneratorLayout
+from llamarl.planner.rooflines import GeneratorLayout, stage_params, weight_sync_s
 from llamarl.planner.search import Plan, best_separate
 from llamarl.planner.training import TrainerLayout
 from llamarl.weight_sync.mesh_layout import MeshLayout
@@ -102,6 +104,23 @@ def test_sums_over_ranks_are_the_model_and_what_is_sent_arrives(
     assert found.whole_sums == pytest.approx({"trainer": found.model_bytes, "generator": found.model_bytes})
     assert found.trainer["sent"].sum() == pytest.approx(found.generator["received"].sum())
     assert len(found.state()) == trainer.devices and len(found.generator["received"]) == replicas * generator.devices
+
+
+def test_the_forecast_of_a_generator_in_stages_is_that_of_its_fullest_stage() -> None:
+    """Three layers and two ends in two stages: two layers and the embedding, or a layer, the last norm and the output layer."""
+    layout = GeneratorLayout(pp=2, runnable=True)
+    found = counted(TrainerLayout(), layout, 1)
+    assert found.forecast["received"] == pytest.approx(found.generator["received"].max(), rel=0.01)
+    assert found.generator["received"].max() > 1.2 * found.generator["received"].mean()
+    shape = spec_from_config(SMALL, "small")
+    assert weight_bytes(H100, shape, layout) == pytest.approx(found.generator["received"].max(), rel=0.01)
+    stages, head = stage_params(shape, layout), 40 * 32
+    codes = [stages[0] - head, stages[1]]  # of all but the embedding
+    lower = replace(layout, precision="fp8")
+    assert weight_bytes(H100, shape, lower) == pytest.approx(max(2 * s + c for s, c in zip(stages, codes, strict=True)))
+    sent = weight_sync_s(H100, shape, trainer_devices=16, replicas=64, layout=layout)
+    link = H100.device.inter_node_bytes_per_s * H100.efficiency.link
+    assert sent == pytest.approx(64 * 2 * sum(stages) / 16 / link + H100.efficiency.inter_node_latency_s)
 
 
 SPARSE = SMALL | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
