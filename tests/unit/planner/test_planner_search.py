@@ -166,6 +166,7 @@ def test_recommendation_takes_the_least_staleness_within_two_percent() -> None:
     assert all(p.token_staleness >= chosen.token_staleness for p in plans if p.step_s <= 1.02 * fastest)
 
 
+@pytest.mark.long
 def test_sixteen_thousand_devices_are_searched() -> None:
     plan = best_separate(H100, _work("Llama-3.1-405B", prompts=2048), Options(runnable=False), 16384, 1)
     assert plan.generator.devices + plan.trainer.layout.devices <= 16384
