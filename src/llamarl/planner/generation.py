@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.planner.engine_memory import fullest_weight_bytes, step_bytes
+from llamarl.planner.engine_memory import step_bytes
 from llamarl.planner.hardware import BYTES_PER_WEIGHT, Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
@@ -211,16 +211,13 @@ def generator_memory(
     tokens = profile.peak_written + prompts
     cache = tokens * model.kv_bytes_per_token(hardware.device.activation_bytes) / shards
     if layout.runnable:
-        return {
-            "weights": fullest_weight_bytes(hardware, model, layout),
-            "kv_cache": cache,
-            "workspace": step_bytes(
-                hardware, model, layout, active=profile.peak_active, prompt_tokens=prompts, cache_bytes=cache
-            ),
-        }
-    workspace = 4.0 * profile.peak_active * model.vocab / (layout.tp * layout.cp) + 8.0 * 2048 * (
-        model.hidden + model.intermediate
-    )
+        workspace = step_bytes(
+            hardware, model, layout, active=profile.peak_active, prompt_tokens=prompts, cache_bytes=cache
+        )
+    else:
+        workspace = 4.0 * profile.peak_active * model.vocab / (layout.tp * layout.cp) + 8.0 * 2048 * (
+            model.hidden + model.intermediate
+        )
     return {
         "weights": weight_bytes(hardware, model, layout),
         "kv_cache": cache,

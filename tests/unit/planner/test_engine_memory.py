@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from llamarl.planner.engine_memory import fullest_weight_bytes, step_bytes
+from llamarl.planner.engine_memory import step_bytes
+from llamarl.planner.generation import weight_bytes
 from llamarl.planner.hardware import Hardware, find_hardware
 from llamarl.planner.model_spec import ModelSpec, spec_from_config
 from llamarl.planner.rooflines import GeneratorLayout
@@ -43,9 +44,9 @@ def test_the_fullest_stage_has_its_layers_and_one_end(
     model: ModelSpec, hardware: Hardware, pp: int, weights: int
 ) -> None:
     layout = GeneratorLayout(pp=pp, precision="bf16", runnable=True)
-    assert fullest_weight_bytes(hardware, model, layout) == pytest.approx(2 * weights, rel=1e-3)  # the last norm
+    assert weight_bytes(hardware, model, layout) == pytest.approx(2 * weights, rel=1e-3)  # the last norm
     halves = dataclasses.replace(layout, tp=2)
-    assert fullest_weight_bytes(hardware, model, halves) == pytest.approx(weights, rel=1e-3)
+    assert weight_bytes(hardware, model, halves) == pytest.approx(weights, rel=1e-3)
 
 
 def test_a_steps_buffers_are_those_of_the_moment_that_needs_most(model: ModelSpec, hardware: Hardware) -> None:
