@@ -286,13 +286,6 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             "generator.shards to 0",
             ("generator.shards",),
         )
-    if config.trainer.router == "replay" and (cp := config.generator.cp) > 1:
-        yield Mistake(
-            "trainer.router",
-            f"is 'replay', but generator.cp is {cp}, and the experts that each rank chose for its tokens are not brought together: set "
-            "it to 'live', or generator.cp to 1",
-            ("generator.cp",),
-        )
     if config.trainer.router == "replay" and config.generator.engine.name != "native":
         yield Mistake(
             "trainer.router",

@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "in turns with the trainer": {"schedule.colocated": "true"},
     "in parts": {"schedule.parts": 2},
     "beside tensor parallelism": {},
+    "replay of experts": {"model.path": '"bundled:tiny_moe"', "trainer.router": '"replay"'},
 }
 
 

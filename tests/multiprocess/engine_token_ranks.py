@@ -19,12 +19,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engine_ranks import make_model, sequences
+from tiny_models import SPARSE
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.config import RunConfig, validate
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
+from llamarl.engine.expert_record import of_group
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of
 from llamarl.models.paged_context import HeadExchange
@@ -77,10 +79,13 @@ def finish(engine: NativeEngine) -> None:
 
 
 def sampled(batch: list[Sequence]) -> dict[str, Any]:
-    return {
+    told = {
         name: [list(getattr(s, name)) for s in batch]
         for name in ("tokens", "logprobs", "raw_logprobs", "policy_versions")
     }
+    experts = [of_group([s.experts]) for s in batch]
+    experts += [None if s.experts is None else s.experts.rows(len(s.tokens)) for s in batch]
+    return told | {"experts": [None if rows is None else rows.tolist() for rows in experts]}
 
 
 def load(engine: NativeEngine, values: Mapping[str, Tensor]) -> None:
@@ -118,7 +123,7 @@ def generate(folder: Path, family: str, kernels: str, mesh: Mesh, layout: Parall
     def make(**changes: Any) -> NativeEngine:
         settings = {"kv_cache_bytes": NUM_KV_TOKENS * token_bytes, "max_sequences": 8, "kernels": kernels} | changes
         config = EngineConfig(block_size=4, max_batch_tokens=STEP_TOKENS, **settings)
-        return NativeEngine(path, config, eos_token_ids=(), layout=layout)
+        return NativeEngine(path, config, eos_token_ids=(), layout=layout, note_experts=family in SPARSE)
 
     told: dict[str, Any] = {}
     engine = make()

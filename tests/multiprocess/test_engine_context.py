@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import engine_token_ranks
 from engine_ranks import make_model
 from engine_token_ranks import ALONE, KV_HEADS, Mesh, report
+from tiny_models import SPARSE
 
 MESHES: dict[Mesh, list[tuple[str, str]]] = {
     (2, 1): [("llama", "auto"), ("gemma2", "torch")],
@@ -82,6 +83,8 @@ def test_ranks_sample_the_tokens_of_one(folder: Path, case: Case) -> None:
         for phase in PHASES:
             assert rank[phase]["tokens"] == alone[phase]["tokens"]
             assert rank[phase]["policy_versions"] == alone[phase]["policy_versions"]
+            assert rank[phase]["experts"] == alone[phase]["experts"]
+            assert all(rows is not None for rows in rank[phase]["experts"]) == (case[1] in SPARSE)
             for name in ("logprobs", "raw_logprobs"):
                 for got, expected in zip(rank[phase][name], alone[phase][name], strict=True):
                     torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-4, rtol=0)

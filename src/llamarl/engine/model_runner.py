@@ -96,7 +96,6 @@ class ModelRunner:
             )
         if quantization != "none" and (reason := why_unsupported(self.model_config.to_dict(), cast(Use, quantization))):
             raise ModelError(f"generator.quantization={quantization!r}: {reason}")
-        assert not note_experts or self._tokens is None, "the configuration has been checked"
         self.notes_experts = note_experts
         self._expert_layers = watch_experts(self.model) if note_experts else []
         """Of this stage, which may have none where others have some."""
@@ -364,8 +363,11 @@ class ModelRunner:
         if not self._expert_layers:
             return [np.zeros((len(chunk.tokens), 0, 0), np.uint8) for chunk in plan.chunks]
         assert self._routing is not None
-        layers = [chosen for chosen in self._routing.chosen if chosen is not None]
-        rows = narrowed(torch.stack(layers, dim=1).cpu().numpy(), num_experts(self._expert_layers[0]))
+        layers = [layer for layer in self._routing.chosen if layer is not None]
+        chosen = torch.stack(layers, dim=1)
+        if self._tokens is not None:
+            chosen = self._tokens.all_tokens(chosen, plan.num_tokens)
+        rows = narrowed(chosen.cpu().numpy(), num_experts(self._expert_layers[0]))
         return [
             np.ascontiguousarray(rows[first : first + len(chunk.tokens)])
             for first, chunk in zip(self._row_of, plan.chunks, strict=True)

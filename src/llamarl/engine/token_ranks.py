@@ -2,6 +2,7 @@
 
     step's row of T tokens ─▶ own m ─▶ decoder (heads over ranks in attention) ─▶ hidden states, [m, E]
     rows that are sampled or end a prompt ──gathered──▶ the same on every rank, [rows, E]
+    experts that its tokens chose, where they are noted ──gathered──▶ the same on every rank
     samples, dealt over ranks ─▶ logits of own ones ─▶ sampler.py ──draws gathered──▶ the same on every rank
                                                      (with tp: cut_sampler.py)
 
@@ -90,6 +91,10 @@ class TokenRanks:
         (places,) = indices([own + [0] * (most - len(own))], hidden.device)
         gathered = self._ranks.gather_from_parts(hidden.index_select(0, places))
         return torch.cat([part[: len(rows)] for part, rows in zip(gathered, of_ranks, strict=True)])
+
+    def all_tokens(self, own: Tensor, num_tokens: int) -> Tensor:
+        """[T, ...] of the step's tokens, the same on every rank, from [m, ...] of own ones."""
+        return self._ranks.gather_from_parts(own).flatten(0, 1)[:num_tokens]
 
 
 def sample_own(

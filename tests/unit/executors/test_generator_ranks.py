@@ -189,7 +189,6 @@ def test_parts_of_the_tokens_are_handed_the_weights_of_their_tensor_parallel_ran
         (["--generator.cp", "2", "--generator.replicas", "[{}, {}]"], "generator.cp is 2, which the kinds in replicas"),
         (["--generator.cp", "2", "--generator.engine.name", "vllm"], "generator.engine.name is 'vllm', .* cp 2"),
         (["--generator.cp", "2", "--generator.engine.name", "a.py:E"], "an engine of your own: .* cp 2"),
-        (["--generator.cp", "2", "--trainer.router", "replay"], "trainer.router is 'replay', but generator.cp is 2"),
         (["--generator.cp", "0"], "generator.cp"),
     ],
 )
