@@ -102,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
         of_recipe = recipe.trainer
         trainer = {"fsdp": of_recipe.fsdp, "cp": of_recipe.cp, "tp": of_recipe.tp, "pp": of_recipe.pp} | trainer
         generator = {
-            "tp": getattr(recipe.generator, "tp", 1),
+            "tp": recipe.generator.tp,
+            "pp": recipe.generator.pp,
             "replicas": recipe.generator.dp * recipe.generator.cp,
         } | generator
         staleness = recipe.schedule.max_staleness

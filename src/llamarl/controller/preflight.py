@@ -232,6 +232,8 @@ def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> 
         kind = re.split("[:,]", device)[0]
         if kind == "auto":
             kind = "cuda" if available_cuda_devices() else "cpu"
+        if engine == "native":
+            _check_padding(config, key, kind)
         choices = QUANTIZATIONS.get((engine, kind), ("none",))
         asked: dict[str, str] = {"generator.quantization": config.generator.quantization}
         if key == "generator.device":
@@ -245,6 +247,29 @@ def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> 
                     f"{wanted} is {quantization!r}, which the {engine} engine does not have on {kind} ({where}): "
                     f"use one of {', '.join(choices)}"
                 )
+
+
+def _check_padding(config: RunConfig, key: str, device: str) -> None:
+    """Refuse decode steps of fixed shapes where the ranks of an engine cannot have them; the model's own reasons come when it is built.
+
+    Args:
+        key: Of the engine's device.
+        device: Its type.
+    """
+    from llamarl.engine.cuda_graphs import why_layout_unsupported
+
+    mode, generator = config.generator.engine.cuda_graphs, config.generator
+    kinds = [(1, config.evaluation.tp)]
+    if key == "generator.device":
+        of_kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
+        kinds = [(kind.pp * kind.cp, kind.tp) for kind in of_kinds]
+    for parts, tp in kinds:
+        reason = why_layout_unsupported(mode, device=device, num_ranks=parts * tp, cut=parts > 1)
+        if reason is not None and mode != "auto":
+            raise ConfigError(
+                f"generator.engine.cuda_graphs is {mode!r}, which cannot be with {key} = {getattr(config, key.split('.')[0]).device!r} "
+                f"and these ranks: {reason}; set it to 'auto'"
+            )
 
 
 def _check_cache(config: RunConfig, folder: Path, prompt_tokens: int) -> None:

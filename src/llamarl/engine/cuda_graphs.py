@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,7 @@ __all__ = [
     "PaddedDecoder",
     "pad_decodes",
     "why_graphs_unsupported",
+    "why_layout_unsupported",
     "sizes_between",
 ]
 
@@ -239,22 +240,39 @@ class PaddedDecoder:
         return _Recorded(graph, inputs, logits)
 
 
-def why_graphs_unsupported(config: Any, *, device: torch.device, num_ranks: int) -> str | None:
-    """Why decode steps of this engine cannot be recorded; None if they can.
+def why_layout_unsupported(
+    mode: Literal["auto", "on", "off", "padded"], *, device: str, num_ranks: int, cut: bool
+) -> str | None:
+    """Why decode steps cannot go through padded batches on this device with these ranks; None if they can.
+
+    Args:
+        mode: ``engine.cuda_graphs``.
+        device: Its type.
+        num_ranks: Of the engine.
+        cut: Whether its layers or the tokens of a step are cut over them.
+    """
+    if mode == "off" or (mode == "padded" and not cut):
+        return None
+    if cut:
+        return "each of the ranks of generator.pp or generator.cp computes a part of the step alone"
+    if device != "cuda":
+        return f"they need a CUDA device, the engine computes on {device}"
+    if num_ranks > 1:
+        return "with several ranks a step holds collectives"
+    return None
+
+
+def why_graphs_unsupported(config: Any) -> str | None:
+    """Why decode steps of this model cannot be recorded; None if they can.
 
     Args:
         config: The model's.
-        num_ranks: Of the engine.
     """
-    if device.type != "cuda":
-        return f"they need a CUDA device, the engine computes on {device.type}"
     values = config.to_dict()
     if not is_known(values):
         return "it is known of the families in docs/models.md alone"
     if why_unsupported(values, "int8"):  # its experts, whose tokens are counted on the host in every step
         return f"layers of {config.model_type} are not those of a dense decoder"
-    if num_ranks > 1:
-        return "with several ranks a step holds collectives"
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
     changing = [kind for kind in ("dynamic", "longrope") if kind in kinds]

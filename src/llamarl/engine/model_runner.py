@@ -25,7 +25,13 @@ import torch
 from torch import Tensor
 
 from llamarl.engine.config import EngineConfig
-from llamarl.engine.cuda_graphs import Buckets, DecodeInputs, PaddedDecoder, why_graphs_unsupported
+from llamarl.engine.cuda_graphs import (
+    Buckets,
+    DecodeInputs,
+    PaddedDecoder,
+    why_graphs_unsupported,
+    why_layout_unsupported,
+)
 from llamarl.engine.expert_record import Experts, narrowed
 from llamarl.engine.kernel_library import KernelsUnavailable
 from llamarl.engine.kernels import Kernels, load_kernels
@@ -156,15 +162,14 @@ class ModelRunner:
             self.padded_decoder = self._make_padded_decoder(config)
 
     def _pads_decodes(self, config: EngineConfig) -> bool:
-        cut = self.ranks.num_stages * self.ranks.token_parts > 1
-        if config.cuda_graphs == "off" or (config.cuda_graphs == "padded" and not cut):
-            return config.cuda_graphs == "padded"
-        num_ranks = self.ranks.size * self.ranks.num_stages * self.ranks.token_parts
-        reason = why_graphs_unsupported(self.model_config, device=self.device, num_ranks=num_ranks)
-        if reason is not None and config.cuda_graphs != "auto":
-            raise ConfigError(
-                f"engine.cuda_graphs is {config.cuda_graphs!r}, but decode steps cannot be recorded here: {reason}"
-            )
+        mode, parts = config.cuda_graphs, self.ranks.num_stages * self.ranks.token_parts
+        if mode == "off":
+            return False
+        reason = why_layout_unsupported(mode, device=self.device.type, num_ranks=self.ranks.size * parts, cut=parts > 1)
+        if reason is None and mode != "padded":
+            reason = why_graphs_unsupported(self.model_config)
+        if reason is not None and mode != "auto":
+            raise ConfigError(f"engine.cuda_graphs is {mode!r}, which this engine cannot have: {reason}")
         return reason is None
 
     def _make_padded_decoder(self, config: EngineConfig) -> PaddedDecoder:

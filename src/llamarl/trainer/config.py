@@ -347,7 +347,7 @@ def _expert_mistakes(section: TrainerConfig | ReferenceConfig | CriticConfig) ->
         yield Mistake(
             "ep",
             f"is {section.ep}, which does not divide the {section.fsdp * section.cp} ranks of fsdp {section.fsdp} and cp {section.cp} "
-            "over which experts are spread",
+            "over which experts are spread (1: the model has none, or each rank holds all)",
             ("fsdp", "cp"),
         )
 

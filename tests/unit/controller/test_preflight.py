@@ -102,6 +102,11 @@ def test_every_tensor_parallel_size_must_divide_the_model(section: str, on: dict
         ({"quantization": "int8", "device": "cuda:0,cuda:1"}, "'int8'.*native engine.*on cuda"),
         ({"quantization": "int8", "device": "cpu"}, None),
         ({"quantization": "fp8", "device": "cuda"}, None),
+        ({"engine": {"cuda_graphs": "on"}, "device": "cpu"}, "cuda_graphs is 'on'.*generator.device = 'cpu'.*'auto'"),
+        ({"engine": {"cuda_graphs": "on"}, "device": "cuda", "tp": 2}, "collectives"),
+        ({"engine": {"cuda_graphs": "padded"}, "device": "cpu", "cp": 2}, "'padded'.*generator.pp or generator.cp"),
+        ({"engine": {"cuda_graphs": "padded"}, "device": "cpu", "pp": 2}, "'padded'.*generator.pp or generator.cp"),
+        ({"engine": {"cuda_graphs": "padded"}, "device": "cpu", "tp": 2}, None),
         ({"engine": {"name": "vllm"}}, "engine.name is 'vllm', which is not installed here: pip install vllm"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from llamarl.engine.cuda_graphs import (
     pad_decodes,
     sizes_between,
     why_graphs_unsupported,
+    why_layout_unsupported,
 )
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.scheduler import Chunk
@@ -314,21 +316,34 @@ def test_a_new_version_leaves_every_address_where_it_was(folder: Path) -> None:
     assert runner._addresses() == before
 
 
+@pytest.mark.parametrize(
+    ("mode", "device", "num_ranks", "cut", "reason"),
+    [
+        ("on", "cuda", 1, False, None),
+        ("auto", "cpu", 1, False, "need a CUDA device.*on cpu"),
+        ("on", "cpu", 1, False, "need a CUDA device.*on cpu"),
+        ("on", "cuda", 2, False, "collectives"),
+        ("on", "cuda", 2, True, "generator.pp or generator.cp"),
+        ("padded", "cpu", 2, False, None),
+        ("padded", "cuda", 2, True, "generator.pp or generator.cp"),
+        ("off", "cpu", 2, True, None),
+    ],
+)
+def test_a_reason_is_given_where_devices_and_ranks_cannot_pad_or_record(
+    mode: Any, device: str, num_ranks: int, cut: bool, reason: str | None
+) -> None:
+    found = why_layout_unsupported(mode, device=device, num_ranks=num_ranks, cut=cut)
+    assert found is None if reason is None else re.search(reason, str(found))
+
+
 def test_recording_is_refused_where_it_cannot_work(folder: Path) -> None:
-    cuda = torch.device("cuda:0")
     config = tiny_config("llama")
-    assert why_graphs_unsupported(config, device=cuda, num_ranks=1) is None
-    assert "CUDA device" in str(why_graphs_unsupported(config, device=torch.device("cpu"), num_ranks=1))
-    assert "collectives" in str(why_graphs_unsupported(config, device=cuda, num_ranks=2))
-    assert "not those of a dense decoder" in str(
-        why_graphs_unsupported(tiny_config("mixtral"), device=cuda, num_ranks=1)
-    )
-    assert "known of the families" in str(why_graphs_unsupported(CONFIG_MAPPING["arcee"](), device=cuda, num_ranks=1))
+    assert why_graphs_unsupported(config) is None
+    assert "not those of a dense decoder" in str(why_graphs_unsupported(tiny_config("mixtral")))
+    assert "known of the families" in str(why_graphs_unsupported(CONFIG_MAPPING["arcee"]()))
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert "dynamic" in str(why_graphs_unsupported(config, device=cuda, num_ranks=1))
-    assert (
-        why_graphs_unsupported(tiny_config("gemma3_text"), device=cuda, num_ranks=1) is None
-    )  # a rope for each kind of layer
+    assert "dynamic" in str(why_graphs_unsupported(config))
+    assert why_graphs_unsupported(tiny_config("gemma3_text")) is None  # a rope for each kind of layer
     with pytest.raises(ConfigError, match="engine.cuda_graphs is 'on'.*CUDA device"):
         _engine(folder, "on")
     assert _engine(folder, "auto")._runner.padded_decoder is None

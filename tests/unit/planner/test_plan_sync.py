@@ -58,14 +58,14 @@ def test_text_names_ranks_links_memory_and_time(capsys: pytest.CaptureFixture[st
 def test_recipe_gives_layouts_type_and_staleness(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text(
-        "[schedule]\nmax_staleness = 3\nprompts_per_step = 8\n[generator]\ndp = 4\n[trainer]\nfsdp = 2\ntp = 2\n"
+        "[schedule]\nmax_staleness = 3\nprompts_per_step = 8\n[generator]\ndp = 4\npp = 2\n[trainer]\nfsdp = 2\ntp = 2\n"
         "cp = 2\npp = 2\n"
     )
     assert plan_sync(f"{recipe} --generator tp=2 --json") == 0
     question = json.loads(capsys.readouterr().out)["question"]
     assert question == {
         "model": "tiny", "trainer_fsdp": 2, "trainer_tp": 2, "generator_tp": 2, "generator_replicas": 4,
-        "trainer_cp": 2, "trainer_pp": 2, "generator_pp": 1, "versions": 4, "dtype": "float32",
+        "trainer_cp": 2, "trainer_pp": 2, "generator_pp": 2, "versions": 4, "dtype": "float32",
     }  # fmt: skip
 
 
