@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llamarl.cli.plan_files import OURS, merged, refuse_to_replace, write_settings
+from llamarl.cli.plan_files import refuse_to_replace, write_settings
 from llamarl.cli.plan_hosts import ASKED, hosts_asked, is_inventory, pools_of, read_inventory
+from llamarl.cli.plan_recipe import NEEDS_FOLDER, model_folder, write_plan
 from llamarl.cli.plan_unlike import run_unlike
 from llamarl.cli.questions import (
     add_devices,
@@ -51,10 +52,6 @@ Tells, for a model, a number of devices and a batch, the best layout of three sy
 For each: split, parallel sizes, precision, memory by part against the limit, time by part, share of device time
 spent waiting, and what binds. The plan marked * has the least staleness within 2% of the fastest."""
 
-_NEEDS_FOLDER = (
-    "{shape} is a shape without weights: set model.path to the Hugging Face folder that holds them, before training and before a "
-    "dry-run (llamarl train THIS --dry-run --model.path FOLDER)"
-)
 
 _EPILOG = """\
 examples:
@@ -151,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError("no model: give --model NAME_OR_FOLDER, a recipe, a run folder or a config.json")
     alike: Hardware | None = None
     if isinstance(args.devices, str):
-        folder = _model_folder(model_path)
+        folder = model_folder(model_path)
         if not is_inventory(args.devices):
             return run_unlike(args, model_path, question, config=config, folder=folder)
         pools, of_kinds = _inventory(args, config)
@@ -216,8 +213,8 @@ def run(args: argparse.Namespace) -> int:
             print(measured.text())
         if question and not args.response_tokens:
             print(f"  lengths    {question.note}")
-        if args.recipe and _model_folder(model_path) is None:
-            print(f"  to do      {_NEEDS_FOLDER.format(shape=model_path)}")
+        if args.recipe and model_folder(model_path) is None:
+            print(f"  to do      {NEEDS_FOLDER.format(shape=model_path)}")
         for path in filter(None, (args.picture, args.recipe)):
             what = f" ({measured.chosen.name})" if measured and path is args.recipe else ""
             print(f"  wrote      {path}{what}")
@@ -337,14 +334,6 @@ def _every_rank(plan: Plan, model: ModelSpec, model_path: str, hardware: Hardwar
     return count_every_rank(parameters, plan, model, hardware)
 
 
-def _model_folder(model_path: str) -> str | None:
-    """What a recipe may name as ``model.path``; None for a bundled shape, which has no weights."""
-    path = Path(model_path).expanduser()
-    if path.is_file():
-        return str(path.parent)
-    return model_path if path.is_dir() or model_path.startswith("bundled:") else None
-
-
 def _absolute(model_path: str) -> str:
     """The model's folder or file from wherever the plan is read; a name stays as it is."""
     path = user_path(model_path, "the model")
@@ -436,11 +425,6 @@ def _write_recipe(
     options: Options,
     hosts: Sequence[str] = (),
 ) -> None:
-    from llamarl.engine.config import QUANTIZATIONS
-    from llamarl.planner.over_hosts import hosts_needed, place_roles
-    from llamarl.planner.plan_report import system_title
-    from llamarl.planner.recipe import plan_settings
-    from llamarl.planner.runnable import why_not_run
     from llamarl.planner.search import recommend
 
     cpu = hardware.device.train_precision == "fp32"
@@ -449,52 +433,4 @@ def _write_recipe(
     if not runnable:
         raise PlanError("a recipe needs a plan with a layout for each role, and none fits: give more devices")
     plan = recommend(runnable)
-    if reasons := why_not_run(plan, model):
-        raise PlanError(f"--recipe: llamarl train does not run this plan: {'; '.join(reasons)}")
-    precision, kind = plan.generator.layout.precision, "cpu" if cpu else "cuda"
-    known = set(QUANTIZATIONS["native", kind]) & set(hardware.device.weight_precisions)
-    if precision not in {hardware.device.train_precision, *known}:
-        raise PlanError(
-            f"--recipe: the plan generates in {precision}, which llamarl's engine does not have on {hardware.device.title}: "
-            f"leave --precision out, or take from {', '.join([hardware.device.train_precision, *sorted(known)])}"
-        )
-    folder = _model_folder(model_path)
-    settings = plan_settings(plan, folder or model_path, hardware, options.oversubscription)
-    if hosts:
-        settings["hosts"] = {"workers": list(hosts)}
-        if where := place_roles(plan, hardware, hosts):
-            settings["hosts"]["on"] = where
-    _settle_parts(settings, config or {})
-    for role in ("generator", "trainer"):
-        if (config or {}).get(role, {}).get("device", "auto") not in ("auto", kind):
-            settings[role]["device"] = kind
-    if settings["schedule"]["colocated"] and "weights" in (config or {}).get("schedule", {}):
-        settings["schedule"]["weights"] = "exact"  # in turns no version arrives inside a tick
-    header = (
-        f"{OURS}{system_title(plan)}, {plan.devices} x {hardware.device.title}.\n"
-        f"Forecast: {plan.step_s:.4g} s a step (generator {plan.generator.time_s:.4g} s, trainer "
-        f"{plan.trainer.time.total_s:.4g} s)."
-    )
-    if not hosts and (count := hosts_needed(plan.devices, hardware)) > 1:
-        header += f"\nIt takes {count} hosts: llamarl train THIS --hosts A,B,... (docs/hosts.md)."
-    if folder is None:
-        header += f"\n{_NEEDS_FOLDER.format(shape=model_path)}"
-    own = (config or {}).get("generator", {})
-    if "replicas" in own:  # unlike ones, in whose place the plan has alike ones
-        config = {**(config or {}), "generator": {key: value for key, value in own.items() if key != "replicas"}}
-    write_settings(path, config or {}, settings, header)
-
-
-def _settle_parts(settings: dict[str, Any], config: dict[str, Any]) -> None:
-    """Leave ``schedule.parts`` at 1 where the rest of the recipe works on whole ticks."""
-    from llamarl.config import validate
-    from llamarl.errors import ConfigError
-
-    schedule = settings["schedule"]
-    if "parts" in config.get("schedule", {}):
-        schedule.setdefault("parts", 1)
-    if schedule.get("parts", 1) > 1:
-        try:
-            validate(merged(config, {"schedule": schedule}))
-        except ConfigError:
-            schedule["parts"] = 1
+    write_plan(path, plan, config, model_path, model, hardware, options, hosts)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.plan_files import OURS, write_settings
+from llamarl.cli.plan_recipe import write_plan
 from llamarl.cli.questions import options_of, refuse_flags, staleness_levels, workload_of
 from llamarl.errors import PlanError
 
@@ -63,7 +64,7 @@ def run_unlike(
     Raises:
         PlanError: A flag that says something of one kind alone, or nothing fits.
     """
-    from llamarl.planner.unlike import best_first, dealt_evenly, kinds_apart, one_kind, plan_unlike
+    from llamarl.planner.kinds_compared import compare_kinds
     from llamarl.planner.unlike_report import unlike_json, unlike_text
 
     refuse_flags(
@@ -84,16 +85,13 @@ def run_unlike(
     levels = staleness_levels(args.staleness or "1")
     if len(levels) > 1:
         raise PlanError(f"--staleness {args.staleness}: one value for devices of several kinds")
-    best = plan_unlike(pools, work, options, levels[0])
-    plans = [best, dealt_evenly(best, work, options), kinds_apart(pools, work, options, levels[0])]
-    for pool in pools:
-        try:
-            plans.append(one_kind(pool, work, options, levels[0]))
-        except PlanError:  # too large for it alone
-            continue
-    found = best_first([plan for plan in plans if plan is not None])
-    if args.recipe:
-        _write_recipe(args.recipe, found[0], config or {}, folder or model, options, hosts)
+    found = compare_kinds(pools, work, options, levels[0])
+    best = found[0]
+    if args.recipe and best.one is not None and not best.why_not_run:
+        alone = hosts[best.trainer_hardware.device.name] if hosts else ()
+        write_plan(args.recipe, best.one, config, model, work.model, best.trainer_hardware, options, alone)
+    elif args.recipe:
+        _write_recipe(args.recipe, best, config or {}, folder or model, options, hosts)
     if args.json:
         print(json.dumps(unlike_json(found, pools, work, options), indent=1))
     else:

@@ -59,17 +59,32 @@ def idle_of(plan: Plan, work: Workload, options: Options, kind: str) -> Idle | N
     return Idle(kind=kind, count=left, of=plan.devices, why=_shorter(left, needs))
 
 
-def idle_of_kinds(plan: UnlikePlan, pools: Sequence[Pool], work: Workload, options: Options) -> list[Idle]:
-    """Of a plan for several kinds: those that have devices left."""
-    found = []
+def idle_of_kinds(
+    plan: UnlikePlan, pools: Sequence[Pool], work: Workload, options: Options, others: Sequence[UnlikePlan] = ()
+) -> list[Idle]:
+    """Of a plan for several kinds: those that have devices left.
+
+    Args:
+        others: Plans that were found beside it.
+    """
+    found: list[Idle | None] = []
     for pool in pools:
+        used = plan.used(pool.name)
+        if used == pool.devices:
+            continue
+        if used and plan.one is not None:
+            found.append(idle_of(plan.one, work, options, pool.name))
+            continue
         trains = plan.trainer_hardware.device.name == pool.name
         shares = [share for share in plan.shares if share.hardware.device.name == pool.name]
-        used = trains * plan.trainer.layout.devices + sum(share.devices for share in shares)
-        if left := pool.devices - used:
-            why = _partly(plan, trains, shares, left, work, options) if used else _not_at_all(plan, pool, work, options)
-            found.append(Idle(kind=pool.name, count=left, of=pool.devices, why=why))
-    return found
+        left = pool.devices - used
+        why = (
+            _partly(plan, trains, shares, left, work, options)
+            if used
+            else _not_at_all(plan, pool, work, options, others)
+        )
+        found.append(Idle(kind=pool.name, count=left, of=pool.devices, why=why))
+    return [idle for idle in found if idle is not None]
 
 
 def _units(work: Workload, options: Options) -> int:
@@ -93,7 +108,8 @@ def _next_rank(trainer: TrainerChoice, units: int) -> tuple[int, str]:
 def _shorter(left: int, needs: Sequence[tuple[int, str]]) -> str:
     """Why so many devices make no step shorter, the pace-maker's reason first."""
     short = [words for need, words in needs if need > left or not need]
-    return "; ".join(short) if short else "no layout on more of them steps faster"
+    found = "no split that uses them was found faster"
+    return f"{found}; as it is laid out, {'; '.join(short)}" if short else found
 
 
 def _partly(
@@ -110,8 +126,19 @@ def _partly(
     return "a replica more leaves the fullest one its prompts"
 
 
-def _not_at_all(plan: UnlikePlan, pool: Pool, work: Workload, options: Options) -> str:
+def _not_at_all(plan: UnlikePlan, pool: Pool, work: Workload, options: Options, others: Sequence[UnlikePlan]) -> str:
     """Why a whole kind has no part in the job."""
+    with_it = [other for other in others if pool.name in other.kinds]
+    fastest = min(with_it, key=lambda other: other.step_s, default=None)
+    if fastest is not None and fastest.step_s < plan.step_s:
+        if fastest.why_not_run:
+            return f"with them ({fastest.title}) a step takes {fastest.step_s:.3g} s, in a layout that llamarl does not run"
+        return f"with them ({fastest.title}) a step would gain under 1 %"
+    beside = "" if fastest is None else f"; the fastest plan with them takes {fastest.step_s:.3g} s ({fastest.title})"
+    return _what_they_lack(plan, pool, work, options) + beside
+
+
+def _what_they_lack(plan: UnlikePlan, pool: Pool, work: Workload, options: Options) -> str:
     rate, latency = link_between(pool.hardware, plan.trainer_hardware)
     modes = (False, True) if options.partial_rollouts and options.max_segments > 1 and plan.max_staleness else (False,)
     times = [
@@ -122,6 +149,8 @@ def _not_at_all(plan: UnlikePlan, pool: Pool, work: Workload, options: Options) 
     least_s = min(times, default=math.inf)
     if math.isinf(least_s):
         return "no generator replica fits on them"
+    if plan.in_turns:
+        return "one kind alone, both roles in turns, is faster"
     if least_s >= _NEAR * plan.step_s:
         return (
             f"a replica there needs {least_s:.3g} s a tick, however few its prompts, of a step of {plan.step_s:.3g} s"

@@ -28,19 +28,19 @@ from llamarl.planner.choices import (
     trainer_choices,
     trainer_sizes,
 )
+from llamarl.planner.fitting import least_devices, nothing_fits
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.replica_times import GeneratorKinds, Pool, ReplicaTimes, deal, layouts_of
 from llamarl.planner.rooflines import pulled_bytes
-from llamarl.planner.search import best_separate
+from llamarl.planner.search import Plan
 
 __all__ = [
     "Share",
     "UnlikePlan",
-    "best_first",
+    "check_pools",
     "dealt_evenly",
     "kinds_apart",
     "link_between",
-    "one_kind",
     "plan_unlike",
 ]
 
@@ -81,6 +81,26 @@ class UnlikePlan:
     """All that there are, used or not."""
     staged_by_llamarl: bool = True
     """Whether llamarl cuts the model into pipeline stages."""
+    one: Plan | None = None
+    """Of one kind alone: what the search for that kind says, be it in turns on the same devices."""
+    refused: str = ""
+    """What else stands between it and a run."""
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether trainer and generators share their devices."""
+        return self.one is not None and self.one.system != "separate"
+
+    def used(self, kind: str) -> int:
+        """Devices of a kind that train or generate."""
+        train = self.trainer.layout.devices if self.trainer_hardware.device.name == kind else 0
+        generate = sum(share.devices for share in self.shares if share.hardware.device.name == kind)
+        return max(train, generate) if self.in_turns else train + generate
+
+    @property
+    def kinds(self) -> set[str]:
+        """Those that have work."""
+        return {self.trainer_hardware.device.name, *(share.hardware.device.name for share in self.shares)}
 
     @property
     def generate_s(self) -> float:
@@ -97,6 +117,8 @@ class UnlikePlan:
     @property
     def why_not_run(self) -> str:
         """What of it llamarl does not run; empty: a recipe says it."""
+        if self.refused or self.one is not None:
+            return self.refused
         stages = max(self.trainer.layout.pp, *(share.choice.layout.pp for share in self.shares))
         if stages == 1 or self.staged_by_llamarl:
             return ""
@@ -174,6 +196,7 @@ def _planned(
         tokens_per_s=work.tokens / step,
         devices=devices,
         staged_by_llamarl=work.model.staged_by_llamarl,
+        refused=work.model.unsupported or "",
     )
 
 
@@ -183,7 +206,7 @@ def plan_unlike(pools: Sequence[Pool], work: Workload, options: Options, max_sta
     Raises:
         PlanError: No division fits.
     """
-    _check(pools)
+    check_pools(pools)
     total = sum(pool.devices for pool in pools)
     best: UnlikePlan | None = None
     modes = (False, True) if options.partial_rollouts and options.max_segments > 1 and max_staleness else (False,)
@@ -212,9 +235,21 @@ def plan_unlike(pools: Sequence[Pool], work: Workload, options: Options, max_sta
                 if best is None or plan.step_s * slower < best.step_s:
                     best = plan
     if best is None:
-        named = " and ".join(f"{pool.devices} x {pool.name}" for pool in pools)
-        raise PlanError(f"{work.model.name} does not fit on {named} with one kind that trains: give more devices")
+        raise PlanError(_nothing_fits(pools, work, options))
     return best
+
+
+def _nothing_fits(pools: Sequence[Pool], work: Workload, options: Options) -> str:
+    """The message for a job that no division of the pools holds: what either role needs of each kind."""
+    named = " and ".join(f"{pool.devices} x {pool.name}" for pool in pools)
+    head = f"{work.model.name} does not fit on {named} with one kind that trains"
+    least = [(pool, *least_devices(pool.hardware, work, options)) for pool in pools]
+    trainers = [f"{trainer} {pool.name}" for pool, trainer, _ in least if trainer]
+    replicas = [f"{replica} {pool.name}" for pool, _, replica in least if replica]
+    if not trainers or not replicas:
+        pool = pools[0]
+        return f"{head}: {nothing_fits(pool.hardware, work, options, pool.devices, separate=True)}"
+    return f"{head}: the trainer needs at least {' or '.join(trainers)}, and a generator replica beside it {' or '.join(replicas)}"
 
 
 def _trainers(pool: Pool, work: Workload, options: Options) -> Iterator[tuple[TrainerChoice, int]]:
@@ -232,7 +267,7 @@ def _trainers(pool: Pool, work: Workload, options: Options) -> Iterator[tuple[Tr
 
 
 def dealt_evenly(plan: UnlikePlan, work: Workload, options: Options) -> UnlikePlan | None:
-    """The same devices and layouts with the same number of prompts for every replica; None: too many for some."""
+    """The same devices and layouts with the same number of prompts for every replica; None: too many for some, or so it is already."""
     chosen = [
         (
             ReplicaTimes(
@@ -244,36 +279,10 @@ def dealt_evenly(plan: UnlikePlan, work: Workload, options: Options) -> UnlikePl
     ]
     trainer = plan.trainer.layout.devices
     shares = _shares(chosen, work.prompts_per_step, plan.trainer_hardware, trainer, even=True)
-    if not shares:
+    if not shares or [share.prompts for share in shares] == [share.prompts for share in plan.shares]:
         return None
     return _planned(
         "the same, dealt evenly", work, (plan.trainer_hardware, plan.trainer), shares, plan.max_staleness, plan.devices
-    )
-
-
-def one_kind(pool: Pool, work: Workload, options: Options, max_staleness: int) -> UnlikePlan:
-    """The best plan of one pool alone.
-
-    Raises:
-        PlanError: The job does not fit there.
-    """
-    found = best_separate(pool.hardware, work, options, pool.devices, max_staleness)
-    share = Share(
-        hardware=pool.hardware,
-        choice=found.generator,
-        prompts=tuple(dealt(work.prompts_per_step, found.generator.replicas)),
-        sync_s=found.sync_s,
-    )
-    return UnlikePlan(
-        title=f"{pool.devices} x {pool.name} alone",
-        trainer_hardware=pool.hardware,
-        trainer=found.trainer,
-        shares=(share,),
-        max_staleness=max_staleness,
-        step_s=found.step_s,
-        tokens_per_s=found.tokens_per_s,
-        devices=pool.devices,
-        staged_by_llamarl=work.model.staged_by_llamarl,
     )
 
 
@@ -298,14 +307,6 @@ def kinds_apart(pools: Sequence[Pool], work: Workload, options: Options, max_sta
     return min(found, key=lambda plan: plan.step_s, default=None)
 
 
-def best_first(plans: Sequence[UnlikePlan]) -> list[UnlikePlan]:
-    """The recommended plan, then the others by their steps: of those within 2% of the fastest, one that llamarl runs."""
-    ordered = sorted(plans, key=lambda plan: plan.step_s)
-    near = [plan for plan in ordered if plan.step_s <= 1.02 * ordered[0].step_s]
-    best = next((plan for plan in near if not plan.why_not_run), ordered[0])
-    return [best, *(plan for plan in ordered if plan is not best)]
-
-
 def _evenlayouts_of(pool: Pool, work: Workload, options: Options, partial: bool) -> Iterator[tuple[ReplicaTimes, int]]:
     for found in layouts_of(pool, work, options, partial):
         most = min(pool.devices // found.layout.devices, work.prompts_per_step)
@@ -313,7 +314,8 @@ def _evenlayouts_of(pool: Pool, work: Workload, options: Options, partial: bool)
             yield found, fewest_of_each_share(work.prompts_per_step, most)[-1]
 
 
-def _check(pools: Sequence[Pool]) -> None:
+def check_pools(pools: Sequence[Pool]) -> None:
+    """Raise PlanError for pools that are no question: one alone, the same kind twice, no devices."""
     if len(pools) < 2:
         raise PlanError("devices of one kind: give their number alone, --devices N --hardware NAME")
     if again := [name for name, count in Counter(pool.name for pool in pools).items() if count > 1]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from llamarl.planner.choices import Options, Workload
+from llamarl.planner.hardware import Hardware
 from llamarl.planner.idle import idle_of_kinds
-from llamarl.planner.plan_report import seconds_text, table_lines
+from llamarl.planner.plan_report import seconds_text, system_title, table_lines
+from llamarl.planner.recipe import plan_settings
 from llamarl.planner.replica_times import Pool
+from llamarl.planner.search import Plan
 from llamarl.planner.unlike import Share, UnlikePlan
 from llamarl.planner.unlike_recipe import replica_tables
 from llamarl.plural import plural
@@ -63,7 +67,13 @@ def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], work: Worklo
                 " + ".join(map(_generator, plan.shares)),
             ]
         )
-    lines += [*table_lines(rows), "", f"* staleness {best.max_staleness}"]
+    lines += [
+        *table_lines(rows),
+        "",
+        f"* {system_title(best.one)}"
+        if best.one is not None and best.in_turns
+        else f"* staleness {best.max_staleness}",
+    ]
     lines.append(
         f"  trainer    {_trainer(best)}: micro-batch {plural(best.trainer.layout.micro_batch, 'sequence')} a rank"
     )
@@ -71,9 +81,10 @@ def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], work: Worklo
         rollouts = "partial rollouts" if share.choice.demand.partial else "whole batches"
         lines.append(
             f"  generator  {_generator(share)}: {_dealt(share.prompts)} of a tick, {plural(share.choice.demand.slots, 'sequence')} "
-            f"at once, {rollouts}; {seconds_text(share.choice.time_s)}, hand-over {seconds_text(share.sync_s)}"
+            f"at once, {rollouts}; {seconds_text(share.choice.time_s)}, {'between the turns' if best.in_turns else 'hand-over'} "
+            f"{seconds_text(share.sync_s)}"
         )
-    for idle in idle_of_kinds(best, pools, work, options):
+    for idle in idle_of_kinds(best, pools, work, options, plans):
         lines.append(f"  idle       {idle.text()}")
     for plan in plans[1:]:
         lines.append(f"  gain       {plan.step_s / best.step_s:.2f} times as fast as {plan.title}")
@@ -89,6 +100,8 @@ def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], work: Worklo
 
 def _lines(plan: UnlikePlan) -> list[str]:
     """Of a recipe: what says a plan's layout and shares."""
+    if plan.one is not None:
+        return _lines_of_one(plan.one, plan.trainer_hardware)
     t, kinds = plan.trainer.layout, replica_tables(plan)
     sizes = {
         "fsdp": t.data_ranks,
@@ -105,9 +118,30 @@ def _lines(plan: UnlikePlan) -> list[str]:
     return [f"             {line}" for line in lines]
 
 
+def _lines_of_one(plan: Plan, hardware: Hardware) -> list[str]:
+    """Of a plan for one kind."""
+    settings = plan_settings(plan, "", hardware, 1.0)
+    wanted = {
+        "schedule": ("colocated",) if settings["schedule"]["colocated"] else (),
+        "generator": ("dp", "tp", "pp", "quantization"),
+        "trainer": ("fsdp", "tp", "pp", "cp", "ep"),
+    }
+    lines = []
+    for section, keys in wanted.items():
+        values = {key: value for key in keys if (value := settings[section][key]) is True or value not in (1, "none")}
+        if values or section == "trainer":
+            lines.append(f"[{section}]")
+        for key, value in values.items():
+            lines.append(f"{key} = {json.dumps(value)}")
+    if tables := settings["generator"].get("replicas"):
+        lines += ["[[generator.replicas]]", f"dp = {tables[0]['dp']}"]
+    return [f"             {line}" for line in lines]
+
+
 def _plain(plan: UnlikePlan) -> dict[str, Any]:
     return {
         "title": plan.title,
+        "system": plan.one.system if plan.one is not None else "separate",
         "max_staleness": plan.max_staleness,
         "step_s": plan.step_s,
         "tokens_per_s": plan.tokens_per_s,
@@ -145,5 +179,5 @@ def unlike_json(plans: Sequence[UnlikePlan], pools: Sequence[Pool], work: Worklo
         "pools": [{"device": pool.name, "devices": pool.devices} for pool in pools],
         "plans": [_plain(plan) for plan in plans],
         "recommended": 0,
-        "idle": [dataclasses.asdict(idle) for idle in idle_of_kinds(plans[0], pools, work, options)],
+        "idle": [dataclasses.asdict(idle) for idle in idle_of_kinds(plans[0], pools, work, options, plans)],
     }

@@ -19,11 +19,14 @@ from llamarl.planner.choices import Options, Workload, generator_choice
 from llamarl.planner.generation import GeneratorDemand
 from llamarl.planner.hardware import find_hardware, kind_of_gpu
 from llamarl.planner.idle import idle_of_kinds
+from llamarl.planner.kinds_compared import ALIKE, best_first, compare_kinds, one_kind
 from llamarl.planner.lengths import lognormal
 from llamarl.planner.model_spec import find_model
 from llamarl.planner.replica_times import Pool, deal, layouts_of
 from llamarl.planner.rooflines import GeneratorLayout, pulled_bytes
-from llamarl.planner.unlike import UnlikePlan, best_first, dealt_evenly, kinds_apart, one_kind, plan_unlike
+from llamarl.planner.runnable import why_not_run
+from llamarl.planner.search import search_all
+from llamarl.planner.unlike import UnlikePlan, dealt_evenly, kinds_apart, plan_unlike
 from llamarl.planner.unlike_recipe import share_numbers
 from llamarl.roles import present_roles
 from llamarl.runtime.config import hosts_named
@@ -121,13 +124,12 @@ def test_the_hand_over_goes_over_the_network_at_the_slower_rate(plan: UnlikePlan
 
 def test_a_plan_is_no_slower_than_simpler_ones(plan: UnlikePlan) -> None:
     job, two = work(64, "Llama-3.1-70B"), pools(32, 32)
-    others = [dealt_evenly(plan, job, WHOLE), kinds_apart(two, job, WHOLE, 1)]
-    others += [one_kind(pool, job, WHOLE, 1) for pool in two]
-    for other in others:
-        assert other is not None
+    apart, even = kinds_apart(two, job, WHOLE, 1), dealt_evenly(plan, job, WHOLE)
+    assert apart is not None and not apart.why_not_run  # a recipe with hosts.on says it
+    assert even is None or [share.prompts for share in even.shares] != [share.prompts for share in plan.shares]
+    for other in (apart, *(one_kind(pool, job, WHOLE, 1) for pool in two), *([even] if even else [])):
         assert plan.step_s <= other.step_s * 1.01
         assert sum(sum(share.prompts) for share in other.shares) == 64
-    assert others[1] is not None and not others[1].why_not_run  # a recipe with hosts.on says it
 
 
 def test_devices_that_stay_idle_are_named_with_the_reason() -> None:
@@ -141,6 +143,51 @@ def test_devices_that_stay_idle_are_named_with_the_reason() -> None:
     hurried = replace(alone, step_s=least)  # no replica of the other kind ends a tick in less
     (slow,) = (one for one in idle_of_kinds(hurried, two, job, WHOLE) if one.kind == "a100-sxm")
     assert f"a tick, however few its prompts, of a step of {least:.3g} s" in slow.text()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "staleness"), [(2, 1, 1), (4, 1, 1), (8, 8, 0), (8, 8, 1), (1, 3, 1), (16, 2, 1)]
+)  # fmt: skip
+def test_a_kind_more_never_makes_the_recommended_plan_slower(first: int, second: int, staleness: int) -> None:
+    """Against every system that the search for one kind finds, with both roles in turns too."""
+    job, two = work(32), pools(first, second)
+    found = compare_kinds(two, job, Options(), staleness)
+    for pool in two:
+        try:
+            alone = search_all(pool.hardware, job, Options(), pool.devices, sorted({0, staleness}))
+        except PlanError:
+            continue
+        runnable = [plan.step_s for plan in alone if not why_not_run(plan, job.model)]
+        assert found[0].step_s <= ALIKE * min(runnable)
+        assert any(pool.name in other.title and "alone" in other.title for other in found)
+    assert all(len(other.kinds) > 1 or other.one is not None for other in found)
+
+
+def test_in_turns_on_one_kind_is_recommended_where_it_is_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.toml"
+    assert ask(f"--model Llama-3.1-8B --devices 2:h100-sxm,1:a100-80gb --recipe {out}") == 0
+    said = capsys.readouterr().out
+    (best,) = (line for line in said.splitlines() if line.startswith("2 x h100-sxm alone, in turns*"))
+    assert ask("--model Llama-3.1-8B --devices 2 --hardware h100-sxm") == 0
+    (same,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("sync, re-sharding*"))
+    assert best.split()[6:8] == same.split()[2:4] and "colocated = true" in said
+    assert "idle       1 of 1 a100-sxm: one kind alone, both roles in turns, is faster; the fastest plan with" in said
+    assert "dealt evenly" not in said  # a single replica: there is nothing to deal
+    config = load_config(out)
+    assert config.schedule.colocated and config.schedule.max_staleness == 0 and not config.generator.replicas
+    assert (config.generator.dp, config.generator.tp, config.trainer.fsdp) == (2, 1, 2)
+
+
+def test_of_steps_that_are_alike_fewer_kinds_then_even_shares_come_last(plan: UnlikePlan) -> None:
+    alone = one_kind(pools(32, 32)[0], work(64, "Llama-3.1-70B"), WHOLE, 1)
+    assert len(plan.kinds) == 2 and alone.kinds == {"h100-sxm"}
+    nearly, slower = replace(alone, step_s=1.009 * plan.step_s), replace(alone, step_s=1.011 * plan.step_s)
+    assert best_first([plan, nearly])[0] is nearly
+    assert best_first([plan, slower])[0] is plan
+    even = replace(plan, title="the same, dealt evenly", step_s=plan.step_s * 0.997)
+    assert best_first([plan, even]) == [plan, even]
 
 
 def staged(plan: UnlikePlan) -> UnlikePlan:
@@ -291,14 +338,14 @@ ASKED = "--model Llama-3.1-8B --prompts 32 --group-size 4 --response-tokens 256 
 
 
 def test_the_command_line_names_kinds_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask(f"{ASKED} --devices 8:h100-sxm,8:a100-80gb") == 0
+    assert ask("--model Llama-3.1-8B --max-segments 1 --devices 16:h100-sxm,16:a100-80gb") == 0
     said = capsys.readouterr().out
     for word in (
-        "each kind its share",
+        "each kind its share*",
         "the same, dealt evenly",
         "* staleness 1",
-        "8 x h100-sxm alone",
-        "8 x a100-sxm alone",
+        "16 x h100-sxm alone",
+        "16 x a100-sxm alone",
         "times as fast as",
         "to run",
     ):
@@ -322,7 +369,10 @@ def test_the_command_line_names_kinds_and_compares(capsys: pytest.CaptureFixture
         ("--devices 8:h100-sxm,8:a100 --hardware h100", "--hardware: speaks of devices of one kind"),
         ("--devices 8:h100-sxm,8:a100 --staleness 0,1", "one value"),
         ("--devices 8:h100-sxm,8:a100 --every-rank", "--every-rank: counts the replicas of one kind"),
-        ("--devices 1:h100-sxm,1:a100 --model Llama-3.1-405B", "does not fit on 1 x h100-sxm and 1 x a100-sxm"),
+        (
+            "--devices 1:h100-sxm,1:a100 --model Llama-3.1-405B",
+            "does not fit on 1 x h100-sxm and 1 x a100-sxm with one kind that trains: the trainer needs at least ",
+        ),
     ],
 )
 def test_nonsense_gets_an_error_that_helps(flags: str, message: str) -> None:
