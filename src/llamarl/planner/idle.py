@@ -7,18 +7,22 @@ replicas of 128 prompts have 8 each, and so have 17 of them at the fullest.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.planner.choices import Options, TrainerChoice, Workload
+from llamarl.planner.choices import Options, TrainerChoice, Workload, trainer_choices, trainer_sizes
+from llamarl.planner.hardware import Hardware
 from llamarl.planner.replica_times import Pool, layouts_of
-from llamarl.planner.rooflines import pulled_bytes
+from llamarl.planner.rooflines import pulled_bytes, weight_sync_s
 from llamarl.planner.search import Plan
 from llamarl.planner.unlike import Share, UnlikePlan, link_between
 from llamarl.plural import plural
 
-__all__ = ["Idle", "idle_of", "idle_of_kinds"]
+__all__ = ["ALIKE", "Idle", "Spare", "idle_of", "idle_of_kinds", "spare_of"]
 
+ALIKE = 1.01
+"""Steps that differ by less are equal, and then fewer devices are better."""
 _NEAR = 0.9
 """Of a step: a replica whose shortest tick takes so much of it can make next to nothing in a shorter one."""
 
@@ -34,6 +38,38 @@ class Idle:
 
     def text(self) -> str:
         return f"{self.count} of {self.of} {self.kind}: {self.why}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spare:
+    """Devices of the trainer without which a step is less than 1 % longer."""
+
+    enough: int
+    of: int
+    step_s: float
+    """On these."""
+
+    def text(self) -> str:
+        return f"{self.enough} of the trainer's {plural(self.of, 'device')} would do for a step of {self.step_s:.3g} s"
+
+
+def spare_of(plan: Plan, work: Workload, options: Options, hardware: Hardware) -> Spare | None:
+    """Whether a trainer on fewer devices, beside the same generators, costs less than 1 % of a step."""
+    if plan.system != "separate" or plan.trainer.core_s or plan.parts > 1:
+        return None
+    generator, devices, limit = plan.generator, plan.trainer.layout.devices, hardware.usable_memory_bytes
+
+    def step_s(count: int) -> float:
+        sync_s = weight_sync_s(
+            hardware, work.model, trainer_devices=count, replicas=generator.replicas, layout=generator.layout
+        )
+        trains = [one.time.total_s for one in trainer_choices(hardware, work, options, count, memory_limit=limit)]
+        trains_s, generates_s = min(trains, default=math.inf), generator.time_s + sync_s
+        return max(generates_s, trains_s, (generates_s + work.reward_s + trains_s) / (plan.max_staleness + 1))
+
+    counts = [n for n in trainer_sizes(work, options, devices, hardware.device.devices_per_node) if n < devices]
+    at = bisect_left(counts, True, key=lambda count: step_s(count) <= ALIKE * plan.step_s)
+    return Spare(enough=counts[at], of=devices, step_s=step_s(counts[at])) if at < len(counts) else None
 
 
 def idle_of(plan: Plan, work: Workload, options: Options, kind: str) -> Idle | None:

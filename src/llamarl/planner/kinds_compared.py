@@ -7,18 +7,17 @@ each role, or with both in turns on the same ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from llamarl.errors import PlanError
 from llamarl.planner.choices import Options, Workload, dealt
+from llamarl.planner.idle import ALIKE
 from llamarl.planner.replica_times import Pool
 from llamarl.planner.runnable import why_not_run
 from llamarl.planner.search import search_all
 from llamarl.planner.unlike import Share, UnlikePlan, check_pools, dealt_evenly, kinds_apart, plan_unlike
 
-__all__ = ["ALIKE", "best_first", "compare_kinds", "one_kind"]
-
-ALIKE = 1.01
-"""Steps that differ by less are equal, and then fewer kinds and fewer devices are better."""
+__all__ = ["best_first", "compare_kinds", "one_kind"]
 
 
 def compare_kinds(pools: Sequence[Pool], work: Workload, options: Options, max_staleness: int) -> list[UnlikePlan]:
@@ -33,6 +32,7 @@ def compare_kinds(pools: Sequence[Pool], work: Workload, options: Options, max_s
     try:
         found.append(mixed := plan_unlike(pools, work, options, max_staleness))
         found += [dealt_evenly(mixed, work, options), kinds_apart(pools, work, options, max_staleness)]
+        found += _without_one(pools, mixed, work, options, max_staleness)
     except PlanError as error:
         problem = error
     for pool in pools:
@@ -82,14 +82,30 @@ def best_first(plans: Sequence[UnlikePlan]) -> list[UnlikePlan]:
     """The recommended plan, then the others by their steps.
 
     Of those within 2% of the fastest one that llamarl runs; of these, among steps that are alike, that of the fewest kinds, then of
-    the fewest devices, then the first of ``plans``.
+    the fewest devices, then one of whole batches, then the first of ``plans``.
     """
     ordered = sorted(plans, key=lambda plan: plan.step_s)
     near = [plan for plan in ordered if plan.step_s <= 1.02 * ordered[0].step_s]
     near = [plan for plan in near if not plan.why_not_run] or ordered
     alike = [plan for plan in near if plan.step_s <= ALIKE * near[0].step_s]
-    best = min(alike, key=lambda plan: (len(plan.kinds), _used(plan), plans.index(plan)))
+    best = min(alike, key=lambda plan: (len(plan.kinds), _used(plan), _partial(plan), plans.index(plan)))
     return [best, *(plan for plan in ordered if plan is not best)]
+
+
+def _without_one(
+    pools: Sequence[Pool], whole: UnlikePlan, work: Workload, options: Options, max_staleness: int
+) -> list[UnlikePlan]:
+    """Divisions of three and more kinds that leave one of them out and are as fast."""
+    found = []
+    for left_out in pools if len(pools) > 2 else ():
+        rest = [pool for pool in pools if pool is not left_out]
+        try:
+            plan = plan_unlike(rest, work, options, max_staleness)
+        except PlanError:
+            continue
+        if plan.step_s <= ALIKE * whole.step_s:
+            found.append(replace(plan, title=f"without {left_out.name}", devices=whole.devices))
+    return found
 
 
 def _said_by(plan: UnlikePlan, alone: Sequence[UnlikePlan]) -> bool:
@@ -100,3 +116,7 @@ def _said_by(plan: UnlikePlan, alone: Sequence[UnlikePlan]) -> bool:
 
 def _used(plan: UnlikePlan) -> int:
     return sum(plan.used(kind) for kind in plan.kinds)
+
+
+def _partial(plan: UnlikePlan) -> bool:
+    return any(share.choice.demand.partial for share in plan.shares)

@@ -10,7 +10,7 @@ from typing import Any
 from llamarl.errors import PlanError
 from llamarl.planner.choices import Options, Workload
 from llamarl.planner.hardware import Hardware
-from llamarl.planner.idle import idle_of
+from llamarl.planner.idle import idle_of, spare_of
 from llamarl.planner.search import Plan
 from llamarl.plural import plural
 
@@ -141,6 +141,8 @@ def report_text(
     lines += ["", *_details(chosen)]
     if idle := idle_of(chosen, work, options or Options(), hardware.device.name):
         lines.append(f"  idle       {idle.text()}")
+    if spare := spare_of(chosen, work, options or Options(), hardware):
+        lines.append(f"  spare      {spare.text()}")
     best_sync = min((p.step_s for p in plans if p.system != "separate"), default=None)
     if best_sync is not None and chosen.system == "separate":
         lines.append(f"  gain       against the best synchronous plan: {best_sync / chosen.step_s:.2f} times as fast")
@@ -286,6 +288,7 @@ def report_json(
         "plans": [plan_to_dict(plan, price) for plan in plans],
         "recommended": next(i for i, plan in enumerate(plans) if plan is chosen),
         "idle": dataclasses.asdict(idle) if (idle := idle_of(chosen, work, options, hardware.device.name)) else None,
+        "spare": dataclasses.asdict(spare) if (spare := spare_of(chosen, work, options, hardware)) else None,
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from llamarl.planner.choices import Options, Workload
 from llamarl.planner.hardware import Hardware
-from llamarl.planner.idle import idle_of_kinds
+from llamarl.planner.idle import idle_of_kinds, spare_of
 from llamarl.planner.plan_report import seconds_text, system_title, table_lines
 from llamarl.planner.recipe import plan_settings
 from llamarl.planner.replica_times import Pool
@@ -86,6 +86,8 @@ def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], work: Worklo
         )
     for idle in idle_of_kinds(best, pools, work, options, plans):
         lines.append(f"  idle       {idle.text()}")
+    if best.one is not None and (spare := spare_of(best.one, work, options, best.trainer_hardware)):
+        lines.append(f"  spare      {spare.text()}")
     for plan in plans[1:]:
         lines.append(f"  gain       {plan.step_s / best.step_s:.2f} times as fast as {plan.title}")
     if best.why_not_run:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from llamarl.errors import PlanError
-from llamarl.planner.choices import Options, Workload, fewest_of_each_share, generator_choice
+from llamarl.planner.choices import Options, Workload, fewest_of_each_share, generator_choice, trainer_choices
 from llamarl.planner.generation import GeneratorDemand
 from llamarl.planner.hardware import Efficiency, device_names, find_hardware
-from llamarl.planner.idle import idle_of
+from llamarl.planner.idle import idle_of, spare_of
 from llamarl.planner.lengths import constant, lognormal
 from llamarl.planner.model_spec import find_model
 from llamarl.planner.plan_report import plan_to_dict, report_text, save_picture
@@ -137,6 +137,25 @@ def test_a_pair_that_leaves_devices_idle_says_why() -> None:
         f"fewer prompts for each of the generator replicas take {2 * plan.generator.layout.devices} device"
         in idle.text()
     )
+
+
+def test_a_trainer_that_waits_says_how_few_devices_it_needs() -> None:
+    """Every trainer on fewer devices tried, beside the same generators."""
+    work = _work()
+    plan = best_separate(H100, work, Options(), 25, 1)
+    limit, had = H100.usable_memory_bytes, plan.trainer.layout.devices
+    steps = {}
+    for count in range(1, had):
+        trains = [c.time.total_s for c in trainer_choices(H100, work, Options(), count, memory_limit=limit)]
+        sync = weight_sync_s(
+            H100, work.model, trainer_devices=count, replicas=plan.generator.replicas, layout=plan.generator.layout
+        )
+        steps[count] = max(plan.generator.time_s + sync, min(trains, default=math.inf))
+    enough = min((count for count, step in steps.items() if step <= 1.01 * plan.step_s), default=None)
+    spare = spare_of(plan, work, Options(), H100)
+    assert (spare.enough if spare else None) == enough
+    assert spare is None or (spare.of == had and spare.step_s == pytest.approx(steps[spare.enough]))
+    assert spare_of(best_resharding(H100, work, Options(), 25), work, Options(), H100) is None
 
 
 def test_staleness_bound_counts_partial_rollouts() -> None:

@@ -18,8 +18,8 @@ from llamarl.errors import PlanError
 from llamarl.planner.choices import Options, Workload, generator_choice
 from llamarl.planner.generation import GeneratorDemand
 from llamarl.planner.hardware import find_hardware, kind_of_gpu
-from llamarl.planner.idle import idle_of_kinds
-from llamarl.planner.kinds_compared import ALIKE, best_first, compare_kinds, one_kind
+from llamarl.planner.idle import ALIKE, idle_of_kinds
+from llamarl.planner.kinds_compared import best_first, compare_kinds, one_kind
 from llamarl.planner.lengths import lognormal
 from llamarl.planner.model_spec import find_model
 from llamarl.planner.replica_times import Pool, deal, layouts_of
@@ -188,6 +188,19 @@ def test_of_steps_that_are_alike_fewer_kinds_then_even_shares_come_last(plan: Un
     assert best_first([plan, slower])[0] is plan
     even = replace(plan, title="the same, dealt evenly", step_s=plan.step_s * 0.997)
     assert best_first([plan, even]) == [plan, even]
+
+
+def test_of_three_kinds_one_that_brings_nothing_stays_idle() -> None:
+    """The trainer sets the pace, and one of the other kinds alone generates as fast as it trains."""
+    three = [*pools(8, 8), Pool(hardware=find_hardware("h200"), devices=8)]
+    job = Workload(
+        model=find_model("Llama-3.1-8B"), response=lognormal(1024), prompts_per_step=128, group_size=16, prompt_tokens=256
+    )  # fmt: skip
+    found = compare_kinds(three, job, WHOLE, 1)
+    assert found[0].kinds == {"h100-sxm", "h200-sxm"}
+    assert found[0].step_s <= ALIKE * min(other.step_s for other in found)
+    (idle,) = (one for one in idle_of_kinds(found[0], three, job, WHOLE, found) if one.kind == "a100-sxm")
+    assert idle.count == 8
 
 
 def staged(plan: UnlikePlan) -> UnlikePlan:
