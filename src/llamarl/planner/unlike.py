@@ -249,7 +249,7 @@ def _nothing_fits(pools: Sequence[Pool], work: Workload, options: Options) -> st
     if not trainers or not replicas:
         pool = pools[0]
         return f"{head}: {nothing_fits(pool.hardware, work, options, pool.devices, separate=True)}"
-    return f"{head}: the trainer needs at least {' or '.join(trainers)}, and a generator replica beside it {' or '.join(replicas)}"
+    return f"{head}: the trainer needs at least {' or '.join(trainers)}, and a generator replica {' or '.join(replicas)}, beside it or in turns with it"
 
 
 def _trainers(pool: Pool, work: Workload, options: Options) -> Iterator[tuple[TrainerChoice, int]]:
