@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,9 @@ def test_a_second_attempt_that_is_ended_before_its_process_has_begun_never_does_
     ranks.keep("generator", twin=False)
     answer.set()
     second.let.set()
+    deadline = time.monotonic() + 30.0
+    while not prepares and not second.links and time.monotonic() < deadline:
+        time.sleep(0.001)
     ranks.end(5.0, orderly=True)
     assert len(second.links) == (0 if prepares else 1), "it is not even started where that can still be spared"
     assert all(link.ended.done() and not link.told for link in second.links)
