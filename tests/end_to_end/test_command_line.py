@@ -166,3 +166,11 @@ def test_an_answer_that_failed_says_so_and_ends_with_status_1(llamarl: CommandLi
     save_file(tensors, file, metadata={"format": "pt"})
     done = llamarl.run(["generate", str(tmp_path / "model"), "--prompt", "a1 b2 =\n"])
     assert done.returncode == 1 and "--prompt: no answer: logits are not finite" in done.stderr
+
+
+def test_the_package_runs_as_the_command_does() -> None:
+    said = [
+        subprocess.run([sys.executable, "-m", name, "--help"], capture_output=True, text=True, check=True).stdout
+        for name in ("llamarl", "llamarl.cli.main")
+    ]
+    assert said[0] == said[1] and "train" in said[0]

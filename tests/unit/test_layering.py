@@ -35,6 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"simulator", "report", "chaos"}),
     frozenset({"api"}),
     frozenset({"cli"}),
+    frozenset({"__main__"}),
 )
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 MODULES = sorted(ROOT.rglob("*.py"))
