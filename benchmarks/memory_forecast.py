@@ -1,6 +1,7 @@
 """Memory of trainer ranks, measured, against the planner's forecast of the same model and layout.
 
     python benchmarks/memory_forecast.py --json memory_forecast.json       # twenty layouts, minutes on two cores
+    python benchmarks/memory_forecast.py --long                            # one sequence of 128k tokens in four layouts, half an hour
 
 Every rank is a process over gloo. A Llama-shaped random model, and one with experts, is trained for three ticks of equal sequences without shared prompts; in the
 third, every tensor's storage is counted from the moment it is made until it is freed (a ``TorchDispatchMode``: what torch allocates,
@@ -16,6 +17,7 @@ import functools
 import json
 import multiprocessing
 import tempfile
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -47,6 +49,8 @@ MODEL = {
     "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 PROMPT, RESPONSE = 32, 96
+"""Tokens of a sequence."""
+_PATIENCE_S = 3600
 PARTS = ("parameters", "gradients", "optimizer", "working", "sum")
 CASES = [
     TrainerLayout(micro_batch=4, recompute=False),
@@ -76,6 +80,18 @@ SPARSE_CASES = [
     TrainerLayout(pp=2, fsdp=2, ep=2, micro_batch=2, recompute=False),
 ]
 """Of a model with experts, which are spread over ``ep`` ranks."""
+LONG = MODEL | {
+    "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 16, "max_position_embeddings": 131072,
+}  # fmt: skip
+LONG_RESPONSE = 131072 - PROMPT
+LONG_CASES = [
+    TrainerLayout(recompute=False),
+    TrainerLayout(),
+    TrainerLayout(cp=2, recompute=False),
+    TrainerLayout(cp=4),
+]
+"""Of one sequence of 128k tokens, whose rows are cut over ``cp`` ranks."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -131,25 +147,25 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size[0]
 
 
-def groups_of(sequences: int, seed: int) -> list[Group]:
-    """Groups of two equal-length responses with a signal."""
+def groups_of(sequences: int, seed: int, response: int = RESPONSE) -> list[Group]:
+    """Groups of two equal-length responses with a signal; one sequence is a group without."""
     rng = np.random.default_rng(seed)
     found = []
-    for index in range(sequences // 2):
+    for index in range(-(-sequences // 2)):
         prompt = Prompt(index=index, tokens=rng.integers(3, 4000, PROMPT).astype(np.int32), text="")
         responses = tuple(
             Response(
                 prompt_index=index,
                 sample_index=sample,
-                tokens=rng.integers(3, 4000, RESPONSE).astype(np.int32),
-                behavior_logprobs=np.full(RESPONSE, -8.0, np.float32),
-                policy_versions=np.full(RESPONSE, seed, np.int32),
-                loss_mask=np.ones(RESPONSE, bool),
+                tokens=rng.integers(3, 4000, response).astype(np.int32),
+                behavior_logprobs=np.full(response, -8.0, np.float32),
+                policy_versions=np.full(response, seed, np.int32),
+                loss_mask=np.ones(response, bool),
                 text="",
                 finish_reason="stop",
                 outcome=Score(value=float(sample)),
             )
-            for sample in range(2)
+            for sample in range(min(2, sequences))
         )
         found.append(Group(prompt=prompt, responses=responses))
     return found
@@ -167,13 +183,13 @@ def choose_evenly(router: torch.nn.Module, args: Any, found: tuple[Tensor, ...])
     return (*others, draws.topk(index.shape[1], dim=1).indices)
 
 
-def measure_rank(folder: str, layout: TrainerLayout, sequences: int, rank: int) -> dict[str, float]:
-    """One rank's bytes in its third tick."""
+def measure_rank(folder: str, layout: TrainerLayout, sequences: int, response: int) -> dict[str, float]:
+    """One rank's bytes in its third tick; the two before are of short sequences."""
     trainer = Trainer(
         folder,
         TrainerConfig(
             fsdp=layout.fsdp, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, share_prompts=False, skip_zero_advantage=False, microbatches_at_once=1,
-            max_tokens_per_microbatch=layout.micro_batch * (PROMPT + RESPONSE),
+            max_tokens_per_microbatch=layout.micro_batch * (PROMPT + response),
             activation_checkpointing="full" if layout.recompute else "none",
         ),
         OptimizerConfig(lr=1e-3),
@@ -197,47 +213,55 @@ def measure_rank(folder: str, layout: TrainerLayout, sequences: int, rank: int) 
     held = counted.live
     assert held == found["parameters"] + found["optimizer"] + numel(buffers)
     with counted:
-        trainer.train(groups_of(of_rank, 2), 2)
+        trainer.train(groups_of(of_rank, 2, response), 2)
     found["gradients"] = gradients[-1]
     found["sum"] = counted.peak
     found["working"] = counted.peak - found["parameters"] - found["optimizer"] - found["gradients"]
     return found
 
 
-def _rank(rank: int, world: int, folder: str, layout: TrainerLayout, sequences: int, out: str) -> None:
+def _rank(rank: int, world: int, folder: str, layout: TrainerLayout, sequences: int, response: int, out: str) -> None:
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group(
-            "gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=world, timeout=timedelta(minutes=5)
+            "gloo",
+            init_method=f"file://{out}/rendezvous",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=_PATIENCE_S),
         )
-    found = measure_rank(folder, layout, sequences, rank)
+    found = measure_rank(folder, layout, sequences, response)
     Path(out, f"{rank}.json").write_text(json.dumps(found))
     if world > 1:
         dist.destroy_process_group()
 
 
-def measure(folder: str, layout: TrainerLayout, sequences: int) -> list[dict[str, float]]:
+def measure(folder: str, layout: TrainerLayout, sequences: int, response: int = RESPONSE) -> list[dict[str, float]]:
     """Bytes of every rank."""
     spawn = multiprocessing.get_context("forkserver")
     spawn.set_forkserver_preload(["llamarl.trainer.step", "llamarl.planner.training"])  # imports torch once
     with tempfile.TemporaryDirectory() as out:
         world = layout.devices
-        ranks = [spawn.Process(target=_rank, args=(r, world, folder, layout, sequences, out)) for r in range(world)]
+        ranks = [
+            spawn.Process(target=_rank, args=(r, world, folder, layout, sequences, response, out)) for r in range(world)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(timeout=300)
+            process.join(timeout=_PATIENCE_S)
             if process.exitcode != 0:
                 raise SystemExit(f"a rank of {layout} ended with {process.exitcode}")
         return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(world)]
 
 
-def forecast(layout: TrainerLayout, sequences: int, config: Mapping[str, Any] = MODEL) -> dict[str, float]:
+def forecast(
+    layout: TrainerLayout, sequences: int, config: Mapping[str, Any] = MODEL, response: int = RESPONSE
+) -> dict[str, float]:
     """The planner's, of the fullest rank, in the parts that are measured."""
     hardware = find_hardware("h100-sxm")
     device = dataclasses.replace(hardware.device, weight_precisions=("fp32",), matmul_flops={"fp32": 1e12})
     hardware = dataclasses.replace(hardware, device=device)
-    demand = TrainerDemand(lengths=constant(RESPONSE), prompt_tokens=PROMPT, sequences=sequences)
+    demand = TrainerDemand(lengths=constant(response), prompt_tokens=PROMPT, sequences=sequences)
     layout = dataclasses.replace(layout, runnable=True)
     found = dict(trainer_memory(hardware, spec_from_config(config, "small"), layout, demand))
     parts = {name: found.pop(name) for name in ("parameters", "gradients", "optimizer")}
@@ -253,29 +277,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of layouts")
+    parser.add_argument("--long", action="store_true", help="one sequence of 128k tokens instead")
     args = parser.parse_args()
     torch.manual_seed(0)
     results, claims = [], []
     cases = [(MODEL, layout) for layout in CASES] + [(SPARSE, layout) for layout in SPARSE_CASES]
-    with tempfile.TemporaryDirectory() as dense, tempfile.TemporaryDirectory() as sparse:
-        folders = {"llama": dense, "qwen3_moe": sparse}
-        for config in (MODEL, SPARSE):
-            described = AutoConfig.for_model(**config)
-            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32)
-            model.save_pretrained(folders[str(config["model_type"])])
+    response = RESPONSE
+    if args.long:
+        cases, response = [(LONG, layout) for layout in LONG_CASES], LONG_RESPONSE
+    with tempfile.TemporaryDirectory() as folder:
         print(f"{'MB of the fullest rank: measured / forecast':56}" + "".join(f"{part:>15}" for part in PARTS))
         for number, (config, layout) in enumerate(cases):
             if args.only and number not in args.only:
                 continue
+            kind = str(config["model_type"])
+            if not Path(folder, kind).exists():
+                model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+                model.save_pretrained(Path(folder, kind))
             sequences = max(4, 2 * layout.pp) * layout.micro_batch * layout.fsdp  # full pipelines, gradients in place
-            ranks = measure(folders[str(config["model_type"])], layout, sequences)
+            sequences = 1 if args.long else sequences
+            began = time.perf_counter()
+            ranks = measure(str(Path(folder, kind)), layout, sequences, response)
+            took = time.perf_counter() - began
             fullest = max(ranks, key=lambda found: found["sum"])
-            said = forecast(layout, sequences, config)
+            said = forecast(layout, sequences, config, response)
             cells = "".join(f"{fullest[key] / 1e6:>8.2f}/{said[key] / 1e6:<6.2f}" for key in PARTS)
-            print(f"{name_of(layout):56}{cells}", flush=True)
-            results.append(
-                {"model": config["model_type"], "layout": dataclasses.asdict(layout), "ranks": ranks, "forecast": said}
-            )
+            print(f"{name_of(layout):56}{cells}  {took:.0f} s", flush=True)
+            results.append({"model": kind, "layout": dataclasses.asdict(layout), "ranks": ranks, "forecast": said})
             for key in PARTS:
                 claims.append(
                     claim(f"{name_of(layout)}: {key} off by", abs(said[key] / fullest[key] - 1), 0.10, at_least=False)

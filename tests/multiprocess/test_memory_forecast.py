@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from memory_forecast import MODEL, SPARSE, LiveBytes, forecast, measure
+from memory_forecast import LONG, MODEL, PROMPT, SPARSE, LiveBytes, forecast, measure
 
 from llamarl.planner.training import TrainerLayout
 
@@ -75,3 +75,14 @@ def test_bytes_are_counted_from_making_to_freeing() -> None:
         storage.resize_(0)
         assert counted.live == 4000 + 2000
     assert counted.peak == 4000 + 2000 + 2000
+
+
+def test_one_long_sequence_whose_rows_are_cut_is_forecast_within_a_tenth(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**LONG), dtype=torch.float32).save_pretrained(tmp_path)
+    layout, response = TrainerLayout(cp=2, recompute=False), 8192 - PROMPT
+    fullest = max(measure(str(tmp_path), layout, 1, response), key=lambda found: found["sum"])
+    said = forecast(layout, 1, LONG, response)
+    assert {part: said[part] / size for part, size in fullest.items()} == pytest.approx(
+        dict.fromkeys(said, 1.0), abs=0.1
+    )
