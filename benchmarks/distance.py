@@ -36,7 +36,7 @@ from llamarl.observability.metrics import read_metrics
 from llamarl.planner.model_spec import find_model
 from llamarl.runtime.hosts.worker_program import READY
 from llamarl.simulator import links as simulated
-from llamarl.simulator.calibrate import fit_runs
+from llamarl.simulator.fitted_costs import fit_runs
 from llamarl.simulator.placed import apart, weight_bytes_of
 from llamarl.simulator.simulate import simulate
 from llamarl.simulator.sources import scenario_from_run

@@ -265,7 +265,15 @@ class TickPlan:
 
 
 def plan_tick(
-    left: Ints, completed_at: Ints, deadlines: Ints, *, now: int, tick: int, prompts_per_step: int, slots: int
+    left: Ints,
+    completed_at: Ints,
+    deadlines: Ints,
+    *,
+    now: int,
+    tick: int,
+    prompts_per_step: int,
+    slots: int,
+    later: Sequence[int] | None = None,
 ) -> TickPlan:
     """Decode from ``now`` on until the groups to deliver are complete.
 
@@ -274,11 +282,12 @@ def plan_tick(
         completed_at: [R, A] moments before ``now`` of groups that are complete, ``NEVER`` for the others.
         deadlines: [R, A].
         now: Moment at which the plan begins, in decode steps; later than every moment in ``completed_at``.
+        later: As of :func:`num_due`, the same of every replica.
     """
     start = slot_starts(_sequences(left), slots).reshape(left.shape)
     end = np.where(left > 0, start + left, 0).max(axis=2, initial=0)
     done = np.where((completed_at == NEVER) & (end > 0), now + end, completed_at)
-    moment, leaves = deliveries(deadlines, done, tick=tick, prompts_per_step=prompts_per_step)
+    moment, leaves = deliveries(deadlines, done, tick=tick, prompts_per_step=prompts_per_step, later=later)
     assert not (moment == NEVER).any(), f"tick {tick} can never end: too few groups may be sampled"
     return TickPlan(left, start, done, np.maximum(moment - now, 0), leaves)
 

@@ -79,6 +79,22 @@ class Dealing:
         """Groups that a replica delivers at ``tick`` and at those after it."""
         return [self.counts(at)[replica] for at in range(tick, tick + num_ticks)]
 
+    def num_active(self, replica: int, tick: int, *, oversubscription: float, max_segments: int) -> int:
+        """Groups that a replica keeps active at ``tick``: no more than can leave before the last of them is due.
+
+        Args:
+            oversubscription: Groups to keep active, as a multiple of those that it delivers.
+            max_segments: Ticks in which a group must leave.
+        """
+        delivers = self.ahead(replica, tick, max_segments)
+        wanted = int(self.quotas[replica] * oversubscription)
+        return max(delivers[0], min(wanted, sum(delivers)))
+
+    def replicas_at(self, tick: int) -> list[int]:
+        """[groups] the replica that each prompt of ``tick`` goes to, in the order of the prompts."""
+        counts = self.counts(tick)
+        return [replica for dealt in range(max(counts)) for replica, count in enumerate(counts) if count > dealt]
+
     def prompt_index(self, replica: int, number: int) -> int:
         """Of the ``number``-th prompt that a replica gets in a run."""
         ends = self._ends[replica]

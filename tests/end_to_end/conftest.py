@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from forked_command import Started, run_llamarl
 
-from llamarl.observability.keys import KEYS
+from llamarl.observability.keys import KEYS, REPLICA_KEY
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "recipes" / "tiny.toml"
@@ -64,6 +65,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     names = {name for row in found for name in row if not name.startswith(("reward/parts/", "eval/parts/"))}
+    names = {re.sub(r"^time/replica_\d+_s$", REPLICA_KEY.format("N"), name) for name in names}
     assert names <= {key.name for key in KEYS}, f"not in the table of metrics: {names - {key.name for key in KEYS}}"
     return found
 

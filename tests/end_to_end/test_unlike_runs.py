@@ -46,9 +46,22 @@ def test_unlike_replicas_share_every_tick_as_the_recipe_says(llamarl: CommandLin
         assert [index - 4 * tick for index in found] == [0, 2, 3, 1]  # 3 and 1 of 4, dealt in rounds
     first, second = rows(tmp_path / "run")
     assert first["samples/delivered"] == second["samples/delivered"] > 0
+    for row in (first, second):
+        assert 0 < max(row["time/replica_0_s"], row["time/replica_1_s"]) <= row["time/generator_s"]
     initial = load_file(resolve_model_path("bundled:tiny") / "model.safetensors")
     trained = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert all(not tensor.equal(initial[name]) for name, tensor in trained.items())
+
+
+def test_a_run_of_unlike_replicas_is_simulated_by_what_each_of_them_took(llamarl: CommandLine, tmp_path: Path) -> None:
+    done = llamarl.train(tmp_path / "run", {**SHORT, "run.num_ticks": 7}, recipe=UNLIKE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = llamarl.run(["simulate", str(tmp_path / "run"), "--ticks", "20", "--json"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = json.loads(done.stdout)["simulations"]
+    assert [(kind["replicas"], kind["share"]) for kind in found["kinds"]] == [(1, 3.0), (1, 1.0)]
+    slowest = max(row["time/generator_s"] for row in rows(tmp_path / "run"))
+    assert all(0 < kind["busy_s"] for kind in found["kinds"]) and found["role_s"]["generator"] < 2 * slowest
 
 
 @pytest.mark.long

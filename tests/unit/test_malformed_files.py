@@ -50,13 +50,8 @@ from llamarl.planner.hardware import find_hardware
 from llamarl.planner.lengths import read_lengths
 from llamarl.planner.model_spec import find_model
 from llamarl.planner.recipe import question_from_config
-from llamarl.simulator.calibrate import (
-    FittedCosts,
-    RecipeCalibration,
-    fit_runs,
-    keep_calibration,
-    load_recipe_calibration,
-)
+from llamarl.simulator.calibrate import RecipeCalibration, keep_calibration, load_recipe_calibration
+from llamarl.simulator.fitted_costs import FittedCosts, fit_runs
 from llamarl.simulator.sources import scenario_from_run
 from llamarl.simulator.tick_costs import LinearGeneratorCost, RewardCost, TrainerCost
 from llamarl.trainer.storage import source_dtype

@@ -345,7 +345,6 @@ def _lengths_of_label(label: str, path: Path) -> str:
 
 def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
     from llamarl.config import load_config
-    from llamarl.simulator.calibrate import refuse_unlike
 
     run_dir = path if path.is_dir() else None
     refuse_flags(
@@ -357,7 +356,6 @@ def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
         args, "--precision", because="set generator.quantization in the recipe, or simulate plans with --model"
     )
     written = load_config(path / "config.toml" if run_dir else path)
-    refuse_unlike(written)
     config = _changed(written, args)
     levels = _levels(args, str(config.schedule.max_staleness))
     return [_recipe_apart(scenario, config, args) for scenario in _of_recipe(args, config, written, run_dir, levels)]
@@ -384,7 +382,8 @@ def _of_recipe(
 ) -> list[Scenario]:
     from llamarl.config import load_config, to_plain
     from llamarl.planner.recipe import question_from_config
-    from llamarl.simulator.calibrate import fit_runs, settled_threads
+    from llamarl.simulator.calibrate import settled_threads
+    from llamarl.simulator.fitted_costs import fit_runs
     from llamarl.simulator.sources import scenario_from_recipe, scenario_from_run
 
     if run_dir is not None and (run_dir / "metrics.jsonl").is_file() and not args.hardware:

@@ -53,6 +53,7 @@ from llamarl.executors.leaving_parts import LeavingParts
 from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.version_loader import Served, VersionLoader
 from llamarl.models.loading import load_tokenizer
+from llamarl.observability.keys import REPLICA_KEY
 from llamarl.observability.ranks import own_metrics
 from llamarl.roles import ROLES
 from llamarl.seeding import derive_seed
@@ -158,6 +159,7 @@ class GeneratorExecutor(BaseExecutor):
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         self._steps, self._swaps, self._sync_spans = 0, [], []
+        began = time.monotonic()
         if self._lease is not None:
             self._lease.take()
         weights = inputs[self._weights.name] if self._weights is not None else None
@@ -192,6 +194,8 @@ class GeneratorExecutor(BaseExecutor):
         if self._lease is not None:
             metrics |= self._lease.metrics
             spans += self._lease.spans
+        if self.config.generator.replicas and self._speaks:
+            metrics[REPLICA_KEY.format(self.replica.number)] = time.monotonic() - began
         metrics = self.own_keys(metrics)
         if not self._speaks:
             return StepResult(outputs=self.outputs_of([]), metrics=own_metrics(metrics), spans=spans, events=events)

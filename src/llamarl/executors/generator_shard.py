@@ -111,10 +111,10 @@ class GeneratorShard:
         return self._dealing.ahead(self.index, tick + 1, num_ticks)
 
     def num_active(self, tick: int) -> int:
-        """Groups that it keeps active at ``tick``: no more than can leave before the last of them is due."""
-        delivers = self._dealing.ahead(self.index, tick, self._max_segments)
-        wanted = int(self._dealing.quotas[self.index] * self._oversubscription)
-        return max(delivers[0], min(wanted, sum(delivers)))
+        """Groups that it keeps active at ``tick``."""
+        return self._dealing.num_active(
+            self.index, tick, oversubscription=self._oversubscription, max_segments=self._max_segments
+        )
 
     def admit(self, tick: int) -> None:
         """Take in new prompts until enough groups are active."""

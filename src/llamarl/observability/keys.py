@@ -19,6 +19,7 @@ from typing import Literal
 
 __all__ = [
     "KEYS",
+    "REPLICA_KEY",
     "MetricKey",
     "OverRanks",
     "is_integer_key",
@@ -27,6 +28,9 @@ __all__ = [
     "markdown_table",
     "over_ranks",
 ]
+
+REPLICA_KEY = "time/replica_{}_s"
+"""Of each unlike replica of the generator, by its number."""
 
 OverRanks = Literal["sum", "mean", "max", "min", "same"]
 """How the values of an executor's ranks become one: ``same`` is one value that any of them may report, since it stands for
@@ -308,6 +312,13 @@ KEYS: tuple[MetricKey, ...] = (
         "s",
         "Duration of the generator's tick, from first input pulled to last output published.",
         "same",
+    ),
+    _key(
+        REPLICA_KEY.format("N"),
+        "s",
+        "With `[[generator.replicas]]`: what of it the replica N takes, numbered from 0 in the order of the tables, from the "
+        "start of its work to its last group; the slowest is what the others' prompts wait for.",
+        "max",
     ),
     _key(
         "time/reward_s",

@@ -8,6 +8,7 @@ model family or a published result. Symbols: ``tp`` tensor-parallel ranks of a r
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,7 @@ __all__ = [
     "stage_params",
     "tensor_parallel_sizes",
     "weight_sync_s",
+    "weight_syncs_s",
 ]
 
 Numbers = npt.NDArray[np.float64] | float
@@ -281,11 +283,26 @@ def weight_sync_s(
     Each generator rank pulls its own slice (``pulled_bytes``); the copies are spread over all trainer ranks, cast before they
     leave. On one node the node's links carry it, else the network.
     """
-    pulled = pulled_bytes(hardware, model, layout)
-    stages = stage_params(model, layout) if layout.runnable else [1.0]
-    sent = pulled * sum(stages) / (max(stages) * len(stages)) * layout.devices * replicas / trainer_devices
+    return weight_syncs_s(hardware, model, trainer_devices=trainer_devices, kinds=[(replicas, layout)])[0]
+
+
+def weight_syncs_s(
+    hardware: Hardware, model: ModelSpec, *, trainer_devices: int, kinds: Sequence[tuple[int, GeneratorLayout]]
+) -> list[float]:
+    """``weight_sync_s`` to replicas of several kinds at once: each pulls its own slices from trainer ranks that send to all.
+
+    Args:
+        kinds: How many replicas, and the layout of one.
+    """
+    sent, pulled = 0.0, []
+    for replicas, layout in kinds:
+        most = pulled_bytes(hardware, model, layout)
+        stages = stage_params(model, layout) if layout.runnable else [1.0]
+        sent += most * sum(stages) / (max(stages) * len(stages)) * layout.devices * replicas / trainer_devices
+        pulled.append(most)
     device = hardware.device
-    one_node = trainer_devices + replicas * layout.devices <= device.devices_per_node
+    devices = trainer_devices + sum(replicas * layout.devices for replicas, layout in kinds)
+    one_node = devices <= device.devices_per_node
     link = device.intra_node_bytes_per_s if one_node else device.inter_node_bytes_per_s
     latency = hardware.efficiency.intra_node_latency_s if one_node else hardware.efficiency.inter_node_latency_s
-    return max(pulled, sent) / (link * hardware.efficiency.link) + latency
+    return [max(most, sent) / (link * hardware.efficiency.link) + latency for most in pulled]

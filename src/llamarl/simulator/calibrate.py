@@ -3,8 +3,7 @@
     in turn   (staleness 0)  each role works alone      ─▶ costs of synchronous schedules
     together  (staleness 1)  roles work at the same time ─▶ costs of all others: how they slow each other is in them
 
-A generator's tick is ``tick_s + step_s * decode steps + sequence_s * tokens``, a trainer's ``tick_s + token_s * tokens``. The
-runs have whole batches, so that every response ends in its tick, and a learning rate next to nothing, so that lengths stay
+The lines are those of ``fitted_costs.py``. The runs have whole batches, so that every response ends in its tick, and a learning rate next to nothing, so that lengths stay
 those of the initial policy. What was measured is kept beside the machine's own calibration, by what decides the costs.
 """
 
@@ -16,74 +15,44 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from llamarl.config import RunConfig, to_plain, validate
 from llamarl.controller.run import start_run
 from llamarl.controller.standard_graph import llamarl_graph
-from llamarl.errors import FileError, LlamaRLError, PlanError
+from llamarl.errors import FileError, PlanError
 from llamarl.mistakes import mistakes_of
-from llamarl.observability.metrics import read_metrics
 from llamarl.planner.calibration_cache import calibration_path, machine_here, measured_elsewhere, write_whole
 from llamarl.planner.lengths import grouped
 from llamarl.plural import plural
-from llamarl.reading import parse_json, read_lines, read_object
+from llamarl.reading import read_object
 from llamarl.roles import ROLES, present_roles
 from llamarl.runtime.placement import available_cores, place
-from llamarl.simulator.tick_costs import LinearGeneratorCost, RewardCost, TrainerCost
+from llamarl.simulator.fitted_costs import LEAST_TICKS, WARM_UP, FittedCosts, fit_runs, groups_of, measured_rows
 from llamarl.strict import SAVED
 
 __all__ = [
     "LARGE_JITTER",
-    "FittedCosts",
     "RecipeCalibration",
     "calibrate_recipe",
     "find_calibration",
-    "fit_runs",
     "keep_calibration",
     "load_recipe_calibration",
     "recipe_calibration_path",
-    "refuse_unlike",
     "settled_threads",
 ]
 
 _FORMAT = 2
-_MOST_TICKS = 1_000_000
-_WARM_UP = 2
-"""First ticks of a run that a fit leaves out."""
-_LEAST_TICKS = 4
 _MAX_TICKS = 40
 _MAX_GROUPS = 512
 """Measured groups that a kept calibration holds at most."""
 LARGE_JITTER = 0.5
 """Above it what was measured is named as measured on a busy machine."""
-
-Rows = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FittedCosts:
-    """What runs on this machine measured, as straight lines."""
-
-    generator: LinearGeneratorCost
-    trainer: TrainerCost
-    reward: RewardCost
-    round_s: float
-    """Seconds of a synchronous round that are no executor's tick: messages, hand-over. 0 where no run was synchronous."""
-    prompt_tokens: int
-    num_ticks: int
-    """Measured ticks that went into the fit."""
-    errors: Mapping[str, float]
-    """Role -> median relative error of the fitted line over those ticks."""
-    jitter: Mapping[str, float]
-    """Role -> standard deviation of the logarithm of (measured tick / fitted tick)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +75,13 @@ class RecipeCalibration:
         """For people, one line a constant."""
         lines = [f"responses  {grouped(self.groups).label}; prompts {self.in_turn.prompt_tokens} tokens"]
         for name, found in (("in turn", self.in_turn), ("together", self.together)):
-            g, t = found.generator, found.trainer
+            t = found.trainer
+            kinds = " or ".join(
+                f"{g.tick_s * 1e3:.1f} ms a tick + {g.step_s * 1e3:.3g} ms a decode step + {g.sequence_s * 1e6:.3g} us a token"
+                for g in found.of_kinds
+            )
             lines.append(
-                f"{name:<9}  generator {g.tick_s * 1e3:.1f} ms a tick + {g.step_s * 1e3:.3g} ms a decode step + "
-                f"{g.sequence_s * 1e6:.3g} us a token ({_spread_of(found.jitter['generator'])}); trainer "
+                f"{name:<9}  generator {kinds} ({_spread_of(found.jitter['generator'])}); trainer "
                 f"{t.tick_s * 1e3:.1f} ms a tick + {t.token_s * 1e6:.3g} us a token "
                 f"({_spread_of(found.jitter['trainer'])}); reward {found.reward.tick_s * 1e3:.1f} ms a tick"
             )
@@ -135,12 +107,11 @@ def calibrate_recipe(
         enough_s: Where the ticks of the first run do not last that long, it is made again with more: 40 at most.
 
     Raises:
-        PlanError: Too few ticks, or unlike replicas.
+        PlanError: Too few ticks.
         LlamaRLError: What ended a run.
     """
-    refuse_unlike(config)
-    if ticks < _WARM_UP + _LEAST_TICKS + 1:
-        raise PlanError(f"a calibration needs at least {_WARM_UP + _LEAST_TICKS + 1} ticks a run, got {ticks}")
+    if ticks < WARM_UP + LEAST_TICKS + 1:
+        raise PlanError(f"a calibration needs at least {WARM_UP + LEAST_TICKS + 1} ticks a run, got {ticks}")
     with tempfile.TemporaryDirectory(prefix="llamarl-calibration-") as folder:
 
         def run(staleness: int, ticks: int) -> tuple[RunConfig, Path]:
@@ -151,7 +122,7 @@ def calibrate_recipe(
             return changed, Path(changed.run.dir)
 
         alone = run(0, ticks)
-        tick_s = statistics.fmean(float(row["time/step_s"] or 0.0) for row in _metrics(alone[1])[_WARM_UP:])
+        tick_s = statistics.fmean(float(row["time/step_s"] or 0.0) for row in measured_rows(alone[1])[WARM_UP:])
         if (more := min(_MAX_TICKS, math.ceil(enough_s / max(tick_s, 1e-9)))) > ticks:
             ticks = more
             alone = run(0, ticks)
@@ -160,7 +131,7 @@ def calibrate_recipe(
             cores=config.run.cores or available_cores(),
             in_turn=fit_runs([alone]),
             together=fit_runs([together]),
-            groups=tuple(_groups(alone[1])[:_MAX_GROUPS]),
+            groups=tuple(groups_of(alone[1])[:_MAX_GROUPS]),
         )
 
 
@@ -178,149 +149,7 @@ def _only_steps(config: RunConfig, staleness: int, ticks: int, folder: Path) -> 
     return validate(raw)
 
 
-def fit_runs(runs: Sequence[tuple[RunConfig, Path]]) -> FittedCosts:
-    """Costs from the metrics and rollouts of measured runs.
-
-    Steps are those of the longest response (or of the slots' schedule), so the runs must finish every response in its tick.
-    Two runs of different batch sizes tell the terms apart; from one run only their sum is well known.
-
-    Raises:
-        PlanError: A run has partial rollouts, too few ticks, or rollouts were not kept.
-    """
-    rows_g: list[tuple[float, float, float]] = []
-    rows_t: list[tuple[float, float]] = []
-    seconds: dict[str, list[float]] = {"generator": [], "trainer": [], "reward": []}
-    round_s: list[float] = []
-    prompts: list[int] = []
-    for config, folder in runs:
-        refuse_unlike(config)
-        if config.generator.max_segments != 1:
-            raise PlanError(
-                f"{folder}: a fit needs a run that finishes every response in its tick, and this one has "
-                f"generator.max_segments {config.generator.max_segments}: simulate its recipe with the lengths that it measured, "
-                f"llamarl simulate {folder / 'config.toml'} --response-tokens file:{folder / 'rollouts'}, or run it with "
-                "--generator.max_segments 1 --generator.oversubscription 1.0"
-            )
-        for row in _metrics(folder)[_WARM_UP:]:
-            file = _rollouts_of(folder, int(row.get("step") or 0))
-            if not file.is_file():
-                continue
-            lengths, prompt_tokens = _tick_lengths(file)
-            rows_g.append((1.0, _decode_steps(lengths, config), float(lengths.sum()) / config.generator.dp))
-            rows_t.append((1.0, float(lengths.sum() + prompt_tokens.sum())))
-            for role, found in seconds.items():
-                found.append(float(row.get(f"time/{role}_s") or 0.0))
-            prompts.extend(prompt_tokens.tolist())
-            if config.schedule.max_staleness == 0:
-                ticks = sum(found[-1] for found in seconds.values())
-                round_s.append(max(0.0, float(row.get("time/step_s") or 0.0) - ticks))
-    if len(rows_g) < _LEAST_TICKS:
-        raise PlanError(
-            f"a fit needs at least {_LEAST_TICKS} ticks after {_WARM_UP} of warm-up with their rollouts, got {len(rows_g)} in "
-            f"{', '.join(str(folder) for _, folder in runs)}: let the runs last longer"
-        )
-    g = non_negative_line(np.array(rows_g), np.array(seconds["generator"]))
-    t = non_negative_line(np.array(rows_t), np.array(seconds["trainer"]))
-    logs = {
-        role: np.log(np.maximum(seconds[role], 1e-9) / np.maximum(np.array(rows) @ np.array(line), 1e-9))
-        for role, rows, line in (("generator", rows_g, g), ("trainer", rows_t, t))
-    }
-    return FittedCosts(
-        generator=LinearGeneratorCost(tick_s=g[0], step_s=g[1], sequence_s=g[2]),
-        trainer=TrainerCost(tick_s=t[0], token_s=t[1]),
-        reward=RewardCost(tick_s=float(np.median(seconds["reward"]))),
-        round_s=float(np.median(round_s)) if round_s else 0.0,
-        prompt_tokens=max(1, round(float(np.mean(prompts)))),
-        num_ticks=len(rows_g),
-        errors={role: float(np.median(np.abs(np.expm1(-found)))) for role, found in logs.items()},
-        jitter={role: float(found.std()) for role, found in logs.items()},
-    )
-
-
-def non_negative_line(rows: Rows, seconds: Rows) -> list[float]:
-    """Coefficients >= 0 of least relative error: of all subsets of columns, the best that has none below 0."""
-    weight = 1.0 / np.maximum(seconds, 1e-9)
-    best: tuple[float, list[float]] = (math.inf, [0.0] * rows.shape[1])
-    for mask in range(1, 1 << rows.shape[1]):
-        used = [i for i in range(rows.shape[1]) if mask >> i & 1]
-        found, *_ = np.linalg.lstsq(rows[:, used] * weight[:, None], seconds * weight, rcond=None)
-        if (found < 0).any():
-            continue
-        error = float((((rows[:, used] @ found) * weight - 1.0) ** 2).sum())
-        if error < best[0]:
-            full = np.zeros(rows.shape[1])
-            full[used] = found
-            best = (error, full.tolist())
-    return best[1]
-
-
-def _metrics(folder: Path) -> list[dict[str, float | int | None]]:
-    try:
-        return [row for row in read_metrics(folder) if _is_measured(row)]
-    except LlamaRLError as error:
-        raise PlanError(f"{folder} is no finished run: {error}") from None
-
-
-def _is_measured(row: Mapping[str, float | int | None]) -> bool:
-    """Whether a row has its tick and the times that a fit takes logarithms of."""
-    times = (row.get("time/generator_s"), row.get("time/trainer_s"))
-    return 0 <= (row.get("step") or 0) < _MOST_TICKS and all(seconds is not None and seconds > 0 for seconds in times)
-
-
-def _rollouts_of(folder: Path, tick: int) -> Path:
-    return folder / "rollouts" / f"tick_{tick:06d}.jsonl"
-
-
-def _records(file: Path) -> list[dict[str, Any]]:
-    """Samples of a tick, with the keys that are looked at here."""
-    records = []
-    for where, line in read_lines(file):
-        record = parse_json(line, where, big_integers=True, lone_surrogates=True)
-        if not isinstance(record, dict) or not all(
-            isinstance(record.get(k), list) for k in ("tokens", "prompt_tokens")
-        ):
-            raise PlanError(f"{where} is not a sample with tokens and prompt_tokens")
-        records.append(record)
-    if not records:
-        raise PlanError(f"{file} is empty, expected one sample a line")
-    return records
-
-
-def _tick_lengths(file: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(response, prompt) tokens of each sample of a tick."""
-    records = _records(file)
-    return (
-        np.array([len(record["tokens"]) for record in records], dtype=np.int64),
-        np.array([len(record["prompt_tokens"]) for record in records], dtype=np.int64),
-    )
-
-
-def _groups(folder: Path) -> list[tuple[int, ...]]:
-    """Response lengths by group, over all ticks."""
-    found: dict[tuple[str, int], list[int]] = {}
-    for file in sorted((folder / "rollouts").glob("tick_*.jsonl")):
-        for record in _records(file):
-            found.setdefault((file.name, record["prompt_index"]), []).append(max(1, len(record["tokens"])))
-    return [tuple(lengths) for lengths in found.values()]
-
-
-def _decode_steps(lengths: npt.NDArray[np.int64], config: RunConfig) -> float:
-    """Decode steps of the slowest replica: the longest response, or more where slots are fewer than responses."""
-    share = math.ceil(len(lengths) / config.generator.dp)
-    waves = lengths.sum() / config.generator.dp / config.generator.engine.max_sequences
-    return float(max(lengths.max(), waves) if share > config.generator.engine.max_sequences else lengths.max())
-
-
 # -- the file that keeps it -------------------------------------------------------------------------------------------
-
-
-def refuse_unlike(config: RunConfig) -> None:
-    """Raises PlanError for a recipe with ``generator.replicas``: forecasts of recipes and runs know replicas that are alike."""
-    if config.generator.replicas:
-        raise PlanError(
-            "generator.replicas names replicas of several kinds, and recipes are forecast with alike ones: leave them out here "
-            "(dp, tp), or plan for devices of several kinds with llamarl plan --devices 128:h100-sxm,128:a100-80gb"
-        )
 
 
 def settled_threads(config: RunConfig) -> dict[str, int]:
@@ -340,6 +169,10 @@ def recipe_calibration_path(config: RunConfig, machine_file: Path | None = None)
     """
     raw = to_plain(config)
     other = {"device", "threads", "max_segments", "oversubscription", "dp"}
+    of_kind = {"dp", "share"}
+    raw["generator"]["replicas"] = [
+        {key: value for key, value in kind.items() if key not in of_kind} for kind in raw["generator"]["replicas"]
+    ]
     own = ("generator", "trainer", "reference", "critic", "dynamic_sampling", "lora")
     judges = [role.name for role in present_roles(config) if role.name in ("reward_model", "judge")]
     decides = {

@@ -26,7 +26,7 @@ from llamarl.planner.model_spec import ModelSpec, find_model
 from llamarl.planner.rooflines import decode_step_s
 from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_tick
 from llamarl.simulator.calibrate import LARGE_JITTER, RecipeCalibration, settled_threads
-from llamarl.simulator.sources import recipe_layouts
+from llamarl.simulator.sources import replica_layout, trainer_layout
 
 __all__ = ["machine_of_run"]
 
@@ -39,7 +39,8 @@ _FITTED = (
 
 
 def machine_of_run(config: RunConfig, found: RecipeCalibration) -> Hardware:
-    """The device of this machine, from the costs of ``config`` in turn: each role alone.
+    """The device of this machine, from the costs of ``config`` in turn: each role alone. Of unlike replicas the plainest kind is
+    asked: not quantized, and of fewest ranks.
 
     Raises:
         PlanError: The model's shape cannot be read, or the machine has a GPU that is not known by name.
@@ -50,7 +51,9 @@ def machine_of_run(config: RunConfig, found: RecipeCalibration) -> Hardware:
         threads = settled_threads(config)
     lengths = grouped(found.groups)
     sequences = config.schedule.prompts_per_step * config.generator.group_size
-    generator, trainer = recipe_layouts(config, base, costs.prompt_tokens + lengths.mean)
+    kind = _plainest_kind(config)
+    own = config.generator.as_of_kind(kind)
+    generator, trainer = replica_layout(own, base), trainer_layout(config, costs.prompt_tokens + lengths.mean)
     demand = TrainerDemand(lengths=lengths, prompt_tokens=costs.prompt_tokens, sequences=sequences)
     speed = core_rate(threads["trainer"])
     tick_s, batch_s = costs.trainer.tick_s * speed, costs.trainer.token_s * sequences * demand.mean_tokens * speed
@@ -60,11 +63,13 @@ def machine_of_run(config: RunConfig, found: RecipeCalibration) -> Hardware:
     machine = _as_fast(machine, lambda tried: _compute_s(tried, model, trainer, demand), batch_s, *_RATES)
     optimizer_s = trainer_tick(machine, model, trainer, demand).optimizer_s
     machine = machine.with_efficiency(train_step_overhead_s=max(0.0, tick_s - optimizer_s))
-    line, speed = costs.generator, threads["generator"]
-    share = math.ceil(sequences / config.generator.dp)
-    steps = max(lengths.expected_max(share), share * lengths.mean / config.generator.engine.max_sequences)
+    line, speed = costs.of_kinds[kind], threads["generator"]
+    shares = config.generator.shares
+    part = config.generator.replicas[kind].share if config.generator.replicas else 1.0
+    share = math.ceil(sequences * part / sum(shares))
+    steps = max(lengths.expected_max(share), share * lengths.mean / own.engine.max_sequences)
     context = costs.prompt_tokens + lengths.mean_in_flight
-    batch = max(2, min(share, config.generator.engine.max_sequences))
+    batch = max(2, min(share, own.engine.max_sequences))
 
     def decode_s(tried: Hardware, active: int) -> float:
         return float(decode_step_s(tried, model, generator, active, context))
@@ -79,6 +84,14 @@ def machine_of_run(config: RunConfig, found: RecipeCalibration) -> Hardware:
         decode_sequence_overhead_s=each, decode_step_overhead_s=max(0.0, rest_of_all - each * batch)
     )
     return _named(machine, max(costs.jitter.values()))
+
+
+def _plainest_kind(config: RunConfig) -> int:
+    generator = config.generator
+    kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
+    return min(
+        range(len(kinds)), key=lambda kind: (kinds[kind].quantization != "none", kinds[kind].tp * kinds[kind].pp)
+    )
 
 
 def _compute_s(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, demand: TrainerDemand) -> float:

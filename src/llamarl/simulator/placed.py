@@ -58,8 +58,8 @@ def hosts_of_plan(scenario: Scenario, devices_per_host: int) -> dict[str, tuple[
 
 
 def weight_bytes_of(config: RunConfig, num_parameters: float) -> float:
-    """Of one version as it travels: in the generator's dtype."""
-    dtype = config.generator.engine.dtype
+    """Of one version as it travels: in the generator's dtype, or in that of its unlike replicas."""
+    dtype = config.generator.served_dtype
     return num_parameters * (
         _BYTES.get(dtype, 4) if dtype != "auto" else 2 if num_parameters >= BFLOAT16_PAYS_FROM else 4
     )

@@ -20,8 +20,9 @@ from llamarl.simulator.tick_costs import (
     TrainerCost,
     Variation,
 )
+from llamarl.tick_shares import smallest_quota
 
-__all__ = ["Failures", "Scenario", "durations_scenario", "weights_policy"]
+__all__ = ["Failures", "ReplicaKind", "Scenario", "durations_scenario", "weights_policy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,27 @@ class Failures:
             raise PlanError(f"the time of a restart must be >= 0 s, got {self.restart_s}")
         if self.checkpoint_every < 1:
             raise PlanError(f"checkpoint_every must be at least 1 tick, got {self.checkpoint_every}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaKind:
+    """Generator replicas that are alike: what is their own in a job of several kinds, as ``[[generator.replicas]]``."""
+
+    cost: GeneratorCost
+    """Of one of them."""
+    replicas: int = 1
+    share: float = 1.0
+    """Of a tick's prompts, for each of them; only ratios count."""
+    slots: int = 1 << 20
+    """Sequences that one decodes at once."""
+    weights_load_s: float = 0.0
+    """As of a scenario."""
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise PlanError(f"a replica needs at least 1 slot, got {self.slots}")
+        if not 0.0 <= self.weights_load_s < math.inf:
+            raise PlanError(f"weights_load_s must be >= 0 seconds, got {self.weights_load_s}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +94,8 @@ class Scenario:
     replicas: int = 1
     slots: int = 1 << 20
     """Sequences that a replica decodes at once."""
+    kinds: tuple[ReplicaKind, ...] = ()
+    """Unlike replicas, kind by kind, in place of ``replicas`` with ``slots`` and ``weights_load_s``, which cost ``generator`` each."""
     generator_devices: int = 1
     trainer_devices: int = 1
     weights_latency_s: float = 0.0
@@ -90,9 +114,8 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.num_ticks < 1:
             raise PlanError(f"a simulation needs at least 1 tick, got {self.num_ticks}")
-        if self.slots < 1:
-            raise PlanError(f"a replica needs at least 1 slot, got {self.slots}")
-        most = self.prompts_per_step // self.replicas
+        _ = self.of_kinds  # which check themselves
+        most = int(smallest_quota(self.shares, self.prompts_per_step)[1])
         if not 1 <= self.parts <= most:
             raise PlanError(f"a tick of {most} groups a replica is cut into 1 to {most} parts, got {self.parts}")
         if self.parts > 1 and self.weights == "latest":
@@ -100,12 +123,28 @@ class Scenario:
                 'parts are simulated with weights "exact" only: under "latest", versions that arrive within a tick change which '
                 "groups leave it"
             )
-        for name in ("weights_latency_s", "weights_load_s"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise PlanError(f"{name} must be >= 0 seconds, got {getattr(self, name)}")
+        if not 0.0 <= self.weights_latency_s < math.inf:
+            raise PlanError(f"weights_latency_s must be >= 0 seconds, got {self.weights_latency_s}")
         if self.weights == "exact" and self.kv_on_update == "keep":
             raise PlanError('kv_on_update "keep" is simulated with weights "latest" only')
         _ = self.config  # a schedule that no run could have is refused by the run's own checks
+
+    @property
+    def of_kinds(self) -> tuple[ReplicaKind, ...]:
+        """The generator replicas, kind by kind; those that are all alike are of one."""
+        alike = ReplicaKind(
+            cost=self.generator, replicas=self.replicas, slots=self.slots, weights_load_s=self.weights_load_s
+        )
+        return self.kinds or (alike,)
+
+    @property
+    def num_replicas(self) -> int:
+        return sum(kind.replicas for kind in self.of_kinds)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """[replicas] of a tick's prompts."""
+        return tuple(kind.share for kind in self.of_kinds for _ in range(kind.replicas))
 
     @property
     def config(self) -> RunConfig:
@@ -128,7 +167,11 @@ class Scenario:
                     "kv_on_update": self.kv_on_update,
                     "max_segments": self.max_segments,
                     "oversubscription": float(self.oversubscription),
-                    "dp": self.replicas,
+                    **(
+                        {"replicas": [{"dp": kind.replicas, "share": float(kind.share)} for kind in self.kinds]}
+                        if self.kinds
+                        else {"dp": self.replicas}
+                    ),
                     "device": "cpu",
                 },
                 "trainer": {"device": "cpu"},

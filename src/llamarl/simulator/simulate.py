@@ -22,6 +22,7 @@ from llamarl.observability.trace import idle_share
 from llamarl.planner.step_time import closed_form_period, mean_staleness
 from llamarl.runtime.base import Report
 from llamarl.simulator.costed import STALENESS_METRIC
+from llamarl.simulator.costed_generator import KIND_METRIC
 from llamarl.simulator.scenario import Failures, Scenario
 from llamarl.simulator.virtual_clock import Snapshots, VirtualClockRuntime
 from llamarl.tick_parts import AHEAD
@@ -57,6 +58,8 @@ class SimulationResult:
     """Share of the generator replicas' time in which they have nothing to decode, waits inside a tick included."""
     device_idle: float
     """The same over all devices of generator and trainer, by their numbers."""
+    kind_s: tuple[float, ...]
+    """Of unlike replicas: mean seconds of a tick of those of each kind; empty: all are alike."""
     tokens_per_s: float
     """Trained response tokens by time."""
     staleness: Mapping[int, int]
@@ -264,6 +267,10 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
         role_s=role_s,
         idle=idle,
         replica_idle=replica_idle,
+        kind_s=tuple(
+            sum(r.metrics[f"{KIND_METRIC}{kind}"] for r in steady["generator"]) / len(steady["generator"])
+            for kind in range(len(scenario.kinds))
+        ),
         device_idle=(replica_idle * scenario.generator_devices + idle["trainer"] * scenario.trainer_devices)
         / scenario.devices,
         tokens_per_s=trained / (finish - start) if finish > start else 0.0,

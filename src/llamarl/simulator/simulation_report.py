@@ -35,7 +35,7 @@ def policy_title(result: SimulationResult) -> str:
 def _doubts(scenarios: Sequence[Scenario]) -> list[str]:
     """What keeps a simulation from saying what it seems to say, one line each."""
     lines = []
-    costs = scenarios[0].generator
+    costs = scenarios[0].of_kinds[0].cost
     if isinstance(costs, RooflineGeneratorCost) and costs.hardware.device.assumed:
         lines.append(NOT_MEASURED)
     filling = max(2 * (s.max_staleness + 1) + s.max_segments for s in scenarios)
@@ -54,7 +54,7 @@ def results_text(results: Sequence[SimulationResult]) -> str:
         s.title,
         *_doubts([result.scenario for result in results]),
         f"{plural(s.prompts_per_step, 'prompt')} x {plural(s.group_size, 'response')} a step, {s.lengths.label}; "
-        f"{plural(s.replicas, 'generator replica')}; {s.generator_devices}+{s.trainer_devices} devices; "
+        f"{plural(s.num_replicas, 'generator replica')}{_of_kinds(s)}; {s.generator_devices}+{s.trainer_devices} devices; "
         f"{plural(s.num_ticks, 'tick')}",
         "",
     ]
@@ -74,6 +74,12 @@ def results_text(results: Sequence[SimulationResult]) -> str:
         row.append(f"{r.tokens_per_s:,.0f}")
         rows.append(row + ([str(r.num_failures), f"{r.lost_share:.0%}"] if failed else []))
     lines += table_lines(rows)
+    if s.kinds:
+        lines += ["", "a tick of one replica, kind by kind: the slowest ends the generator's"]
+        lines += table_lines(
+            [("policy", *(f"kind {kind}" for kind in range(len(s.kinds))))]
+            + [(policy_title(r), *map(seconds_text, r.kind_s)) for r in results]
+        )
     for r in results:
         theory = "" if r.staleness_theory is None else f", theory {r.staleness_theory:.2f}"
         lines += ["", f"staleness of trained tokens, {policy_title(r)} (mean {r.staleness_mean:.2f} versions{theory})"]
@@ -81,6 +87,13 @@ def results_text(results: Sequence[SimulationResult]) -> str:
         for lag, tokens in r.staleness.items():
             lines.append(f"  {lag:>3}  {tokens / total:6.1%}  {'#' * round(_BAR * tokens / total)}")
     return "\n".join(lines)
+
+
+def _of_kinds(scenario: Scenario) -> str:
+    """``: 2 of share 3, 1 of share 1``; empty where all are alike."""
+    return ": " * bool(scenario.kinds) + ", ".join(
+        f"{kind.replicas} of share {kind.share:g}" for kind in scenario.kinds
+    )
 
 
 def result_to_dict(result: SimulationResult) -> dict[str, Any]:
@@ -99,7 +112,11 @@ def result_to_dict(result: SimulationResult) -> dict[str, Any]:
         "oversubscription": s.oversubscription,
         "parts": s.parts,
         "longest_first": s.longest_first,
-        "replicas": s.replicas,
+        "replicas": s.num_replicas,
+        "kinds": [
+            {"replicas": kind.replicas, "share": kind.share, "busy_s": busy_s}
+            for kind, busy_s in zip(s.kinds, result.kind_s, strict=True)
+        ],
         "devices": {"generator": s.generator_devices, "trainer": s.trainer_devices},
         "num_ticks": s.num_ticks,
         "seed": s.seed,

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llamarl.config import RunConfig
 from llamarl.errors import PlanError
+from llamarl.executors.config import GeneratorConfig
 from llamarl.planner.choices import Options, Workload
 from llamarl.planner.cores import core_rate
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths, grouped, read_lengths
-from llamarl.planner.rooflines import GeneratorLayout, weight_sync_s
+from llamarl.planner.rooflines import GeneratorLayout, weight_syncs_s
 from llamarl.planner.search import Plan
 from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime, trainer_tick
-from llamarl.simulator.calibrate import FittedCosts, RecipeCalibration, settled_threads
-from llamarl.simulator.scenario import Scenario, weights_policy
-from llamarl.simulator.tick_costs import RewardCost, RooflineGeneratorCost, TrainerCost, Variation
+from llamarl.simulator.calibrate import RecipeCalibration, settled_threads
+from llamarl.simulator.fitted_costs import FittedCosts
+from llamarl.simulator.scenario import ReplicaKind, Scenario, weights_policy
+from llamarl.simulator.tick_costs import GeneratorCost, RewardCost, RooflineGeneratorCost, TrainerCost, Variation
 
-__all__ = ["calibrated_scenario", "recipe_layouts", "scenario_from_plan", "scenario_from_recipe", "scenario_from_run"]
+__all__ = [
+    "calibrated_scenario",
+    "replica_layout",
+    "scenario_from_plan",
+    "scenario_from_recipe",
+    "scenario_from_run",
+    "trainer_layout",
+]
+
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def scenario_from_plan(plan: Plan, work: Workload, hardware: Hardware, options: Options, **changes: Any) -> Scenario:
@@ -70,17 +81,28 @@ def _trainer_cost(time: TrainerTime, tokens: float) -> TrainerCost:
     return TrainerCost(tick_s=fixed, token_s=(time.total_s - fixed) / tokens)
 
 
-def recipe_layouts(config: RunConfig, hardware: Hardware, mean_tokens: float) -> tuple[GeneratorLayout, TrainerLayout]:
-    """A replica of the recipe's generator and its trainer, as the rooflines take them.
+def replica_layout(generator: GeneratorConfig, hardware: Hardware) -> GeneratorLayout:
+    """A replica of a recipe's generator, as the rooflines take it. A precision without a rate there counts as the trainer's.
+
+    Args:
+        generator: Of replicas that are alike: of unlike ones the section as one kind sees it.
+    """
+    known = hardware.device.matmul_flops
+    dtype = _PRECISIONS.get(generator.engine.dtype, hardware.device.train_precision)
+    precision = generator.quantization if generator.quantization in known else dtype
+    if precision not in known:
+        precision = hardware.device.train_precision
+    return GeneratorLayout(generator.tp, generator.pp, precision, runnable=True, cp=generator.cp)
+
+
+def trainer_layout(config: RunConfig, mean_tokens: float) -> TrainerLayout:
+    """The recipe's trainer, as the rooflines take it.
 
     Args:
         mean_tokens: Of a sequence, prompt included.
     """
-    g, t = config.generator, config.trainer
-    precision = g.quantization if g.quantization != "none" else hardware.device.train_precision
-    if precision not in hardware.device.matmul_flops:
-        precision = hardware.device.train_precision
-    trainer = TrainerLayout(
+    t = config.trainer
+    return TrainerLayout(
         tp=t.tp,
         pp=t.pp,
         fsdp=t.fsdp,
@@ -90,7 +112,6 @@ def recipe_layouts(config: RunConfig, hardware: Hardware, mean_tokens: float) ->
         recompute=t.activation_checkpointing != "none",
         runnable=True,
     )
-    return GeneratorLayout(g.tp, g.pp, precision, runnable=True, cp=g.cp), trainer
 
 
 def scenario_from_recipe(
@@ -102,7 +123,9 @@ def scenario_from_recipe(
         threads: CPU threads of generator and trainer as a run would pin them; 1 on GPUs.
     """
     g, t = config.generator, config.trainer
-    layout, trainer = recipe_layouts(config, hardware, work.prompt_tokens + work.response.mean)
+    sections = _sections(config)
+    layouts = [replica_layout(own, hardware) for own in sections]
+    trainer = trainer_layout(config, work.prompt_tokens + work.response.mean)
     demand = TrainerDemand(
         lengths=work.response,
         prompt_tokens=work.prompt_tokens,
@@ -111,15 +134,24 @@ def scenario_from_recipe(
     )
     cost = _trainer_cost(trainer_tick(hardware, work.model, trainer, demand), work.tokens)
     speed = core_rate(threads["trainer"])
+    generators = [
+        RooflineGeneratorCost(hardware=hardware, model=work.model, layout=layout, speed=float(threads["generator"]))
+        for layout in layouts
+    ]
+    loads = weight_syncs_s(
+        hardware,
+        work.model,
+        trainer_devices=trainer.devices,
+        kinds=[(own.dp, layout) for own, layout in zip(sections, layouts, strict=True)],
+    )
     scenario = Scenario(
         title=f"{work.model.name}, as the recipe says, {hardware.device.title}",
         prompts_per_step=work.prompts_per_step,
         group_size=work.group_size,
         lengths=work.response,
         prompt_tokens=work.prompt_tokens,
-        generator=RooflineGeneratorCost(
-            hardware=hardware, model=work.model, layout=layout, speed=float(threads["generator"])
-        ),
+        generator=generators[0],
+        kinds=_kinds(config, generators, loads),
         trainer=TrainerCost(tick_s=cost.tick_s / speed, token_s=cost.token_s / speed),
         reward=RewardCost(tick_s=work.reward_s),
         max_staleness=config.schedule.max_staleness,
@@ -129,11 +161,9 @@ def scenario_from_recipe(
         oversubscription=g.oversubscription,
         replicas=g.dp,
         slots=g.engine.max_sequences,
-        generator_devices=g.dp * g.tp * g.pp * g.cp * threads["generator"],
+        generator_devices=sum(g.replica_ranks) * threads["generator"],
         trainer_devices=t.num_ranks * threads["trainer"],
-        weights_load_s=weight_sync_s(
-            hardware, work.model, trainer_devices=trainer.devices, replicas=g.dp, layout=layout
-        ),
+        weights_load_s=loads[0],
         num_ticks=config.run.num_ticks,
         seed=config.run.seed,
     )
@@ -147,7 +177,7 @@ def calibrated_scenario(config: RunConfig, found: RecipeCalibration, **changes: 
     scenario = dataclasses.replace(
         _measured_scenario(config, title, costs, grouped(found.groups)),
         weights_latency_s=found.in_turn.round_s,
-        generator_devices=threads["generator"] * config.generator.dp,
+        generator_devices=threads["generator"] * sum(config.generator.replica_ranks),
         trainer_devices=threads["trainer"],
         variation=Variation(
             generator_jitter=min(1.0, costs.jitter["generator"]), trainer_jitter=min(1.0, costs.jitter["trainer"])
@@ -169,7 +199,8 @@ def _measured_scenario(config: RunConfig, title: str, costs: FittedCosts, length
         group_size=config.generator.group_size,
         lengths=lengths,
         prompt_tokens=costs.prompt_tokens,
-        generator=costs.generator,
+        generator=costs.of_kinds[0],
+        kinds=_kinds(config, costs.of_kinds),
         trainer=costs.trainer,
         reward=costs.reward,
         weights_latency_s=costs.round_s,
@@ -181,4 +212,31 @@ def _measured_scenario(config: RunConfig, title: str, costs: FittedCosts, length
         slots=config.generator.engine.max_sequences,
         num_ticks=config.run.num_ticks,
         seed=config.run.seed,
+    )
+
+
+def _sections(config: RunConfig) -> list[GeneratorConfig]:
+    """[generator] as each kind of its replicas sees it; as it is where all are alike."""
+    generator = config.generator
+    return [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
+
+
+def _kinds(
+    config: RunConfig, generators: Sequence[GeneratorCost], loads: Sequence[float] | None = None
+) -> tuple[ReplicaKind, ...]:
+    """The kinds of unlike replicas; none where all are alike.
+
+    Args:
+        generators: Cost of one replica of each kind.
+        loads: Seconds in which one of each takes a version; None: that is in its cost.
+    """
+    replicas = config.generator.replicas
+    if not replicas:
+        return ()
+    load_s = loads or [0.0] * len(replicas)
+    return tuple(
+        ReplicaKind(
+            cost=cost, replicas=kind.dp, share=kind.share, slots=own.engine.max_sequences, weights_load_s=seconds
+        )
+        for kind, own, cost, seconds in zip(replicas, _sections(config), generators, load_s, strict=True)
     )

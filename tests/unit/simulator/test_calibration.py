@@ -21,16 +21,15 @@ from llamarl.planner.lengths import grouped
 from llamarl.planner.model_spec import find_model
 from llamarl.planner.recipe import question_from_config
 from llamarl.simulator.calibrate import (
-    FittedCosts,
     RecipeCalibration,
     calibrate_recipe,
     find_calibration,
     keep_calibration,
     load_recipe_calibration,
-    non_negative_line,
     recipe_calibration_path,
     settled_threads,
 )
+from llamarl.simulator.fitted_costs import FittedCosts, non_negative_line
 from llamarl.simulator.measured_machine import machine_of_run
 from llamarl.simulator.scenario import Scenario
 from llamarl.simulator.schedules import apply_settings, forecast_schedules, recommend_schedule

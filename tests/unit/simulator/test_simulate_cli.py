@@ -16,7 +16,7 @@ from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.errors import ConfigError, LlamaRLError, PlanError
 from llamarl.planner.calibration_cache import save_calibration
 from llamarl.planner.hardware import this_machine
-from llamarl.simulator.calibrate import fit_runs
+from llamarl.simulator.fitted_costs import fit_runs
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 H100 = "--model Llama-3.1-8B --devices 8 --hardware h100 --prompts 16 --group-size 8 --response-tokens 300:lognormal"
@@ -259,8 +259,3 @@ def test_too_few_ticks_say_that_the_pipeline_is_still_filled(capsys: pytest.Capt
     for ticks, told in ((1, True), (5, True), (6, False)):
         simulate(f"--durations 6,5,5 --staleness 1 --ticks {ticks}")
         assert ("the pipeline is still being filled" in capsys.readouterr().out) == told
-
-
-def test_a_recipe_with_unlike_replicas_is_not_forecast_as_one_with_alike_ones() -> None:
-    with pytest.raises(PlanError, match="generator.replicas names replicas of several kinds"):
-        simulate("unlike --hardware h100")
