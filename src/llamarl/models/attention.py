@@ -41,6 +41,7 @@ __all__ = [
     "fused_attention",
     "of_two_widths",
     "packed_attention_context",
+    "repeated_heads",
     "softcapped_attention",
 ]
 
@@ -191,18 +192,25 @@ def fused_attention(
     Returns:
         [B, H, Q, D].
     """
-    H, KV = query.shape[1], key.shape[1]
     if query.device.type == "cpu" and query.dtype == torch.bfloat16 and torch.is_grad_enabled() and query.requires_grad:
         wide = (x.float() for x in (query, key, value))
         mask = mask.float() if mask is not None and mask.is_floating_point() else mask
         return fused_attention(*wide, scale=scale, mask=mask, causal=causal).to(query.dtype)
-    if H != KV and query.is_cuda and (mask is not None or query.dtype == torch.float32):
-        key, value = (
-            x[:, :, None].expand(-1, -1, H // KV, -1, -1).reshape(x.shape[0], H, *x.shape[2:]) for x in (key, value)
-        )
+    if mask is not None or query.dtype == torch.float32:
+        key, value = repeated_heads(query, key, value)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=H != key.shape[1]
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
+
+
+def repeated_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V [B, KV, L, D] with as many heads as ``query`` where the memory-efficient kernel needs that: on CUDA. Whoever attends to the
+    same keys several times makes them once."""
+    H, KV = query.shape[1], key.shape[1]
+    if H == KV or not query.is_cuda:
+        return key, value
+    wide = [x[:, :, None].expand(-1, -1, H // KV, -1, -1).reshape(x.shape[0], H, *x.shape[2:]) for x in (key, value)]
+    return wide[0], wide[1]
 
 
 def softcapped_attention(

@@ -15,18 +15,19 @@ Shape legend: N sequences, T tokens, L cached tokens (padded), H query heads, KV
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from llamarl.models.attention import fused_attention, of_two_widths, softcapped_attention
+from llamarl.models.attention import fused_attention, of_two_widths, repeated_heads, softcapped_attention
 
 __all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk", "paged_attention_forward", "paged_step", "prefill_attention"]
 
@@ -56,6 +57,15 @@ class DecodeBatch:
         return self._masks[window]
 
 
+class QueryRows(NamedTuple):
+    """Queries ``start .. end`` of a chunk, and the keys ``first_key .. last_key`` of its sequence that one of them may see."""
+
+    start: int
+    end: int
+    first_key: int
+    last_key: int
+
+
 @dataclass(slots=True)
 class PrefillChunk:
     """Rows ``first .. first + num_tokens``: successive tokens of one sequence, of which ``start`` lie in the cache already."""
@@ -68,16 +78,36 @@ class PrefillChunk:
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def allowed(self, window: int | None) -> Tensor:
-        """[1, 1, num_tokens, start + num_tokens] bool."""
+        """[1, 1, num_tokens, start + num_tokens] bool. Made once a step, not per layer."""
         if window not in self._masks:
-            device = self.blocks.device
-            queries = torch.arange(self.start, self.start + self.num_tokens, device=device)[:, None]
-            distance = queries - torch.arange(self.start + self.num_tokens, device=device)[None, :]
-            allowed = distance >= 0
-            if window is not None:
-                allowed &= distance < window
-            self._masks[window] = allowed[None, None]
+            whole = QueryRows(0, self.num_tokens, 0, self.start + self.num_tokens)
+            self._masks[window] = self.allowed_in(whole, window)
         return self._masks[window]
+
+    def allowed_in(self, rows: QueryRows, window: int | None) -> Tensor:
+        """[1, 1, rows.end - rows.start, rows.last_key - rows.first_key] bool."""
+        device = self.blocks.device
+        queries = torch.arange(self.start + rows.start, self.start + rows.end, device=device)[:, None]
+        keys = torch.arange(rows.first_key, rows.last_key, device=device)[None, :]
+        allowed = queries >= keys
+        if window is not None:
+            allowed &= queries - window < keys
+        return allowed[None, None]
+
+    def rows(self, window: int | None, scores: int) -> Iterator[QueryRows]:
+        """Successive queries that together have at most ``scores`` scores, or are one, and the keys that they may see."""
+        first = 0
+        while first < self.num_tokens:
+            first_key = 0 if window is None else max(0, self.start + first - window + 1)
+            count = min(self.num_tokens - first, most_rows(self.start + first + 1 - first_key, scores))
+            yield QueryRows(first, first + count, first_key, self.start + first + count)
+            first += count
+
+
+def most_rows(keys: int, scores: int) -> int:
+    """Of successive queries, the first of which sees ``keys`` keys and each a key more: as many as have at most ``scores`` scores in a
+    rectangle, at least one."""
+    return max(1, (math.isqrt((keys - 1) ** 2 + 4 * scores) - (keys - 1)) // 2)
 
 
 @dataclass(slots=True)
@@ -95,6 +125,8 @@ class PagedBatch:
     """To which ``keys[0]`` belongs: layers keep their numbers where a pipeline stage holds some of them."""
 
 
+_MOST_SCORES = 1 << 25
+"""Of one call with a mask: at four bytes 134 MB, where 2,048 tokens after 129,024 others would take 1 GB."""
 _current: ContextVar[PagedBatch | None] = ContextVar("llamarl_paged_batch", default=None)
 
 
@@ -179,6 +211,8 @@ def prefill_attention(
 ) -> Tensor:
     """Attention of one chunk's queries over what the cache and the chunk itself hold of its sequence.
 
+    A mask takes the queries times the keys: of a long sequence, its queries come a few at a time.
+
     Args:
         query: [T, H, D] of the whole step.
         key, value: [1, KV, T, D] of the whole step.
@@ -196,13 +230,32 @@ def prefill_attention(
     else:
         k = keys.index_select(0, chunk.blocks).view(-1, KV, D)[:L].transpose(0, 1)[None]
         v = values.index_select(0, chunk.blocks).view(-1, KV, D)[:L].transpose(0, 1)[None]
-    if softcap is not None:
-        out = softcapped_attention(q, k, v, chunk.allowed(window), scale=scale, softcap=softcap)
-    elif chunk.start == 0 and window is None:
+    scores = _MOST_SCORES if softcap is None else _MOST_SCORES // q.shape[1]
+    if softcap is None and chunk.start == 0 and window is None:
         out = fused_attention(q, k, v, scale=scale, causal=True)
+    elif chunk.num_tokens * L <= scores:
+        out = _masked(q, k, v, chunk.allowed(window), scale, softcap)
     else:
-        out = fused_attention(q, k, v, scale=scale, mask=chunk.allowed(window))
+        k, v = (k, v) if softcap is not None else repeated_heads(q, k, v)
+        parts = [
+            _masked(
+                q[:, :, rows.start : rows.end],
+                k[:, :, rows.first_key : rows.last_key],
+                v[:, :, rows.first_key : rows.last_key],
+                chunk.allowed_in(rows, window),
+                scale,
+                softcap,
+            )
+            for rows in chunk.rows(window, scores)
+        ]
+        out = torch.cat(parts, dim=2)
     return out[0].transpose(0, 1)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float, softcap: float | None) -> Tensor:
+    if softcap is not None:
+        return softcapped_attention(query, key, value, allowed, scale=scale, softcap=softcap)
+    return fused_attention(query, key, value, scale=scale, mask=allowed)
 
 
 AttentionInterface.register("llamarl_paged", of_two_widths(paged_attention_forward))
