@@ -126,7 +126,8 @@ class PagedBatch:
 
 
 _MOST_SCORES = 1 << 25
-"""Of one call with a mask: at four bytes 134 MB, where 2,048 tokens after 129,024 others would take 1 GB."""
+"""Of one call with a mask, which has a byte a score and up to four more where a kernel wants numbers; 2,048 tokens after 129,024 others
+have eight times as many."""
 _current: ContextVar[PagedBatch | None] = ContextVar("llamarl_paged_batch", default=None)
 
 

@@ -212,7 +212,13 @@ def generator_memory(
     cache = tokens * model.kv_bytes_per_token(hardware.device.activation_bytes) / shards
     if layout.runnable:
         workspace = step_bytes(
-            hardware, model, layout, active=profile.peak_active, prompt_tokens=prompts, cache_bytes=cache
+            hardware,
+            model,
+            layout,
+            active=profile.peak_active,
+            prompt_tokens=prompts,
+            cache_bytes=cache,
+            longest=demand.prompt_tokens + (demand.lengths.limit if demand.partial else 0),
         )
     else:
         workspace = 4.0 * profile.peak_active * model.vocab / (layout.tp * layout.cp) + 8.0 * 2048 * (

@@ -59,3 +59,14 @@ def test_a_steps_buffers_are_those_of_the_moment_that_needs_most(model: ModelSpe
     assert step_bytes(hardware, model, layout, **full) == pytest.approx(1.1 * 8e8 / LAYERS, rel=0.01)
     in_stages = dataclasses.replace(layout, pp=2)  # half the layers, and half of the sequences at a time
     assert step_bytes(hardware, model, in_stages, **full) == pytest.approx(1.1 * 8e8 / LAYERS, rel=0.01)
+
+
+def test_a_long_prompts_attention_has_its_keys_and_values_and_a_mask(model: ModelSpec, hardware: Hardware) -> None:
+    of = {"active": 1.0, "prompt_tokens": 131072.0, "cache_bytes": 0.0}
+    alone = GeneratorLayout(precision="bf16", runnable=True)
+    past = 131072 * 2 * (2 * 4 * 32 + 2 * 8 * 32)  # four heads of 32, then repeated for eight
+    rows = 2048 * 2 * (2 * H + 2 * 8 * 32 + 2 * 4 * 32)
+    assert step_bytes(hardware, model, alone, longest=131072, **of) == past + 3 * 2**25 + rows
+    halves = dataclasses.replace(alone, cp=2)  # of the heads, and of the rows outside attention
+    assert step_bytes(hardware, model, halves, longest=131072, **of) == past / 2 + 3 * 2**25 + rows / 2
+    assert step_bytes(hardware, model, alone, longest=2048, **of) == step_bytes(hardware, model, alone, **of)
