@@ -221,3 +221,34 @@ class Reducer(_Fake):
                 "deterministic": torch.are_deterministic_algorithms_enabled(),
             }
         )
+
+
+class PairReducer(_Fake):
+    """The same over its pair of four ranks, in a group of these; a metric tells how long this group waits."""
+
+    def setup(self) -> None:
+        self.group = self.pair()
+
+    def pair(self) -> Any:
+        import torch.distributed as dist
+
+        first = self.context.rank // 2 * 2
+        return dist.new_group([first, first + 1], use_local_synchronization=True)
+
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
+        import torch
+
+        number = torch.tensor([self.context.rank + 1.0])
+        self._trouble(tick)
+        torch.distributed.all_reduce(number, group=self.group)
+        limit = self.group._get_backend(torch.device("cpu")).options._timeout
+        return StepResult(metrics={f"sum_{self.context.rank}": number.item(), "limit_s": limit.total_seconds()})
+
+
+class MeshReducer(PairReducer):
+    """The same over an axis of a mesh."""
+
+    def pair(self) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "along")).get_group("along")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from runtime_fakes import HERE, Config
 
-from llamarl.errors import ExecutorFailed
+from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Order, Report, Runtime
 from llamarl.runtime.make_runtime import make_runtime
@@ -23,9 +24,11 @@ def local() -> Iterator[Runtime]:
     made.close()
 
 
-def start(runtime: Runtime, num_ranks: int, config: Config, run_dir: Path | None = None) -> None:
+def start(
+    runtime: Runtime, num_ranks: int, config: Config, run_dir: Path | None = None, factory: str = "Reducer"
+) -> None:
     spec = ExecutorSpec(
-        name="reducer", factory=f"{HERE}:Reducer", config=config, num_ranks=num_ranks, threads=2, process_group="gloo"
+        name="reducer", factory=f"{HERE}:{factory}", config=config, num_ranks=num_ranks, threads=2, process_group="gloo"
     )
     runtime.start([spec], [], run_dir=run_dir, seed=0, first_tick=0, load_from=None, deadline_s=120.0)
 
@@ -54,6 +57,23 @@ def test_ranks_meet_in_a_private_folder_where_there_is_no_memfd_and_leave_none(
     assert reduce_at(local, 0).metrics["sum"] == 1.0 + 2.0
     local.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("factory", ["PairReducer", "MeshReducer"])
+def test_a_rank_that_hangs_in_a_group_of_some_ranks_is_named_at_the_deadline_of_the_tick(
+    local: Runtime, factory: str
+) -> None:
+    """Ranks 0 and 1 are such a pair, 2 and 3 another: of the first, one hangs and one waits for it; the second reports."""
+    start(local, 4, Config("hang", trouble_tick=1, trouble_rank=1), factory=factory)
+    sums = {"sum_0": 3.0, "sum_1": 3.0, "sum_2": 7.0, "sum_3": 7.0}
+    assert reduce_at(local, 0).metrics == {**sums, "limit_s": 60.0}, "these groups wait as long as that of all ranks"
+    local.fire(Order(executor="reducer", tick=1))
+    with pytest.raises(DeadlineExceeded, match="limit 5 s; orders out:\n'reducer', tick 1") as caught:
+        local.wait(5.0)
+    waiting, hanging = re.split(r"(?=rank 1 \()", str(caught.value).partition("no report from")[2])
+    assert "rank 0 (" in waiting and "all_reduce" in waiting
+    assert hanging.endswith("time.sleep(1000)") and "all_reduce" not in hanging
+    assert "rank 2" not in str(caught.value) and "rank 3" not in str(caught.value)
 
 
 def test_a_lone_rank_has_its_group_inline_too_and_torch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,9 @@ class ScheduleConfig:
     else "shared_memory"."""
 
 
+_COLLECTIVE_MORE_S = 30.0
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DeadlineConfig:
     """Every wait has a limit; when it runs out, the error names who waited for whom and since when."""
@@ -67,6 +70,12 @@ class DeadlineConfig:
     """Seconds after which a host that gives no sign of itself counts as gone, and the job ends. Kernels answer for it: a process
     that is stopped, busy or swapping is not silent. Raise it where networks pause for longer, such as while a router restarts or a
     virtual machine moves."""
+
+    @property
+    def collective_s(self) -> float:
+        """Seconds for which a rank waits for others of its executor in a collective: a little longer than the controller waits for
+        the executor, since that tells where each rank is and may bring the executor up again, and a rank's own error does neither."""
+        return max(self.setup_s, self.step_s) + _COLLECTIVE_MORE_S
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

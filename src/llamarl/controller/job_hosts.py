@@ -297,6 +297,7 @@ class JobHosts:
             seconds=seconds,
         )
         return ProcessRuntime(
+            collective_timeout_s=self.config.deadlines.collective_s,
             launchers=dict.fromkeys(on_hosts, launcher),
             networks={name: [self.network(host) for host in ranks] for name, ranks in self.where.items()},
             places=places,

@@ -482,7 +482,8 @@ def execute(
     if prepared.hosts is not None:
         runtime = prepared.hosts.runtime(files, restarts=restarts, resumed=resumed)
     else:
-        runtime = make_runtime(config.run.runtime, restarts=restarts, resumed=resumed)
+        limit_s = config.deadlines.collective_s
+        runtime = make_runtime(config.run.runtime, collective_timeout_s=limit_s, restarts=restarts, resumed=resumed)
     journal = None
     if keeps_journal(config):
         weights = [channel.name for channel in graph.channels if channel.kind is ChannelKind.WEIGHTS]

@@ -46,7 +46,7 @@ class EvaluatorExecutor(Stateless, BaseExecutor):
     def setup(self) -> None:
         model = self.config.model
         self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        self.ranks = EvaluatorRanks(self.config, self.context.device, limit_s=self.config.deadlines.step_s)
+        self.ranks = EvaluatorRanks(self.config, self.context.device)
         layout = self.ranks.engine_layout
         if self.config.task.has_environment:
             self.environments = make_environments(self.config.task, layout)

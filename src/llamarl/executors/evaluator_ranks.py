@@ -9,7 +9,6 @@ A response's seed comes from its prompt, so who plays it makes no difference but
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -42,20 +41,16 @@ def in_order_of_prompts(shares: Sequence[Sequence[T]]) -> list[T]:
 
 
 class EvaluatorRanks:
-    """This process among the evaluator's.
+    """This process among the evaluator's."""
 
-    Args:
-        limit_s: Longest wait for the slowest replica.
-    """
-
-    def __init__(self, config: RunConfig, device: str, *, limit_s: float) -> None:
+    def __init__(self, config: RunConfig, device: str) -> None:
         dp, tp = config.evaluation.dp, config.evaluation.tp
         self._layout = make_layout(fsdp=dp, tp=tp, device=device, keys=("evaluation.dp", "evaluation.tp"))
         self.engine_layout: ParallelLayout | None = self._layout if tp > 1 else None
         """Of the engine; None where it holds the whole model."""
         self._group = None
         if self._layout.num_ranks > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
+            self._group = dist.new_group(backend="gloo")
 
     @property
     def judges(self) -> bool:

@@ -85,7 +85,9 @@ class WorkerPlan:
     pull_deadline_s: float
     """Longest wait for one payload."""
     collective_timeout_s: float = 600.0
-    """Longest wait of one collective of the executor's process group."""
+    """Longest wait of one collective of the executor's process group, and of groups of some of its ranks."""
+    save_timeout_s: float = 600.0
+    """Longest wait for a state that is still being written."""
     channel_factory: str = CHANNEL_FACTORY
     deterministic: bool = True
     rendezvous: str = ""
@@ -286,9 +288,7 @@ class Worker:
         self._weight_channels = {channel.name for channel in plan.channels if channel.kind is ChannelKind.WEIGHTS}
         self._delays = {channel.name: channel.delay for channel in plan.channels}
         self._sinks = {channel.name: channel.sink for channel in plan.channels}
-        self._saves = RankSaves(
-            plan.spec.name, plan.rank, limit_s=plan.collective_timeout_s, again=plan.incarnation > 0
-        )
+        self._saves = RankSaves(plan.spec.name, plan.rank, limit_s=plan.save_timeout_s, again=plan.incarnation > 0)
         self._late: Order | None = None
         """The tick before, if its state is not saved yet: see ``Order.saves_late``."""
         self._journaled = False
@@ -614,7 +614,21 @@ def _join_process_group(plan: WorkerPlan) -> Callable[[], None]:
         if plan.rendezvous.startswith("tcp://"):
             where = {"store": _store_at(plan.rendezvous, rank, spec.num_ranks, timeout)}
         dist.init_process_group(spec.process_group, rank=rank, world_size=spec.num_ranks, timeout=timeout, **where)
+        _limit_parts(timeout)
     return dist.destroy_process_group
+
+
+def _limit_parts(timeout: timedelta) -> None:
+    """Groups of some of the ranks that are made from here on wait as long as that of all.
+
+    torch gives them half an hour (NCCL ten minutes) unless each says otherwise, which a ``DeviceMesh`` has no way to do for its axes.
+    So it is torch's own default that is set, in this rank's process, which belongs to this executor.
+    """
+    from torch.distributed import distributed_c10d
+
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        assert hasattr(distributed_c10d, name), f"this torch calls the default limit of its process groups not {name}"
+        setattr(distributed_c10d, name, timeout)
 
 
 def _store_at(rendezvous: str, rank: int, num_ranks: int, timeout: timedelta) -> Any:
