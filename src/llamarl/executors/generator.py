@@ -46,7 +46,7 @@ from llamarl.environments.episodes import begin_episode
 from llamarl.errors import CheckpointError, ConfigError
 from llamarl.executors.base import BaseExecutor, ExecutorContext, Feed, StepResult
 from llamarl.executors.device_lease import DeviceLease
-from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of
+from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of, why_ranks_unfit
 from llamarl.executors.generator_shard import ActiveGroup, GeneratorShard, num_sampled, shards_of_rank
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
 from llamarl.executors.leaving_parts import LeavingParts
@@ -77,14 +77,8 @@ class GeneratorExecutor(BaseExecutor):
         super().__init__(config, context)
         generator, replicas = config.generator, replicas_of(config, context.num_ranks)
         num_shards = generator.shards or len(replicas)
-        fits = 1 <= len(replicas) <= num_shards
-        if not fits or (not generator.replicas and config.groups_per_tick % num_shards):
-            raise ConfigError(
-                f"executor {self.name!r} has {context.num_ranks} ranks for {config.groups_per_tick} groups a tick "
-                f"(schedule.prompts_per_step), generator.tp {generator.tp}, generator.pp {generator.pp}, generator.cp {generator.cp} and "
-                f"generator.shards {generator.shards}: it needs a multiple of its ranks or, if there are, of its shards, which are as "
-                f"many as its ranks at least, and a tp, a pp and a cp of 1"
-            )
+        if why := why_ranks_unfit(generator, context.num_ranks, config.groups_per_tick):
+            raise ConfigError(f"executor {self.name!r} {why}")
         dealing = Dealing(generator.shares if generator.replicas else (1.0,) * num_shards, config.groups_per_tick)
         others = [name for name in config.executors if name not in ROLES]
         self._weights = next((c for c in context.reads if c.kind is ChannelKind.WEIGHTS), None)

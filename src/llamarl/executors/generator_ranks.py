@@ -34,7 +34,7 @@ from llamarl.weight_sync.mesh_layout import STAGE_AXIS, JoinedLayout, MeshLayout
 from llamarl.weight_sync.model_layouts import model_parameters, tp_placements
 from llamarl.weight_sync.stage_layouts import holding_stages
 
-__all__ = ["Replica", "generator_layout", "generator_weights", "rank_weights", "replicas_of"]
+__all__ = ["Replica", "generator_layout", "generator_weights", "rank_weights", "replicas_of", "why_ranks_unfit"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,32 @@ def replicas_of(config: RunConfig, num_ranks: int) -> tuple[Replica, ...]:
         each = generator.tp * generator.pp * generator.cp
         return tuple(Replica(number, 0, number * each, each) for number in range(num_ranks // each))
     return tuple(_unlike(generator))
+
+
+def why_ranks_unfit(generator: GeneratorConfig, num_ranks: int, groups: int) -> str:
+    """Why a generator of ``num_ranks`` ranks cannot share ``groups`` groups a tick; empty: it can. Of the job's own the recipe has
+    been checked; a further one has as many ranks as ``executors.NAME.ranks`` says."""
+    if generator.replicas:
+        return ""
+    each = generator.tp * generator.pp * generator.cp
+    replicas = num_ranks // each
+    if num_ranks % each or not replicas:
+        return (
+            f"has {num_ranks} ranks, and one replica takes {each} (generator.tp {generator.tp} * generator.pp {generator.pp} * "
+            f"generator.cp {generator.cp}): give it a multiple of that"
+        )
+    if generator.shards and generator.shards < replicas:
+        return (
+            f"has {replicas} replicas for {generator.shards} shards (generator.shards), so that some would have nothing to do: give it "
+            "fewer ranks, or more shards"
+        )
+    if groups % (shared := generator.shards or replicas):
+        parts = "shards (generator.shards)" if generator.shards else "replicas"
+        return (
+            f"has {groups} groups a tick (schedule.prompts_per_step), which do not divide among its {shared} {parts}: make them a "
+            "multiple"
+        )
+    return ""
 
 
 def _unlike(generator: GeneratorConfig) -> Iterator[Replica]:

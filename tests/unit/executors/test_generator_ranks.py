@@ -16,8 +16,10 @@ from llamarl.controller.preflight import check_parallel_sizes
 from llamarl.controller.run import plan_run
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError, ModelError
+from llamarl.executors.base import ExecutorContext
 from llamarl.executors.evaluator_ranks import evaluator_weights
-from llamarl.executors.generator_ranks import generator_weights, replicas_of
+from llamarl.executors.generator import GeneratorExecutor
+from llamarl.executors.generator_ranks import generator_weights, replicas_of, why_ranks_unfit
 from llamarl.roles import ROLES
 from llamarl.runtime.placement import place
 
@@ -232,3 +234,33 @@ def test_a_cache_that_holds_no_sequence_is_refused_by_the_layers_of_the_longest_
         assert found is not None
         sizes[pp] = int(found[1])
     assert 2 * sizes["1"] == 3 * sizes["2"]  # three layers, of which one stage holds two
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "groups", "why"),
+    [
+        ({}, 3, 6, ""),
+        ({"tp": 2}, 4, 6, ""),  # two replicas
+        ({"pp": 2}, 6, 6, ""),  # three
+        ({"tp": 2, "pp": 2, "shards": 4}, 8, 8, ""),  # two, of two shards each
+        ({"cp": 2}, 2, 5, ""),
+        ({"tp": 2}, 3, 6, "has 3 ranks, and one replica takes 2"),
+        ({"tp": 2, "pp": 2}, 2, 6, r"has 2 ranks, and one replica takes 4 \(generator.tp 2 \* generator.pp 2 \*"),
+        ({"shards": 2}, 3, 6, r"has 3 replicas for 2 shards \(generator.shards\)"),
+        ({"shards": 4}, 2, 6, r"has 6 groups a tick .*, which do not divide among its 4 shards"),
+        ({"pp": 2}, 8, 6, r"has 6 groups a tick .*, which do not divide among its 4 replicas: make them a multiple"),
+    ],
+)
+def test_ranks_that_make_no_whole_replicas_or_no_equal_shares_are_refused_with_what_is_wrong(
+    settings: dict[str, int], ranks: int, groups: int, why: str
+) -> None:
+    words = [word for key, value in settings.items() for word in (f"--generator.{key}", str(value))]
+    found = why_ranks_unfit(_config("--schedule.prompts_per_step", "8", *words).generator, ranks, groups)
+    assert re.match(why, found) if why else not found, found
+
+
+def test_a_rank_of_a_further_generator_that_belongs_to_no_replica_is_refused_by_name() -> None:
+    config = _config("--generator.tp", "2")
+    context = ExecutorContext(name="teacher", rank=2, num_ranks=3, device="cpu", run_dir=None, seed=0)
+    with pytest.raises(ConfigError, match="executor 'teacher' has 3 ranks, and one replica takes 2"):
+        GeneratorExecutor(config, context)
