@@ -493,7 +493,7 @@ class ProcessRuntime:
     def close(self) -> None:
         """Close executors, stop processes, kill what is left.
 
-        Takes at most 16 s with idle executors (10 of them for their own ``close``), at most 6.5 s after a failure or with
+        Takes at most 17 s with idle executors (10 of them for their own ``close``), at most 7.5 s after a failure or with
         orders out; commonly about one.
         """
         if self._ranks is None or self._closed:

@@ -28,12 +28,15 @@ from llamarl.runtime.passed_parts import PartMade, PartsHeard
 from llamarl.runtime.worker import RankFailure, RankReport, WorkerPlan, capture
 from llamarl.transports.segments import Segment
 
-__all__ = ["Answer", "Launcher", "Link", "Rank", "Ranks", "on_our_clock"]
+__all__ = ["END_S", "Answer", "Launcher", "Link", "Rank", "Ranks", "on_our_clock"]
 
 _WHERE_S = 3.0
 _STOP_S = 2.0
 _KILL_S = 2.0
 _OUTPUT_S = 1.0
+_THREAD_S = 1.0
+END_S = _STOP_S + _KILL_S + _OUTPUT_S + 2 * _THREAD_S
+"""What ``Ranks.end`` takes at most, beyond the time that executors have to close."""
 _TOLD_S = 2.0
 """After memory of a rank could not be read: how long to listen for its death."""
 
@@ -272,7 +275,7 @@ class Ranks:
             return []
 
     def end(self, grace_s: float, *, orderly: bool) -> None:
-        """Close the executors, stop the processes, kill what is left. Takes at most ``grace_s`` + 6 seconds.
+        """Close the executors, stop the processes, kill what is left. Takes at most ``grace_s`` + ``END_S`` seconds.
 
         Args:
             grace_s: How long executors may take to close.
@@ -282,7 +285,7 @@ class Ranks:
         self._ending = True
         ending = asyncio.run_coroutine_threadsafe(self._end(grace_s, orderly), self._loop)
         try:
-            ending.result(grace_s + _STOP_S + _KILL_S + 1.0)
+            ending.result(grace_s + _STOP_S + _KILL_S + _THREAD_S)
         except TimeoutError:
             print("runtime: processes did not end in time and are killed", file=sys.stderr)
         except KeyboardInterrupt:
@@ -291,7 +294,7 @@ class Ranks:
             self._output.close(_OUTPUT_S)
             self._kill_all(at_once=True)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(1.0)
+            self._thread.join(_THREAD_S)
             for launcher in self._all_launchers:
                 launcher.close()
 

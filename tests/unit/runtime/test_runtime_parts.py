@@ -9,10 +9,12 @@ import sys
 import pytest
 
 from llamarl.errors import ConfigError
+from llamarl.runtime import processes
 from llamarl.runtime.child_process import cause_of_death
 from llamarl.runtime.determinism import environment
 from llamarl.runtime.make_runtime import make_runtime
 from llamarl.runtime.output import OutputReader
+from llamarl.runtime.ranks import END_S
 
 
 def test_an_unknown_runtime_is_refused_with_the_nearest_name() -> None:
@@ -24,6 +26,11 @@ def test_without_monarch_the_message_says_what_to_do(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'llamarl\[hosts\]'"):
         make_runtime("monarch", hosts={"trainer": object()})
+
+
+def test_all_waits_between_a_failure_and_the_end_of_the_last_process_come_to_less_than_the_stated_ten_seconds() -> None:
+    """docs/runtime.md: for what came with it, for executors to close, for processes to end, be killed and have their output read."""
+    assert processes._FOLLOW_UP_S + processes._CLOSE_BUSY_S + END_S < 10.0
 
 
 def test_all_thread_pools_of_a_worker_get_the_same_count() -> None:
