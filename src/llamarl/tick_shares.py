@@ -48,7 +48,8 @@ class Dealing:
         if not parts or min(parts) <= 0:
             raise ValueError(f"shares must be above 0, got {list(shares)}")
         self._groups = groups
-        quotas = [groups * part / sum(parts) for part in parts]
+        total = sum(parts)
+        quotas = [groups * part / total for part in parts]
         if min(quotas) < 1:
             raise ValueError(f"each replica needs a group a tick: {groups} groups in shares {list(shares)}")
         self.quotas = tuple(map(float, quotas))
