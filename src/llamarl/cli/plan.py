@@ -162,7 +162,12 @@ def run(args: argparse.Namespace) -> int:
         question = measured.question(question)
     work = workload_of(args, model_path, question, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
-    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline)
+    options = options_of(
+        args.precision,
+        segments,
+        max_pipeline=args.max_pipeline,
+        share_prompts=question.share_prompts if question else None,
+    )
     if hosts and measured:
         measured = None  # schedules of one machine
     devices = _num_devices(args, hardware, hosts)
@@ -360,7 +365,7 @@ def _read_source(args: argparse.Namespace) -> tuple[dict[str, Any] | None, Recip
     config = to_plain(load_config(recipe))
     written = read_toml(recipe)
     written.get("run", {}).pop("dir", None)  # the new recipe's runs go to a folder of their own
-    return written, question_from_config(config, run_dir)
+    return written, question_from_config(config, run_dir, written=written)
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:

@@ -81,7 +81,12 @@ def run_unlike(
     pools = pools or parse_pools(args.devices)
     work = workload_of(args, model, question, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
-    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline)
+    options = options_of(
+        args.precision,
+        segments,
+        max_pipeline=args.max_pipeline,
+        share_prompts=question.share_prompts if question else None,
+    )
     levels = staleness_levels(args.staleness or "1")
     if len(levels) > 1:
         raise PlanError(f"--staleness {args.staleness}: one value for devices of several kinds")

@@ -174,10 +174,18 @@ def workload_of(
     )
 
 
-def options_of(precision: str | None, max_segments: int, *, max_pipeline: int = 1, runnable: bool = True) -> Options:
+def options_of(
+    precision: str | None,
+    max_segments: int,
+    *,
+    max_pipeline: int = 1,
+    runnable: bool = True,
+    share_prompts: bool | None = None,
+) -> Options:
     """What a search may use.
 
     Args:
+        share_prompts: ``trainer.share_prompts`` of the recipe; None: as is faster.
         precision: ``--precision``: generator precisions joined by commas; None: all the device has.
         runnable: Layouts that llamarl runs; False: those of a plan that was made where none of them fits.
     """
@@ -197,6 +205,7 @@ def options_of(precision: str | None, max_segments: int, *, max_pipeline: int = 
         oversubscription=float(min(2, max_segments)),
         max_pipeline=max_pipeline,
         runnable=runnable,
+        share_prompts=share_prompts,
         common_max_pipeline=max_pipeline,
     )
 

@@ -74,7 +74,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(
-        run=run, max_pipeline=1, runnable=True, reference_model=False, planned_hardware=None
+        run=run, max_pipeline=1, runnable=True, share_prompts=None, reference_model=False, planned_hardware=None
     )  # a plan's JSON may say more
     if not full:
         return
@@ -251,7 +251,13 @@ def _from_plans(args: argparse.Namespace) -> list[Scenario]:
     hardware = args.planned_hardware or hardware_of(args.hardware, args.calibration)
     work = workload_of(args, model, None, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else 1
-    options = options_of(args.precision, segments, max_pipeline=args.max_pipeline, runnable=args.runnable)
+    options = options_of(
+        args.precision,
+        segments,
+        max_pipeline=args.max_pipeline,
+        runnable=args.runnable,
+        share_prompts=args.share_prompts,
+    )
     if args.oversubscription is not None:
         if args.oversubscription != 1.0 and options.max_segments == 1:
             raise PlanError(
@@ -316,7 +322,7 @@ def _take_plan(args: argparse.Namespace, path: Path) -> None:
         "max_segments": options.max_segments,
     }
     args.max_pipeline, args.reference_model = options.max_pipeline, work.reference_model
-    args.runnable = options.runnable
+    args.runnable, args.share_prompts = options.runnable, options.share_prompts
     if plan.unrunnable:
         print(f"not yet: llamarl train does not run this plan: {plan.unrunnable}", file=sys.stderr)
     if args.hardware is None and args.calibration is None:  # as it was then, whatever is kept now

@@ -42,9 +42,11 @@ __all__ = [
     "powers",
     "precisions_of",
     "replicas_of",
+    "sharing_choices",
     "slot_counts",
     "split_sizes",
     "trainer_choices",
+    "trainer_demand",
     "trainer_sizes",
 ]
 
@@ -106,6 +108,8 @@ class Options:
     heads evenly, for questions about another system, which may cut experts."""
     max_pipeline: int = 1
     """Largest pipeline size. A generator that fits nowhere with so many stages may have more, where llamarl cuts the model so."""
+    share_prompts: bool | None = None
+    """``trainer.share_prompts``, where the trainer can; None: whichever is faster."""
     whole_groups: bool = True
     """As llamarl runs: each generator replica and each trainer data rank gets whole groups, at least one.
     False: single responses are spread over any number of replicas and ranks."""
@@ -202,6 +206,31 @@ def trainer_sizes(work: Workload, options: Options, devices: int, node: int) -> 
     tensor = tensor_parallel_sizes(work.model, min(node, devices), runnable=options.runnable)
     ranks = fewest_of_each_share(units, devices)
     return sorted({n for tp in tensor for count in ranks if (n := tp * count) <= devices})
+
+
+def sharing_choices(model: ModelSpec, options: Options, group_size: int) -> tuple[bool, ...]:
+    """Whether a group's prompt may be computed once, and whether once a response; llamarl's trainer does either."""
+    if not (options.runnable and model.shares_prompts and options.whole_groups):
+        return (False,)
+    if options.share_prompts is not None:
+        return (options.share_prompts,)
+    return (True, False) if group_size > 1 else (False,)
+
+
+def trainer_demand(work: Workload, *, together: int = 1) -> TrainerDemand:
+    """What a tick of ``work`` asks of the trainer.
+
+    Args:
+        together: Sequences that stay on one data rank.
+    """
+    return TrainerDemand(
+        lengths=work.response,
+        prompt_tokens=work.prompt_tokens,
+        sequences=work.sequences,
+        together=together,
+        group_size=work.group_size,
+        reference_forward=work.reference_model,
+    )
 
 
 def fits(parts: Mapping[str, float], limit: float) -> bool:
@@ -307,13 +336,8 @@ def trainer_choices(
     Rows are cut over as few ranks as hold them, and only where the longest does not fit one: data ranks do the same work without
     exchanges.
     """
-    demand = TrainerDemand(
-        lengths=work.response,
-        prompt_tokens=work.prompt_tokens,
-        sequences=work.sequences,
-        together=work.group_size if options.whole_groups else 1,
-        reference_forward=work.reference_model,
-    )
+    demand = trainer_demand(work, together=work.group_size if options.whole_groups else 1)
+    sharing = sharing_choices(work.model, options, work.group_size)
     node = hardware.device.devices_per_node
     for pp in powers(min(options.max_pipeline, work.model.layers)):
         for tp in tensor_parallel_sizes(work.model, min(node, devices // pp), runnable=options.runnable):
@@ -328,10 +352,10 @@ def trainer_choices(
                         {ranks, *(f for f in (1, 8, 64, node // tp) if 0 < f < ranks and ranks % f == 0)}
                     ):
                         spread = expert_parallel_sizes(work.model, tp, fsdp * cp) if options.runnable else [1]
-                        for ep, recompute in product(spread, (False, True)):
+                        for ep, recompute, share in product(spread, (False, True), sharing):
                             layout = TrainerLayout(
-                                tp, pp, fsdp, ranks // fsdp, 1, recompute, options.runnable, cp=cp, ep=ep
-                            )
+                                tp, pp, fsdp, ranks // fsdp, 1, recompute, options.runnable, cp=cp, ep=ep, share_prompts=share
+                            )  # fmt: skip
                             for choice in micro_batches(hardware, work.model, demand, memory_limit, layout):
                                 found = True
                                 yield choice
@@ -351,7 +375,7 @@ def _micro_batches(
     hardware: Hardware, model: ModelSpec, demand: TrainerDemand, memory_limit: float, layout: TrainerLayout
 ) -> Iterator[TrainerChoice]:
     share = demand.most_of(layout.data_ranks)
-    for micro in sorted({*(b for b in powers(share)), share}):
+    for micro in _sizes(share, demand.group_size if layout.share_prompts else 1):
         candidate = replace(layout, micro_batch=micro)
         memory = trainer_memory(hardware, model, candidate, demand)
         if not fits(memory, memory_limit):
@@ -361,6 +385,12 @@ def _micro_batches(
         )  # fmt: skip
 
 
+def _sizes(share: int, together: int) -> list[int]:
+    """Of micro-batches to try, in sequences, up to ``share``: parts of the ``together`` that share a prompt, then whole groups of them."""
+    whole = {together * n for n in powers(max(1, share // together)) if together * n <= share}
+    return sorted({*(n for n in powers(share) if n < together), *whole, share})
+
+
 def filling_choices(
     hardware: Hardware, work: Workload, options: Options, cores: int, *, memory_limit: float, held: int = 0
 ) -> Iterator[TrainerChoice]:
@@ -368,19 +398,15 @@ def filling_choices(
 
     Times are of all cores, as where nobody else works; memory is that of one core of those that the generator leaves.
     """
-    demand = TrainerDemand(
-        lengths=work.response,
-        prompt_tokens=work.prompt_tokens,
-        sequences=work.sequences,
-        reference_forward=work.reference_model,
-    )
+    demand, sharing = trainer_demand(work), sharing_choices(work.model, options, work.group_size)
     at_once = num_at_once(0, threads=cores, num_parameters=work.model.total_params)
     rate = core_rate(cores)
-    for recompute in (False, True):
-        for micro in powers(max(1, work.sequences // at_once)):
+    for recompute, share in product((False, True), sharing):
+        most = max(1, work.sequences // at_once)
+        for micro in _sizes(most, work.group_size) if share else powers(most):
             layout = TrainerLayout(
-                micro_batch=micro, recompute=recompute, runnable=options.runnable, threads=cores, at_once=at_once
-            )
+                micro_batch=micro, recompute=recompute, runnable=options.runnable, threads=cores, at_once=at_once, share_prompts=share
+            )  # fmt: skip
             whole = trainer_memory(hardware, work.model, layout, demand)
             memory = {name: size / (cores - held) for name, size in whole.items()}
             if not fits(memory, memory_limit):

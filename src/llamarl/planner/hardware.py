@@ -122,10 +122,12 @@ class Efficiency:
     tile_rows: int
     tile_columns: int
     compute_units: int
+    masked_attention: float = 1.0
+    """Of the rate of causal attention, what a kernel reaches that takes a mask (``trainer.share_prompts``)."""
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("matmul", "memory", "attention", "link", "overlap", "usable_memory"):
+        for name in ("matmul", "memory", "attention", "masked_attention", "link", "overlap", "usable_memory"):
             value = getattr(self, name)
             if not 0.0 < value <= 1.0:
                 raise PlanError(f"efficiency {name} must be above 0 and at most 1, got {value}")
@@ -166,7 +168,7 @@ class Hardware:
 
     @property
     def attention_rate(self) -> float:
-        """FLOP/s of attention kernels, at the trainer's precision."""
+        """FLOP/s of causal attention kernels, at the trainer's precision."""
         return self.device.matmul_flops[self.device.train_precision] * self.efficiency.attention
 
     def with_efficiency(self, **changes: float) -> Hardware:
@@ -276,4 +278,5 @@ def this_machine() -> Hardware:
     host = {"decode_layer_overhead_s": 150e-6, "eager_layer_overhead_s": 150e-6, "train_step_overhead_s": 20e-3}
     tiles = {"tile_rows": 1, "tile_columns": 1, "compute_units": 1}
     latencies = {"intra_node_latency_s": 30e-6, "collective_launch_s": 50e-6}
+    host["masked_attention"] = 1.0  # one kernel does both
     return Hardware(device=device, efficiency=replace(efficiency, **host, **tiles, **latencies))  # type: ignore[arg-type]

@@ -110,6 +110,8 @@ class ModelSpec:
     """llamarl can cut its layers into pipeline stages; False: ``pp`` is 1 there."""
     quantized_by_llamarl: bool = True
     """llamarl's engine can serve it in int8 and fp8."""
+    shares_prompts: bool = True
+    """Every layer attends to all earlier tokens, with plain scores, so the trainer can compute a group's prompt once."""
     unsupported: str = ""
     """Why ``llamarl train`` does not run it, of ``models/support.py``; empty: it does."""
 
@@ -323,8 +325,20 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         cut_by_llamarl=why_unsupported(whole, "tensor_parallel") is None,
         staged_by_llamarl=why_unsupported(whole, "pipeline") is None,
         quantized_by_llamarl=why_unsupported(whole, "int8") is None and why_unsupported(whole, "fp8") is None,
+        shares_prompts=_attends_to_all(config, kind),
         unsupported=why_unsupported(whole, "generate") or why_unsupported(whole, "train") or _undecided(whole),
     )
+
+
+def _attends_to_all(config: Mapping[str, Any], kind: str) -> bool:
+    """As ``trainer.shared_prompts.can_share_prompts`` finds it of the configuration that transformers makes of this one. Qwen's files
+    name a window that is used where they say so."""
+    if config.get("attn_logit_softcapping"):
+        return False
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list | tuple):
+        return all(one == "full_attention" for one in kinds)
+    return not (config.get("sliding_window") and config.get("use_sliding_window", not kind.startswith("qwen")))
 
 
 def _undecided(config: Mapping[str, Any]) -> str:

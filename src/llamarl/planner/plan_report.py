@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import PlanError
-from llamarl.planner.choices import Options, Workload
+from llamarl.planner.choices import Options, TrainerChoice, Workload
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.idle import idle_of, spare_of
 from llamarl.planner.search import Plan
@@ -17,6 +17,7 @@ from llamarl.plural import plural
 __all__ = [
     "NOT_MEASURED",
     "plan_to_dict",
+    "prompts_text",
     "report_json",
     "report_text",
     "save_picture",
@@ -163,6 +164,11 @@ def _prompts(plan: Plan) -> str:
     return f"{most - 1} or {most} prompts each, "
 
 
+def prompts_text(trainer: TrainerChoice) -> str:
+    """How often the trainer computes a prompt."""
+    return "prompts once a group" if trainer.layout.share_prompts else "prompts with every response"
+
+
 def _details(plan: Plan) -> list[str]:
     t, g = plan.trainer, plan.generator
     lines = [f"* recommended: {system_title(plan)} (least staleness within 2% of the fastest)"]
@@ -183,7 +189,8 @@ def _details(plan: Plan) -> list[str]:
         where += plural(t.layout.threads, "thread")
         where += f", {t.layout.at_once} micro-batches at once" if t.layout.at_once > 1 else ""
     lines.append(
-        f"  trainer    {where}: micro-batch {plural(t.layout.micro_batch, 'sequence')} a rank, {recompute}" + waits[1]
+        f"  trainer    {where}: micro-batch {plural(t.layout.micro_batch, 'sequence')} a rank, {prompts_text(t)}, {recompute}"
+        + waits[1]
     )
     if plan.parts > 1:
         lines.append(

@@ -11,12 +11,14 @@ from typing import Any
 
 from llamarl.algorithms.config import CRITIC_ADVANTAGES
 from llamarl.errors import PlanError
+from llamarl.planner.generation import GeneratorDemand
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths, constant, read_lengths
 from llamarl.planner.search import Plan
+from llamarl.planner.training import TrainerDemand, TrainerLayout
 from llamarl.reading import parse_json, read_lines
 
-__all__ = ["RecipeQuestion", "plan_settings", "question_from_config", "recipe_text"]
+__all__ = ["RecipeQuestion", "budget_of", "plan_settings", "question_from_config", "recipe_text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +33,18 @@ class RecipeQuestion:
     prompt_tokens: int | None
     """Mean measured from rollouts; None where there are none."""
     note: str
+    share_prompts: bool | None = None
+    """``trainer.share_prompts``, where the recipe says it; None: as is faster."""
 
 
-def question_from_config(config: Mapping[str, Any], run_dir: Path | None = None) -> RecipeQuestion:
+def question_from_config(
+    config: Mapping[str, Any], run_dir: Path | None = None, *, written: Mapping[str, Any] | None = None
+) -> RecipeQuestion:
     """The planner's question out of a configuration's plain values.
 
     Args:
         config: Nested as in a recipe, with defaults filled in.
+        written: The same without them.
         run_dir: A run's folder, whose rollouts then give the lengths of prompts and responses.
     """
     try:
@@ -67,6 +74,7 @@ def question_from_config(config: Mapping[str, Any], run_dir: Path | None = None)
         response=response,
         prompt_tokens=prompt_tokens,
         note=note,
+        share_prompts=(written or {}).get("trainer", {}).get("share_prompts"),
     )
 
 
@@ -107,7 +115,6 @@ def plan_settings(
     shared = plan.system != "separate"
     dtype = "float32" if cpu else "bfloat16"
     quantized = g.layout.precision != hardware.device.train_precision
-    sequence = work.prompt_tokens + work.lengths.mean
     one = shared and cpu  # on CPU cores one process does the work of all planned replicas
     together = g.replicas if one else 1
     own, rest = (plan.devices, plan.devices) if shared else (1, t.threads)
@@ -146,10 +153,22 @@ def plan_settings(
             "ep": t.ep,
             "dtype": dtype,
             **filling,
-            "max_tokens_per_microbatch": max(1, round(t.micro_batch * sequence)),
+            "max_tokens_per_microbatch": budget_of(t, work),
+            "share_prompts": t.share_prompts,
             "activation_checkpointing": "full" if t.recompute else "none",
         },
     }
+
+
+def budget_of(trainer: TrainerLayout, work: GeneratorDemand) -> int:
+    """``trainer.max_tokens_per_microbatch`` of a planned trainer."""
+    demand = TrainerDemand(
+        lengths=work.lengths,
+        prompt_tokens=work.prompt_tokens,
+        sequences=work.total_sequences,
+        group_size=work.group_size,
+    )
+    return demand.budget(trainer)
 
 
 def _cache_bytes(plan: Plan) -> float:

@@ -27,8 +27,10 @@ from llamarl.planner.choices import (
     micro_batches,
     powers,
     replicas_of,
+    sharing_choices,
     slot_counts,
     trainer_choices,
+    trainer_demand,
 )
 from llamarl.planner.cores import PARTS, finished_s, parts_ready, scaled, shares_cores
 from llamarl.planner.fitting import nothing_fits
@@ -37,7 +39,7 @@ from llamarl.planner.hardware import Hardware
 from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.rooflines import GeneratorLayout, pulled_bytes, tensor_parallel_sizes, weight_sync_s
 from llamarl.planner.step_time import max_cycle_mean, reinforcement_learning_graph
-from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime
+from llamarl.planner.training import TrainerLayout, TrainerTime
 
 __all__ = [
     "Plan",
@@ -377,13 +379,8 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
     """
     _check_devices(devices)
     limit = hardware.usable_memory_bytes
-    demand = TrainerDemand(
-        lengths=work.response,
-        prompt_tokens=work.prompt_tokens,
-        sequences=work.sequences,
-        padded=options.common_padded,
-        reference_forward=work.reference_model,
-    )
+    demand = replace(trainer_demand(work), padded=options.common_padded)
+    sharing = sharing_choices(work.model, options, work.group_size) if not options.common_padded else (False,)
     best: tuple[float, TrainerChoice, GeneratorChoice, float] | None = None
     for pp in powers(min(options.common_max_pipeline, work.model.layers)):
         for tp in tensor_parallel_sizes(work.model, devices // pp, runnable=options.runnable):
@@ -405,7 +402,12 @@ def best_common(hardware: Hardware, work: Workload, options: Options, devices: i
                     padded=options.common_padded,
                 )
                 generators.append(generator_choice(hardware, work.model, layout, asked, copies))
-            for trainer in micro_batches(hardware, work.model, demand, limit, shape):
+            trainers = (
+                trainer
+                for share in sharing
+                for trainer in micro_batches(hardware, work.model, demand, limit, replace(shape, share_prompts=share))
+            )
+            for trainer in trainers:
                 for generator in generators:
                     if _common_bytes(trainer.memory, generator.memory, options.common_release_cache) > limit:
                         continue

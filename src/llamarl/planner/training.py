@@ -14,7 +14,9 @@ from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths
 from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.rooflines import all_reduce_s, exchange_s, gather_s, matmul_s
+from llamarl.planner.shared_prompts import SharedRows, microbatch_tokens, shared_rows
 from llamarl.planner.stage_memory import stage_memory, stages_of
+from llamarl.trainer.packing import SIMILAR
 
 __all__ = [
     "RUNNABLE_LOGIT_ROWS",
@@ -23,6 +25,7 @@ __all__ = [
     "TrainerTime",
     "expert_copies",
     "kept_bytes",
+    "kept_with_shared_prompts",
     "routed_bytes",
     "routed_rows",
     "trainer_memory",
@@ -60,6 +63,8 @@ class TrainerLayout:
     """Ranks over which each micro-batch's tokens are cut (Ulysses); parameters are sharded over them as well."""
     ep: int = 1
     """Of the ``shards``, neighbours that have different experts, to which tokens travel (``trainer.ep``)."""
+    share_prompts: bool = False
+    """A group's prompt is computed once for all of its responses in a micro-batch (``trainer.share_prompts``)."""
 
     @property
     def devices(self) -> int:
@@ -90,6 +95,8 @@ class TrainerDemand:
     sequences: int
     together: int = 1
     """Sequences of a group, which stay on one data rank."""
+    group_size: int = 1
+    """Responses to one prompt, which may be computed once for them."""
     padded: bool = False
     """Every sequence is filled up to the longest instead of packed."""
     reference_forward: bool = False
@@ -110,6 +117,30 @@ class TrainerDemand:
             return self.mean_tokens**2
         p = self.prompt_tokens
         return p * p + 2.0 * p * self.lengths.mean + self.lengths.second_moment
+
+    @property
+    def trained_tokens(self) -> float:
+        """Tokens of a sequence whose log-probs are asked for, on average."""
+        return float(self.lengths.limit) if self.padded else self.lengths.mean
+
+    def budget(self, layout: TrainerLayout) -> int:
+        """``trainer.max_tokens_per_microbatch`` of ``layout.micro_batch`` sequences of mean length."""
+        sharing = self.group_size if layout.share_prompts else 1
+        return max(1, round(microbatch_tokens(layout.micro_batch, self.prompt_tokens, self.lengths.mean, sharing)))
+
+    def shared_rows(self, layout: TrainerLayout) -> SharedRows | None:
+        """Of a sequence in such micro-batches; None where each has its own prompt."""
+        if not layout.share_prompts:
+            return None
+        return shared_rows(self.lengths, self.prompt_tokens, self.group_size, self.budget(layout))
+
+    def microbatches(self, layout: TrainerLayout) -> int:
+        """That the fullest data rank computes in a tick."""
+        sequences, rows = self.most_of(layout.data_ranks), self.shared_rows(layout)
+        if rows is None:
+            return math.ceil(sequences / layout.micro_batch)
+        tokens = sequences * (rows.prompt_tokens + self.lengths.mean)
+        return min(sequences, math.ceil(tokens / self.budget(layout) - 1e-6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +164,12 @@ class TrainerTime:
 
 
 def _forward_layer_s(
-    hardware: Hardware, model: ModelSpec, tp: int, tokens: float, attended: float, ep: int = 1
+    hardware: Hardware, model: ModelSpec, tp: int, tokens: float, attention_s: float, ep: int = 1
 ) -> float:
     """One layer's forward pass of a micro-batch of ``tokens`` on one rank, collectives not counted.
 
     Args:
-        attended: Sum over the tokens of the context each attends to.
+        attention_s: Of it, what attention takes between its products.
     """
     precision = hardware.device.train_precision
     h = model.hidden
@@ -162,7 +193,7 @@ def _forward_layer_s(
         shared = mlp(tokens, model.shared_expert_intermediate) if model.shared_expert_intermediate else 0.0
         # Grouped kernels run all experts in one launch: at least the FLOPs, at most one product an expert.
         time += (1.0 - dense_share) * (max(routed, min(sparse, 2.0 * routed)) + shared)
-    time += model.attention_flops(1.0) * attended / tp / hardware.attention_rate
+    time += attention_s
     active_width = model.intermediate * dense_share
     if model.experts:
         width = model.experts_per_token * model.expert_intermediate + model.shared_expert_intermediate
@@ -171,25 +202,42 @@ def _forward_layer_s(
     return time + elementwise / hardware.memory_rate
 
 
+def _attention_s(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, demand: TrainerDemand) -> float:
+    """Seconds a sequence and layer that a rank spends on scores and values, on average, in a forward pass.
+
+    Of separate sequences each token attends to half of its own; a prompt that is shared likewise to itself, and its responses, with
+    copies of its keys and values, to whole rectangles.
+    """
+    each, ranks = model.attention_flops(1.0) / hardware.attention_rate, layout.tp * layout.cp
+    rows = demand.shared_rows(layout)
+    if rows is None:
+        return each * demand.mean_squared_tokens / 2.0 / ranks
+    pairs = rows.prompts * demand.prompt_tokens**2 / 2.0 + rows.pairs / hardware.efficiency.masked_attention
+    width = hardware.device.activation_bytes
+    q, kv, kv_masked = _attention_values(model, layout, width)
+    copied = (2.0 * rows.queries * q + rows.keys * (kv + kv_masked)) * 2.0 * width  # read and written
+    return (each * pairs + copied / hardware.memory_rate) / ranks
+
+
 def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, demand: TrainerDemand) -> TrainerTime:
     """Time of one optimizer step over all sequences of a tick."""
     e = hardware.efficiency
-    sequences = demand.most_of(layout.data_ranks)
-    micro_batches = math.ceil(sequences / layout.micro_batch)
-    per_micro = sequences / micro_batches
-    tokens = per_micro * demand.mean_tokens / layout.cp
-    attended = per_micro * demand.mean_squared_tokens / 2.0 / layout.cp
+    sequences, micro_batches = demand.most_of(layout.data_ranks), demand.microbatches(layout)
+    per_micro, rows = sequences / micro_batches, demand.shared_rows(layout)
+    tokens = per_micro * (demand.mean_tokens if rows is None else rows.prompt_tokens + demand.lengths.mean) / layout.cp
     # llamarl's last stage has the whole output layer, and its stages are whole layers; another system may have evened that out.
     stages = [(model.layers / layout.pp, 1.0 / layout.pp)] * layout.pp
     if layout.runnable:
         cut = stages_of(model.layers, layout.pp, micro_batches)
         stages = [(float(stage.layers), float(stage.is_last)) for stage in cut]
 
-    forward = _forward_layer_s(hardware, model, layout.tp, tokens, attended, layout.ep)
+    attention_s = per_micro * _attention_s(hardware, model, layout, demand)
+    forward = _forward_layer_s(hardware, model, layout.tp, tokens, attention_s, layout.ep)
     passes = 3.0 + (1.0 if layout.recompute else 0.0) + (1.0 if demand.reference_forward else 0.0)
     vocabulary = model.vocab / layout.tp
-    head = matmul_s(hardware, tokens, model.hidden, vocabulary)
-    head += tokens * vocabulary * 8.0 / hardware.memory_rate  # log-softmax: fp32 scores, read and written
+    scored = per_micro * demand.trained_tokens / layout.cp if layout.runnable else tokens
+    head = matmul_s(hardware, scored, model.hidden, vocabulary)
+    head += scored * vocabulary * 8.0 / hardware.memory_rate  # log-softmax: fp32 scores, read and written
     head_passes = passes if layout.recompute else 3.0
     host = e.train_layer_overhead_s * passes
     # Two all-reduces a layer and pass; the backward pass is one pass here, though it computes twice as much.
@@ -269,32 +317,65 @@ def _stage_params(model: ModelSpec, layout: TrainerLayout) -> float:
     return model.total_params / layout.tp / layout.pp
 
 
+def _attention_values(model: ModelSpec, layout: TrainerLayout, width: float) -> tuple[float, float, float]:
+    """Numbers a token and layer of queries, of keys and values, and of these as a kernel with a mask takes them: on a GPU a head for each
+    query head. All over the tensor- and context-parallel ranks together, repeated heads counted as often.
+
+    Args:
+        width: Bytes of an activation.
+    """
+    q, kv = float(model.heads * model.head_dim), float(model.kv_values_per_token)
+    if model.kv_lora_rank:  # keys and values of each head, made of the latent ones, are of one width in attention
+        q = float(model.heads * (model.head_dim + model.rope_dim))
+        kv = 2.0 * q
+    elif layout.cp > 1:
+        kv = 2.0 * math.lcm(max(1, model.kv_heads // layout.tp), layout.cp) * model.head_dim * layout.tp
+    return q, kv, kv if width == 4.0 else 2.0 * q
+
+
 def kept_bytes(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
     """Bytes a token that a layer keeps for its backward pass: inputs of its products and norms, and of the gated activation.
 
     Args:
         width: Bytes of an activation.
     """
-    q, kv = float(model.heads * model.head_dim), float(model.kv_values_per_token)
     if not layout.runnable:  # sequence parallelism cuts everything over tp
+        q, kv = float(model.heads * model.head_dim), float(model.kv_values_per_token)
         mlp = float(model.intermediate)
         if model.experts:
             mlp = model.experts_per_token * model.expert_intermediate + model.shared_expert_intermediate
         return (4.0 * model.hidden + 2.0 * q + kv + 4.0 * mlp) * width / layout.tp
-    norm = 4.0 + 2.0 * width  # its input in float32, the same normalized, and scaled for the products
-    if model.kv_lora_rank:  # keys and values of each head, made of the latent ones, are of one width in attention
-        q = float(model.heads * (model.head_dim + model.rope_dim))
-        kv = 2.0 * q
-    elif layout.cp > 1:
-        kv = 2.0 * math.lcm(max(1, model.kv_heads // layout.tp), layout.cp) * model.head_dim * layout.tp
+    q, kv, _ = _attention_values(model, layout, width)
     # The output of attention is copied into the order of the rows where ranks exchange it, or a CPU has padded it.
     outputs = 2.0 if layout.cp > 1 or width == 4.0 else 1.0
-    heads = q * (1.0 + outputs) + kv
+    return _kept_outside(model, layout, width) + (q * (1.0 + outputs) + kv) * width / layout.tp
+
+
+def _kept_outside(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
+    """Of ``kept_bytes``, what scores and values of attention do not keep."""
+    norm = 4.0 + 2.0 * width  # its input in float32, the same normalized, and scaled for the products
+    q, kv, _ = _attention_values(model, layout, width)
     head_norms = (q + kv / 2.0) * (4.0 + width) if model.qk_norm else 0.0
     sparse = model.sparse_layers / model.layers
     mlp = (1.0 - sparse) * model.intermediate + sparse * model.shared_expert_intermediate
-    kept = 2.0 * model.hidden * norm + ((heads + 4.0 * mlp) * width + head_norms) / layout.tp
+    kept = 2.0 * model.hidden * norm + (4.0 * mlp * width + head_norms) / layout.tp
     return kept + sparse * routed_bytes(model, layout, width)
+
+
+def kept_with_shared_prompts(
+    model: ModelSpec, layout: TrainerLayout, width: float, *, tokens: float, rows: SharedRows
+) -> float:
+    """Bytes that a layer of llamarl's trainer keeps of a micro-batch whose prompts are shared, on one rank.
+
+    Args:
+        width: Bytes of an activation.
+        tokens: Of the micro-batch, over its context-parallel ranks.
+        rows: Of the whole micro-batch.
+    """
+    q, kv, kv_masked = _attention_values(model, layout, width)
+    inside = rows.prompt_tokens * (2.0 * q + kv) + rows.queries * 2.0 * q + rows.keys * kv_masked + tokens * q
+    cut = (tokens * _kept_outside(model, layout, width) + inside * width / layout.tp) / layout.cp
+    return cut + rows.masks * width  # each rank has masks of all tokens for its heads
 
 
 def routed_rows(model: ModelSpec, layout: TrainerLayout) -> float:
@@ -319,10 +400,17 @@ def trainer_memory(
     width = hardware.device.activation_bytes
     sequences = demand.most_of(layout.data_ranks)
     per_micro = min(layout.micro_batch, sequences)
-    # A micro-batch holds at least the longest sequence whole.
-    tokens = max(per_micro * demand.mean_tokens, float(demand.prompt_tokens + demand.lengths.limit)) / layout.cp
-    micro_batches = math.ceil(sequences / layout.micro_batch)
-    layer = tokens * kept_bytes(model, layout, width)
+    longest = float(demand.prompt_tokens + demand.lengths.limit)
+    rows = demand.shared_rows(layout)
+    budget = per_micro * demand.mean_tokens if rows is None else float(demand.budget(layout))
+    tokens = max(budget, longest) / layout.cp  # a micro-batch holds at least the longest sequence whole
+    micro_batches = demand.microbatches(layout)
+    if rows is None:
+        layer, masks = tokens * kept_bytes(model, layout, width), 0.0
+    else:
+        fullest = _fullest(rows, demand, budget)
+        layer = kept_with_shared_prompts(model, layout, width, tokens=tokens * layout.cp, rows=fullest)
+        masks = fullest.masks  # once more as single bytes, for all layers
     if layout.runnable:
         trained = max(per_micro * demand.lengths.mean, float(demand.lengths.limit)) / layout.cp
         every = []
@@ -334,6 +422,7 @@ def trainer_memory(
                 logit_rows=RUNNABLE_LOGIT_ROWS, layer_bytes=layer, recompute=layout.recompute, width=width,
                 routed_rows=routed_rows(model, layout),
             )  # fmt: skip
+            parts["activations"] += masks
             every.append(_at_once(parts, layout))
         return max(every, key=lambda parts: sum(parts.values()))
     stage_params = _stage_params(model, layout)
@@ -348,6 +437,21 @@ def trainer_memory(
     parts["activations"] = kept * min(layout.pp, micro_batches)
     parts["logits"] = min(tokens, 4096.0) * model.vocab / layout.tp * 8.0  # log-probs are made in chunks of tokens
     return _at_once(parts, layout)
+
+
+def _fullest(rows: SharedRows, demand: TrainerDemand, budget: float) -> SharedRows:
+    """Of the micro-batch that has the longest response, and others of mean length as far as the budget goes."""
+    p, limit = demand.prompt_tokens, demand.lengths.limit
+    others = max(0.0, budget - p - limit) / (rows.prompt_tokens + demand.lengths.mean)
+    alike = limit * SIMILAR <= demand.lengths.mean  # all in one padded batch, which has one mask
+    return SharedRows(
+        prompts=1.0 + others * rows.prompts,
+        prompt_tokens=p + others * rows.prompt_tokens,
+        queries=limit + others * rows.queries,
+        keys=p + limit + others * rows.keys,
+        pairs=limit * (p + limit) + others * rows.pairs,
+        masks=limit * (p + limit) + (0.0 if alike else others * rows.masks),
+    )
 
 
 def _state(held_params: float, width: float, demand: TrainerDemand) -> dict[str, float]:

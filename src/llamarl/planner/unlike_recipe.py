@@ -10,6 +10,7 @@ from typing import Any
 from llamarl.errors import PlanError
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.over_hosts import most_on_a_host
+from llamarl.planner.recipe import budget_of
 from llamarl.planner.unlike import Share, UnlikePlan
 
 __all__ = ["ON_GPUS", "replica_tables", "share_numbers", "unlike_settings"]
@@ -87,7 +88,8 @@ def unlike_settings(
             "cp": t.cp,
             "ep": t.ep,
             "dtype": "bfloat16",
-            "max_tokens_per_microbatch": max(1, round(t.micro_batch * (work.prompt_tokens + work.lengths.mean))),
+            "max_tokens_per_microbatch": budget_of(t, work),
+            "share_prompts": t.share_prompts,
             "activation_checkpointing": "full" if t.recompute else "none",
         },
     }

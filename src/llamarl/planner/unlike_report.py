@@ -11,7 +11,7 @@ from typing import Any
 from llamarl.planner.choices import Options, Workload
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.idle import idle_of_kinds, spare_of
-from llamarl.planner.plan_report import seconds_text, system_title, table_lines
+from llamarl.planner.plan_report import prompts_text, seconds_text, system_title, table_lines
 from llamarl.planner.recipe import plan_settings
 from llamarl.planner.replica_times import Pool
 from llamarl.planner.search import Plan
@@ -75,7 +75,7 @@ def unlike_text(plans: Sequence[UnlikePlan], pools: Sequence[Pool], work: Worklo
         else f"* staleness {best.max_staleness}",
     ]
     lines.append(
-        f"  trainer    {_trainer(best)}: micro-batch {plural(best.trainer.layout.micro_batch, 'sequence')} a rank"
+        f"  trainer    {_trainer(best)}: micro-batch {plural(best.trainer.layout.micro_batch, 'sequence')} a rank, {prompts_text(best.trainer)}"
     )
     for share in best.shares:
         rollouts = "partial rollouts" if share.choice.demand.partial else "whole batches"

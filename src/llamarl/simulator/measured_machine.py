@@ -53,8 +53,14 @@ def machine_of_run(config: RunConfig, found: RecipeCalibration) -> Hardware:
     sequences = config.schedule.prompts_per_step * config.generator.group_size
     kind = _plainest_kind(config)
     own = config.generator.as_of_kind(kind)
-    generator, trainer = replica_layout(own, base), trainer_layout(config, costs.prompt_tokens + lengths.mean)
-    demand = TrainerDemand(lengths=lengths, prompt_tokens=costs.prompt_tokens, sequences=sequences)
+    generator = replica_layout(own, base)
+    trainer = trainer_layout(config, model, prompt_tokens=costs.prompt_tokens, response_tokens=lengths.mean)
+    demand = TrainerDemand(
+        lengths=lengths,
+        prompt_tokens=costs.prompt_tokens,
+        sequences=sequences,
+        group_size=config.generator.group_size,
+    )
     speed = core_rate(threads["trainer"])
     tick_s, batch_s = costs.trainer.tick_s * speed, costs.trainer.token_s * sequences * demand.mean_tokens * speed
     if batch_s == 0.0:

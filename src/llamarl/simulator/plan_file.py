@@ -36,6 +36,7 @@ class _Options(_Part):
     max_segments: PositiveInt
     max_pipeline: PositiveInt
     runnable: bool
+    share_prompts: bool | None = None
 
 
 class _Plan(_Part):

@@ -10,13 +10,15 @@ from typing import Any
 from llamarl.config import RunConfig
 from llamarl.errors import PlanError
 from llamarl.executors.config import GeneratorConfig
-from llamarl.planner.choices import Options, Workload
+from llamarl.planner.choices import Options, Workload, trainer_demand
 from llamarl.planner.cores import core_rate
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths, grouped, read_lengths
+from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.rooflines import GeneratorLayout, weight_syncs_s
 from llamarl.planner.search import Plan
-from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime, trainer_tick
+from llamarl.planner.shared_prompts import sequences_within
+from llamarl.planner.training import TrainerLayout, TrainerTime, trainer_tick
 from llamarl.simulator.calibrate import RecipeCalibration, settled_threads
 from llamarl.simulator.fitted_costs import FittedCosts
 from llamarl.simulator.scenario import ReplicaKind, Scenario, weights_policy
@@ -95,20 +97,25 @@ def replica_layout(generator: GeneratorConfig, hardware: Hardware) -> GeneratorL
     return GeneratorLayout(generator.tp, generator.pp, precision, runnable=True, cp=generator.cp)
 
 
-def trainer_layout(config: RunConfig, mean_tokens: float) -> TrainerLayout:
+def trainer_layout(
+    config: RunConfig, model: ModelSpec, *, prompt_tokens: float, response_tokens: float
+) -> TrainerLayout:
     """The recipe's trainer, as the rooflines take it.
 
     Args:
-        mean_tokens: Of a sequence, prompt included.
+        prompt_tokens, response_tokens: Of a sequence, on average.
     """
     t = config.trainer
+    share = t.share_prompts and model.shares_prompts
+    together = config.generator.group_size if share else 1
     return TrainerLayout(
         tp=t.tp,
         pp=t.pp,
         fsdp=t.fsdp,
         cp=t.cp,
         ep=t.ep,
-        micro_batch=max(1, round(t.max_tokens_per_microbatch / mean_tokens)),
+        micro_batch=sequences_within(t.max_tokens_per_microbatch, prompt_tokens, response_tokens, together),
+        share_prompts=share,
         recompute=t.activation_checkpointing != "none",
         runnable=True,
     )
@@ -125,13 +132,8 @@ def scenario_from_recipe(
     g, t = config.generator, config.trainer
     sections = _sections(config)
     layouts = [replica_layout(own, hardware) for own in sections]
-    trainer = trainer_layout(config, work.prompt_tokens + work.response.mean)
-    demand = TrainerDemand(
-        lengths=work.response,
-        prompt_tokens=work.prompt_tokens,
-        sequences=work.sequences,
-        together=work.group_size,
-    )
+    trainer = trainer_layout(config, work.model, prompt_tokens=work.prompt_tokens, response_tokens=work.response.mean)
+    demand = trainer_demand(work, together=work.group_size)
     cost = _trainer_cost(trainer_tick(hardware, work.model, trainer, demand), work.tokens)
     speed = core_rate(threads["trainer"])
     generators = [

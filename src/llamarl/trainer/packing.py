@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["balance", "for_several_at_once", "pack", "shared_units"]
+__all__ = ["SIMILAR", "balance", "for_several_at_once", "pack", "shared_units", "similar_responses"]
+
+SIMILAR = 0.8
+"""A padded batch holds responses at least this long relative to its longest."""
+_SMALL_GAP = 16
+"""Tokens of padding that are always cheaper than another kernel call."""
 
 
 def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -83,6 +88,23 @@ def shared_units(
             units.append([i])
             used = prompt_lengths[i] + length
     return units
+
+
+def similar_responses(responses: Sequence[tuple[int, int, int, int]]) -> list[list[tuple[int, int, int, int]]]:
+    """Which responses share a padded batch in attention: those of one prompt length and similar lengths, the longest first.
+
+    Args:
+        responses: (prompt tokens, own tokens, row of the prompt, row of the response) of each.
+    """
+    batches: list[list[tuple[int, int, int, int]]] = []
+    for response in sorted(responses, key=lambda r: (-r[0], -r[1], r[3])):
+        if batches and batches[-1][0][0] == response[0]:
+            longest = batches[-1][0][1]
+            if response[1] >= SIMILAR * longest or longest - response[1] <= _SMALL_GAP:
+                batches[-1].append(response)
+                continue
+        batches.append([response])
+    return batches
 
 
 def for_several_at_once(

@@ -11,7 +11,6 @@ result is that of separate sequences, to rounding. Layers with a sliding window 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,11 +27,9 @@ from llamarl.models.attention import (
     packed_attention_forward,
 )
 from llamarl.models.transfer import to_device
+from llamarl.trainer.packing import similar_responses
 
 __all__ = ["SharedPrompts", "can_share_prompts", "shared_prompt_attention"]
-
-_MAX_LENGTH_RATIO = 0.8  # a padded batch holds responses at least this long relative to its longest
-_SMALL_GAP = 16  # tokens of padding that are always cheaper than another kernel call
 
 
 def can_share_prompts(config: PretrainedConfig) -> bool:
@@ -106,7 +103,7 @@ class SharedPrompts:
                     start += n
                 row = start
             buckets, order = [], list(prompt_rows)
-            for members in _similar(responses):
+            for members in similar_responses(responses):
                 prompt_length, length = members[0][0], members[0][1]
                 tokens = torch.cat([torch.arange(start, start + n) for _, n, _, start in members])
                 slots = torch.cat([i * length + torch.arange(n) for i, (_, n, _, _) in enumerate(members)])
@@ -139,19 +136,6 @@ class SharedPrompts:
             own = torch.ones(length, length, dtype=torch.bool, device=device).tril()
             self._cache[shape] = torch.cat([own.new_ones(length, prompt_length), own], dim=1)
         return self._cache[shape]
-
-
-def _similar(responses: Sequence[tuple[int, int, int, int]]) -> list[list[tuple[int, int, int, int]]]:
-    """Split (prompt length, length, ...) into lists of one prompt length and similar lengths, the longest first."""
-    buckets: list[list[tuple[int, int, int, int]]] = []
-    for response in sorted(responses, key=lambda r: (-r[0], -r[1], r[3])):
-        if buckets and buckets[-1][0][0] == response[0]:
-            longest = buckets[-1][0][1]
-            if response[1] >= _MAX_LENGTH_RATIO * longest or longest - response[1] <= _SMALL_GAP:
-                buckets[-1].append(response)
-                continue
-        buckets.append([response])
-    return buckets
 
 
 def shared_prompt_attention(

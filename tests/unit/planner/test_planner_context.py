@@ -35,9 +35,19 @@ from llamarl.planner.rooflines import (
 )
 from llamarl.planner.runnable import why_not_run
 from llamarl.planner.search import best_separate
-from llamarl.planner.training import TrainerDemand, TrainerLayout, kept_bytes, trainer_memory, trainer_tick
+from llamarl.planner.shared_prompts import SharedRows
+from llamarl.planner.training import (
+    TrainerDemand,
+    TrainerLayout,
+    kept_bytes,
+    kept_with_shared_prompts,
+    trainer_memory,
+    trainer_tick,
+)
 from llamarl.trainer import shared_prompts
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, ContextRanks, RowOverRanks
+from llamarl.trainer.packing import similar_responses
+from llamarl.trainer.shared_prompts import SharedPrompts
 
 H100 = find_hardware("h100")
 PROMPT, RESPONSE = 1024, 130_048
@@ -56,13 +66,19 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., float]]:
 
     def fused(
         query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False
-    ) -> Tensor:  # a CPU would compute bfloat16 in float32, and keep that
-        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=True)
+    ) -> Tensor:  # a CPU would compute bfloat16 in float32, and keep that; a GPU repeats heads for a kernel with a mask
+        if mask is not None:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, attn_mask=mask, scale=scale, enable_gqa=mask is None
+        )
 
     monkeypatch.setattr(attention, "fused_attention", fused)
     monkeypatch.setattr(shared_prompts, "fused_attention", fused)
 
-    def count(name: str, tokens: int, *, cp: int = 1, tp: int = 1) -> float:
+    def count(
+        name: str, tokens: int, *, cp: int = 1, tp: int = 1, units: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    ) -> float:
         dist.init_process_group("fake", rank=0, world_size=cp * tp, store=FakeStore())
         layout = make_layout(fsdp=1, tp=tp, cp=cp, device="cpu")
         config = AutoConfig.for_model(**{**find_config(name)[1], "num_hidden_layers": 2, "layer_types": None})
@@ -88,7 +104,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., float]]:
 
             for layer in model.model.layers:
                 layer.register_forward_hook(end)
-            packed, ranks = PackedSequences.of([0, tokens]), ContextRanks.of(layout)
+            packed, ranks = SharedPrompts(units) if units else PackedSequences.of([0, tokens]), ContextRanks.of(layout)
             row = packed if ranks is None else RowOverRanks(packed, ranks)
             n = -(-tokens // cp)
             with attending(row), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -111,6 +127,29 @@ def test_a_layer_keeps_what_the_planner_says(counted: Callable[..., float], name
     layout = TrainerLayout(tp=tp, cp=cp, runnable=True)
     forecast = kept_bytes(find_model(name), layout, 2.0) * tokens / cp
     assert counted(name, tokens, cp=cp, tp=tp) == pytest.approx(forecast, rel=0.05)
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (1, 8), (2, 2)])
+@pytest.mark.parametrize(("prompt", "responses"), [(1024, [512] * 8), (128, [2048, 2000, 900, 800])])
+def test_a_layer_keeps_what_the_planner_says_of_shared_prompts(
+    counted: Callable[..., float], prompt: int, responses: list[int], cp: int, tp: int
+) -> None:
+    """Prompts copied for each response, heads repeated, masks: the second case has two batches of two."""
+    batches = similar_responses([(prompt, length, 0, i) for i, length in enumerate(responses)])
+    padded = [(len(batch), batch[0][1]) for batch in batches]
+    rows = SharedRows(
+        prompts=1,
+        prompt_tokens=prompt,
+        queries=sum(n * longest for n, longest in padded),
+        keys=sum(n * (prompt + longest) for n, longest in padded),
+        pairs=0,
+        masks=sum(longest * (prompt + longest) for _, longest in padded),
+    )
+    tokens = prompt + sum(responses)
+    layout = TrainerLayout(tp=tp, cp=cp, runnable=True, share_prompts=True)
+    forecast = kept_with_shared_prompts(find_model(MODEL), layout, 2.0, tokens=tokens, rows=rows)
+    kept = counted(MODEL, tokens, cp=cp, tp=tp, units=((prompt, tuple(responses)),))
+    assert kept == pytest.approx(forecast, rel=0.06)
 
 
 def test_128k_tokens_fit_where_the_plan_cuts_rows_and_not_elsewhere(counted: Callable[..., float]) -> None:

@@ -84,7 +84,7 @@ def test_a_filling_trainer_leaves_no_micro_batch_without_a_thread() -> None:
     assert found and max(choice.layout.micro_batch for choice in found) == 16  # of 32 sequences
     for choice in found:
         assert (choice.layout.threads, choice.layout.at_once) == (2, 2)
-        demand = TrainerDemand(lengths=WORK.response, prompt_tokens=50, sequences=32)
+        demand = TrainerDemand(lengths=WORK.response, prompt_tokens=50, sequences=32, group_size=4)
         core_s = trainer_tick(machine(2), WORK.model, choice.layout, demand).total_s
         assert choice.time.total_s == pytest.approx(core_s / core_rate(2))
         assert choice.core_s == pytest.approx(core_s / SIDE_BY_SIDE)
