@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.plan_files import refuse_to_replace, write_settings
 from llamarl.cli.plan_hosts import ASKED, hosts_asked, is_inventory, pools_of, read_inventory
-from llamarl.cli.plan_recipe import NEEDS_FOLDER, model_folder, write_plan
+from llamarl.cli.plan_recipe import NEEDS_FOLDER, Written, choose_written, model_folder, write_plan
 from llamarl.cli.plan_unlike import run_unlike
 from llamarl.cli.questions import (
     add_devices,
@@ -121,6 +121,12 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         default=1,
         help="largest pipeline size to try (1; a generator that fits nowhere else may get more)",
     )
+    how.add_argument(
+        "--system",
+        choices=("separate", "in-turns"),
+        help="recommend, and write, a plan with devices of its own for each role, or with both roles in turns on all of them "
+        "(default: whichever is faster)",
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
     out.add_argument(
@@ -130,7 +136,10 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     )
     out.add_argument("--picture", type=Path, metavar="OUT.png", help="time and memory bars (needs matplotlib)")
     out.add_argument(
-        "--recipe", type=Path, metavar="OUT.toml", help="write the recipe of the best plan that llamarl train runs"
+        "--recipe",
+        type=Path,
+        metavar="OUT.toml",
+        help="write the recipe of the plan marked *, or, if llamarl train does not run that, of the best that it runs",
     )
 
 
@@ -158,6 +167,10 @@ def run(args: argparse.Namespace) -> int:
     hosts = _host_names(args, config)
     hardware = _with_link(alike or _hardware(args), args.link)
     measured = _measured(args, hardware)
+    if measured:
+        refuse_flags(
+            args, "--system", because="what was measured here names each schedule; --staleness chooses among them"
+        )
     if measured and question:
         question = measured.question(question)
     work = workload_of(args, model_path, question, reference_model=args.reference_model)
@@ -177,17 +190,19 @@ def run(args: argparse.Namespace) -> int:
     plans, options, unrunnable = _search(
         hardware, work, options, devices, staleness_levels(args.staleness or "0,1,2,4")
     )
-    chosen = recommend(plans)
+    chosen = recommend(_of_system(plans, args.system))
     reasons = [unrunnable] if unrunnable else []
     unrunnable = "; ".join([*reasons, *why_not_run(chosen, work.model)]) or None
     if args.picture:
         save_picture(plans, args.picture, f"{work.model.name} on {devices} x {hardware.device.title}")
+    written: Written | None = None
     if args.recipe and measured:
         write_settings(args.recipe, config or {}, *measured.recipe())
     elif args.recipe:
         if reasons:
             raise PlanError(f"--recipe: {reasons[0]}")
-        _write_recipe(args.recipe, plans, config, model_path, work.model, hardware, options, hosts)
+        written = choose_written(_of_system(plans, args.system), chosen, work.model, hardware, config)
+        write_plan(args.recipe, written.plan, config, model_path, work.model, hardware, options, hosts)
     ranks, uncounted = None, None
     if args.every_rank and not (chosen.trainer.layout.runnable and chosen.generator.layout.runnable):
         uncounted = (
@@ -199,13 +214,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         report = report_json(plans, chosen, work, hardware, price, model_path=_absolute(model_path), options=options)
         report |= {"measured": measured.as_json() if measured else None, "unrunnable": unrunnable, "hosts": hosts}
+        if written:
+            report["written"] = {"plan": plans.index(written.plan), "why": written.why}
         if ranks is not None:
             report["every_rank"] = ranks.as_json()
         elif uncounted:
             report["every_rank"] = {"uncounted": uncounted}
         print(json.dumps(report, indent=1))
     else:
-        print(report_text(plans, chosen, work, hardware, price, options=options))
+        print(report_text(plans, chosen, work, hardware, price, options=options, among=_AMONG[args.system]))
         for line in _host_lines(chosen, hardware, hosts, args.link):
             print(line)
         if unrunnable:
@@ -222,8 +239,30 @@ def run(args: argparse.Namespace) -> int:
             print(f"  to do      {NEEDS_FOLDER.format(shape=model_path)}")
         for path in filter(None, (args.picture, args.recipe)):
             what = f" ({measured.chosen.name})" if measured and path is args.recipe else ""
+            if written and path is args.recipe:
+                what = f": {written.why}"
             print(f"  wrote      {path}{what}")
     return 0
+
+
+_AMONG = {
+    None: "",
+    "separate": " with devices of its own for each role, as --system asks",
+    "in-turns": " with both roles in turns, as --system asks",
+}
+
+
+def _of_system(plans: Sequence[Plan], asked: str | None) -> list[Plan]:
+    """Those among which one is recommended.
+
+    Raises:
+        PlanError: None of that kind fits.
+    """
+    found = [plan for plan in plans if asked is None or (plan.system == "separate") == (asked == "separate")]
+    if not found:
+        other = "in-turns" if asked == "separate" else "separate"
+        raise PlanError(f"--system {asked}: no such plan fits these devices; leave it out, or ask for {other}")
+    return found
 
 
 def _inventory(args: argparse.Namespace, config: dict[str, Any] | None) -> tuple[list[Pool], dict[str, list[str]]]:
@@ -418,24 +457,3 @@ def _measured(args: argparse.Namespace, hardware: Hardware) -> MeasuredSchedules
         log=to_stderr,
         **limits,
     )
-
-
-def _write_recipe(
-    path: Path,
-    plans: list[Plan],
-    config: dict[str, Any] | None,
-    model_path: str,
-    model: ModelSpec,
-    hardware: Hardware,
-    options: Options,
-    hosts: Sequence[str] = (),
-) -> None:
-    from llamarl.planner.search import recommend
-
-    cpu = hardware.device.train_precision == "fp32"
-    runnable = [plan for plan in plans if plan.system == "separate" or (cpu and plan.system == "resharding")]
-    runnable = runnable or [plan for plan in plans if plan.system == "resharding"]  # a lone device
-    if not runnable:
-        raise PlanError("a recipe needs a plan with a layout for each role, and none fits: give more devices")
-    plan = recommend(runnable)
-    write_plan(path, plan, config, model_path, model, hardware, options, hosts)

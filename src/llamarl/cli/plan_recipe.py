@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from llamarl.planner.model_spec import ModelSpec
     from llamarl.planner.search import Plan
 
-__all__ = ["NEEDS_FOLDER", "model_folder", "write_plan"]
+__all__ = ["NEEDS_FOLDER", "Written", "choose_written", "model_folder", "write_plan"]
 
 NEEDS_FOLDER = (
     "{shape} is a shape without weights: set model.path to the Hugging Face folder that holds them, before training and before a "
@@ -29,6 +30,79 @@ def model_folder(model_path: str) -> str | None:
     if path.is_file():
         return str(path.parent)
     return model_path if path.is_dir() or model_path.startswith("bundled:") else None
+
+
+@dataclass(frozen=True)
+class Written:
+    """The plan whose recipe is written."""
+
+    plan: Plan
+    why: str
+    """Which one that is, and why that one."""
+
+
+def choose_written(
+    plans: Sequence[Plan],
+    recommended: Plan,
+    model: ModelSpec,
+    hardware: Hardware,
+    config: dict[str, Any] | None = None,
+) -> Written:
+    """The recommended plan; where llamarl does not run that, the best of those that it runs.
+
+    Args:
+        plans: To choose from.
+        config: Recipe whose other settings the written one keeps; some forbid turns.
+
+    Raises:
+        PlanError: It runs none of them.
+    """
+    from llamarl.planner.plan_report import seconds_text, system_title
+    from llamarl.planner.runnable import why_not_run
+    from llamarl.planner.search import recommend
+
+    cpu = hardware.device.train_precision == "fp32"
+
+    def against(plan: Plan) -> list[str]:
+        if cpu and plan.system == "common":  # counted as copies of one core each
+            return ["on the cores of a CPU llamarl's roles each have a layout of their own"]
+        reasons = why_not_run(plan, model)
+        if not reasons and config and plan.system != "separate" and (forbidden := _why_not_in_turns(config)):
+            return [f"the recipe's other settings forbid turns: {forbidden}"]
+        return reasons
+
+    runs = [plan for plan in plans if not against(plan)]
+    if not runs:
+        raise PlanError(f"--recipe: llamarl train does not run this plan: {'; '.join(against(recommended))}")
+    plan = recommended if any(plan is recommended for plan in runs) else recommend(runs)
+    title = f"{system_title(plan)}, {seconds_text(plan.step_s)} a step"
+    if plan is not recommended:
+        return Written(
+            plan, f"{title}; not the plan marked *, which llamarl does not run: {'; '.join(against(recommended))}"
+        )
+    others = [other for other in runs if (other.system == "separate") != (plan.system == "separate")]
+    why = f"{title}, the plan marked *"
+    if others:
+        other = recommend(others)
+        flag = "separate" if other.system == "separate" else "in-turns"
+        why += f" (--system {flag}: {system_title(other)}, {seconds_text(other.step_s)} a step)"
+    if plan.system != "separate" and not cpu:
+        why += "; moving a role out of a GPU between the turns has not run on one yet"
+    return Written(plan, why)
+
+
+def _why_not_in_turns(config: dict[str, Any]) -> str:
+    """What else in a recipe keeps generator and trainer from taking turns; empty: nothing."""
+    from llamarl.config import validate
+    from llamarl.errors import ConfigError
+
+    turns = {"colocated": True, "max_staleness": 0, "weights": "exact", "parts": 1}
+    plain = {"schedule": turns, "generator": {"max_segments": 1, "oversubscription": 1.0}}
+    try:
+        validate(merged(config, plain))
+    except ConfigError as error:
+        return str(error) if "schedule.colocated" in str(error) else ""
+    return ""
 
 
 def write_plan(

@@ -81,6 +81,9 @@ def run_unlike(
     pools = pools or parse_pools(args.devices)
     work = workload_of(args, model, question, reference_model=args.reference_model)
     segments = args.max_segments if args.max_segments is not None else question.max_segments if question else 4
+    refuse_flags(
+        args, "--system", because="of several kinds of devices, each alone is planned both ways beside all together"
+    )
     options = options_of(
         args.precision,
         segments,

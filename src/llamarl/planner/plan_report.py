@@ -99,10 +99,12 @@ def report_text(
     price: float | None = None,
     *,
     options: Options | None = None,
+    among: str = "",
 ) -> str:
     """The table of all plans, then the chosen one in detail.
 
     Args:
+        among: Of which plans the chosen one is the best, in words after "within 2% of the fastest"; empty: of all.
         options: What the search might use; None: its defaults.
     """
     model = work.model
@@ -139,7 +141,7 @@ def report_text(
         cost = _cost(plan, price)
         rows.append(row + ([f"{cost:,.4g}"] if cost is not None else []))
     lines += table_lines(rows)
-    lines += ["", *_details(chosen)]
+    lines += ["", *_details(chosen, among)]
     if idle := idle_of(chosen, work, options or Options(), hardware.device.name):
         lines.append(f"  idle       {idle.text()}")
     if spare := spare_of(chosen, work, options or Options(), hardware):
@@ -169,9 +171,9 @@ def prompts_text(trainer: TrainerChoice) -> str:
     return "prompts once a group" if trainer.layout.share_prompts else "prompts with every response"
 
 
-def _details(plan: Plan) -> list[str]:
+def _details(plan: Plan, among: str) -> list[str]:
     t, g = plan.trainer, plan.generator
-    lines = [f"* recommended: {system_title(plan)} (least staleness within 2% of the fastest)"]
+    lines = [f"* recommended: {system_title(plan)} (least staleness within 2% of the fastest{among})"]
     lines.append(f"  binds      {plan.binds}")
     if plan.max_staleness or g.demand.partial:
         lines.append(f"  staleness  of any token at most {plural(plan.token_staleness, 'version')}")
