@@ -23,6 +23,7 @@ from llamarl.planner.rooflines import (
     context_parallel_sizes,
     expert_parallel_sizes,
     tensor_parallel_sizes,
+    token_parallel_sizes,
 )
 from llamarl.planner.training import TrainerDemand, TrainerLayout, TrainerTime, trainer_memory, trainer_tick
 from llamarl.trainer.config import num_at_once
@@ -275,13 +276,18 @@ def generator_choices(
         if found and pp > options.max_pipeline:
             return
         for tp in tensor_parallel_sizes(work.model, devices // pp, runnable=options.runnable):
-            held = devices // (tp * pp)
-            numbers = fewest_of_each_share(units, held) if any_number else (replicas_of(work, options, held),)
-            if any_number and options.even_replicas:
-                numbers = tuple(number for number in numbers if units % number == 0)
-            for replicas, precision in product(numbers, precisions):
+            node = hardware.device.devices_per_node
+            cut = options.runnable and pp == 1 and tp < node and options.whole_groups
+            layouts: list[tuple[int, int, str]] = []
+            for cp in token_parallel_sizes(work.model, tp, min(node, devices)) if cut else [1]:
+                held = devices // (tp * pp * cp)
+                numbers = fewest_of_each_share(units, held) if any_number else (replicas_of(work, options, held),)
+                if any_number and (options.even_replicas or cp > 1):  # no kind of replicas of its own has cp
+                    numbers = tuple(number for number in numbers if units % number == 0)
+                layouts += product([cp], numbers, precisions)
+            for cp, replicas, precision in layouts:
                 share = math.ceil(units / replicas) * of_unit
-                layout = GeneratorLayout(tp, pp, precision, options.captured, options.runnable)
+                layout = GeneratorLayout(tp, pp, precision, options.captured, options.runnable, cp)
                 if weight_bytes(hardware, work.model, layout) > memory_limit:
                     continue
                 best: GeneratorChoice | None = None

@@ -38,7 +38,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class EveryRank:
-    """What each rank of a plan holds and moves. Trainer ranks count (pp, fsdp, cp, tp), generator ranks (replica, pp, tp)."""
+    """What each rank of a plan holds and moves. Trainer ranks count (pp, fsdp, cp, tp), generator ranks (replica, pp, cp, tp)."""
 
     model_bytes: int
     """Of one version, each parameter once."""
@@ -61,7 +61,7 @@ class EveryRank:
     def whole_sums(self) -> Mapping[str, float]:
         """By role: bytes of a version over the ranks of one copy of the model, without those that are held again. The model's,
         unless a parameter was lost or counted twice."""
-        replicas = self.generator_mesh["replica"]
+        replicas = self.generator_mesh["replica"] * self.generator_mesh.get("cp", 1)
         held = {
             "trainer": float(self.trainer["version"].sum()),
             "generator": float(self.generator["received"].sum()) / replicas,
@@ -133,7 +133,7 @@ def count_every_rank(parameters: ModelParameters, plan: Plan, model: ModelSpec, 
     model_bytes = sum(spec.nbytes for spec in parameters.values())
     parameters = parameters.unpacked()
     fsdp = t.data_ranks * t.cp  # parameters are cut over both
-    generator_mesh = {"replica": replicas, "pp": g.pp, "tp": g.tp}
+    generator_mesh = {"replica": replicas, "pp": g.pp, **({"cp": g.cp} if g.cp > 1 else {}), "tp": g.tp}
     held = [_stages(parameters, pp) for pp in (t.pp, g.pp)]
     spread = {name for name in parameters if t.ep > 1 and _is_expert(parameters, name, model)}
     found = []

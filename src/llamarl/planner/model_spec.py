@@ -110,6 +110,8 @@ class ModelSpec:
     """llamarl can cut its layers into pipeline stages; False: ``pp`` is 1 there."""
     quantized_by_llamarl: bool = True
     """llamarl's engine can serve it in int8 and fp8."""
+    rotary_by_length: bool = False
+    """Rotary frequencies follow the longest position of a call, so a row's tokens cannot be cut over ranks."""
     shares_prompts: bool = True
     """Every layer attends to all earlier tokens, with plain scores, so the trainer can compute a group's prompt once."""
     unsupported: str = ""
@@ -325,9 +327,20 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         cut_by_llamarl=why_unsupported(whole, "tensor_parallel") is None,
         staged_by_llamarl=why_unsupported(whole, "pipeline") is None,
         quantized_by_llamarl=why_unsupported(whole, "int8") is None and why_unsupported(whole, "fp8") is None,
+        rotary_by_length=_follows_length(config),
         shares_prompts=_attends_to_all(config, kind),
         unsupported=why_unsupported(whole, "generate") or why_unsupported(whole, "train") or _undecided(whole),
     )
+
+
+def _follows_length(config: Mapping[str, Any]) -> bool:
+    """As ``models.decoder.changes_with_length`` finds it; older files call the same ``rope_scaling`` and ``type``."""
+    ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    tables = (
+        [rope for rope in (ropes, *ropes.values()) if isinstance(rope, Mapping)] if isinstance(ropes, Mapping) else []
+    )
+    kinds = {str(rope.get("rope_type", rope.get("type", ""))) for rope in tables}
+    return any(kind in ("longrope", "su") or "dynamic" in kind for kind in kinds)
 
 
 def _attends_to_all(config: Mapping[str, Any], kind: str) -> bool:

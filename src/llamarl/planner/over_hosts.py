@@ -41,15 +41,19 @@ def place_roles(plan: Plan, hardware: Hardware, hosts: Sequence[str]) -> dict[st
     """
     room, g, t = hardware.device.devices_per_node, plan.generator, plan.trainer.layout
     if plan.system != "separate":
-        share = most_on_a_host(g.devices, g.layout.tp, len(hosts))
+        share = most_on_a_host(g.devices, g.layout.tp * g.layout.cp, len(hosts))
         return {"generator": list(hosts), "trainer": list(hosts)} if share <= room else None
     for first in range(1, len(hosts)):
         for last in range(1, len(hosts) - first + 1):
-            own = (most_on_a_host(g.devices, g.layout.tp, first), most_on_a_host(t.devices, t.tp * t.pp * t.cp, last))
+            own = (
+                most_on_a_host(g.devices, g.layout.tp * g.layout.cp, first),
+                most_on_a_host(t.devices, t.tp * t.pp * t.cp, last),
+            )
             if max(own) <= room:
                 return {"generator": list(hosts[:first]), "trainer": list(hosts[first : first + last])}
     if (
-        most_on_a_host(g.devices, g.layout.tp, len(hosts)) + most_on_a_host(t.devices, t.tp * t.pp * t.cp, len(hosts))
+        most_on_a_host(g.devices, g.layout.tp * g.layout.cp, len(hosts))
+        + most_on_a_host(t.devices, t.tp * t.pp * t.cp, len(hosts))
         <= room
     ):
         return {"generator": list(hosts), "trainer": list(hosts)}

@@ -78,7 +78,8 @@ def _trainer_layout(plan: Plan) -> str:
 
 def _generator_layout(plan: Plan) -> str:
     g = plan.generator.layout
-    return "·".join([f"tp{g.tp}"] + ([f"pp{g.pp}"] if g.pp > 1 else []) + [f"dp{plan.generator.replicas}", g.precision])
+    cuts = [f"{axis}{n}" for axis, n in (("pp", g.pp), ("cp", g.cp)) if n > 1]
+    return "·".join([f"tp{g.tp}", *cuts, f"dp{plan.generator.replicas}", g.precision])
 
 
 NOT_MEASURED = (

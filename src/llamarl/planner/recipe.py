@@ -134,6 +134,7 @@ def plan_settings(
             "dp": 1 if one or not g.is_even else g.replicas,
             "tp": 1 if one else g.layout.tp,
             "pp": g.layout.pp,
+            "cp": g.layout.cp,
             "quantization": g.layout.precision if quantized else "none",
             **threads,
             "sampling": {"max_new_tokens": work.lengths.limit},

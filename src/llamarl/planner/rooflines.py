@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.models.sizes import fitting_sizes, whole_experts
+from llamarl.models.sizes import fitting_sizes, whole_experts, why_key_value_heads_not_shared
 from llamarl.planner.hardware import BYTES_PER_WEIGHT, Hardware
 from llamarl.planner.model_spec import ModelSpec
 from llamarl.planner.stage_memory import stages_of
@@ -34,6 +34,7 @@ __all__ = [
     "pulled_bytes",
     "stage_params",
     "tensor_parallel_sizes",
+    "token_parallel_sizes",
     "weight_sync_s",
     "weight_syncs_s",
 ]
@@ -86,7 +87,21 @@ def context_parallel_sizes(model: ModelSpec, tp: int, limit: int) -> list[int]:
     Args:
         limit: Of ``tp`` times them.
     """
+    if model.rotary_by_length:
+        return [1] if tp <= limit else []
     return [2**i for i in range(limit.bit_length()) if tp * 2**i <= limit and model.heads % (tp * 2**i) == 0]
+
+
+def token_parallel_sizes(model: ModelSpec, tp: int, limit: int) -> list[int]:
+    """Ranks over which llamarl's engine can cut a step's tokens beside ``tp`` (``generator.cp``): powers of two that share the query
+    heads and, in caches, the key-value heads evenly; whole latent ones lie on each.
+
+    Args:
+        limit: Of ``tp`` times them.
+    """
+    sizes = context_parallel_sizes(model, tp, limit)
+    own, heads = model.heads // tp, max(1, model.kv_heads // tp)
+    return [cp for cp in sizes if why_key_value_heads_not_shared(own, heads, cp) is None]
 
 
 def expert_parallel_sizes(model: ModelSpec, tp: int, shards: int) -> list[int]:

@@ -75,6 +75,7 @@ def unlike_settings(
             "max_segments": work.max_segments if work.partial else 1,
             "oversubscription": oversubscription if work.partial else 1.0,
             "dp": 1,
+            "cp": 1,
             "shards": 0,
             "quantization": "none",
             "sampling": {"max_new_tokens": work.lengths.limit},
