@@ -1,10 +1,9 @@
 """Memory of trainer ranks, measured, against the planner's forecast of the same model and layout.
 
-    python benchmarks/memory_forecast.py --json memory_forecast.json       # twenty layouts, minutes on two cores
+    python benchmarks/memory_forecast.py --json memory_forecast.json       # two dozen layouts, minutes on two cores
     python benchmarks/memory_forecast.py --long                            # one sequence of 128k tokens in four layouts, half an hour
 
-Every rank is a process over gloo. A Llama-shaped random model, and one with experts, is trained for three ticks of equal sequences without shared prompts; in the
-third, every tensor's storage is counted from the moment it is made until it is freed (a ``TorchDispatchMode``: what torch allocates,
+Every rank is a process over gloo. A Llama-shaped random model, and one with experts, is trained for three ticks of equal sequences; in the third, every tensor's storage is counted from the moment it is made until it is freed (a ``TorchDispatchMode``: what torch allocates,
 whatever the process's heap does with it). Parameters, gradients and optimizer state are known by name; the rest of the peak (gathered
 layers, activations, logits, what the backward pass needs in between) is compared as one number, and so is the whole peak.
 """
@@ -49,6 +48,8 @@ MODEL = {
     "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 PROMPT, RESPONSE = 32, 96
+GROUP = 2
+"""Responses to a prompt; one where there is one sequence."""
 """Tokens of a sequence."""
 _PATIENCE_S = 3600
 PARTS = ("parameters", "gradients", "optimizer", "working", "sum")
@@ -68,6 +69,14 @@ CASES = [
     TrainerLayout(cp=2, micro_batch=4, recompute=False),
     TrainerLayout(cp=2, tp=2, micro_batch=4),
 ]
+SHARED_CASES = [
+    TrainerLayout(micro_batch=2, recompute=False, share_prompts=True),
+    TrainerLayout(micro_batch=8, recompute=False, share_prompts=True),
+    TrainerLayout(fsdp=2, micro_batch=4, share_prompts=True),
+    TrainerLayout(tp=2, micro_batch=4, recompute=False, share_prompts=True),
+    TrainerLayout(cp=2, micro_batch=8, recompute=False, share_prompts=True),
+]
+"""Whose groups' prompts are computed once."""
 SPARSE = MODEL | {
     "model_type": "qwen3_moe", "moe_intermediate_size": 96, "num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 256,
 }  # fmt: skip
@@ -147,11 +156,16 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size[0]
 
 
+def demand_of(sequences: int, response: int = RESPONSE) -> TrainerDemand:
+    """What the planner is told of such ticks."""
+    return TrainerDemand(lengths=constant(response), prompt_tokens=PROMPT, sequences=sequences, group_size=GROUP)
+
+
 def groups_of(sequences: int, seed: int, response: int = RESPONSE) -> list[Group]:
     """Groups of two equal-length responses with a signal; one sequence is a group without."""
     rng = np.random.default_rng(seed)
     found = []
-    for index in range(-(-sequences // 2)):
+    for index in range(-(-sequences // GROUP)):
         prompt = Prompt(index=index, tokens=rng.integers(3, 4000, PROMPT).astype(np.int32), text="")
         responses = tuple(
             Response(
@@ -165,7 +179,7 @@ def groups_of(sequences: int, seed: int, response: int = RESPONSE) -> list[Group
                 finish_reason="stop",
                 outcome=Score(value=float(sample)),
             )
-            for sample in range(min(2, sequences))
+            for sample in range(min(GROUP, sequences))
         )
         found.append(Group(prompt=prompt, responses=responses))
     return found
@@ -188,8 +202,8 @@ def measure_rank(folder: str, layout: TrainerLayout, sequences: int, response: i
     trainer = Trainer(
         folder,
         TrainerConfig(
-            fsdp=layout.fsdp, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, share_prompts=False, skip_zero_advantage=False, microbatches_at_once=1,
-            max_tokens_per_microbatch=layout.micro_batch * (PROMPT + response),
+            fsdp=layout.fsdp, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, share_prompts=layout.share_prompts, skip_zero_advantage=False, microbatches_at_once=1,
+            max_tokens_per_microbatch=demand_of(sequences, response).budget(layout),
             activation_checkpointing="full" if layout.recompute else "none",
         ),
         OptimizerConfig(lr=1e-3),
@@ -261,7 +275,7 @@ def forecast(
     hardware = find_hardware("h100-sxm")
     device = dataclasses.replace(hardware.device, weight_precisions=("fp32",), matmul_flops={"fp32": 1e12})
     hardware = dataclasses.replace(hardware, device=device)
-    demand = TrainerDemand(lengths=constant(response), prompt_tokens=PROMPT, sequences=sequences)
+    demand = demand_of(sequences, response)
     layout = dataclasses.replace(layout, runnable=True)
     found = dict(trainer_memory(hardware, spec_from_config(config, "small"), layout, demand))
     parts = {name: found.pop(name) for name in ("parameters", "gradients", "optimizer")}
@@ -270,7 +284,7 @@ def forecast(
 
 def name_of(layout: TrainerLayout) -> str:
     axes = " x ".join(f"{a} {getattr(layout, a)}" for a in ("pp", "fsdp", "cp", "ep", "tp") if getattr(layout, a) > 1)
-    return f"{axes or 'one rank'}, {layout.micro_batch} a micro-batch{', recomputed' if layout.recompute else ''}"
+    return f"{axes or 'one rank'}, {layout.micro_batch} a micro-batch{', recomputed' if layout.recompute else ''}{', prompts shared' if layout.share_prompts else ''}"
 
 
 def main() -> None:
@@ -281,7 +295,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     results, claims = [], []
-    cases = [(MODEL, layout) for layout in CASES] + [(SPARSE, layout) for layout in SPARSE_CASES]
+    cases = [(MODEL, layout) for layout in (*CASES, *SHARED_CASES)] + [(SPARSE, layout) for layout in SPARSE_CASES]
     response = RESPONSE
     if args.long:
         cases, response = [(LONG, layout) for layout in LONG_CASES], LONG_RESPONSE
