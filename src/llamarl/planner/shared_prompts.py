@@ -57,8 +57,10 @@ def microbatch_tokens(sequences: float, prompt_tokens: float, response_tokens: f
 def sequences_within(budget: float, prompt_tokens: float, response_tokens: float, sharing: int) -> int:
     """How many responses such a budget holds, at least one: a part of a group, or whole groups."""
     whole = prompt_tokens + sharing * response_tokens
-    if sharing == 1 or budget >= whole:
-        return max(1, sharing * round(budget / whole))
+    if sharing == 1:
+        return max(1, round(budget / whole))
+    if budget > whole - 1.0:  # a budget is a whole number of tokens
+        return sharing * max(1, int((budget + 1.0) / whole))
     return max(1, round((budget - prompt_tokens) / response_tokens))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llamarl.config import validate
 from llamarl.models import attention
 from llamarl.models.attention import PackedSequences, attending
 from llamarl.models.parallel import make_layout
@@ -26,6 +27,7 @@ from llamarl.planner.recipe import plan_settings
 from llamarl.planner.search import best_separate
 from llamarl.planner.shared_prompts import microbatch_tokens, sequences_within, shared_rows
 from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_tick
+from llamarl.simulator.sources import scenario_from_recipe, trainer_layout
 from llamarl.trainer import shared_prompts
 from llamarl.trainer.batch import TrainingSequence, make_microbatch, pack_sequences
 from llamarl.trainer.shared_prompts import SharedPrompts, can_share_prompts
@@ -206,3 +208,23 @@ def test_a_recipe_that_says_so_is_planned_so(setting: str, tmp_path: Path, capsy
     job = "--model Llama-3.1-8B --hardware h100 --devices 8 --staleness 1 --max-segments 1 --prompt-tokens 1024"
     assert plan(f"{recipe} {job} --prompts 16 --group-size 8 --response-tokens 200 --recipe {out}") == 0
     assert tomllib.loads(out.read_text())["trainer"]["share_prompts"] == (setting == "true")
+
+
+def test_a_recipe_is_simulated_with_its_own_setting_and_budget() -> None:
+    """512 and 128 tokens, eight responses: a budget of 4096 holds two whole groups (3,072), or six sequences of their own."""
+    asked = Workload(
+        model=find_model("Llama-3.1-8B"), response=constant(128), prompts_per_step=8, group_size=8, prompt_tokens=512
+    )
+    found = {}
+    for share in (True, False):
+        config = validate({"model": {"path": "m"}, "generator": {"group_size": 8}, "trainer": {"share_prompts": share}})
+        layout = trainer_layout(config, asked.model, prompt_tokens=512, response_tokens=128)
+        assert (layout.share_prompts, layout.micro_batch) == (share, 16 if share else 6)
+        demand = TrainerDemand(lengths=asked.response, prompt_tokens=512, sequences=64, together=8, group_size=8)
+        scenario = scenario_from_recipe(config, asked, H100, {"generator": 1, "trainer": 1})
+        whole = scenario.trainer.tick_s + scenario.trainer.token_s * asked.tokens
+        found[share] = trainer_tick(H100, asked.model, layout, demand).total_s
+        assert whole == pytest.approx(found[share])
+    assert 2.5 < found[False] / found[True] < 640 / 192
+    windows = replace(asked.model, shares_prompts=False)
+    assert not trainer_layout(config, windows, prompt_tokens=512, response_tokens=128).share_prompts
