@@ -22,10 +22,11 @@ def value_loss(estimates: Tensor, returns: Tensor, earlier: Tensor, *, clip: flo
         clip: In units of reward; 0 is off.
 
     Returns:
-        Losses [T], and [T] bool: the clipped error was the larger.
+        Losses [T], and [T] bool: V has moved further than ``clip``, and the clipped error was the larger.
     """
     plain = (estimates - returns).square()
     if not clip:
         return plain / 2, torch.zeros_like(plain, dtype=torch.bool)
-    bounded = (earlier + (estimates - earlier).clamp(-clip, clip) - returns).square()
-    return torch.maximum(plain, bounded) / 2, (bounded > plain).detach()
+    move = estimates - earlier
+    bounded = (earlier + move.clamp(-clip, clip) - returns).square()
+    return torch.maximum(plain, bounded) / 2, ((move.abs() > clip) & (bounded > plain)).detach()

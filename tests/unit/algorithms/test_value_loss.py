@@ -24,3 +24,14 @@ def test_an_estimate_that_moved_too_far_towards_its_return_gets_no_gradient() ->
     assert clipped.tolist() == [True, False, False]
     losses.sum().backward()
     assert v.grad is not None and v.grad.tolist() == [0.0, -1.75, -0.875]
+
+
+def test_estimates_within_the_clip_do_not_count_as_clipped_though_both_errors_are_rounded() -> None:
+    generator = torch.Generator().manual_seed(0)
+    earlier, v = (torch.randn(1000, generator=generator) * scale for scale in (0.03, 0.05))
+    returns = torch.rand(1000, generator=generator)
+    assert float((v - earlier).abs().max()) < 0.5
+    assert (
+        (earlier + (v - earlier) - returns).square() > (v - returns).square()
+    ).any()  # rounding alone makes it larger
+    assert not value_loss(v, returns, earlier, clip=0.5)[1].any()
