@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "tick_schedule",
             "tick_parts",
             "tick_shares",
+            "user_folders",
         }
     ),
     frozenset({"algorithms", "data", "transports"}),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +40,7 @@ from llamarl.models.support import why_unsupported
 from llamarl.trainer.batch import TrainingSequence, make_microbatch
 from llamarl.trainer.building import build_policy
 from llamarl.trainer.shared_prompts import can_share_prompts
+from llamarl.user_folders import cache_folder
 
 __all__ = ["Finding", "check_architecture", "check_generated", "find_differences"]
 
@@ -149,8 +149,7 @@ def _passed_file(config: PretrainedConfig, *asked: bool | str) -> Path:
     for room in ("models", "engine", "trainer", "executors"):
         for file in sorted((Path(llamarl.__file__).parent / room).glob("*.py")):
             digest.update(file.read_bytes())
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "llamarl" / "architectures" / digest.hexdigest()[:32]
+    return cache_folder() / "architectures" / digest.hexdigest()[:32]
 
 
 def check_generated(config: RunConfig) -> None:

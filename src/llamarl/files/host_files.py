@@ -30,6 +30,7 @@ from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes, checksum_fil
 from llamarl.errors import TransferError
 from llamarl.files.below import Below
 from llamarl.files.partial import Partial
+from llamarl.user_folders import cache_folder
 
 __all__ = ["HostFiles", "StandBy", "default_base", "records_from"]
 
@@ -51,8 +52,7 @@ class StandBy:
 
 def default_base() -> Path:
     """Where a host keeps these things unless told otherwise: ``$XDG_CACHE_HOME/llamarl/worker``."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache) / "llamarl" / "worker"
+    return cache_folder() / "worker"
 
 
 class HostFiles:

@@ -18,6 +18,7 @@ from typing import Any
 from llamarl.errors import FileError, PlanError
 from llamarl.planner.hardware import Hardware, hardware_from_dict
 from llamarl.reading import read_object
+from llamarl.user_folders import cache_folder
 
 __all__ = [
     "calibration_path",
@@ -33,8 +34,7 @@ _FORMAT = 1
 
 def calibration_path() -> Path:
     """Where a calibration is kept unless told otherwise."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return Path(cache or os.path.expanduser("~/.cache")) / "llamarl" / "calibration.json"
+    return cache_folder() / "calibration.json"
 
 
 def machine_here() -> dict[str, Any]:
