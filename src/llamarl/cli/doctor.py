@@ -394,9 +394,11 @@ def _reward_workers() -> str:
 
 def _compiled_loops() -> str:
     from llamarl.engine.kernel_library import KernelsUnavailable, build_library
+    from llamarl.engine.kernels import load_kernels
 
     try:
         library = build_library()
+        load_kernels()
     except KernelsUnavailable as error:
         raise RuntimeError(f"engines on the CPU compute with torch alone, some 1.4 times slower: {error}") from None
     return f"{library}"

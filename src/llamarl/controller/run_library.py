@@ -18,7 +18,7 @@ from typing import Any
 from llamarl.checkpoint.platform import platform_facts
 from llamarl.config import RunConfig
 from llamarl.engine.config import EngineConfig
-from llamarl.engine.kernel_library import KernelsUnavailable, build_library, find_compiler, suits
+from llamarl.engine.kernel_library import KernelsUnavailable, build_library, find_compiler, suits, whole
 from llamarl.errors import ConfigError
 from llamarl.models.folders import read_model_config
 from llamarl.models.support import why_unsupported
@@ -78,6 +78,15 @@ def with_library(config: RunConfig, run_dir: Path) -> RunConfig:
     if library is None:
         try:
             built = build_library()
+            if lost := [path.name for path in (run_dir / _FOLDER).glob("*.so") if suits(path)]:
+                same = (
+                    "by the same compiler, so the bits stay"
+                    if built.name in lost
+                    else "by another compiler: bits may differ"
+                )
+                print(
+                    f"llamarl: {run_dir / _FOLDER / lost[0]} is damaged; it is compiled again, {same}", file=sys.stderr
+                )
             (run_dir / _FOLDER).mkdir(exist_ok=True)
             library = run_dir / _FOLDER / built.name
             replace_file(library, built.read_bytes())
@@ -102,9 +111,12 @@ def take_library(source: Path, run_dir: Path) -> None:
 
 
 def _kept(run_dir: Path) -> Path | None:
-    """The library in a run's folder for this kind of processor. One that somebody else put there is not ours to run."""
+    """The library in a run's folder for this kind of processor. One that somebody else put there is not ours to run, and one
+    that was cut off is none."""
     found = sorted(
-        path for path in (run_dir / _FOLDER).glob("*.so") if suits(path) and path.stat().st_uid == os.getuid()
+        path
+        for path in (run_dir / _FOLDER).glob("*.so")
+        if suits(path) and whole(path) and path.stat().st_uid == os.getuid()
     )
     return found[0] if found else None
 

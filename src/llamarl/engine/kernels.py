@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llamarl.engine.kernel_library import KernelsUnavailable, build_library, suits
+from llamarl.engine.kernel_library import KernelsUnavailable, build_library, executable, suits
 
 __all__ = ["Kernels", "load_kernels"]
 
@@ -142,7 +142,7 @@ def load_kernels(dtype: torch.dtype = torch.float32, library: str = "") -> Kerne
         library: File of a run that has one; empty: that of this machine, built if it is not there.
 
     Raises:
-        KernelsUnavailable: No compiler, or it failed; or the library is of another kind of processor.
+        KernelsUnavailable: No compiler, or it failed; or the library is damaged or of another kind of processor.
     """
     return Kernels(_load_library(library or str(build_library())), dtype)
 
@@ -152,7 +152,7 @@ def _load_library(path: str) -> ctypes.CDLL:
     if not suits(Path(path)):
         raise KernelsUnavailable(f"{path} was built for another kind of processor")
     try:
-        return ctypes.CDLL(path)
+        return ctypes.CDLL(str(executable(Path(path))))
     except OSError as error:
         raise KernelsUnavailable(f"the compiled library does not load: {error}") from error
 

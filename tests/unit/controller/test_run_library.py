@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from llamarl.controller.run_library import settled_engines, take_library, with_l
 from llamarl.engine.kernel_library import KernelsUnavailable, suits
 from llamarl.errors import ConfigError
 from llamarl.files.content import paths_in
+
+LOOPS = b"\x7fELF".ljust(0x28, b"\0") + struct.pack("=Q", 64) + bytes(10) + struct.pack("=HHH", 64, 1, 0) + bytes(64)
+"""An ELF header that says: one section of 64 bytes after me; and those."""
 
 
 def _config(*changes: str) -> RunConfig:
@@ -33,7 +37,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a compiler has made."""
     library = tmp_path / "cache" / _file_name()
     library.parent.mkdir()
-    library.write_bytes(b"loops")
+    library.write_bytes(LOOPS)
     monkeypatch.setattr(run_library, "build_library", lambda: library)
     return library
 
@@ -95,14 +99,14 @@ def test_a_run_keeps_the_library_that_it_began_with(built: Path, tmp_path: Path)
     run = tmp_path / "run"
     run.mkdir()
     first = with_library(config, run).generator.engine.library
-    assert Path(first).parent == run / "kernels" and Path(first).read_bytes() == b"loops"
-    built.write_bytes(b"of a newer compiler")
+    assert Path(first).parent == run / "kernels" and Path(first).read_bytes() == LOOPS
+    built.write_bytes(LOOPS + b"of a newer compiler")
     assert with_library(config, run).generator.engine.library == first
-    assert Path(first).read_bytes() == b"loops"
+    assert Path(first).read_bytes() == LOOPS
     repeated = tmp_path / "repeated"
     repeated.mkdir()
     take_library(run, repeated)
-    assert Path(with_library(config, repeated).generator.engine.library).read_bytes() == b"loops"
+    assert Path(with_library(config, repeated).generator.engine.library).read_bytes() == LOOPS
 
 
 def test_a_run_that_has_a_library_needs_no_compiler(
@@ -142,3 +146,16 @@ def test_the_library_travels_to_hosts_like_a_model(built: Path, tmp_path: Path) 
         dataclasses.replace(config.generator.engine, library="")
         == _config("--generator.engine.kernels", "compiled").generator.engine
     )
+
+
+@pytest.mark.parametrize("identity, told", [("a", "by the same compiler"), ("b", "bits may differ")])
+def test_a_damaged_library_of_a_run_is_compiled_again_and_said(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], identity: str, told: str
+) -> None:
+    run = tmp_path / "run"
+    damaged = run / "kernels" / _file_name(identity)
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(LOOPS[:64])
+    library = with_library(_config("--generator.engine.kernels", "compiled"), run).generator.engine.library
+    assert Path(library).read_bytes() == LOOPS
+    assert f"{damaged} is damaged" in (said := capsys.readouterr().err) and told in said
