@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.errors import PlanError
 from llamarl.reading import user_path
+from llamarl.shipped import shipped_or_path
 
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
@@ -35,7 +36,7 @@ examples:
   llamarl plan-sync Llama-3.1-405B --trainer pp=14,fsdp=4,tp=8 --generator tp=16,replicas=32
   llamarl plan-sync path/to/config.json --trainer fsdp=4 --generator tp=2,replicas=2 --link-gb-per-s 25
   llamarl plan-sync Qwen3-8B --trainer fsdp=8 --generator replicas=8 --json
-  llamarl plan-sync recipes/tiny.toml                  layouts, type and staleness as the recipe says
+  llamarl plan-sync tiny                               layouts, type and staleness as that recipe says
 
 Where tp is above the number of key-value heads, neighbouring ranks hold the same head. Layouts are planned even where llamarl
 train refuses them: its own tp must divide the intermediate size too.
@@ -64,7 +65,11 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     parser.set_defaults(run=run)
     if not full:
         return
-    parser.add_argument("model", help="bundled shape (Llama-3.1-8B, ...), HF folder, config.json, or a recipe (TOML)")
+    parser.add_argument(
+        "model",
+        type=shipped_or_path,
+        help="bundled shape (Llama-3.1-8B, ...), HF folder, config.json, run folder, or recipe (its name or TOML file)",
+    )
     parser.add_argument(
         "--trainer", metavar="fsdp=F,tp=T", help="layout of the trainer; also pp, cp (default: fsdp=1,tp=1)"
     )

@@ -13,6 +13,7 @@ from llamarl.cli import plan_sync as verb
 from llamarl.errors import LlamaRLError
 from llamarl.planner.sync_forecast import SyncQuestion, forecast_sync
 from llamarl.planner.weight_traffic import MeshSide, report_links
+from llamarl.shipped import find_recipe
 from llamarl.weight_sync.layout import ParameterSpec, Shard, mesh_layout
 from llamarl.weight_sync.mesh_layout import MeshLayout
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters, tp_placements
@@ -67,6 +68,13 @@ def test_recipe_gives_layouts_type_and_staleness(capsys: pytest.CaptureFixture[s
         "model": "tiny", "trainer_fsdp": 2, "trainer_tp": 2, "generator_tp": 2, "generator_replicas": 4,
         "trainer_cp": 2, "trainer_pp": 2, "generator_pp": 2, "versions": 4, "dtype": "float32",
     }  # fmt: skip
+
+
+def test_a_recipe_that_ships_goes_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_sync("pipeline --json") == 0
+    named = json.loads(capsys.readouterr().out)
+    assert plan_sync(f"{find_recipe('pipeline')} --json") == 0
+    assert json.loads(capsys.readouterr().out) == named and named["question"]["trainer_pp"] > 1
 
 
 @pytest.mark.parametrize("sink_mesh", [{"tp": 2}, {"replica": 3}, {"replica": 2, "tp": 3}])
