@@ -28,7 +28,8 @@ loaded or downloaded: shapes come from the model's config, cuts from its own ten
   generator  tp T x R replicas    each of R replicas holds the whole model, cut over T ranks; each pulls its own slices
   pp P on either side             its layers over P stages; cp C of a trainer counts as C times as many rows' ranks
 
-Nothing is gathered: a trainer rank sends each generator rank exactly the part that both hold."""
+Nothing is gathered: a trainer rank sends each generator rank exactly the part that both hold. Of a recipe with
+lora.hand_over = "adapter" the adapters alone."""
 
 _EPILOG = """\
 examples:
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     trainer = parse_layout("trainer", args.trainer) if args.trainer is not None else {}
     generator = parse_layout("generator", args.generator) if args.generator is not None else {}
     staleness = 1
-    dtype = "bfloat16"
+    dtype, adapters = "bfloat16", tuple[str, ...]()
     if recipe is not None:
         if recipe.generator.replicas and not {"tp", "replicas"} <= generator.keys():
             raise PlanError("generator.replicas names several kinds: say one of them, --generator tp=T,replicas=R")
@@ -116,6 +117,12 @@ def run(args: argparse.Namespace) -> int:
         if dtype == "auto":
             size = model_parameters(config, dtype="float32").num_elements
             dtype = "bfloat16" if size >= BFLOAT16_PAYS_FROM else "float32"
+        if recipe.lora.rank and recipe.lora.hand_over == "adapter":
+            if args.dtype is not None:
+                raise PlanError(
+                    f"--dtype {args.dtype}: adapters alone travel (lora.hand_over), in float32: leave it out"
+                )
+            dtype, adapters = "float32", _adapted(recipe, config)
     if args.max_staleness is not None:
         staleness = args.max_staleness
     if staleness < 0:
@@ -131,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
         generator_pp=generator.get("pp", 1),
         versions=staleness + 1,
         dtype=_one_of("--dtype", args.dtype, _DTYPES) if args.dtype is not None else dtype,
+        adapter_rank=recipe.lora.rank if recipe is not None and adapters else 0,
+        adapter_targets=adapters,
     )
     parameters = model_parameters(config, dtype=question.dtype, cut_vocabulary=not args.whole_vocabulary)
     answer = forecast_sync(parameters, question, _link(args, question))
@@ -176,6 +185,23 @@ def _recipe(model: str) -> RunConfig | None:
     from llamarl.config import load_config
 
     return load_config(path)
+
+
+def _adapted(recipe: RunConfig, model: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the layers that have an adapter, of a model with this ``config.json``.
+
+    Raises:
+        PlanError: The model has no such layer.
+    """
+    from llamarl.models.decoder import adaptable_layers
+    from llamarl.weight_sync.model_layouts import described
+
+    layers = adaptable_layers(described(model))
+    if unknown := sorted(set(recipe.lora.targets) - set(layers)):
+        raise PlanError(f"lora.targets: {', '.join(unknown)} may have no adapter, but {', '.join(layers)} may")
+    if not layers:
+        raise PlanError(f"lora.rank is {recipe.lora.rank}, but the model has no linear layer inside: set it to 0")
+    return tuple(recipe.lora.targets) or layers
 
 
 def _one_of(flag: str, value: str, known: dict[str, str]) -> str:

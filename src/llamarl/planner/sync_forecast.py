@@ -1,6 +1,6 @@
 """What the hand-over of a named model will move, hold and take, before any device is there. Pure: no tensors.
 
-    config.json ─▶ parameters ─▶ cuts of both sides ─▶ bytes a rank, bytes a link, copies, memory, least time
+    config.json ─▶ parameters, or adapters beside them ─▶ cuts of both sides ─▶ bytes a rank, bytes a link, copies, memory, least time
 
 The time is a bound: the busiest rank's bytes over its own link. Latency, and switches that many ranks share, come on top.
 """
@@ -21,6 +21,7 @@ from llamarl.planner.weight_traffic import (
     report_transfer,
 )
 from llamarl.plural import plural
+from llamarl.weight_sync.adapter_layouts import adapter_parameters, adapter_stages
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, name_pattern, tp_placements
 from llamarl.weight_sync.stage_layouts import holding_stages
 
@@ -68,6 +69,10 @@ class SyncQuestion:
     versions: int = 2
     """Held at once by the trainer: the capacity of the weights edge, max_staleness + 1 in the standard job."""
     dtype: str = "bfloat16"
+    adapter_rank: int = 0
+    """Of the adapters that are handed over alone (``lora.hand_over``), in float32; 0: parameters are."""
+    adapter_targets: tuple[str, ...] = ()
+    """Names of the layers that have one."""
 
     def __post_init__(self) -> None:
         if self.versions < 1:
@@ -127,8 +132,9 @@ class SyncForecast:
         stages = f" x pp {q.generator_pp}" if q.generator_pp > 1 else ""
         generator = f"tp {q.generator_tp}{stages} x {plural(q.generator_replicas, 'replica')}"
         width = max(len(trainer), len(generator))
+        alone = f"adapters of rank {q.adapter_rank} alone, " if q.adapter_rank else ""
         lines = [
-            f"{q.model}: {self.num_parameters:,} parameters, one version is {format_bytes(r.model_bytes)} in {q.dtype}",
+            f"{q.model}: {alone}{self.num_parameters:,} parameters, one version is {format_bytes(r.model_bytes)} in {q.dtype}",
             f"  trainer    {trainer:<{width}}  {plural(len(r.sent_bytes), 'rank')}",
             f"  generator  {generator:<{width}}  {plural(len(r.received_bytes), 'rank')}",
             "",
@@ -191,13 +197,23 @@ class SyncForecast:
 def forecast_sync(parameters: ModelParameters, question: SyncQuestion, link: Link | None = None) -> SyncForecast:
     """Answer ``question`` for a model's parameters.
 
+    Args:
+        parameters: Of the model, also where its adapters travel alone.
+
     Raises:
         PlanError: A tensor-parallel size does not fit the model, or there are fewer layers than stages.
     """
     _check_tensor_parallel(parameters, question)
+    model = parameters.unpacked()
+    if question.adapter_rank:
+        parameters = adapter_parameters(parameters, rank=question.adapter_rank, targets=question.adapter_targets)
     count = parameters.num_elements
     whole = _whole(parameters)
     parameters = parameters.unpacked()
+    stages = {"trainer": question.trainer_pp, "generator": question.generator_pp}
+    held = {side: _stages(model, pp, side) for side, pp in stages.items()}
+    if question.adapter_rank:
+        held = {side: adapter_stages(holding, parameters) for side, holding in held.items()}
     source = MeshSide(
         mesh={
             "pp": question.trainer_pp,
@@ -205,12 +221,12 @@ def forecast_sync(parameters: ModelParameters, question: SyncQuestion, link: Lin
             "tp": question.trainer_tp,
         },
         placements=fsdp_tp_placements(parameters),
-        stages=_stages(parameters, question.trainer_pp, "trainer"),
+        stages=held["trainer"],
     )
     sink = MeshSide(
         mesh={"replica": question.generator_replicas, "pp": question.generator_pp, "tp": question.generator_tp},
         placements=tp_placements(parameters),
-        stages=_stages(parameters, question.generator_pp, "generator"),
+        stages=held["generator"],
     )
     report = report_transfer(parameters, source, sink)
     least = None

@@ -20,6 +20,7 @@ from llamarl.weight_sync.layout import ParameterSpec, Shard
 
 __all__ = [
     "ModelParameters",
+    "described",
     "fsdp_tp_placements",
     "model_parameters",
     "name_pattern",
@@ -104,9 +105,9 @@ def model_parameters(
             know.
     """
     try:
-        described = _described(config)
+        own = described(config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(own, trust_remote_code=False)
     except ModelError:
         raise
     except Exception as error:  # whatever the architecture's own code makes of values that make no sense
@@ -173,7 +174,12 @@ def _tp_sizes(config: PretrainedConfig) -> list[int] | None:
     return [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
 
 
-def _described(config: str | Path | Mapping[str, Any]) -> PretrainedConfig:
+def described(config: str | Path | Mapping[str, Any]) -> PretrainedConfig:
+    """What transformers makes of a ``config.json``: its path, its folder, or its object.
+
+    Raises:
+        ModelError: There is none.
+    """
     if isinstance(config, Mapping):
         values = dict(config)
         return AutoConfig.for_model(values.pop("model_type"), **values)

@@ -11,6 +11,7 @@ import pytest
 from llamarl.cli import main
 from llamarl.cli import plan_sync as verb
 from llamarl.errors import LlamaRLError
+from llamarl.planner.model_spec import find_config
 from llamarl.planner.sync_forecast import SyncQuestion, forecast_sync
 from llamarl.planner.weight_traffic import MeshSide, report_links
 from llamarl.shipped import find_recipe
@@ -67,6 +68,7 @@ def test_recipe_gives_layouts_type_and_staleness(capsys: pytest.CaptureFixture[s
     assert question == {
         "model": "tiny", "trainer_fsdp": 2, "trainer_tp": 2, "generator_tp": 2, "generator_replicas": 4,
         "trainer_cp": 2, "trainer_pp": 2, "generator_pp": 2, "versions": 4, "dtype": "float32",
+        "adapter_rank": 0, "adapter_targets": [],
     }  # fmt: skip
 
 
@@ -75,6 +77,30 @@ def test_a_recipe_that_ships_goes_by_its_name(capsys: pytest.CaptureFixture[str]
     named = json.loads(capsys.readouterr().out)
     assert plan_sync(f"{find_recipe('pipeline')} --json") == 0
     assert json.loads(capsys.readouterr().out) == named and named["question"]["trainer_pp"] > 1
+
+
+def test_adapters_alone_are_counted_where_they_are_handed_over(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "r.toml"
+    lora = '[lora]\nrank = 4\nhand_over = "adapter"\n'
+    recipe.write_text(f'{lora}targets = ["q_proj", "o_proj"]\n[trainer]\nfsdp = 2\n')
+    assert plan_sync(f"{recipe} --generator tp=2 --json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    _, model = find_config("bundled:tiny")
+    hidden, layers = model["hidden_size"], model["num_hidden_layers"]
+    each = 4 * hidden  # numbers of A, and of B: both layers are square
+    assert answer["num_parameters"] == 2 * 2 * each * layers and answer["model_bytes"] == 4 * answer["num_parameters"]
+    # q_proj is cut by columns, o_proj by rows: of each, one factor is cut over the two ranks and the other is whole on both
+    assert answer["received_bytes_per_rank"]["max"] == 4 * layers * 2 * (each + each / 2)
+    recipe.write_text(f"{lora}[trainer]\npp = 2\n")
+    assert plan_sync(f"{recipe}") == 0
+    assert "tiny: adapters of rank 4 alone, " in capsys.readouterr().out
+    with pytest.raises(LlamaRLError, match="adapters alone travel"):
+        plan_sync(f"{recipe} --dtype bf16")
+    recipe.write_text(f'{lora}targets = ["qq"]\n')
+    with pytest.raises(LlamaRLError, match="lora.targets: qq may have no adapter, but q_proj"):
+        plan_sync(f"{recipe}")
 
 
 @pytest.mark.parametrize("sink_mesh", [{"tp": 2}, {"replica": 3}, {"replica": 2, "tp": 3}])
