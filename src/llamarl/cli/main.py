@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, extra = parser.parse_known_args(words)
     args.overrides = [*extra, *overrides]
     if args.overrides and not getattr(args, "takes_overrides", False):
-        parser.error(f"unrecognized arguments: {' '.join(args.overrides)}")
+        takers = [verb for verb, known in verbs.choices.items() if known.get_default("takes_overrides")]
+        hint = f"; settings of a recipe (--section.key VALUE) are taken by {', '.join(takers)}" if overrides else ""
+        parser.error(f"unrecognized arguments: {' '.join(args.overrides)}{hint}")
     signal.signal(signal.SIGTERM, _terminate)
     try:
         if args.verb in _NEED_TEMPORARY_FILES:

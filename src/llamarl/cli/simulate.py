@@ -40,7 +40,8 @@ each staleness: time a step (beside the theory's), idle shares, tokens/s, stalen
 
 What is simulated:
   recipe.toml            the recipe's own layout, on --hardware or on this machine: there with measured costs, where
-                         llamarl plan RECIPE --calibrate has been run, else with rooflines
+                         llamarl plan RECIPE --calibrate has been run, else with rooflines; --section.key VALUE as in
+                         llamarl train changes a setting
   a run's folder         the same schedule with the times and lengths that the run measured; of a run with partial
                          rollouts (max_segments > 1), whose times cannot be fitted, its recipe with its lengths:
                          RUN/config.toml --response-tokens file:RUN/rollouts
@@ -56,6 +57,7 @@ examples:
   llamarl simulate --durations 6,5,5 --staleness 0,1,2
   llamarl simulate --durations 6,1,4 --staleness 1,2 --weights exact,latest
   llamarl simulate recipes/tiny.toml --staleness 0,1 --parts 1,4
+  llamarl simulate tiny --trainer.fsdp 2 --generator.dp 2
   llamarl simulate recipes/tiny.toml --staleness 0,1,2 --trace trace.json
   llamarl simulate runs/tiny/config.toml --response-tokens file:runs/tiny/rollouts
   llamarl simulate recipes/tiny.toml --staleness 0,1 --hosts a,b --on generator=b --on trainer=a --link 100mbit:50ms
@@ -73,8 +75,9 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(run=run, takes_overrides=True, overrides=())
     parser.set_defaults(
-        run=run, max_pipeline=1, runnable=True, share_prompts=None, reference_model=False, planned_hardware=None
+        max_pipeline=1, runnable=True, share_prompts=None, reference_model=False, planned_hardware=None
     )  # a plan's JSON may say more
     if not full:
         return
@@ -173,14 +176,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _scenarios(args: argparse.Namespace) -> list[Scenario]:
+    path = user_path(args.source, "the source") if args.source else None
+    if path is not None and not args.durations and (path.suffix == ".toml" or (path / "config.toml").is_file()):
+        return _from_recipe(args, path)
+    if args.overrides:
+        raise PlanError(
+            f"{args.overrides[0]}: only a recipe or a run has settings to change: leave it out, or name a recipe"
+        )
     if args.durations:
         return _from_durations(args)
-    path = user_path(args.source, "the source") if args.source else None
     if path is not None and path.suffix == ".json" and path.name != "config.json":
         _take_plan(args, path)
-        return _from_plans(args)
-    if path is not None and (path.suffix == ".toml" or (path / "config.toml").is_file()):
-        return _from_recipe(args, path)
     return _from_plans(args)
 
 
@@ -361,7 +367,7 @@ def _from_recipe(args: argparse.Namespace, path: Path) -> list[Scenario]:
     refuse_flags(
         args, "--precision", because="set generator.quantization in the recipe, or simulate plans with --model"
     )
-    written = load_config(path / "config.toml" if run_dir else path)
+    written = load_config(path / "config.toml" if run_dir else path, args.overrides)
     config = _changed(written, args)
     levels = _levels(args, str(config.schedule.max_staleness))
     return [_recipe_apart(scenario, config, args) for scenario in _of_recipe(args, config, written, run_dir, levels)]
@@ -398,6 +404,10 @@ def _of_recipe(
             "--model",
             because="a run's measured times are those of its own model: add --hardware for rooflines instead",
         )
+        if args.overrides:
+            raise PlanError(
+                f"{args.overrides[0]}: a run's measured times are those of its own settings: add --hardware for rooflines instead"
+            )
         measured = load_config(run_dir / "config.toml")
         scenario = _overridden(scenario_from_run(config, run_dir, fit_runs([(measured, run_dir)])), args)
     else:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llamarl.cli import main
 from llamarl.cli import plan as plan_verb
 from llamarl.cli import simulate as verb
 from llamarl.config import RunConfig, load_config, save_config, validate
@@ -22,10 +23,11 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 H100 = "--model Llama-3.1-8B --devices 8 --hardware h100 --prompts 16 --group-size 8 --response-tokens 300:lognormal"
 
 
-def simulate(line: str) -> int:
+def simulate(line: str, *overrides: str) -> int:
     parser = argparse.ArgumentParser()
     verb.add_parser(parser.add_subparsers())
     args = parser.parse_args(["simulate", *line.split()])
+    args.overrides = list(overrides)  # as ``cli.main`` parts them
     return int(args.run(args))
 
 
@@ -107,6 +109,34 @@ def test_a_recipe_is_simulated_with_its_own_schedule(capsys: pytest.CaptureFixtu
     assert found["prompts_per_step"] == config.schedule.prompts_per_step
     assert (found["max_staleness"], found["max_segments"]) == (1, config.generator.max_segments)
     assert found["step_s"] > 0
+
+
+def test_settings_of_a_recipe_are_changed_as_train_changes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate("tiny --ticks 12 --json", "--generator.dp=2", "--schedule.max_staleness=0", "--generator.max_segments=1",
+             "--generator.oversubscription=1.0")  # fmt: skip
+    (found,) = simulations(capsys)
+    assert (found["replicas"], found["max_staleness"]) == (2, 0)
+    with pytest.raises(ConfigError, match="trainer.fdsp"):
+        simulate("tiny", "--trainer.fdsp=2")
+
+
+def test_settings_are_refused_where_they_would_change_nothing(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="--trainer.fsdp=2: only a recipe or a run has settings"):
+        simulate("--durations 6,5,5", "--trainer.fsdp=2")
+    write_run(tmp_path / "run", 4)
+    with pytest.raises(PlanError, match="--trainer.fsdp=2: a run's measured times are those of its own settings"):
+        simulate(str(tmp_path / "run"), "--trainer.fsdp=2")
+
+
+def test_the_command_line_parts_settings_from_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
+    assert main.main("simulate tiny --generator.dp 2 --ticks 6 --json".split()) == 0
+    assert simulations(capsys)[0]["replicas"] == 2
+    with pytest.raises(SystemExit):
+        main.main("plan tiny --generator.dp 2".split())
+    assert "(--section.key VALUE) are taken by train, eval, simulate, chaos" in capsys.readouterr().err
 
 
 def test_trace_and_picture_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
