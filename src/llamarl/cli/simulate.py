@@ -157,9 +157,9 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError(
             f"--kv-on-update {args.kv_on_update}: with exact weights no version changes inside a tick: add --weights latest"
         )
-    if args.longest_first or any(scenario.parts > 1 for scenario in scenarios):
+    if args.longest_first:
         to_stderr(
-            "not yet: llamarl train hands a tick on whole, in the order of its prompts; docs/simulator.md says what is simulated"
+            "not yet: llamarl train starts groups in the order of their prompts; docs/simulator.md says what is simulated"
         )
     results = [simulate(scenario) for scenario in scenarios]
     if args.trace:

@@ -289,3 +289,9 @@ def test_too_few_ticks_say_that_the_pipeline_is_still_filled(capsys: pytest.Capt
     for ticks, told in ((1, True), (5, True), (6, False)):
         simulate(f"--durations 6,5,5 --staleness 1 --ticks {ticks}")
         assert ("the pipeline is still being filled" in capsys.readouterr().out) == told
+
+
+def test_what_runs_do_not_do_is_said_of_longest_first_and_not_of_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, told in (("--parts 1,4", False), ("--parts 4 --longest-first", True)):
+        simulate(f"{H100} --staleness 0 --ticks 6 {flags}")
+        assert ("not yet: llamarl train starts groups in the order of their prompts" in capsys.readouterr().err) == told
