@@ -188,6 +188,13 @@ class PromptStream:
             prompt = self._make("eval", place, EVAL_INDEX_OFFSET + len(prompts))
             if prompt is not None:
                 prompts.append(prompt)
+        if num_items == 0 and num_prompts > 0:
+            number = self._task.num_items("train") or "of its"
+            raise DataError(
+                f"task {self._task.name!r} holds out nothing to evaluate on: all {number} items are trained on. Raise "
+                "task.eval_fraction, to which none of so few may fall, give items of their own (task.eval_file, task.eval_data), or "
+                "set evaluation.every to 0"
+            )
         if not prompts and num_prompts > 0:
             raise DataError(
                 f"task {self._task.name!r} has no eval prompt within {self._limit_words}: give eval data, or {self._remedy}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from llamarl.data.config import DataConfig
 from llamarl.data.items import Split, TaskItem
 from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream
+from llamarl.environments.math import MathTask
 from llamarl.errors import DataError
 from llamarl.seeding import _splitmix64, derive_seed
 
@@ -146,9 +148,21 @@ def test_eval_prompts_have_indices_of_their_own_and_do_not_change_with_their_num
     assert len(_stream(None).eval_prompts(7)) == 7
 
 
-def test_no_eval_prompt_at_all_is_an_error() -> None:
-    with pytest.raises(DataError, match="no eval prompt"):
-        _stream(0).eval_prompts(5)
+def test_no_eval_prompt_within_the_limit_is_an_error_that_names_it() -> None:
+    with pytest.raises(
+        DataError, match="no eval prompt within data.max_prompt_tokens=2: .*raise data.max_prompt_tokens"
+    ):
+        _stream(3, question_template="long {question}", max_prompt_tokens=2, too_long="skip").eval_prompts(5)
+
+
+def test_a_split_that_held_nothing_out_is_told_as_that_and_not_as_prompts_too_long(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n')
+    stream = PromptStream(MathTask(str(file), "", seed=0, eval_fraction=0.1), Letters(), DataConfig(), 0)
+    assert stream.eval_prompts(0) == []
+    told = "'math' holds out nothing to evaluate on: all 2 items are trained on. Raise task.eval_fraction.*task.eval_file.*every to 0"
+    with pytest.raises(DataError, match=told):
+        stream.eval_prompts(5)
 
 
 def test_plain_text_gets_the_tokenizers_special_tokens_the_system_prompt_and_the_prefix() -> None:
