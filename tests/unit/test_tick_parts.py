@@ -110,17 +110,20 @@ def test_a_recipe_in_parts_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
-        ({"schedule": {"prompts_per_step": 3}}, "schedule.prompts_per_step"),
-        ({"generator": {"dp": 4}}, "schedule.prompts_per_step"),
-        ({"generator": {"shards": 4}}, "schedule.prompts_per_step"),
         ({"algorithm": {"advantage": "batch_std"}}, "algorithm.advantage"),
         ({"algorithm": {"advantage": "group_mean_batch_std"}}, "algorithm.advantage"),
-        ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage"),
-        ({"algorithm": {"kl_coef": 0.1}}, "reference.enabled"),
+        ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage is 'gae', which asks for a critic"),
+        ({"algorithm": {"kl_coef": 0.1}}, "algorithm.kl_coef is 0.1, which asks for a reference"),
+        ({"algorithm": {"name": "grpo"}}, "algorithm.kl_coef is 0.04, as in 'grpo', which asks for a reference"),
+        ({"reference": {"enabled": True}}, "reference.enabled asks for a reference"),
         ({"reward_model": {"path": "some/model"}}, "reward_model.path"),
         ({"judge": {"path": "some/model"}}, "judge.path"),
-        ({"trainer": {"minibatches": 2}}, "trainer.minibatches"),
-        ({"trainer": {"fsdp": 2}}, "trainer.fsdp"),
+        ({"judge": {"url": "http://host", "model": "m"}}, "judge.url"),
+        ({"trainer": {"minibatches": 2}}, "trainer.minibatches cuts"),
+        ({"trainer": {"epochs": 2}}, "trainer.epochs cuts"),
+        ({"trainer": {"selection": {"pairs": 1}}, "generator": {"group_size": 4}}, "trainer.selection cuts"),
+        ({"trainer": {"fsdp": 2}}, "trainer.fsdp is 2, and several ranks"),
+        ({"trainer": {"pp": 2}}, "trainer.pp is 2, and several ranks"),
         ({"dynamic_sampling": {"enabled": True}}, "dynamic_sampling.enabled"),
         ({"schedule": {"weights": "latest", "max_staleness": 1}}, "schedule.weights"),
         ({"schedule": {"colocated": True}}, "schedule.colocated"),
@@ -136,7 +139,31 @@ def test_a_recipe_in_parts_is_accepted() -> None:
     ],
 )
 def test_what_cannot_be_done_part_by_part_is_refused_by_name(sections: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"schedule.parts is 4, but {key} .*or set schedule.parts to 1"):
+    with pytest.raises(ConfigError, match=rf"schedule.parts is 4, but {key}[ ,].*or set schedule.parts to 1"):
+        validate(recipe(**sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        (
+            {"schedule": {"prompts_per_step": 3}},
+            "3 groups a tick, and each part needs one: set schedule.parts to at most 3",
+        ),
+        (
+            {"generator": {"dp": 4}},
+            "8 groups a tick, 2 for each of 4 generator replicas, .*: set schedule.parts to at most 2",
+        ),
+        (
+            {"generator": {"shards": 4}},
+            "8 groups a tick, 2 for each of 4 generator shards, .*: set schedule.parts to at most 2",
+        ),
+    ],
+)
+def test_more_parts_than_groups_are_refused_with_the_most_that_there_may_be(
+    sections: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"schedule.parts is 4, but schedule.prompts_per_step is {told}, or raise"):
         validate(recipe(**sections))
 
 

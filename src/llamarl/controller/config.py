@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from llamarl.algorithms.config import PRESETS
 from llamarl.errors import Mistake
 from llamarl.roles import ROLES
 from llamarl.strict import NO_BITS, STRICT, refuse
@@ -114,35 +115,45 @@ def parts_mistakes(config: RunConfig) -> Iterator[Mistake]:
         return
     groups = int(min(config.dealing.quotas))
     if groups < parts:
-        found["schedule.prompts_per_step"] = (
-            f"is {groups} groups a tick of each generator replica or shard, which is fewer"
+        replicas = config.generator.shards or config.generator.num_replicas
+        each = f", {groups} for each of {replicas} generator {'shards' if config.generator.shards else 'replicas'}"
+        yield Mistake(
+            "schedule.parts",
+            f"is {parts}, but schedule.prompts_per_step is {config.schedule.prompts_per_step} groups a tick"
+            f"{each if replicas > 1 else ''}, and each part needs one: set schedule.parts to at most {groups}, or raise "
+            "schedule.prompts_per_step",
+            ("schedule.prompts_per_step",),
         )
     if config.algorithm.advantage in ("batch_std", "group_mean_batch_std"):
         found["algorithm.advantage"] = f"is {config.algorithm.advantage!r}, which looks at the groups of all parts"
-    if config.trainer.plans_steps:
-        found["trainer.minibatches"] = (
-            "or trainer.epochs or trainer.selection cuts a tick into optimizer steps of its own"
-        )
-    if config.trainer.num_ranks > 1:
-        found["trainer.fsdp"] = (
-            "times trainer.tp times trainer.pp times trainer.cp is more than one rank, which pack each step together"
-        )
+    trainer = config.trainer
+    cuts = {"minibatches": trainer.minibatches > 1, "epochs": trainer.epochs > 1, "selection": trainer.plans_steps}
+    if key := next((name for name, asked in cuts.items() if asked), ""):
+        found[f"trainer.{key}"] = "cuts a tick into optimizer steps of its own"
+    if key := next((name for name in ("fsdp", "tp", "pp", "cp") if getattr(trainer, name) > 1), ""):
+        found[f"trainer.{key}"] = f"is {getattr(trainer, key)}, and several ranks pack each step together"
     if config.dynamic_sampling.enabled:
         found["dynamic_sampling.enabled"] = "chooses groups when all are judged"
     if config.schedule.weights == "latest":
         found["schedule.weights"] = "is 'latest', under which the groups of a tick are known at its end"
     if config.schedule.colocated:
         found["schedule.colocated"] = "has generator and trainer work in turn"
+    kl_coef = config.algorithm.kl_coef
+    preset = next((f", as in {name!r}" for name, one in PRESETS.items() if one.constants["kl_coef"] == kl_coef), "")
     between = {
-        "reference.enabled": config.has_reference,
-        "algorithm.advantage": config.has_critic,
-        "reward_model.path": config.has_reward_model,
-        "judge.path": config.has_judge,
+        "reference.enabled": "asks for a reference" if config.reference.enabled else "",
+        "algorithm.kl_coef": f"is {kl_coef:g}{preset}, which asks for a reference" if kl_coef > 0 else "",
+        "algorithm.advantage": f"is {config.algorithm.advantage!r}, which asks for a critic"
+        if config.has_critic
+        else "",
+        "reward_model.path": "asks for a reward model" if config.has_reward_model else "",
+        "judge.path": "asks for a judge" if config.judge.path else "",
+        "judge.url": "asks for a judge" if config.judge.url else "",
     }
     found |= {
-        key: "puts a model between generator and trainer, which takes whole ticks"
-        for key, is_there in between.items()
-        if is_there
+        key: f"{asked}, an executor between generator and trainer that takes whole ticks"
+        for key, asked in between.items()
+        if asked
     }
     weights = {*ROLES["trainer"].writes, *(config.executors["trainer"].writes if "trainer" in config.executors else ())}
     for name, own in config.executors.items():
