@@ -189,9 +189,9 @@ class PromptStream:
             if prompt is not None:
                 prompts.append(prompt)
         if num_items == 0 and num_prompts > 0:
-            number = self._task.num_items("train") or "of its"
+            trained = self._task.num_items("train") or "of its"
             raise DataError(
-                f"task {self._task.name!r} holds out nothing to evaluate on: all {number} items are trained on. Raise "
+                f"task {self._task.name!r} holds out nothing to evaluate on: all {trained} items are trained on. Raise "
                 "task.eval_fraction, to which none of so few may fall, give items of their own (task.eval_file, task.eval_data), or "
                 "set evaluation.every to 0"
             )
