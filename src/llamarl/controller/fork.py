@@ -21,6 +21,7 @@ from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.config import RunConfig, load_config, to_plain
 from llamarl.controller.frozen_models import record_models
 from llamarl.controller.model_sources import fetch_weights
+from llamarl.controller.notices import reached_policy
 from llamarl.controller.preflight import check_reward
 from llamarl.controller.run import absolute_dir, description, execute, prepare, save_settings, settle_rate
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
@@ -109,7 +110,7 @@ def refuse_bound(
         raise ConfigError(
             f"--fork: {checkpoint.path} cannot serve a run with other settings of these keys:\n"
             + "\n".join(f"  - {line}" for line in reasons)
-            + f"\nLeave them out, or start a new run with model.path = {source / 'model'}."
+            + f"\nLeave them out, or start a new run with {reached_policy(source)}."
         )
 
 

@@ -13,7 +13,15 @@ from llamarl.planner.weight_traffic import format_bytes
 from llamarl.roles import present_roles
 from llamarl.weight_sync.model_layouts import model_parameters
 
-__all__ = ["checkpoint_bytes", "checkpoint_plan", "done_again", "left_behind", "resume_command", "what_is_saved"]
+__all__ = [
+    "checkpoint_bytes",
+    "checkpoint_plan",
+    "done_again",
+    "left_behind",
+    "reached_policy",
+    "resume_command",
+    "what_is_saved",
+]
 
 _MASTER_AND_MOMENTS = 12
 """Bytes a trained parameter: float32 weight and two moments."""
@@ -79,6 +87,13 @@ def left_behind(path: Path, finished: Sequence[Path]) -> str:
 def resume_command(run_dir: Path) -> str:
     """What goes on with a run, for a shell."""
     return shlex.join(["llamarl", "train", "--resume", str(run_dir)])
+
+
+def reached_policy(run_dir: Path) -> str:
+    """What a new run sets to begin with the policy of a run that has a checkpoint. Only its last tick writes ``RUN/model``."""
+    if (run_dir / "model" / "config.json").is_file():
+        return f"model.path = {run_dir / 'model'}"
+    return f"model.path = DIR (first: {shlex.join(['llamarl', 'export', str(run_dir), '--out', 'DIR'])})"
 
 
 def what_is_saved(run_dir: Path, last: Path | None, num_rows: int, num_ticks: int) -> str:

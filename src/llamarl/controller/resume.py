@@ -16,7 +16,7 @@ from llamarl.config import RunConfig, load_config, read_settings, to_plain, vali
 from llamarl.controller.frozen_models import refuse_other_models
 from llamarl.controller.journaled import go_on_from_journal
 from llamarl.controller.model_sources import fetch_weights
-from llamarl.controller.notices import done_again, left_behind
+from llamarl.controller.notices import done_again, left_behind, reached_policy
 from llamarl.controller.preflight import check_reward, find_missing
 from llamarl.controller.products import incomplete_products, write_again
 from llamarl.controller.run import (
@@ -183,7 +183,7 @@ def resume_run(config: RunConfig) -> None:
                 f"{run_dir} is complete at {plural(checkpoint.tick + 1, 'tick')}; raise --run.num_ticks to prolong it"
             )
             return
-        _tell_of_a_rate_of_zero(prepared.config)
+        _tell_of_a_rate_of_zero(prepared.config, run_dir)
         store.clean(after_tick=checkpoint.tick)
         _go_on(prepared, folder, after_tick=checkpoint.tick, load_from=checkpoint.path)
 
@@ -208,12 +208,12 @@ def _is_done(run_dir: Path, config: RunConfig) -> bool:
     return num_rows(run_dir) == config.run.num_ticks and not incomplete_products(run_dir, config)
 
 
-def _tell_of_a_rate_of_zero(config: RunConfig) -> None:
+def _tell_of_a_rate_of_zero(config: RunConfig, run_dir: Path) -> None:
     optimizer = config.optimizer
     if optimizer.schedule != "constant" and not optimizer.min_lr_ratio and config.run.num_ticks > optimizer.decay_ticks:
         print(
             f"optimizer.schedule {optimizer.schedule!r} has fallen to 0 at tick {optimizer.decay_ticks}: the ticks after it change "
-            f"no weight. To go on learning, start a new run with model.path = RUN/model",
+            f"no weight. To go on learning, start a new run with {reached_policy(run_dir)}",
             file=sys.stderr,
         )
 
@@ -228,4 +228,5 @@ def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepa
     now = prepared.hosts.facts if prepared.hosts is not None else None
     elsewhere = platform_differences(platform, now) if platform and not checkpoint.other_platform else []
     if found or elsewhere:
-        raise ConfigError(explain(found, elsewhere, run_dir, made, can_fork=made != run_dir))
+        policy = reached_policy(run_dir) if made != run_dir else ""
+        raise ConfigError(explain(found, elsewhere, run_dir, made, policy=policy))

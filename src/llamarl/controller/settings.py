@@ -141,14 +141,13 @@ def _shards(config: Mapping[str, Any]) -> int:
     return int(_value(config, _SHARDS) or _value(config, _REPLICAS))
 
 
-def explain(
-    found: Sequence[Difference], platform: Sequence[str], run_dir: Path, made: Path, *, can_fork: bool = True
-) -> str:
+def explain(found: Sequence[Difference], platform: Sequence[str], run_dir: Path, made: Path, *, policy: str) -> str:
     """Why a resume is refused, and the ways out.
 
     Args:
         platform: Differences of library versions and processor, one line each.
         made: The checkpoint, or the run if it has none.
+        policy: Setting by which a new run begins with the policy of the checkpoint (``reached_policy``); empty: there is none.
     """
     lines = [f"--resume: {made} was made otherwise, so the run would not go on bit for bit:"]
     lines += [f"  - {line}" for line in (*map(str, found), *platform)]
@@ -159,11 +158,11 @@ def explain(
         lines.append("With --checkpoint.reshard true the trainer goes on in the new layout, to rounding.")
     bound = [difference.key for difference in found if difference.effect is Effect.IN_STATE]
     if bound:
+        begin = f", with {policy} to begin where this one ended" if policy else ""
         lines.append(
-            f"The states in a checkpoint depend on {_listed(bound)}: for another value start a new run, with model.path = "
-            f"{run_dir / 'model'} to begin where this one ended."
+            f"The states in a checkpoint depend on {_listed(bound)}: for another value start a new run{begin}."
         )
-    elif found and can_fork:
+    elif found and policy:
         words = [word for d in found for word in (f"--{d.key}", _word(d.asked))]
         command = shlex.join(["llamarl", "train", "--resume", str(run_dir), "--fork", f"{run_dir}-fork", *words])
         lines.append(f"For a new run that goes on from this checkpoint otherwise: {command}")

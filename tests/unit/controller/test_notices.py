@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from llamarl.config import load_config
-from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, done_again, left_behind, what_is_saved
+from llamarl.controller.notices import (
+    checkpoint_bytes,
+    checkpoint_plan,
+    done_again,
+    left_behind,
+    reached_policy,
+    what_is_saved,
+)
 
 RUN = Path("/runs/my run")
 
@@ -18,6 +25,14 @@ def test_who_stops_a_run_is_told_what_is_saved_and_the_command_that_goes_on() ->
     assert "beyond" not in what_is_saved(RUN, RUN / "checkpoints" / "tick_000039", 40, 100)
     nothing = what_is_saved(RUN, None, 1, 100)
     assert "no checkpoint of this run was finished" in nothing and "1 tick that" in nothing and "--resume" in nothing
+
+
+def test_a_new_run_is_told_to_begin_with_a_policy_that_is_there(tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    assert reached_policy(run) == f"model.path = DIR (first: llamarl export '{run}' --out DIR)"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "config.json").touch()
+    assert reached_policy(run) == f"model.path = {run}/model"
 
 
 def test_who_resumes_is_told_what_is_done_again() -> None:

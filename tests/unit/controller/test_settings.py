@@ -74,8 +74,8 @@ def test_the_runs_own_settings_stand_where_the_user_sets_nothing_or_leaves_the_c
 def test_each_refusal_names_its_way_out() -> None:
     run, made = Path("/runs/my run"), Path("/runs/my run/checkpoints/tick_000009")
 
-    def told(*overrides: str, platform: tuple[str, ...] = ()) -> str:
-        return explain(differences(BEGUN, changed(*overrides)), platform, run, made)
+    def told(*overrides: str, platform: tuple[str, ...] = (), policy: str = "model.path = /here") -> str:
+        return explain(differences(BEGUN, changed(*overrides)), platform, run, made, policy=policy)
 
     text = told("--optimizer.lr", "0.5", "--generator.sampling.stop_strings", '["\\n"]')
     assert "leave out --generator.sampling.stop_strings, --optimizer.lr" in text
@@ -84,9 +84,10 @@ def test_each_refusal_names_its_way_out() -> None:
     assert changed(*command[6:]) == changed("--optimizer.lr", "0.5", "--generator.sampling.stop_strings", '["\\n"]')
     assert "--checkpoint.reshard true" not in text and "other_platform" not in text
     assert "--checkpoint.reshard true" in told("--trainer.fsdp", "2")
-    assert "--fork" not in told("--generator.dp", "2") and "model.path = /runs/my run/model" in told(
-        "--generator.dp", "2"
-    )
+    bound = told("--generator.dp", "2")
+    assert "--fork" not in bound and "start a new run, with model.path = /here to begin where this one ended." in bound
+    assert told("--generator.dp", "2", policy="").endswith("for another value start a new run.")
+    assert "--fork" not in told("--optimizer.lr", "0.5", policy="")
     assert "leave out" not in told(platform=("torch: it has '1', this machine '2'",))
 
 
