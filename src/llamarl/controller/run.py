@@ -109,13 +109,14 @@ class Prepared:
     """None: all on this machine."""
 
 
-def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
+def plan_run(config: RunConfig, *, every_key: bool = True, like: Path | None = None) -> str:
     """What a run of ``config`` would be: configuration, graph and placement, as text. Starts nothing.
 
     Args:
         every_key: Whether keys that are at their defaults are printed too.
+        like: Run that it would go on from, or repeat.
     """
-    return describe_plan(prepare(config), every_key=every_key)
+    return describe_plan(prepare(config, like=like), every_key=every_key)
 
 
 def describe_plan(prepared: Prepared, *, every_key: bool = True, goes_on: bool = False) -> str:
@@ -257,7 +258,9 @@ def prepare(config: RunConfig, begun: RunConfig | None = None, *, like: Path | N
     graph = llamarl_graph(config)
     hosts = open_hosts(config, begun)
     try:
-        prepared = _settle(recorded, config, folder, graph, hosts, like or absolute_dir(config))
+        prepared = _settle(
+            recorded, config, folder, graph, hosts, like or absolute_dir(config), goes_on=bool(begun or like)
+        )
     except BaseException:
         if hosts is not None:
             hosts.close()
@@ -268,7 +271,14 @@ def prepare(config: RunConfig, begun: RunConfig | None = None, *, like: Path | N
 
 
 def _settle(
-    recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, hosts: JobHosts | None, like: Path
+    recorded: RunConfig,
+    config: RunConfig,
+    folder: Path,
+    graph: Graph,
+    hosts: JobHosts | None,
+    like: Path,
+    *,
+    goes_on: bool,
 ) -> Prepared:
     """Threads, devices and transports, on this machine or on hosts."""
     colocated = colocated_group(config, graph)
@@ -286,7 +296,7 @@ def _settle(
     processor = hosts.facts["processor"] if hosts is not None else ""
     precisions = settled_precisions(config, processor)
     config, recorded = with_settings(config, precisions), with_settings(recorded, precisions)
-    engines = settled_engines(config, like, processor)
+    engines = settled_engines(config, like, processor, begun=goes_on)
     config, recorded = with_settings(config, engines), with_settings(recorded, engines)
     if config.lora.rank and not config.lora.targets:
         from llamarl.models.adapters import with_targets

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -30,20 +31,27 @@ __all__ = ["settled_engines", "take_library", "with_library"]
 _FOLDER = "kernels"
 
 
-def settled_engines(config: RunConfig, run_dir: Path, processor: str = "") -> dict[str, dict[str, Any]]:
+def settled_engines(
+    config: RunConfig, run_dir: Path, processor: str = "", *, begun: bool = False
+) -> dict[str, dict[str, Any]]:
     """Role -> its ``engine``, where "auto" has become what it stands for here. Builds the library where it is needed and not yet there.
 
     Args:
         config: With models as folders, devices and precisions settled.
         run_dir: Of the run whose library it is to be; none need be there.
         processor: Of the hosts that hold ranks; empty: they are on this machine.
+        begun: That run has begun: its settings stay what they are.
 
     Raises:
-        ConfigError: The compiled loops are asked for by name, and cannot be had.
+        ConfigError: The compiled loops are asked for by name, or are what the run began with, and cannot be had.
     """
     settled = {}
     for role, engine in _engines(config):
-        kernels, why_not = engine.kernels, _why_torch(config, role, engine)
+        key, kernels, why_not = f"{role.section}.engine.kernels", engine.kernels, _why_torch(config, role, engine)
+        if kernels == "compiled" and why_not:
+            if not begun:
+                raise ConfigError(f"{key} is 'compiled', but {why_not}: set it to 'torch' or 'auto'")
+            print(f"{key} 'compiled' has no effect in this run: {why_not}", file=sys.stderr)
         if kernels == "auto" and not why_not and processor not in ("", platform_facts()["processor"]):
             why_not = "the hosts have other processors than this machine"
         if kernels != "torch" and not why_not and not engine.library and _kept(run_dir) is None:
@@ -51,9 +59,16 @@ def settled_engines(config: RunConfig, run_dir: Path, processor: str = "") -> di
                 build_library()
             except KernelsUnavailable as error:
                 why_not = str(error)
+                if kernels == "compiled" and begun:
+                    fork = shlex.join(["llamarl", "train", "--resume", str(run_dir), "--fork", f"{run_dir}-fork"])
+                    raise ConfigError(
+                        f"{key}: {run_dir} computes with compiled loops, but {run_dir / _FOLDER} holds none for this processor, and "
+                        f"{error}. Put its {_FOLDER} folder back, or install a compiler; or go on without them as a new run: {fork} "
+                        f"--{key} torch"
+                    ) from error
                 if kernels == "compiled":
                     raise ConfigError(
-                        f"{role.section}.engine.kernels is 'compiled', but {error}. With 'torch' or 'auto' it does without"
+                        f"{key} is 'compiled', but {error}. With 'torch' or 'auto' it does without"
                     ) from error
                 _advise(why_not)
         if kernels == "auto":

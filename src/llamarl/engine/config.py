@@ -86,8 +86,8 @@ class EngineConfig:
     kernels: Literal["auto", "torch", "compiled"] = "auto"
     """What computes between the matrix products of float32 and bfloat16 on CPU. "compiled": vector loops, built with this machine's C++
     compiler, once: 1.3 to 1.5 times the tokens a second of a small model. "torch": torch's own, the same bits with every compiler.
-    "auto": compiled where there is a compiler and the model's layers are known. Bits depend on the choice and on the compiler, so a run
-    records the choice and keeps the library in its folder, for its hosts and its resumes."""
+    "auto": compiled where there is a compiler and the model's layers are known, else torch; "compiled" by name is refused elsewhere. Bits
+    depend on the choice and on the compiler, so a run records the choice and keeps the library in its folder, for its hosts and resumes."""
 
     library: Annotated[str, NO_BITS] = ""
     """File of the compiled loops; empty: that of the run, or this machine's. A run sets it itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import struct
 from pathlib import Path
 
@@ -82,6 +83,38 @@ def test_where_the_loops_know_nothing_auto_is_torch_and_nothing_is_compiled(
 ) -> None:
     assert _settled(_config(*change)) == "torch"
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (("--generator.engine.dtype", "float16"), "not float16 on cpu"),
+        (("--generator.device", "cuda"), "float32 on cuda"),
+    ],
+    ids=["float16", "cuda"],
+)
+def test_asked_for_by_name_where_the_loops_know_nothing_is_refused_and_told_of_a_run_that_began_so(
+    built: Path, change: tuple[str, str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _config("--generator.engine.kernels", "compiled", *change)
+    with pytest.raises(ConfigError, match=f"generator.engine.kernels is 'compiled', but .*{why}: set it to 'torch' or"):
+        settled_engines(config, Path("/no run here"))
+    assert settled_engines(config, Path("/a/run"), begun=True) == {}
+    told = capsys.readouterr().err
+    assert told.startswith("generator.engine.kernels 'compiled' has no effect in this run: ") and why in told
+
+
+def test_a_run_that_lost_its_library_where_no_compiler_is_names_the_fork_that_does_without(
+    without_compiler: None, tmp_path: Path
+) -> None:
+    run = tmp_path / "my run"
+    with pytest.raises(ConfigError) as raised:
+        settled_engines(_config("--generator.engine.kernels", "compiled"), run, begun=True)
+    told, _, command = str(raised.value).partition(" as a new run: ")
+    assert f"{run / 'kernels'} holds none for this processor, and no C++ compiler" in told and "'auto'" not in told
+    *fork, key, value = shlex.split(command)
+    assert fork == ["llamarl", "train", "--resume", str(run), "--fork", f"{run}-fork"]
+    assert settled_engines(_config(key, value), run, begun=True) == {}
 
 
 def test_what_was_chosen_is_left_as_it_is(built: Path) -> None:
