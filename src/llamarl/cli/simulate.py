@@ -396,8 +396,9 @@ def _of_recipe(
     from llamarl.planner.recipe import question_from_config
     from llamarl.simulator.calibrate import settled_threads
     from llamarl.simulator.fitted_costs import fit_runs
-    from llamarl.simulator.sources import scenario_from_recipe, scenario_from_run
+    from llamarl.simulator.sources import on_shared_cores, scenario_from_recipe, scenario_from_run
 
+    cores: int | None = None
     if run_dir is not None and (run_dir / "metrics.jsonl").is_file() and not args.hardware:
         refuse_flags(
             args,
@@ -418,8 +419,11 @@ def _of_recipe(
         cpu = hardware.device.train_precision == "fp32"
         threads = settled_threads(config) if cpu else {"generator": 1, "trainer": 1}
         work = workload_of(args, args.model or question.model, question)
-        scenario = scenario_from_recipe(config, work, hardware, threads)
-    return [dataclasses.replace(scenario, max_staleness=level) for level in levels]
+        if cpu:
+            cores = hardware.device.devices_per_node * max(1, len(config.hosts.workers))
+        scenario = scenario_from_recipe(config, work, hardware, threads, cores=cores)
+    found = [dataclasses.replace(scenario, max_staleness=level) for level in levels]
+    return [on_shared_cores(scenario, cores) for scenario in found] if cores else found
 
 
 def _changed(config: RunConfig, args: argparse.Namespace) -> RunConfig:

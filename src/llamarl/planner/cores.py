@@ -22,7 +22,7 @@ from llamarl.planner.training import TrainerTime
 from llamarl.tick_schedule import part_of
 from llamarl.trainer.config import MOST_AT_ONCE
 
-__all__ = ["PARTS", "SIDE_BY_SIDE", "core_rate", "finished_s", "parts_ready", "scaled", "shares_cores"]
+__all__ = ["PARTS", "SIDE_BY_SIDE", "core_rate", "core_share", "finished_s", "parts_ready", "scaled", "shares_cores"]
 
 SIDE_BY_SIDE = 0.85
 """Of a core's rate, what it reaches while the others compute micro-batches too: they share cache and memory. SmolLM2-135M's
@@ -40,6 +40,11 @@ def shares_cores(hardware: Hardware, devices: int) -> bool:
 def core_rate(threads: int) -> float:
     """Cores' worth of work that a second of so many threads does."""
     return threads * (SIDE_BY_SIDE if threads > 1 else 1.0)
+
+
+def core_share(threads: int, cores: int) -> float:
+    """Of a core, what each of so many threads that work at once has."""
+    return min(1.0, cores / threads)
 
 
 def finished_s(parts: Sequence[tuple[float, float]], *, cores: float, held: float = 0.0, held_s: float = 0.0) -> float:

@@ -6,8 +6,9 @@
 Where the runs' ticks were so alike that a line has all its time in the tick, that is the batch's time all the same.
 
 A device is a GPU, or one CPU core; a generator's threads count as that many devices without loss, a trainer's with that of
-``planner/cores.py``, as ``scenario_from_recipe`` takes them. Every rate is a measured one, so the matching efficiency is 1. The rooflines stay, so plans from it extrapolate to other
-models, batch sizes and lengths the way those of named hardware do.
+``planner/cores.py``, and more of a role than there are cores as these, as ``scenario_from_recipe`` takes them. Every rate is a
+measured one, so the matching efficiency is 1. The rooflines stay, so plans from it extrapolate to other models, batch sizes and
+lengths the way those of named hardware do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import replace
 
 from llamarl.config import RunConfig
 from llamarl.errors import PlanError
-from llamarl.planner.cores import core_rate
+from llamarl.planner.cores import core_rate, core_share
 from llamarl.planner.hardware import Hardware, find_hardware, this_machine
 from llamarl.planner.lengths import grouped
 from llamarl.planner.model_spec import ModelSpec, find_model
@@ -59,9 +60,11 @@ def machine_of_run(config: RunConfig, found: RecipeCalibration) -> Hardware:
         lengths=lengths,
         prompt_tokens=costs.prompt_tokens,
         sequences=sequences,
+        together=config.generator.group_size,
         group_size=config.generator.group_size,
     )
-    speed = core_rate(threads["trainer"])
+    cores = base.device.devices_per_node
+    speed = core_rate(threads["trainer"]) * core_share(config.trainer.num_ranks * threads["trainer"], cores)
     tick_s, batch_s = costs.trainer.tick_s * speed, costs.trainer.token_s * sequences * demand.mean_tokens * speed
     if batch_s == 0.0:
         tick_s, batch_s = 0.0, tick_s
@@ -69,7 +72,8 @@ def machine_of_run(config: RunConfig, found: RecipeCalibration) -> Hardware:
     machine = _as_fast(machine, lambda tried: _compute_s(tried, model, trainer, demand), batch_s, *_RATES)
     optimizer_s = trainer_tick(machine, model, trainer, demand).optimizer_s
     machine = machine.with_efficiency(train_step_overhead_s=max(0.0, tick_s - optimizer_s))
-    line, speed = costs.of_kinds[kind], threads["generator"]
+    line = costs.of_kinds[kind]
+    speed = threads["generator"] * core_share(sum(config.generator.replica_ranks) * threads["generator"], cores)
     shares = config.generator.shares
     part = config.generator.replicas[kind].share if config.generator.replicas else 1.0
     share = math.ceil(sequences * part / sum(shares))

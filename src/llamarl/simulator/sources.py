@@ -11,7 +11,7 @@ from llamarl.config import RunConfig
 from llamarl.errors import PlanError
 from llamarl.executors.config import GeneratorConfig
 from llamarl.planner.choices import Options, Workload, trainer_demand
-from llamarl.planner.cores import core_rate
+from llamarl.planner.cores import core_rate, core_share, finished_s
 from llamarl.planner.hardware import Hardware
 from llamarl.planner.lengths import Lengths, grouped, read_lengths
 from llamarl.planner.model_spec import ModelSpec
@@ -19,13 +19,16 @@ from llamarl.planner.rooflines import GeneratorLayout, weight_syncs_s
 from llamarl.planner.search import Plan
 from llamarl.planner.shared_prompts import sequences_within
 from llamarl.planner.training import TrainerLayout, TrainerTime, trainer_tick
+from llamarl.plural import plural
 from llamarl.simulator.calibrate import RecipeCalibration, settled_threads
 from llamarl.simulator.fitted_costs import FittedCosts
 from llamarl.simulator.scenario import ReplicaKind, Scenario, weights_policy
+from llamarl.simulator.simulate import simulate
 from llamarl.simulator.tick_costs import GeneratorCost, RewardCost, RooflineGeneratorCost, TrainerCost, Variation
 
 __all__ = [
     "calibrated_scenario",
+    "on_shared_cores",
     "replica_layout",
     "scenario_from_plan",
     "scenario_from_recipe",
@@ -33,6 +36,8 @@ __all__ = [
     "trainer_layout",
 ]
 
+_TICKS = 50
+"""Simulated to learn how long a role's tick is."""
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 
 
@@ -122,12 +127,20 @@ def trainer_layout(
 
 
 def scenario_from_recipe(
-    config: RunConfig, work: Workload, hardware: Hardware, threads: Mapping[str, int], **changes: Any
+    config: RunConfig,
+    work: Workload,
+    hardware: Hardware,
+    threads: Mapping[str, int],
+    *,
+    cores: int | None = None,
+    **changes: Any,
 ) -> Scenario:
-    """A recipe's own layout under the planner's rooflines; a role's threads work as one device without loss.
+    """A recipe's own layout under the planner's rooflines; a rank's threads work as one device without loss, and those of a role share
+    the cores. What roles that work at the same time cost each other is added by ``on_shared_cores``.
 
     Args:
-        threads: CPU threads of generator and trainer as a run would pin them; 1 on GPUs.
+        threads: CPU threads of a generator's and a trainer's rank as a run would pin them; 1 on GPUs.
+        cores: That there are; None: every rank has a device.
     """
     g, t = config.generator, config.trainer
     sections = _sections(config)
@@ -135,10 +148,18 @@ def scenario_from_recipe(
     trainer = trainer_layout(config, work.model, prompt_tokens=work.prompt_tokens, response_tokens=work.response.mean)
     demand = trainer_demand(work, together=work.group_size)
     cost = _trainer_cost(trainer_tick(hardware, work.model, trainer, demand), work.tokens)
-    speed = core_rate(threads["trainer"])
+    num_threads = {
+        "generator": sum(g.replica_ranks) * threads["generator"],
+        "trainer": t.num_ranks * threads["trainer"],
+    }
+    share = {role: core_share(count, cores) if cores else 1.0 for role, count in num_threads.items()}
+    sharing = ""
+    if cores and (wanted := sum(num_threads.values())) > cores:
+        sharing = f"; {plural(wanted, 'thread')} share {plural(cores, 'core')}"
+    speed = core_rate(threads["trainer"]) * share["trainer"]
+    decoding = threads["generator"] * share["generator"]
     generators = [
-        RooflineGeneratorCost(hardware=hardware, model=work.model, layout=layout, speed=float(threads["generator"]))
-        for layout in layouts
+        RooflineGeneratorCost(hardware=hardware, model=work.model, layout=layout, speed=decoding) for layout in layouts
     ]
     loads = weight_syncs_s(
         hardware,
@@ -147,7 +168,7 @@ def scenario_from_recipe(
         kinds=[(own.dp, layout) for own, layout in zip(sections, layouts, strict=True)],
     )
     scenario = Scenario(
-        title=f"{work.model.name}, as the recipe says, {hardware.device.title}",
+        title=f"{work.model.name}, as the recipe says, {hardware.device.title}{sharing}",
         prompts_per_step=work.prompts_per_step,
         group_size=work.group_size,
         lengths=work.response,
@@ -163,13 +184,30 @@ def scenario_from_recipe(
         oversubscription=g.oversubscription,
         replicas=g.dp,
         slots=g.engine.max_sequences,
-        generator_devices=sum(g.replica_ranks) * threads["generator"],
-        trainer_devices=t.num_ranks * threads["trainer"],
+        generator_devices=num_threads["generator"],
+        trainer_devices=num_threads["trainer"],
         weights_load_s=loads[0],
         num_ticks=config.run.num_ticks,
         seed=config.run.seed,
     )
     return dataclasses.replace(scenario, **changes)
+
+
+def on_shared_cores(scenario: Scenario, cores: int) -> Scenario:
+    """``scenario``, whose devices are threads that share ``cores``, with the trainer's tick as it is beside the generator's.
+
+    The generator's stays as it is alone and the trainer has what that leaves, as the planner counts it (``planner/cores.py``). Where
+    the trainer has a thread a core, the step is the same whoever comes first: no core is idle while there is work.
+    """
+    g, t = min(scenario.generator_devices, cores), min(scenario.trainer_devices, cores)
+    if not scenario.max_staleness or g + t <= cores:
+        return scenario
+    alone = simulate(dataclasses.replace(scenario, num_ticks=min(_TICKS, scenario.num_ticks))).role_s
+    work = [(0.0, alone["trainer"] * t)]
+    beside_s = finished_s(work, cores=t, held=g + t - cores, held_s=alone["generator"])
+    longer, own = beside_s / alone["trainer"], scenario.trainer
+    trainer = TrainerCost(tick_s=own.tick_s * longer, token_s=own.token_s * longer)
+    return dataclasses.replace(scenario, trainer=trainer)
 
 
 def calibrated_scenario(config: RunConfig, found: RecipeCalibration, **changes: Any) -> Scenario:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from llamarl.config import known_keys, validate
@@ -19,8 +20,9 @@ from llamarl.planner.recipe import plan_settings, recipe_text
 from llamarl.planner.rooflines import GeneratorLayout
 from llamarl.planner.search import Plan, best_resharding, best_separate, search_all
 from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_memory, trainer_tick
+from llamarl.simulator.scenario import Scenario, durations_scenario
 from llamarl.simulator.simulate import simulate
-from llamarl.simulator.sources import scenario_from_plan
+from llamarl.simulator.sources import on_shared_cores, scenario_from_plan, scenario_from_recipe
 
 
 def machine(cores: int) -> Hardware:
@@ -141,6 +143,45 @@ def test_parts_are_planned_for_a_lone_trainer_rank_and_no_asynchronous_job() -> 
     for found in plans:
         if found.parts > 1:
             assert found.system == "separate" and found.max_staleness == 0 and found.trainer.layout.devices == 1
+
+
+def of_recipe(cores: int | None, **sections: dict[str, object]) -> Scenario:
+    config = validate({"model": {"path": "m"}, "generator": {"group_size": 4}, **sections})
+    return scenario_from_recipe(config, WORK, machine(2), {"generator": 1, "trainer": 1}, cores=cores)
+
+
+def test_more_ranks_of_a_role_than_cores_share_these() -> None:
+    eight: dict[str, dict[str, object]] = {"trainer": {"fsdp": 8}}
+    assert of_recipe(2, **eight).trainer.token_s == pytest.approx(4 * of_recipe(8, **eight).trainer.token_s)
+    one, batch = np.ones(1), np.full(1, 100.0)
+    replicas: dict[str, dict[str, object]] = {"generator": {"group_size": 4, "dp": 8}}
+    few, many = (of_recipe(cores, **replicas).generator for cores in (2, 8))
+    assert few.decode_step_s(one, batch) == pytest.approx(4 * many.decode_step_s(one, batch))
+    assert of_recipe(8, **eight).trainer == of_recipe(None, **eight).trainer
+    assert of_recipe(2, **eight).title.endswith("; 9 threads share 2 cores") and "share" not in of_recipe(9).title
+
+
+@pytest.mark.parametrize(
+    ("generator", "trainer", "cores", "step_s"),
+    [
+        (1, 1, 2, 6.0),  # a core each
+        (1, 8, 2, 7.5),  # 5 s of one core and 5 s of two are 15 s of one
+        (2, 2, 4, 6.0),
+        (4, 1, 2, 11.0),  # nothing is left for 5 s, then 6 s of one
+        (8, 8, 2, 10.0),
+    ],
+)
+def test_a_trainer_with_threads_beyond_the_cores_has_what_the_generators_leave(
+    generator: int, trainer: int, cores: int, step_s: float
+) -> None:
+    trainer_s = 6.0 if trainer <= 2 else 5.0
+    scenario = replace(
+        durations_scenario(generator_s=5.0, reward_s=0.0, trainer_s=trainer_s, max_staleness=1, num_ticks=30),
+        generator_devices=generator, trainer_devices=trainer,
+    )  # fmt: skip
+    assert simulate(on_shared_cores(scenario, cores)).step_s == pytest.approx(step_s)
+    in_turn = replace(scenario, max_staleness=0)
+    assert on_shared_cores(in_turn, cores) is in_turn
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

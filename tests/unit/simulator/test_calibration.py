@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -315,9 +316,13 @@ def test_a_calibration_on_a_busy_machine_says_so() -> None:
         assert ("was the machine idle?" in lines) is said
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_rooflines_of_the_measured_machine_give_back_the_runs_own_ticks(threads: int) -> None:
+@pytest.mark.parametrize(("threads", "fsdp"), [(1, 1), (2, 1), (1, 3)])  # three ranks share what cores there are
+def test_rooflines_of_the_measured_machine_give_back_the_runs_own_ticks(
+    threads: int, fsdp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     config = recipe(threads=threads)
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, fsdp=fsdp))
     line = LinearGeneratorCost(step_s=0.02, sequence_s=0.003)
     measured = dataclasses.replace(costs(token_s=2e-4), generator=line, trainer=TrainerCost(tick_s=0.7, token_s=2e-4))
     hardware = machine_of_run(config, made(in_turn=measured))
@@ -326,7 +331,7 @@ def test_rooflines_of_the_measured_machine_give_back_the_runs_own_ticks(threads:
         model=find_model(config.model.path), response=grouped(made().groups), prompts_per_step=40, group_size=2,
         prompt_tokens=10,
     )  # fmt: skip
-    found = scenario_from_recipe(config, work, hardware, settled_threads(config))
+    found = scenario_from_recipe(config, work, hardware, settled_threads(config), cores=2)
     assert (found.trainer.tick_s, found.trainer.token_s) == pytest.approx((0.7, 2e-4), rel=1e-4)
     active = np.array([1.0, float(min(80, config.generator.engine.max_sequences))])
     context = np.full(2, 10 + work.response.mean_in_flight)
