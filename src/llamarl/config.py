@@ -40,7 +40,7 @@ from llamarl.import_path import is_import_path
 from llamarl.mistakes import Reader, list_mistakes
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.reading import MAX_DEPTH, parse_toml, read_toml, user_path
-from llamarl.roles import MODEL_SECTIONS, ROLES, idle_size_mistakes, present_roles, wiring_mistakes
+from llamarl.roles import MODEL_SECTIONS, ROLES, present_roles, wiring_mistakes
 from llamarl.runtime.config import HostsConfig
 from llamarl.shipped import find_recipe, shipped_recipes
 from llamarl.strict import NO_BITS, STRICT, Effect, bounds, refuse
@@ -306,7 +306,6 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
     yield from judging_mistakes(config)
     yield from parts_mistakes(config)
     yield from wiring_mistakes(config)
-    yield from idle_size_mistakes(config)
     if config.task.has_environment:
         yield from _environment_checks(config)
     if config.schedule.colocated:

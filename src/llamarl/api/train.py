@@ -66,7 +66,7 @@ def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any
     Raises:
         ConfigError: As ``train``.
     """
-    from llamarl.controller.preflight import find_missing
+    from llamarl.controller.preflight import find_missing, find_without_effect
 
     given = dotted(settings)
     if isinstance(tasks := given.get("task.name"), list):
@@ -81,7 +81,7 @@ def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any
         and (recipe is None or given.keys() & {"task.train_file", "task.data"})
     ):
         given["task.name"] = "function"
-    config = load_config(None if recipe is None else os.fspath(recipe), given, [find_missing])
+    config = load_config(None if recipe is None else os.fspath(recipe), given, [find_missing, find_without_effect])
     if "run.dir" not in given:
         name = _free_folder(Path(config.run.dir))
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(name)))

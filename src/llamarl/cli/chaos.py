@@ -124,11 +124,11 @@ def run(args: argparse.Namespace) -> int:
 def _check(recipe: str, overrides: Sequence[str], only: Sequence[str]) -> None:
     """Raises ConfigError for a recipe that cannot be read, or a name that is nobody's in its job."""
     from llamarl.config import load_config
-    from llamarl.controller.preflight import find_missing
+    from llamarl.controller.preflight import find_missing, find_without_effect
     from llamarl.errors import ConfigError
     from llamarl.roles import present_roles
 
-    config = load_config(recipe, overrides, [find_missing])
+    config = load_config(recipe, overrides, [find_missing, find_without_effect])
     names = [*(role.name for role in present_roles(config)), "controller", "environments"]
     if unknown := [name for name in only if name not in names]:
         raise ConfigError(f"--only: {', '.join(map(repr, unknown))}: this job has {', '.join(names)}")

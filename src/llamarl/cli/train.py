@@ -94,7 +94,7 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from llamarl.config import load_config
-    from llamarl.controller.preflight import find_missing
+    from llamarl.controller.preflight import find_missing, find_without_effect
     from llamarl.errors import ConfigError
 
     outlive_the_console()
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         taken = [word for word in overrides if word.endswith(".toml")]
         hint = f"; {taken[0].replace('=', ' took ', 1)} for its value" if taken else ""
         raise ConfigError(f"which recipe? llamarl train RECIPE.toml, --resume RUN_DIR or --replay RUN_DIR{hint}")
-    config = load_config(args.recipe, [*overrides, *hosts], [find_missing])
+    config = load_config(args.recipe, [*overrides, *hosts], [find_missing, find_without_effect])
     if not args.dry_run:
         from llamarl.runtime.early_start import start_fork_servers
 
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 def _supervise(args: argparse.Namespace, overrides: list[str]) -> int:
     from llamarl.cli.supervise import supervise
     from llamarl.config import load_config
-    from llamarl.controller.preflight import find_missing
+    from llamarl.controller.preflight import find_missing, find_without_effect
     from llamarl.errors import ConfigError
 
     if args.replay or args.fork or args.dry_run or not (args.recipe or args.resume):
@@ -145,7 +145,7 @@ def _supervise(args: argparse.Namespace, overrides: list[str]) -> int:
         recovery = load_config(run_dir / "config.toml").recovery
     else:
         words = [args.recipe]
-        config = load_config(args.recipe, overrides, [find_missing])
+        config = load_config(args.recipe, overrides, [find_missing, find_without_effect])
         run_dir, recovery = user_path(config.run.dir, "run.dir").resolve(), config.recovery
     return supervise(words, overrides, run_dir, max_restarts=recovery.max_restarts, window_s=recovery.window_s)
 

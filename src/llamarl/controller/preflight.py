@@ -21,7 +21,7 @@ from llamarl.import_path import check
 from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size, experts_of, why_experts_not_spread, why_heads_not_shared
 from llamarl.models.support import Use, text_part, why_unsupported
-from llamarl.roles import MODEL_SECTIONS, ROLES, Role, present_roles
+from llamarl.roles import MODEL_SECTIONS, ROLES, Role, idle_size_mistakes, present_roles
 from llamarl.runtime.placement import available_cuda_devices
 from llamarl.types import Prompt
 
@@ -35,6 +35,7 @@ __all__ = [
     "check_reward",
     "check_reward_models",
     "find_missing",
+    "find_without_effect",
 ]
 
 _RANKS_PER_CORE = 4
@@ -430,6 +431,19 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
                 check(import_path, key)
             except DataError as error:
                 yield from error.mistakes
+
+
+def find_without_effect(config: RunConfig) -> Iterator[Mistake]:
+    """What a recipe sets and its job would never look at. For ``load_config`` of a new run: one that began with it goes on."""
+    yield from idle_size_mistakes(config)
+    for section, engine in (("generator", config.generator.engine), ("judge", config.judge.engine)):
+        if engine.speculative_tokens and engine.speculative_rows == 1:
+            keys = f"{section}.engine.speculative_rows", f"{section}.engine.speculative_tokens"
+            yield Mistake(
+                keys[0],
+                f"is 1, the row of a sequence itself, so that no guess fits beside it: set it to at least 2, or {keys[1]} to 0",
+                keys[1:],
+            )
 
 
 def check_lora(config: RunConfig) -> None:

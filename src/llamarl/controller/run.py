@@ -69,7 +69,7 @@ from llamarl.runtime.base import Report, Runtime
 from llamarl.runtime.journal import Journal, Resumed, remove_journal
 from llamarl.runtime.make_runtime import make_runtime
 from llamarl.runtime.placement import Placement, place
-from llamarl.trainer.config import OptimizerConfig
+from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.transports.network import join
 
 __all__ = [
@@ -220,14 +220,32 @@ def _replace(config: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(config, **{head: _replace(getattr(config, head), rest, value) if rest else value})
 
 
-def _tell_of_few_threads(config: RunConfig) -> None:
-    """Not an error: a recipe may go from a larger machine to a smaller one."""
-    asked, threads = config.trainer.microbatches_at_once, config.trainer.threads
-    if config.trainer.device == "cpu" and asked > threads:
+def _tell_of_micro_batches(config: RunConfig, folder: Path) -> None:
+    """Not an error: a recipe may go from one machine to another, and from one rank to several."""
+    trainer = config.trainer
+    asked, threads = trainer.microbatches_at_once, trainer.threads
+    if asked > 1 and (why := _why_one_at_a_time(trainer, folder)):
+        print(
+            f"trainer.microbatches_at_once {asked} does nothing, they are computed one at a time: {why}",
+            file=sys.stderr,
+        )
+    elif trainer.device == "cpu" and asked > threads:
         print(
             f"trainer.microbatches_at_once {asked} is more than trainer.threads {threads}: {threads} at a time",
             file=sys.stderr,
         )
+
+
+def _why_one_at_a_time(trainer: TrainerConfig, folder: Path) -> str:
+    """Why a trainer computes one micro-batch after the other, whatever it is asked; empty: it does as it is asked."""
+    from llamarl.models.decoder import changes_with_length
+    from llamarl.models.loading import load_model_config
+
+    if trainer.num_ranks > 1:
+        return f"the trainer has {trainer.num_ranks} ranks, which meet in every layer"
+    if trainer.device != "cpu":
+        return f"the trainer is on {trainer.device}"
+    return "the model's rotary frequencies follow the length" if changes_with_length(load_model_config(folder)) else ""
 
 
 def _tell_of_a_long_warmup(config: RunConfig) -> None:
@@ -317,7 +335,7 @@ def _settle(
     graph = Graph(executors, graph.channels)
     graph, weight_edges = settle_weight_edges(config, graph, hosts=placement.hosts or None)
     _tell_of_a_long_warmup(config)
-    _tell_of_few_threads(config)
+    _tell_of_micro_batches(config, folder)
     for name, why in never_twice(graph, placement.colocated).items() if config.recovery.straggler_multiple else ():
         print(f"recovery.straggler_multiple: no tick of {name!r} is started a second time: {why}", file=sys.stderr)
     if config.trainer.activation_offload and config.trainer.device == "cpu":

@@ -81,7 +81,7 @@ class EngineConfig:
     float32; bfloat16 and int8 may round a row otherwise in a larger step). Pays where few long responses are left."""
 
     speculative_rows: PositiveInt = 8
-    """Rows of a step, sequences and guesses together, up to which it guesses: as many as cost little more than one."""
+    """Rows of a step, sequences and guesses together, up to which it guesses, at least 2: as many as cost little more than one."""
 
     kernels: Literal["auto", "torch", "compiled"] = "auto"
     """What computes between the matrix products of float32 and bfloat16 on CPU. "compiled": vector loops, built with this machine's C++

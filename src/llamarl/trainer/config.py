@@ -102,7 +102,7 @@ class TrainerConfig:
     """Micro-batches that a lone rank on the CPU computes at the same time, its threads divided among them; each further one costs
     a micro-batch's activations and a set of gradients. 0 takes as many as divide ``threads``, up to 4, of a model of 20 million
     parameters or more; 1 takes one after the other, all threads on each. Bits depend on this number and on the threads
-    of one micro-batch."""
+    of one micro-batch. Several ranks, and GPUs, take one after the other."""
 
     share_prompts: bool = True
     """Compute a group's prompt once for all of its responses; exact to rounding. Models with sliding-window or soft-capped

@@ -18,6 +18,7 @@ from llamarl.controller.preflight import (
     check_prompts,
     check_reward,
     find_missing,
+    find_without_effect,
 )
 from llamarl.controller.run import plan_run
 from llamarl.engine.engine import NativeEngine
@@ -160,8 +161,10 @@ def test_ranks_of_an_executor_that_the_job_does_not_have_are_refused_with_what_a
 ) -> None:
     for name in sizes:
         validate({section: {name: 1}})
+        raw = {section: {name: 2, "fsdp": 2}}  # ep is among the ranks of fsdp
+        validate(raw)  # as a run began that goes on
         with pytest.raises(ConfigError, match=rf"{section}.{name} .*") as raised:
-            validate({section: {name: 2, "fsdp": 2}})  # ep is among the ranks of fsdp
+            validate(raw, [find_without_effect])
         told = [str(mistake) for mistake in raised.value.mistakes]
         assert f"{section}.{name} is 2, but this job has no {section}: leave it out, or {words}" in told
     with pytest.raises(ConfigError, match=f"{section}.tp .*>= 1"):
@@ -170,8 +173,19 @@ def test_ranks_of_an_executor_that_the_job_does_not_have_are_refused_with_what_a
 
 def test_ranks_of_an_executor_that_another_mistake_hides_are_not_told_as_one() -> None:
     with pytest.raises(ConfigError) as raised:
-        validate({"algorithm": {"advantage": "gea"}, "critic": {"fsdp": 2}})
+        validate({"algorithm": {"advantage": "gea"}, "critic": {"fsdp": 2}}, [find_without_effect])
     assert [mistake.key for mistake in raised.value.mistakes] == ["algorithm.advantage"]
+
+
+@pytest.mark.parametrize("section", ["generator", "judge"])
+def test_guesses_without_a_row_for_them_are_refused_and_a_run_that_began_so_goes_on(section: str) -> None:
+    raw = {section: {"engine": {"speculative_tokens": 4, "speculative_rows": 1}}}
+    validate(raw)
+    told = rf"{section}.engine.speculative_rows is 1, .* at least 2, or {section}.engine.speculative_tokens to 0"
+    with pytest.raises(ConfigError, match=told):
+        validate(raw, [find_without_effect])
+    raw[section]["engine"]["speculative_rows"] = 2
+    validate(raw, [find_without_effect])
 
 
 def test_an_evaluator_that_is_switched_off_keeps_its_ranks_which_are_checked_and_told(

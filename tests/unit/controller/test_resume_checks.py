@@ -13,6 +13,7 @@ from llamarl.checkpoint.platform import platform_facts
 from llamarl.cli.main import main
 from llamarl.config import RunConfig, load_config, save_config
 from llamarl.controller import resume, run
+from llamarl.controller.preflight import find_without_effect
 from llamarl.controller.products import incomplete_products
 from llamarl.errors import ConfigError
 from llamarl.models.exported import ExportFacts, write_export
@@ -234,6 +235,37 @@ def test_more_micro_batches_at_once_than_threads_are_told(
         run.start_run(asked)
         told = "microbatches_at_once 4 is more than trainer.threads 2: 2 at a time" in capsys.readouterr().err
         assert told == (at_once == 4)
+
+
+def test_micro_batches_at_once_that_the_job_takes_one_by_one_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--run.dir", str(tmp_path), "--run.cores", "2", "--trainer.device", "cpu"]
+    for fsdp, at_once in ((2, 2), (2, 1), (1, 2)):
+        sizes = ["--trainer.fsdp", str(fsdp), "--trainer.microbatches_at_once", str(at_once), "--trainer.threads", "2"]
+        run.plan_run(load_config(RECIPE, [*words, *sizes]))
+        told = "microbatches_at_once 2 does nothing, they are computed one at a time: the trainer has 2 ranks"
+        assert (told in capsys.readouterr().err) == (fsdp == 2 and at_once == 2)
+
+
+def test_a_run_that_began_with_settings_without_effect_goes_on(tmp_path: Path, executed: list[dict[str, Any]]) -> None:
+    """A new run with them is refused."""
+    words = [
+        "--critic.fsdp",
+        "2",
+        "--generator.engine.speculative_tokens",
+        "4",
+        "--generator.engine.speculative_rows",
+        "1",
+    ]
+    begun = load_config(RECIPE, ["--run.dir", str(tmp_path / "run"), "--run.runtime", "inline", *words])
+    run.start_run(begun)
+    resume.resume_run(resume.begun_config(tmp_path / "run", {}))
+    assert len(executed) == 2
+    with pytest.raises(ConfigError) as raised:
+        load_config(RECIPE, words, [find_without_effect])
+    keys = [mistake.key for mistake in raised.value.mistakes]
+    assert keys == ["critic.fsdp", "generator.engine.speculative_rows"]
 
 
 def test_code_that_a_runs_own_configuration_asks_for_is_run_only_if_the_user_names_it(tmp_path: Path) -> None:
