@@ -3,14 +3,16 @@
     python benchmarks/interleaved_stages.py --json OUT
 
 For each model, number of devices and length: the fastest trainer with one pipeline stage, and with 2, 4 and 8, over all sizes of
-``tp``, micro-batch and recomputation that fit, and the seconds of it that the pipeline stands still. Interleaving v chunks leaves
-a v-th of these; that no time at all would be lost is the most that it could bring.
+``tp`` and ``cp`` in a node, micro-batch and recomputation that fit, and the seconds of it that the pipeline stands still.
+Interleaving v chunks leaves a v-th of these; that no time at all would be lost is the most that it could bring: the least of all
+those layouts, each without its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from itertools import product
 from typing import Any
 
 from harness import claim, write_report
@@ -26,22 +28,23 @@ RESPONSES = 2_048
 STAGES = (1, 2, 4, 8)
 
 
-def fastest(model_name: str, devices: int, longest: int, pp: int) -> tuple[TrainerTime, TrainerLayout, int] | None:
-    """With its number of micro-batches; None: nothing fits."""
+def fitting(model_name: str, devices: int, longest: int, pp: int) -> list[tuple[TrainerTime, TrainerLayout, int]]:
+    """Each layout of so many stages, with its number of micro-batches."""
     hardware, model = find_hardware("h100-sxm"), find_model(model_name)
     lengths = lognormal(mean=longest / 4, sigma=0.6, limit=longest)
     demand = TrainerDemand(lengths=lengths, prompt_tokens=256, sequences=RESPONSES)
+    node = hardware.device.devices_per_node
     found = []
     for tp in (1, 2, 4, 8):
-        ranks = devices // (tp * pp)
-        for micro_batch in (0.5, 1, 2, 4, 8, 16):
-            for recompute in (False, True):
-                layout = TrainerLayout(tp, pp, ranks, 1, micro_batch, recompute, True)
-                memory = sum(trainer_memory(hardware, model, layout, demand).values())
-                if micro_batch * ranks <= RESPONSES and memory <= hardware.usable_memory_bytes:
-                    count = math.ceil(math.ceil(RESPONSES / ranks) / micro_batch)
-                    found.append((trainer_tick(hardware, model, layout, demand), layout, count))
-    return min(found, key=lambda one: one[0].total_s, default=None)
+        for cp, micro_batch, recompute in product((1, 2, 4, 8), (1, 2, 4, 8, 16), (False, True)):
+            ranks = devices // (tp * cp * pp)
+            if tp * cp > node or micro_batch * ranks > RESPONSES:
+                continue
+            layout = TrainerLayout(tp, pp, ranks, 1, micro_batch, recompute, True, cp=cp)
+            if sum(trainer_memory(hardware, model, layout, demand).values()) <= hardware.usable_memory_bytes:
+                time = trainer_tick(hardware, model, layout, demand)
+                found.append((time, layout, demand.microbatches(layout)))
+    return found
 
 
 def main() -> None:
@@ -55,17 +58,17 @@ def main() -> None:
         print(f"{name}, {devices} H100, responses up to {longest:,}")
         alone = math.inf
         for pp in STAGES:
-            found = fastest(*case, pp)
-            if found is None:
+            found = fitting(*case, pp)
+            if not found:
                 print(f"  pp {pp}: nothing fits")
                 continue
-            time, layout, count = found
-            without = time.total_s - time.bubble_s
+            time, layout, count = min(found, key=lambda one: one[0].total_s)
+            without = min(one.total_s - one.bubble_s for one, _, _ in found)
             alone = time.total_s if pp == 1 else alone
             results[f"{name} {devices} {longest} pp{pp}"] = {"s": time.total_s, "without_bubble_s": without}
             print(
-                f"  pp {pp}: {time.total_s:6.1f} s, of which {time.bubble_s:4.1f} stand still; without {without:6.1f}; "
-                f"tp {layout.tp}, fsdp {layout.fsdp}, {count} micro-batches of {layout.micro_batch:g}"
+                f"  pp {pp}: {time.total_s:6.1f} s, of which {time.bubble_s:4.1f} stand still: tp {layout.tp}, cp {layout.cp}, "
+                f"fsdp {layout.fsdp}, {count} micro-batches of {layout.micro_batch}; best without any: {without:6.1f} s"
             )
             if pp > 1:
                 claims.append(
