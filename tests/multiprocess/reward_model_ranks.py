@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from llamarl.trainer import building
 from llamarl.trainer.reward_scoring import RewardScorer
 
 VOCABULARY = 61
@@ -28,6 +30,10 @@ def share(fsdp: int, rank: int) -> list[int]:
     return [len(TEXTS) - 1] if rank else list(range(len(TEXTS) - (fsdp > 1)))
 
 
+def _refuse_whole_model(*args: object, **kwargs: object) -> NoReturn:
+    raise AssertionError("a rank of several read the whole model")
+
+
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     if world > 1:
@@ -35,6 +41,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
             "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,
             timeout=timedelta(seconds=120),
         )  # fmt: skip
+        building.load_reward_model = _refuse_whole_model  # type: ignore[assignment]
     for case in cases:
         family, sizes = case.split(":")
         fsdp, tp, pp = (int(n) for n in sizes.split("x"))

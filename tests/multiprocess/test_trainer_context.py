@@ -134,9 +134,6 @@ def test_a_critic_values_and_learns_as_one_process_does(runs: Path, sizes: str) 
     reports = [json.loads((out / f"critic-{rank}.json").read_text()) for rank in range(_world(sizes))]
     for report in reports:
         for got, expected in zip(report["metrics"], alone["metrics"], strict=True):
-            # what is clipped is counted by comparing two errors that may differ by a rounding alone
-            assert got.pop("critic/clipped_fraction") == pytest.approx(expected["critic/clipped_fraction"], abs=0.02)
-            expected = {key: value for key, value in expected.items() if key != "critic/clipped_fraction"}
             assert got == pytest.approx(expected, rel=1e-3, abs=1e-5)
     last = reports[-of_stage:]  # stages before say nothing, context- and tensor-parallel peers the same
     values = [value for report in last[:: of_stage // fsdp] for value in report["values"]]

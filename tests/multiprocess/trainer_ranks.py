@@ -184,8 +184,10 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
             "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,
             timeout=timedelta(seconds=120),
         )  # fmt: skip
-        assert callable(building.load_model)  # so that this replaces what is called
-        building.load_model = _refuse_whole_model  # type: ignore[assignment]
+        assert callable(building.load_model) and callable(
+            building.load_value_model
+        )  # so that these replace what is called
+        building.load_model = building.load_value_model = _refuse_whole_model  # type: ignore[assignment]
         refuse_unknown_logits(folder, world)
     for case in cases:
         family, sizes, dtype = case.split(":")

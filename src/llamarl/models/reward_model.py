@@ -22,10 +22,11 @@ from transformers import (
 
 from llamarl.errors import ModelError
 from llamarl.models.folders import read_model_config, resolve_model_path
-from llamarl.models.loading import decoder_arguments, quiet
+from llamarl.models.loading import decoder_arguments, load_model_config, quiet
+from llamarl.models.sharded_loading import skeleton_of
 from llamarl.models.support import why_unsupported
 
-__all__ = ["check_reward_model", "is_packed", "last_token", "load_reward_model"]
+__all__ = ["check_reward_model", "is_packed", "last_token", "load_reward_model", "reward_skeleton"]
 
 
 def is_packed(path: str | Path) -> bool:
@@ -100,6 +101,18 @@ def load_reward_model(
         )
     model.requires_grad_(False)
     return model.to(torch.device(device)).eval()
+
+
+def reward_skeleton(path: str | Path, *, attention: str, key: str) -> PreTrainedModel:
+    """The same, of those computed on packed sequences, without storage for its parameters (``models/sharded_loading.py``).
+
+    Raises:
+        ModelError: It gives no single number.
+    """
+    check_reward_model(path, key=key)
+    folder = resolve_model_path(path, key=key)
+    model = skeleton_of(AutoModelForSequenceClassification, folder, load_model_config(folder), attention=attention)
+    return model.requires_grad_(False)
 
 
 def last_token(tokens: list[int], config: PretrainedConfig) -> int:

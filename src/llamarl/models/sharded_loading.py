@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from llamarl.errors import ModelError
 from llamarl.models.folders import check_supported, resolve_model_path
@@ -43,6 +43,7 @@ __all__ = [
     "make_skeleton",
     "open_tensors",
     "read_parts",
+    "skeleton_of",
     "stored_buffers",
     "stored_weights",
     "where_stored",
@@ -57,9 +58,20 @@ def make_skeleton(path: str | Path, *, attention: str) -> PreTrainedModel:
         ModelError: The architecture is not supported.
     """
     check_supported(path, use_of(attention))
-    config = load_model_config(path)
+    return skeleton_of(AutoModelForCausalLM, path, load_model_config(path), attention=attention)
+
+
+def skeleton_of(kind: Any, path: str | Path, config: PretrainedConfig, *, attention: str) -> PreTrainedModel:
+    """The same for a head of another kind.
+
+    Args:
+        kind: One of transformers' auto classes.
+
+    Raises:
+        ValueError: It has no such model of this architecture.
+    """
     with _parameters_without_storage():
-        model = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = kind.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
     _read_buffers(path, model)
@@ -134,8 +146,14 @@ def can_stream(path: str | Path, model: PreTrainedModel) -> bool:
     return where_stored(path, model) is not None
 
 
-def where_stored(path: str | Path, model: PreTrainedModel) -> dict[str, list[StoredPart]] | None:
-    """Parameter of ``model``, not yet cut -> the tensors of the folder that make it; None where it must be loaded whole."""
+def where_stored(
+    path: str | Path, model: PreTrainedModel, *, new: Collection[str] = ()
+) -> dict[str, list[StoredPart]] | None:
+    """Parameter of ``model``, not yet cut -> the tensors of the folder that make it; None where it must be loaded whole.
+
+    Args:
+        new: Parameters that begin at 0 where the folder has none of them.
+    """
     files = _files(path)
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
@@ -143,7 +161,7 @@ def where_stored(path: str | Path, model: PreTrainedModel) -> dict[str, list[Sto
         def shape_of(name: str) -> tuple[int, ...]:
             return tuple(_slice_of(name, files, opened, stack).get_shape())
 
-        return find_parts(model, files, shape_of)
+        return find_parts(model, files, shape_of, new)
 
 
 def _slice_of(name: str, files: Mapping[str, Path], opened: dict[Path, Any], stack: ExitStack) -> Any:
@@ -184,7 +202,7 @@ def read_parts(
     """Fill this rank's part of every parameter from the folder, reading only those slices.
 
     Args:
-        parts: As ``where_stored`` gives it; None: each under its own name.
+        parts: As ``where_stored`` gives it, those without any begin at 0; None: each under its own name.
 
     Raises:
         ModelError: A tensor has another shape than the architecture says.
@@ -196,6 +214,8 @@ def read_parts(
             shard = shards[name]
             whole = StoredPart(name, tuple((0, size) for size in shard.shape))
             local = local_tensor(parameter)
+            if parts is not None and not parts[name]:
+                local.zero_()
             for part in [whole] if parts is None else parts[name]:
                 shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(part.box, shard.box, strict=True)]
                 if any(start >= stop for start, stop in shared):

@@ -40,7 +40,10 @@ class StoredPart:
 
 
 def find_parts(
-    model: PreTrainedModel, stored: Collection[str], shape_of: Callable[[str], tuple[int, ...]]
+    model: PreTrainedModel,
+    stored: Collection[str],
+    shape_of: Callable[[str], tuple[int, ...]],
+    new: Collection[str] = (),
 ) -> dict[str, list[StoredPart]] | None:
     """Parameter -> the stored tensors that make it; None if some parameter is not there as transformers would write it, in pieces that
     are whole experts, or halves of them.
@@ -48,11 +51,15 @@ def find_parts(
     Args:
         stored: Names of the stored tensors.
         shape_of: Of one of them.
+        new: Parameters that need not be there: they have no parts then.
     """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     found = {name: [StoredPart(name, _whole(shape))] for name, shape in shapes.items() if name in stored}
     found |= _pieces(model, {name: shape for name, shape in shapes.items() if name not in found})
     for name, shape in shapes.items():
+        if name in new and name not in stored:
+            found[name] = []
+            continue
         parts = found.get(name, [])
         if sum(_numel(part.shape) for part in parts) != _numel(shape):
             return None

@@ -15,11 +15,13 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from llamarl.errors import ModelError
 from llamarl.models.folders import check_supported, resolve_model_path
-from llamarl.models.loading import decoder_arguments, quiet
+from llamarl.models.loading import decoder_arguments, load_model_config, quiet
+from llamarl.models.sharded_loading import skeleton_of
 
-__all__ = ["load_value_model", "value_head"]
+__all__ = ["HEAD", "load_value_model", "value_head", "value_skeleton"]
 
-_HEAD = "score."
+HEAD = ("score.weight", "score.bias")
+"""What a language model's folder lacks."""
 
 
 def load_value_model(path: str | Path, *, device: torch.device | str = "cpu", attention: str) -> PreTrainedModel:
@@ -44,12 +46,27 @@ def load_value_model(path: str | Path, *, device: torch.device | str = "cpu", at
             )
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelError(f"critic.path: cannot load {folder} with a value head: {error}") from error
-    if missing := sorted(name for name in report["missing_keys"] if not name.startswith(_HEAD)):
+    if missing := sorted(name for name in report["missing_keys"] if name not in HEAD):
         raise ModelError(f"critic.path: {folder} lacks {', '.join(missing)}")
     if report["missing_keys"]:
         for parameter in value_head(model).parameters():
             nn.init.zeros_(parameter)
     return model.to(torch.device(device)).eval()
+
+
+def value_skeleton(path: str | Path, *, attention: str) -> PreTrainedModel:
+    """The same without storage for its parameters (``models/sharded_loading.py``).
+
+    Raises:
+        ModelError: transformers has no such model of this architecture.
+    """
+    check_supported(path, "critic", key="critic.path")
+    config = load_model_config(path)
+    config.num_labels = 1
+    try:
+        return skeleton_of(AutoModelForTokenClassification, path, config, attention=attention)
+    except ValueError as error:
+        raise ModelError(f"critic.path: {path} has no form with a value head: {error}") from error
 
 
 def value_head(model: PreTrainedModel) -> nn.Linear:

@@ -5,7 +5,7 @@ folder ─▶ read whole, or every rank its own part ─▶ prove the output lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -28,14 +28,15 @@ from llamarl.models.parallel import (
     apply_tensor_parallel,
     parameter_shards,
 )
-from llamarl.models.reward_model import load_reward_model
+from llamarl.models.reward_model import load_reward_model, reward_skeleton
 from llamarl.models.router_replay import let_replay
 from llamarl.models.sharded_adapters import check_adapters_of_stages, keeping_adapters, with_storage_of_one
 from llamarl.models.sharded_loading import give_storage, make_skeleton, read_parts, where_stored
 from llamarl.models.sizes import why_experts_not_spread, why_heads_not_shared
 from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
-from llamarl.models.value import load_value_model
+from llamarl.models.stored_parts import StoredPart
+from llamarl.models.value import HEAD, load_value_model, value_skeleton
 from llamarl.trainer.activation_offload import ActivationOffload
 from llamarl.trainer.config import LoraConfig
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel
@@ -139,38 +140,37 @@ def build_policy(
             ActivationOffload().install(policy.layers)
         return policy
 
-    def read(policy: Policy, cuts: dict[str, Cut]) -> None:
-        with keeping_adapters(model):
-            give_storage(policy, device)
-        parameters, cuts = base_parameters(model), {base_name(name): cut for name, cut in cuts.items()}
-        read_parts(model_path, parameters, parameter_shards(parameters, cuts, layout, "float32"), parts)
-
-    fill = read if parts is not None else None
+    fill = None if parts is None else _reader(model_path, model, parts, layout, device)
     return _spread(model, wrap, layout, dtype, names=names, base_names=base_names, fill=fill)
 
 
 def build_value_model(
     model_path: str | Path, layout: ParallelLayout, *, dtype: torch.dtype, share_prompts: bool, device: torch.device
 ) -> Built[ValueModel]:
-    """This rank's part of the value model in ``model_path``, which may hold a language model; each rank reads it whole.
+    """This rank's part of the value model in ``model_path``, which may hold a language model.
 
     Raises:
         ModelError: The model has no value form, or does not divide by ``tp``, ``pp``, ``cp`` or ``ep``.
     """
     attention = _attention(share_prompts, layout)
-    model = load_value_model(model_path, device=device, attention=attention)
+    parts = None
+    if layout.num_ranks > 1:
+        model = value_skeleton(model_path, attention=attention)
+        parts = where_stored(model_path, model, new=HEAD)
+    if parts is None:
+        model = load_value_model(model_path, device=device, attention=attention)
     names = tuple(name for name, _ in model.named_parameters())
     _check_experts(expert_layers(model), layout, "critic")
     _check_cuts(model.config, attention, layout, "critic")
     stage = cut_into_stage(model, layout.pp_rank, layout.pp, key="critic.pp")
-    return _spread(model, lambda model: ValueModel(model, stage), layout, dtype, names=names)
+    fill = None if parts is None else _reader(model_path, model, parts, layout, device)
+    return _spread(model, lambda model: ValueModel(model, stage), layout, dtype, names=names, fill=fill)
 
 
 def build_reward_model(
     path: str | Path, layout: ParallelLayout, *, dtype: torch.dtype, attention: str, device: torch.device, key: str
 ) -> Built[ValueModel]:
-    """This rank's part of the frozen classifier in ``path``, whose value at a text's last token is its score; each rank reads it
-    whole.
+    """This rank's part of the frozen classifier in ``path``, whose value at a text's last token is its score.
 
     Args:
         attention: Of packed sequences, or of those that share prompts.
@@ -179,11 +179,35 @@ def build_reward_model(
     Raises:
         ModelError: It is no classifier with one label and a linear head, or does not divide by ``tp`` or ``pp``.
     """
-    model = load_reward_model(path, dtype=torch.float32, device=device, attention=attention, key=key)
+    parts = None
+    if layout.num_ranks > 1:
+        model = reward_skeleton(path, attention=attention, key=key)
+        parts = where_stored(path, model)
+    if parts is None:
+        model = load_reward_model(path, dtype=torch.float32, device=device, attention=attention, key=key)
     names = tuple(name for name, _ in model.named_parameters())
     _check_cuts(model.config, attention, layout, "reward_model")
     stage = cut_into_stage(model, layout.pp_rank, layout.pp, key="reward_model.pp")
-    return _spread(model, lambda model: ValueModel(model, stage), layout, dtype, names=names)
+    fill = None if parts is None else _reader(path, model, parts, layout, device)
+    return _spread(model, lambda model: ValueModel(model, stage), layout, dtype, names=names, fill=fill)
+
+
+def _reader(
+    path: str | Path,
+    model: PreTrainedModel,
+    parts: Mapping[str, list[StoredPart]],
+    layout: ParallelLayout,
+    device: torch.device,
+) -> Callable[[nn.Module, dict[str, Cut]], None]:
+    """What gives a module around ``model`` its storage, once it is cut, and this rank's slices of the folder."""
+
+    def read(module: nn.Module, cuts: dict[str, Cut]) -> None:
+        with keeping_adapters(model):
+            give_storage(module, device)
+        parameters, cuts = base_parameters(model), {base_name(name): cut for name, cut in cuts.items()}
+        read_parts(path, parameters, parameter_shards(parameters, cuts, layout, "float32"), parts)
+
+    return read
 
 
 def _attention(share_prompts: bool, layout: ParallelLayout) -> str:

@@ -61,7 +61,7 @@ class Critic(ShardedModel[ValueModel]):
     ) -> None:
         """
         Args:
-            model_path: Hugging Face folder of a language model or of an exported critic. Each rank reads it whole.
+            model_path: Hugging Face folder of a language model or of an exported critic.
             algorithm: Says which responses train, and how GAE and KL make returns.
             num_ticks: Length of the run, for schedules that fall.
 

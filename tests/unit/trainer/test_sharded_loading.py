@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from training_fixtures import write_model
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 from tiny_models import SPARSE
@@ -16,8 +18,11 @@ from llamarl.errors import ModelError
 from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model
 from llamarl.models.parallel import ParallelLayout, ParameterShard, parameter_shards
+from llamarl.models.reward_model import load_reward_model, reward_skeleton
 from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts, where_stored
 from llamarl.models.small_copy import small_model
+from llamarl.models.stored_parts import StoredPart
+from llamarl.models.value import HEAD, load_value_model, value_head, value_skeleton
 
 ONE_RANK = ParallelLayout(fsdp=1, tp=1, mesh=None)
 
@@ -59,6 +64,56 @@ def test_of_published_experts_each_rank_reads_its_own(family: str, tmp_path: Pat
     read_parts(tmp_path, {gate_up: here}, {gate_up: shard}, parts)
     expected = loaded[gate_up][tuple(slice(*extent) for extent in box)].bfloat16()
     assert torch.equal(here, expected)
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["language model", "exported critic"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_a_value_models_parts_are_the_loaded_ones_and_a_new_head_says_0(
+    family: str, exported: bool, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "model", family)
+    if exported:
+        critic = load_value_model(folder, attention="llamarl_packed")
+        torch.nn.init.normal_(value_head(critic).weight)
+        critic.save_pretrained(folder := tmp_path / "critic")
+    loaded = load_value_model(folder, attention="llamarl_packed")
+    model = value_skeleton(folder, attention="llamarl_packed")
+    assert all(p.is_meta for p in model.parameters())
+    _fill(folder, model, where_stored(folder, model, new=HEAD))
+    assert value_head(model).weight.any() == exported
+    _same(model, loaded)
+
+
+def test_a_reward_models_parts_are_the_loaded_ones_and_none_may_be_new(tmp_path: Path) -> None:
+    language_model = write_model(tmp_path / "model")
+    config = AutoConfig.from_pretrained(language_model, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder := tmp_path / "classifier")
+    arguments: dict[str, Any] = {"attention": "llamarl_packed", "key": "reward_model.path"}
+    loaded = load_reward_model(folder, dtype=torch.float32, device="cpu", **arguments)
+    model = reward_skeleton(folder, **arguments)
+    assert all(p.is_meta and not p.requires_grad for p in model.parameters())
+    _fill(folder, model, where_stored(folder, model))
+    _same(model, loaded)
+    assert not any(p.requires_grad for p in model.parameters())
+    assert (
+        where_stored(language_model, model) is None
+    )  # its head is nowhere: left to whoever loads it whole, who says so
+
+
+def _fill(folder: Path, model: PreTrainedModel, parts: dict[str, list[StoredPart]] | None) -> None:
+    assert parts is not None
+    give_storage(model, torch.device("cpu"))
+    parameters = dict(model.named_parameters())
+    read_parts(folder, parameters, parameter_shards(parameters, {}, ONE_RANK, "float32"), parts)
+
+
+def _same(model: PreTrainedModel, loaded: PreTrainedModel) -> None:
+    got, expected = dict(model.named_parameters()), dict(loaded.named_parameters())
+    assert list(got) == list(expected) and all(torch.equal(got[name], p) for name, p in expected.items())
+    facts, expected_facts = model.config.to_dict(), loaded.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        facts.pop(name, None), expected_facts.pop(name, None)
+    assert facts == expected_facts
 
 
 def test_a_folder_that_lacks_an_expert_is_not_read_in_parts(tmp_path: Path) -> None:
