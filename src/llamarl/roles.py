@@ -278,7 +278,7 @@ ROLES: Mapping[str, Role] = {
             sizes=("fsdp", "tp", "pp", "cp"),
             model_sizes=("fsdp", "tp", "pp", "cp"),
             model=Model(key="critic.path", uses=lambda config: ("critic",), trained=True),
-            products=(Product(folder="critic", writer="llamarl.trainer.critic:write_critic"),),
+            products=(Product(folder="critic", writer="llamarl.trainer.checkpoint_export:write_critic"),),
             optimizer="critic.optimizer",
             present=lambda config: config.has_critic,
             asked_by={"algorithm.advantage": "to 'gae', 'turn_gae' or 'two_level_gae'"},

@@ -23,11 +23,12 @@ from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParameterShard
 from llamarl.models.precision import settle_precision
 from llamarl.models.sharded_loading import make_skeleton, stored_weights
+from llamarl.models.value import value_skeleton
 from llamarl.trainer.narrowing import KLText, NarrowingCount, is_narrower, measure_kl
 from llamarl.trainer.sharded_state import read_state
 from llamarl.trainer.storage import export_folder, plan_files, resolve_dtype
 
-__all__ = ["export_checkpoint", "write_adapter"]
+__all__ = ["export_checkpoint", "write_adapter", "write_critic"]
 
 _READ_BYTES = 1 << 30
 
@@ -62,7 +63,7 @@ def export_checkpoint(
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     trained = adapter_shapes(shapes, rank=lora.rank, targets=lora.targets) if lora.rank else shapes
-    version = _policy_version(state, trained)
+    version = _count(state, trained, "policy_version")
     if adapter:
         tensors = dict(_stored(state, trained))
         base = str(resolve_model_path(config.model.path).resolve())
@@ -106,16 +107,30 @@ def write_adapter(checkpoint: Path, config: RunConfig, out: Path) -> ExportFacts
     return export_checkpoint(checkpoint, config, out, adapter=True)
 
 
+def write_critic(checkpoint: Path, config: RunConfig, out: Path) -> None:
+    """Write the value model of a checkpoint as the run's last tick would have written it: in float32.
+
+    Raises:
+        CheckpointError: The critic's state cannot be read.
+    """
+    state, path = checkpoint / "critic" / "state", config.critic.path or config.model.path
+    model = value_skeleton(path, attention=PACKED_ATTENTION)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    version = _count(state, shapes, "ticks_done")
+    export_folder(out, model, _stored(state, shapes), shapes, source=path, dtype=torch.float32)
+    write_export(out, ExportFacts(policy_version=version, dtype="float32", served_dtype=config.critic.dtype))
+
+
 def _whole(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ParameterShard]:
     return whole_shards({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
 
-def _policy_version(state: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
+def _count(state: Path, shapes: Mapping[str, tuple[int, ...]], name: str) -> int:
     shards = _whole(shapes)
     _, values = read_state(state, lambda _: shards, only=())
-    if not isinstance(version := values.get("policy_version"), int):
-        raise CheckpointError(f"trainer state in {state} names no policy version")
-    return version
+    if not isinstance(count := values.get(name), int):
+        raise CheckpointError(f"the state in {state} has no {name.replace('_', ' ')}")
+    return count
 
 
 def _stored(state: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:

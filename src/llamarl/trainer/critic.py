@@ -10,7 +10,6 @@ before the first pass: any split over micro-batches and ranks gives the same gra
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.value import value_loss
-from llamarl.config import RunConfig
 from llamarl.errors import TrainingDiverged
 from llamarl.models.loading import load_model_config
 from llamarl.models.parallel import (
@@ -41,7 +39,7 @@ from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.trainer.value_model import ValueModel
 from llamarl.types import Group
 
-__all__ = ["Critic", "write_critic"]
+__all__ = ["Critic"]
 
 
 class Critic(ShardedModel[ValueModel]):
@@ -228,16 +226,3 @@ class Critic(ShardedModel[ValueModel]):
         In float32, of its own weights: fewer bits would round what it has learned away.
         """
         self.write_model(folder, dtype=torch.float32, served_dtype=self.config.dtype, version=self.ticks_done)
-
-
-def write_critic(checkpoint: Path, config: RunConfig, folder: Path) -> None:
-    """Write the value model of a checkpoint as the run's last tick would have written it.
-
-    Raises:
-        CheckpointError: The critic's state cannot be read.
-    """
-    alone = dataclasses.replace(config.critic, fsdp=1, tp=1, pp=1, cp=1, ep=1, device="cpu")
-    path = config.critic.path or config.model.path
-    critic = Critic(path, alone, config.algorithm, device="cpu", num_ticks=config.run.num_ticks)
-    critic.load(checkpoint / "critic" / "state")
-    critic.export(folder)
