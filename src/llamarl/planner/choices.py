@@ -119,7 +119,7 @@ class Options:
     max_slots: int = 1024
     """Most sequences that decode at once in one replica."""
     captured: bool = True
-    """Decode from captured graphs, in every system."""
+    """Decode from captured graphs, in every system; where ``runnable``, in layouts in which llamarl's engine has them."""
     common_captured: bool = True
     """Common layout: decode from captured graphs; False launches every kernel from the host."""
     common_padded: bool = False

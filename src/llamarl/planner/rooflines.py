@@ -29,6 +29,7 @@ __all__ = [
     "expert_parallel_sizes",
     "gather_s",
     "group_link",
+    "is_captured",
     "matmul_s",
     "prefill_s",
     "pulled_bytes",
@@ -53,8 +54,8 @@ class GeneratorLayout:
     pp: int = 1
     precision: str = "bf16"
     captured: bool = True
-    """Decode runs from captured graphs; False: each kernel is launched from the host, and the step lasts as long as
-    the slower of host and device."""
+    """Decode runs from captured graphs, of a ``runnable`` layout where llamarl's engine has them (``is_captured``); False: each kernel is
+    launched from the host, and the step lasts as long as the slower of host and device."""
     runnable: bool = False
     """As llamarl's engine holds weights: versions arrive in the trainer's precision and stay, codes of a lower one are derived
     beside them, and ranks beyond the key-value heads hold copies. False: codes alone arrive and are held."""
@@ -201,6 +202,17 @@ def _layer_weight_bytes(model: ModelSpec, precision: str, active: Numbers) -> Nu
     return (fixed + model.sparse_layers / model.layers * sparse) * size
 
 
+def is_captured(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> bool:
+    """Whether decode steps run from captured graphs. llamarl's engine records those of one rank, of dense families that it knows
+    (``engine/cuda_graphs.py``); on a CPU nobody launches ahead, and all host time adds up either way."""
+    if not layout.runnable or hardware.device.train_precision == "fp32":
+        return layout.captured
+    recorded = (
+        model.quantized_by_llamarl and not model.rotary_by_length
+    )  # what graphs and quantized layers ask for alike
+    return layout.captured and layout.devices == 1 and recorded
+
+
 def decode_step_s(
     hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, active: Numbers, context: Numbers
 ) -> Numbers:
@@ -223,7 +235,7 @@ def decode_step_s(
     messages = 2.0 * np.asarray(all_reduce_s(hardware, own * model.hidden * size, layout.tp))
     messages = messages + _heads_exchanged_s(hardware, model, layout, own)
     device_layer = np.maximum(weights, flops) + np.maximum(kv, attention) + messages
-    if layout.captured:
+    if is_captured(hardware, model, layout):
         layer = device_layer + e.decode_layer_overhead_s
     else:
         layer = np.maximum(device_layer, e.eager_layer_overhead_s)

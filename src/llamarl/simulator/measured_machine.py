@@ -34,7 +34,7 @@ __all__ = ["machine_of_run"]
 _NOTE = "fitted to short runs by llamarl plan RECIPE --calibrate"
 _RATES = ("matmul_flops", "memory_bytes_per_s")
 _FITTED = (
-    "matmul", "memory", "attention", "decode_layer_overhead_s", "decode_step_overhead_s", "decode_sequence_overhead_s",
+    "matmul", "memory", "attention", "decode_layer_overhead_s", "eager_layer_overhead_s", "decode_step_overhead_s", "decode_sequence_overhead_s",
     "train_layer_overhead_s", "train_step_overhead_s",
 )  # fmt: skip
 

@@ -211,7 +211,7 @@ def test_replicas_that_do_not_divide_the_prompts_are_a_kind_of_their_own(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out.toml"
-    line = "--model Llama-3.1-70B --devices 120 --hardware h100 --staleness 1"
+    line = "--model Llama-3.1-70B --devices 72 --hardware h100 --staleness 1"
     assert plan(f"{line} --recipe {out} --json") == 0
     answer = json.loads(capsys.readouterr().out)
     planned = answer["plans"][answer["recommended"]]["generator"]

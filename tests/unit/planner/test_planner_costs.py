@@ -7,12 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llamarl.engine.cuda_graphs import why_graphs_unsupported, why_layout_unsupported
 from llamarl.planner.generation import GeneratorDemand, batch_profile, generator_memory, generator_tick_s
-from llamarl.planner.hardware import Hardware, find_hardware
+from llamarl.planner.hardware import Hardware, find_hardware, this_machine
 from llamarl.planner.lengths import constant, lognormal
-from llamarl.planner.model_spec import ModelSpec, find_model, spec_from_config
-from llamarl.planner.rooflines import GeneratorLayout, all_reduce_s, decode_step_s, gather_s, matmul_s, weight_sync_s
+from llamarl.planner.model_spec import ModelSpec, find_config, find_model, spec_from_config
+from llamarl.planner.rooflines import (
+    GeneratorLayout,
+    all_reduce_s,
+    decode_step_s,
+    gather_s,
+    is_captured,
+    matmul_s,
+    weight_sync_s,
+)
 from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_memory, trainer_tick
+from llamarl.weight_sync.model_layouts import described
 
 IDEAL = dict(
     matmul=1.0, memory=1.0, attention=1.0, link=1.0, intra_node_latency_s=0.0, inter_node_latency_s=0.0,
@@ -215,3 +225,21 @@ def test_partial_rollouts_keep_slots_full_and_never_pay_for_the_longest() -> Non
     assert generator_tick_s(hardware, model, GeneratorLayout(), bound) > 0.9 * steps * float(
         decode_step_s(hardware, model, GeneratorLayout(), 1, 100)
     )
+
+
+@pytest.mark.parametrize(("tp", "pp", "cp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (8, 2, 1)])
+def test_decode_steps_are_replayed_where_the_engine_records_them(tp: int, pp: int, cp: int) -> None:
+    hardware, model = find_hardware("h100"), find_model("Llama-3.1-8B")
+    layout = GeneratorLayout(tp, pp, "bf16", runnable=True, cp=cp)
+    why = why_layout_unsupported("auto", device="cuda", num_ranks=layout.devices, cut=pp * cp > 1)
+    assert is_captured(hardware, model, layout) == (why is None)
+    launched = model.layers * hardware.efficiency.eager_layer_overhead_s  # however little the device has to do
+    assert (float(decode_step_s(hardware, model, layout, 1, 100)) > launched) == (why is not None)
+    assert is_captured(hardware, model, replace(layout, runnable=False))
+    assert is_captured(this_machine(), model, layout)  # a core launches what it computes, and all of it adds up
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen2.5-0.5B", "Qwen3-30B-A3B", "Mixtral-8x7B", "DeepSeek-V3"])
+def test_models_are_recorded_that_the_engine_records(name: str) -> None:
+    recorded = why_graphs_unsupported(described(find_config(name)[1])) is None
+    assert is_captured(find_hardware("h100"), find_model(name), GeneratorLayout(runnable=True)) == recorded

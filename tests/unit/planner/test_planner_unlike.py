@@ -238,7 +238,10 @@ def test_the_recipe_of_a_plan_is_one_that_train_reads_and_deals_as_planned(
     inventory = tmp_path / "hosts.toml"
     inventory.write_text('[hosts]\na = "8:h100-sxm"\nb = "8:h100-sxm"\nc = "8:a100-80gb"\nd = "8:a100"\n')
     out = tmp_path / "plan.toml"
-    assert ask(f"--model Llama-3.1-8B --max-segments 1 --devices {inventory} --recipe {out} --json") == 0
+    assert (
+        ask(f"--model Llama-3.1-8B --max-segments 1 --response-tokens 4096 --devices {inventory} --recipe {out} --json")
+        == 0
+    )
     plans = json.loads(capsys.readouterr().out)
     best = plans["plans"][plans["recommended"]]
     config = load_config(out)
@@ -351,7 +354,7 @@ ASKED = "--model Llama-3.1-8B --prompts 32 --group-size 4 --response-tokens 256 
 
 
 def test_the_command_line_names_kinds_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask("--model Llama-3.1-8B --max-segments 1 --devices 16:h100-sxm,16:a100-80gb") == 0
+    assert ask("--model Llama-3.1-8B --max-segments 1 --response-tokens 4096 --devices 16:h100-sxm,16:a100-80gb") == 0
     said = capsys.readouterr().out
     for word in (
         "each kind its share*",
