@@ -30,21 +30,26 @@ def refuse_to_replace(path: Path) -> None:
         )
 
 
-def write_settings(path: Path, config: dict[str, Any], settings: dict[str, Any], header: str) -> None:
+def write_settings(
+    path: Path, config: dict[str, Any], settings: dict[str, Any], header: str, prompt_tokens: int = 0
+) -> None:
     """The recipe ``config`` with a plan's settings.
 
     Args:
+        prompt_tokens: Of a planned prompt: limits below it are raised.
         header: First lines, without ``#``.
 
     Raises:
         PlanError: It cannot be written.
     """
     from llamarl.config import known_keys
-    from llamarl.planner.recipe import recipe_text
+    from llamarl.planner.recipe import raised_limits, recipe_text
 
+    whole = merged(config, settings)
+    text = recipe_text(merged(whole, raised_limits(whole, prompt_tokens)), set(known_keys()), header)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(recipe_text(merged(config, settings), set(known_keys()), header), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PlanError(f"--recipe {path}: cannot write it: {error}") from error
 

@@ -164,7 +164,7 @@ def write_plan(
     own = (config or {}).get("generator", {})
     if "replicas" in own:  # unlike ones, in whose place the plan has alike ones
         config = {**(config or {}), "generator": {key: value for key, value in own.items() if key != "replicas"}}
-    write_settings(path, config or {}, settings, header)
+    write_settings(path, config or {}, settings, header, plan.generator.demand.prompt_tokens)
 
 
 def _settle_parts(settings: dict[str, Any], config: dict[str, Any]) -> None:

@@ -137,4 +137,4 @@ def _write_recipe(
     )
     if hosts is None:
         header += "\nIt takes hosts: llamarl train THIS --hosts A,B,.. --on trainer=A --on generator_0=B,.. (docs/replicas.md)."
-    write_settings(path, config, settings, header)
+    write_settings(path, config, settings, header, plan.shares[0].choice.demand.prompt_tokens)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.algorithms.config import CRITIC_ADVANTAGES
+from llamarl.data.config import DataConfig
+from llamarl.engine.config import EngineConfig
 from llamarl.errors import PlanError
 from llamarl.planner.generation import GeneratorDemand
 from llamarl.planner.hardware import Hardware
@@ -18,7 +20,7 @@ from llamarl.planner.search import Plan
 from llamarl.planner.training import TrainerDemand, TrainerLayout
 from llamarl.reading import parse_json, read_lines
 
-__all__ = ["RecipeQuestion", "budget_of", "plan_settings", "question_from_config", "recipe_text"]
+__all__ = ["RecipeQuestion", "budget_of", "plan_settings", "question_from_config", "raised_limits", "recipe_text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +172,24 @@ def budget_of(trainer: TrainerLayout, work: GeneratorDemand) -> int:
         group_size=work.group_size,
     )
     return demand.budget(trainer)
+
+
+def raised_limits(recipe: Mapping[str, Any], prompt_tokens: int) -> dict[str, Any]:
+    """Settings that let a recipe have what was planned, where its limits, or the defaults, do not.
+
+    Args:
+        recipe: Nested, with the plan's settings.
+        prompt_tokens: Of a planned prompt.
+    """
+    raised: dict[str, Any] = {}
+    if prompt_tokens > recipe.get("data", {}).get("max_prompt_tokens", DataConfig.max_prompt_tokens):
+        raised["data"] = {"max_prompt_tokens": math.ceil(prompt_tokens)}
+    generator = recipe.get("generator", {})
+    engine = generator.get("engine", {})
+    sequences = [table.get("max_sequences", 0) for table in (engine, *generator.get("replicas", ()))]
+    if max(sequences) > engine.get("max_batch_tokens", EngineConfig.max_batch_tokens):
+        raised["generator"] = {"engine": {"max_batch_tokens": max(sequences)}}
+    return raised
 
 
 def _cache_bytes(plan: Plan) -> float:

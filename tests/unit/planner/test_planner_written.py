@@ -97,3 +97,21 @@ def test_another_plan_is_written_only_where_the_one_marked_does_not_run() -> Non
     common = replace(plans[0], system="common")
     assert choose_written([common, separate], common, model, H100).plan is common
     assert choose_written([common, separate], common, model, this_machine()).plan is separate
+
+
+def test_limits_below_what_was_planned_are_raised_and_others_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "source.toml", tmp_path / "out.toml"
+    source.write_text(
+        '[model]\npath = "bundled:tiny"\n[data]\nmax_prompt_tokens = 100\n'
+        "[generator]\nengine = { max_batch_tokens = 64, max_sequences = 32 }\n[generator.sampling]\nmax_new_tokens = 16\n"
+    )
+    written(f"{source} --prompt-tokens 101", out, capsys)
+    recipe = load_config(out)
+    assert recipe.data.max_prompt_tokens == 101
+    assert recipe.generator.engine.max_batch_tokens == recipe.generator.engine.max_sequences > 64
+    written(f"{source} --prompt-tokens 100 --prompts 1 --group-size 4", out, capsys)
+    recipe = load_config(out)
+    assert recipe.data.max_prompt_tokens == 100
+    assert recipe.generator.engine.max_batch_tokens == 64 >= recipe.generator.engine.max_sequences
