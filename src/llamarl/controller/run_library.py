@@ -93,15 +93,8 @@ def with_library(config: RunConfig, run_dir: Path) -> RunConfig:
     if library is None:
         try:
             built = build_library()
-            if lost := [path.name for path in (run_dir / _FOLDER).glob("*.so") if suits(path)]:
-                same = (
-                    "by the same compiler, so the bits stay"
-                    if built.name in lost
-                    else "by another compiler: bits may differ"
-                )
-                print(
-                    f"llamarl: {run_dir / _FOLDER / lost[0]} is damaged; it is compiled again, {same}", file=sys.stderr
-                )
+            if told := _told_of_loss(run_dir, built):
+                print(f"llamarl: {told}", file=sys.stderr)
             (run_dir / _FOLDER).mkdir(exist_ok=True)
             library = run_dir / _FOLDER / built.name
             replace_file(library, built.read_bytes())
@@ -134,6 +127,21 @@ def _kept(run_dir: Path) -> Path | None:
         if suits(path) and whole(path) and path.stat().st_uid == os.getuid()
     )
     return found[0] if found else None
+
+
+def _told_of_loss(run_dir: Path, built: Path) -> str:
+    """What to say where a run that has computed with a library has it no more; empty: it has not."""
+    found = sorted((run_dir / _FOLDER).glob("*.so"))
+    if not found and any((run_dir / "checkpoints").glob("tick_*")):
+        return f"{run_dir / _FOLDER} is gone; it is compiled again, and by another compiler than before bits may differ"
+    if lost := [path for path in found if suits(path)]:
+        same = (
+            "the same compiler, so the bits stay"
+            if built.name in {p.name for p in lost}
+            else "another compiler: bits may differ"
+        )
+        return f"{lost[0]} is damaged; it is compiled again, by {same}"
+    return ""
 
 
 def _engines(config: RunConfig) -> list[tuple[Role, EngineConfig]]:

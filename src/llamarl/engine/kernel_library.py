@@ -106,7 +106,8 @@ def executable(library: Path) -> Path:
         if _may_execute(copy):
             return copy
     raise KernelsUnavailable(
-        f"{library} is on a disk from which nothing may be executed, as are the cache and temporary folders"
+        f"{library} is on a disk from which nothing may be executed, as are the cache and temporary folders: let XDG_CACHE_HOME or TMPDIR name "
+        "one that allows it"
     )
 
 

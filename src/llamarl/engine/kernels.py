@@ -150,7 +150,7 @@ def load_kernels(dtype: torch.dtype = torch.float32, library: str = "") -> Kerne
 @cache
 def _load_library(path: str) -> ctypes.CDLL:
     if not suits(Path(path)):
-        raise KernelsUnavailable(f"{path} was built for another kind of processor")
+        raise KernelsUnavailable(f"{path} was built for another kind of processor: run on processors of one kind")
     try:
         return ctypes.CDLL(str(executable(Path(path))))
     except OSError as error:

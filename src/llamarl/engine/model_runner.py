@@ -515,7 +515,7 @@ def _kernels(model: torch.nn.Module, config: EngineConfig, dtype: torch.dtype, d
         except KernelsUnavailable as error:
             if config.library:  # others compute with it, and torch would give other bits
                 raise ConfigError(
-                    f"engine.kernels: {error}. Run it on processors of one kind, or with --generator.engine.kernels torch"
+                    f"engine.kernels: {error}; or start a fork that does without (--fork NEW --generator.engine.kernels torch)"
                 ) from error
             reason = str(error)
     if config.kernels == "compiled":

@@ -181,6 +181,20 @@ def test_the_library_travels_to_hosts_like_a_model(built: Path, tmp_path: Path) 
     )
 
 
+def test_a_run_whose_library_is_gone_is_told_so_and_a_new_one_is_not(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _config("--generator.engine.kernels", "compiled")
+    with_library(config, tmp_path)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "checkpoints" / "tick_000001").mkdir(parents=True)
+    with_library(config, tmp_path)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "kernels" / built.name).unlink()
+    with_library(config, tmp_path)
+    assert f"{tmp_path / 'kernels'} is gone; it is compiled again" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("identity, told", [("a", "by the same compiler"), ("b", "bits may differ")])
 def test_a_damaged_library_of_a_run_is_compiled_again_and_said(
     built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], identity: str, told: str
