@@ -88,4 +88,4 @@ def test_a_rank_without_weight_counts_nothing_and_one_without_a_weights_key_is_r
 def test_every_weight_is_a_key_that_adds_up() -> None:
     weights = {key.weight for key in KEYS if key.weight}
     assert weights and {over_ranks(weight) for weight in weights} == {("sum", "")}
-    assert all(key.over_ranks == "mean" for key in KEYS if key.weight)
+    assert all(key.ranks == "mean" for key in KEYS if key.weight)
