@@ -18,8 +18,8 @@ from llamarl.api.run import Run
 from llamarl.cli.main import VERBS
 from llamarl.config import known_keys, validate
 from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.observability import findings
 from llamarl.reading import parse_toml
-from llamarl.report import findings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -187,7 +187,7 @@ def _subclasses(error: type[LlamaRLError]) -> list[type[LlamaRLError]]:
 
 def test_when_it_does_not_learn_tells_of_every_warning_and_finding() -> None:
     text = (DOCS / "when_it_does_not_learn.md").read_text(encoding="utf-8")
-    assert [title for title in findings._TITLES.values() if title not in text] == []
+    assert [title for title, _ in findings.KINDS.values() if title not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_ids)

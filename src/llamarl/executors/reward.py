@@ -23,7 +23,7 @@ from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
 from llamarl.executors.dynamic_sampling import DynamicSampler
 from llamarl.executors.judging import add_verdicts, asks_models_alone, zero_rewards
-from llamarl.observability.failures import Causes, few_causes, remedy, too_many_failed
+from llamarl.observability.findings import Causes, few_causes, remedy, too_many_failed
 from llamarl.observability.ledger import failed_tokens
 from llamarl.observability.rollouts import RolloutWriter
 from llamarl.observability.writing import Patience

@@ -3,7 +3,7 @@
     report (executor, tick) ──┬──▶ trace.json            at once
                               ├──▶ console               at once
                               └──▶ join by tick ──▶ row ──▶ metrics.jsonl, TensorBoard, W&B, console
-                                                     └────▶ ledger (must close), health ──▶ warnings.jsonl, console
+                                                     └────▶ ledger (must close), findings ──▶ warnings.jsonl, console
 
 The recorder adds what only it can know: how long each executor's tick took, how long it stood idle before, how long the
 trainer's step took from end to end, and the rates. It lives in the controller's process and sees no payload.
@@ -21,8 +21,7 @@ from typing import Any, Protocol
 
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.console import ConsoleReporter
-from llamarl.observability.failures import Causes
-from llamarl.observability.health import Health
+from llamarl.observability.findings import Causes, NewFindings
 from llamarl.observability.job_description import JobDescription, Lane
 from llamarl.observability.job_file import write_job
 from llamarl.observability.ledger import check_ledger
@@ -125,7 +124,7 @@ class Recorder:
         self._trainer = trainer
         self._log = MetricsLog(self.run_dir, resume_after_tick, patience=Patience(disk_s))
         self._warnings = WarningLog(self.run_dir, resume_after_tick)
-        self._health = Health(group_baseline=group_baseline, rows=self._log.rows, said=self._warnings.said)
+        self._findings = NewFindings(group_baseline=group_baseline, rows=self._log.rows, said=self._warnings.said)
         self._causes = Causes()
         self._sinks: list[RowSink] = []
         self._trace: TraceWriter | None = None
@@ -268,9 +267,9 @@ class Recorder:
         """Say what goes wrong, each kind once, and each new kind of cause for a failed reward."""
         new = [cause for found in failures for cause in self._causes.add(found)]
         said = ""
-        for trouble in self._health.look(row, [cause for found in failures for cause in found]):
-            self.warn(int(row["step"] or 0), trouble.kind, trouble.text)
-            said += trouble.text
+        for kind, text in self._findings.look(row, [cause for found in failures for cause in found]).items():
+            self.warn(int(row["step"] or 0), kind, text)
+            said += text
         for cause in new:
             if cause not in said:
                 self.message(f"rewards fail, from tick {row['step']}: {cause}")

@@ -7,10 +7,7 @@ import zlib
 from collections import Counter
 from functools import cache
 
-__all__ = ["FLAGS", "flags_of", "is_repetitive", "other_script"]
-
-FLAGS = ("repetition", "cut", "script", "empty")
-"""Bit i of a response's flags stands for entry i."""
+__all__ = ["flags_of", "is_repetitive", "other_script"]
 
 _MAX_PERIOD = 60
 _MIN_LOOP = 80
@@ -58,6 +55,6 @@ def other_script(text: str, context: str) -> bool:
 
 
 def flags_of(text: str, context: str, finish_reason: str) -> int:
-    """Bits of ``FLAGS``."""
+    """Bits of ``observability.findings.FLAGS``."""
     found = (is_repetitive(text), finish_reason == "length", other_script(text, context), not text.strip())
     return sum(1 << position for position, flag in enumerate(found) if flag)

@@ -17,15 +17,13 @@ from typing import Any
 
 from llamarl.config import GROUP_BASELINES
 from llamarl.errors import DataError, FileError
-from llamarl.observability.health import WINDOW
+from llamarl.observability.findings import FLAGS, WINDOW, find_wrong
 from llamarl.observability.keys import KEYS, key_order
 from llamarl.observability.ledger import imbalance
 from llamarl.observability.summary import SummaryBuilder
 from llamarl.observability.trained_tokens import TrainedResponse, read_trained, trained_files
 from llamarl.report.advantages import advantages_of, why_no_advantages
 from llamarl.report.blocks import encode_block
-from llamarl.report.findings import find_wrong
-from llamarl.report.garbage import FLAGS
 from llamarl.report.pieces import find_tokenizer, piece_reader
 from llamarl.report.rollout_index import (
     TickIndex,

@@ -13,19 +13,27 @@ from typing import Any
 
 import pytest
 
-from llamarl.observability.health import WINDOW, Health, find_trouble, hiding_delay
+from llamarl.observability.findings import (
+    WINDOW,
+    Causes,
+    NewFindings,
+    few_causes,
+    find_in_rows,
+    hiding_delay,
+    too_many_failed,
+)
 
 RUNS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("runs_to_judge.json").read_text())
 
 
 def said(rows: list[dict[str, Any]], *, group_baseline: bool = True) -> dict[str, tuple[int, str]]:
     """Kind -> the tick in which it was said, and the words."""
-    health = Health(group_baseline=group_baseline)
+    findings = NewFindings(group_baseline=group_baseline)
     found: dict[str, tuple[int, str]] = {}
     for row in rows:
-        for trouble in health.look(row, ["exception: ValueError: no number"] if row["reward/failed"] else []):
-            assert trouble.kind not in found, "said twice"
-            found[trouble.kind] = (row["step"], trouble.text)
+        new = findings.look(row, ["exception: ValueError: no number"] if row["reward/failed"] else [])
+        assert not new.keys() & found.keys(), "said twice"
+        found |= {kind: (row["step"], text) for kind, text in new.items()}
     return found
 
 
@@ -84,7 +92,7 @@ def test_a_warning_begins_at_its_limit_and_needs_every_tick_of_the_window(
 ) -> None:
     def kinds(changes: dict[str, Any], num_rows: int = WINDOW) -> list[str]:
         recent = [{**SOUND, **changes}] * num_rows
-        return [trouble.kind for trouble in find_trouble([SOUND] * WINDOW, recent, group_baseline=True)]
+        return list(find_in_rows([SOUND] * WINDOW, recent, group_baseline=True))
 
     assert kinds(beyond) == [kind]
     assert kinds(within) == []
@@ -93,15 +101,14 @@ def test_a_warning_begins_at_its_limit_and_needs_every_tick_of_the_window(
 
 def test_a_tick_of_nothing_but_failures_is_told_at_once_with_its_first_cause() -> None:
     row = {**SOUND, "reward/failed": 10, "step": 0}
-    (trouble,) = find_trouble([row], [row], group_baseline=True, causes=["crash: signal 11", "timeout: 20 s"])
-    assert trouble.kind == "all_rewards_failed" and "crash: signal 11" in trouble.text
+    found = find_in_rows([row], [row], group_baseline=True, causes=["crash: signal 11", "timeout: 20 s"])
+    assert list(found) == ["all_rewards_failed"] and "crash: signal 11" in found["all_rewards_failed"]
 
 
 def test_failures_of_a_broken_policy_do_not_blame_the_reward() -> None:
     row = {**SOUND, "reward/failed": 10, "step": 0}
-    troubles = find_trouble([row], [row] * WINDOW, group_baseline=True, causes=["generation: logits are not finite"])
-    texts = [trouble.text for trouble in troubles if trouble.kind in ("all_rewards_failed", "rewards_failing")]
-    assert len(texts) == 2
+    found = find_in_rows([row], [row] * WINDOW, group_baseline=True, causes=["generation: logits are not finite"])
+    texts = [found["all_rewards_failed"], found["rewards_failing"]]
     assert all("optimizer.lr" in text and "task.reward" not in text for text in texts)
 
 
@@ -112,8 +119,8 @@ def test_equal_rewards_are_no_trouble_where_the_advantage_does_not_compare_a_gro
 def test_a_kind_that_was_said_before_a_resume_is_not_said_again() -> None:
     rows = RUNS["constant"]
     assert "no_signal" in said(rows[:8])
-    resumed = Health(group_baseline=True, rows=rows[:8], said={"no_signal"})
-    assert not [trouble for row in rows[8:] for trouble in resumed.look(row) if trouble.kind == "no_signal"]
+    resumed = NewFindings(group_baseline=True, rows=rows[:8], said={"no_signal"})
+    assert "no_signal" not in [kind for row in rows[8:] for kind in resumed.look(row)]
 
 
 def test_equal_rewards_everywhere_bring_to_mind_that_answers_are_text() -> None:
@@ -126,7 +133,7 @@ def test_equal_rewards_everywhere_bring_to_mind_that_answers_are_text() -> None:
     }
     for spread, expected in ((0.0, True), (0.3, False)):
         rows = [row | {"reward/std": spread}] * WINDOW
-        (text,) = [one.text for one in find_trouble(rows, rows, group_baseline=True) if one.kind == "no_signal"]
+        text = find_in_rows(rows, rows, group_baseline=True)["no_signal"]
         assert ("an answer reaches it as text" in text) == expected
 
 
@@ -134,14 +141,50 @@ def test_late_replies_bring_the_delay_that_would_hide_them() -> None:
     """A tool of 0.2 s beside engine steps of 3 ms: 66.7 steps."""
     late = {"time/environment_wait_s": 4.0, "time/late_reply_s": 0.2, "time/engine_step_s": 0.003}
     rows = [SOUND | late | {"time/environment_held_s": 4.0}] * WINDOW
-    (trouble,) = find_trouble(rows, rows, group_baseline=True)
-    assert trouble.kind == "replies_late" and "40% of" in trouble.text
-    assert "generator.reply_delay = 67" in trouble.text
+    found = find_in_rows(rows, rows, group_baseline=True)
+    assert list(found) == ["replies_late"] and "40% of" in found["replies_late"]
+    assert "generator.reply_delay = 67" in found["replies_late"]
     assert hiding_delay(0.2, 0.05) == 4 and hiding_delay(0.21, 0.05) == 5
 
 
 def test_where_nobody_else_was_left_to_write_no_delay_is_advised() -> None:
     late = {"time/environment_wait_s": 4.0, "time/late_reply_s": 0.2, "time/engine_step_s": 0.003}
     rows = [SOUND | late | {"time/environment_held_s": 1.9}] * WINDOW
-    (trouble,) = find_trouble(rows, rows, group_baseline=True)
-    assert "reply_delay" not in trouble.text and "task.pool.num_workers" in trouble.text
+    text = find_in_rows(rows, rows, group_baseline=True)["replies_late"]
+    assert "reply_delay" not in text and "task.pool.num_workers" in text
+
+
+def test_a_report_names_at_most_five_causes_and_counts_the_others() -> None:
+    causes = {f"exception: Error{n}: x": n for n in range(1, 10)}
+    found = few_causes(causes)
+    assert list(found.items())[:2] == [("exception: Error9: x", 9), ("exception: Error8: x", 8)]
+    assert len(found) == 6 and found["others: of further causes"] == 1 + 2 + 3 + 4
+    assert few_causes({"timeout: 20 s": 3}) == {"timeout: 20 s": 3}
+
+
+def test_causes_add_up_over_ticks_and_only_a_new_kind_is_news() -> None:
+    causes = Causes()
+    assert causes.add({"timeout: 20 s": 2}) == ["timeout: 20 s"]
+    assert causes.add({"exception: ValueError: a": 3, "timeout: 21 s": 5}) == ["exception: ValueError: a"]
+    assert causes.lines() == ["7 x timeout: 20 s", "3 x exception: ValueError: a"]
+
+
+@pytest.mark.parametrize(
+    ("shares", "too_many"),
+    [
+        ([], False),
+        ([1.0, 1.0], False),  # three ticks must agree
+        ([1.0, 1.0, 1.0], True),
+        ([1.0, 1.0, 0.5], False),
+        ([0.0, 0.51, 0.6, 1.0], True),
+        ([0.6, 0.5, 0.6], False),  # more than the limit, not the limit itself
+    ],
+)
+def test_a_run_ends_when_every_one_of_the_last_ticks_failed_beyond_the_limit(
+    shares: list[float], too_many: bool
+) -> None:
+    assert too_many_failed(shares, max_fraction=0.5, max_ticks=3) is too_many
+
+
+def test_a_limit_of_one_never_ends_a_run() -> None:
+    assert not too_many_failed([1.0] * 100, max_fraction=1.0, max_ticks=1)
