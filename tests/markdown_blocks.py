@@ -1,15 +1,13 @@
 """Fenced blocks of Markdown pages, with the mark that says what a test does with each.
 
-A mark is an HTML comment on the line above a fence. Readers of the page do not see it::
+A mark is an HTML comment on the line above a fence. Readers of the page do not see it, so it says what is checked of a block and
+never changes what the block does::
 
     <!-- run -->             run the block: sh by bash, python as a script of its own
     <!-- run exit=4 -->      the same; it must end with that status
     <!-- run needs=plotly -->  the same; left out where the module is not installed
-    <!-- run with --run.num_ticks 3 -->  the same, with these settings besides
     <!-- file NAME -->       write the block to NAME
     <!-- output -->          lines that the block run last must print, numbers apart
-
-``<!-- small: --run.num_ticks 2 -->`` anywhere on a page: settings that its runs get besides, so that they are short.
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Block", "blocks_of", "small_settings"]
+__all__ = ["Block", "blocks_of"]
 
 _FENCE = re.compile(r"^(\s*)```\s*([\w-]*)\s*$")
-_MARK = re.compile(r"^\s*<!--\s*(run|file|output)\b\s*(.*?)\s*-->\s*$")
-_SMALL = re.compile(r"<!--\s*small:\s*(.*?)\s*-->", re.S)
+_MARK = re.compile(r"^\s*<!--\s*(run|file|output)\b((?: (?:exit=\d+|needs=\w+|[\w./-]+))*) -->\s*$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +40,6 @@ class Block:
     def word(self, name: str) -> str:
         """The value of ``name=value`` among the mark's words, empty without."""
         return next((word.partition("=")[2] for word in self.words if word.startswith(f"{name}=")), "")
-
-    @property
-    def settings(self) -> list[str]:
-        """Its words after ``with``."""
-        return list(self.words[self.words.index("with") + 1 :]) if "with" in self.words else []
 
     def __str__(self) -> str:
         return f"{self.page.name}:{self.line}"
@@ -81,9 +73,3 @@ def blocks_of(page: Path) -> list[Block]:
         )
         mark, number = None, end + 1
     return found
-
-
-def small_settings(page: Path) -> list[str]:
-    """Words of the command line that keep the page's runs short."""
-    found = _SMALL.search(page.read_text(encoding="utf-8"))
-    return shlex.split(found[1]) if found else []

@@ -1,43 +1,35 @@
-"""The user's pages, executed: each in an empty folder, its marked blocks in order, as its reader would.
-
-Runs are made small by the settings that a page names in a comment (``markdown_blocks``); nothing else is changed.
-"""
+"""The user's pages, executed: each in an empty folder, its marked blocks in order, every word as its reader sees it."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from forked_command import Started
-from markdown_blocks import Block, blocks_of, small_settings
+from markdown_blocks import Block, blocks_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SOURCE = DOCS.parent / "src"
-PAGES = [page for page in sorted(DOCS.glob("*.md")) if any(block.mark for block in blocks_of(page))]
+PAGES = [
+    page for page in [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))] if any(b.mark for b in blocks_of(page))
+]
 
-FIRST_PAGES = {"quick_start", "when_it_stops"}
-
-_SCRIPT = """\
-import os, runpy, shlex, sys
-import llamarl
-from llamarl.config import apply_overrides
-from llamarl.api.train import dotted
-
-small = dotted(apply_overrides({}, shlex.split(os.environ["SMALL"])))
-train = llamarl.train
-llamarl.train = lambda recipe=None, /, **settings: train(recipe, **{**settings, **small})
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
+FIRST_PAGES = {"README", "quick_start", "from_trl", "from_verl", "when_it_stops"}
 
 
 def test_the_pages_that_are_run_are_those_that_a_user_begins_with() -> None:
-    assert {page.stem for page in PAGES} >= {"quick_start", "your_own_task", "when_it_stops"}
+    assert {page.stem for page in PAGES} >= FIRST_PAGES | {"your_own_task"}
+
+
+def test_no_comment_of_a_page_holds_a_setting_that_its_reader_does_not_see() -> None:
+    for page in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        for comment in re.findall(r"<!--.*?-->", page.read_text(encoding="utf-8"), re.S):
+            assert "--" not in comment.removeprefix("<!--").removesuffix("-->"), f"{page.name}: {comment}"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +38,6 @@ def test_the_pages_that_are_run_are_those_that_a_user_begins_with() -> None:
 )
 def test_every_marked_block_of_the_page_does_what_the_page_says(page: Path, tmp_path: Path) -> None:
     environment = _environment(tmp_path / "bin")
-    small = small_settings(page)
     folder = tmp_path / "empty"
     folder.mkdir()
     printed: str | None = ""
@@ -56,14 +47,13 @@ def test_every_marked_block_of_the_page_does_what_the_page_says(page: Path, tmp_
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text)
         elif block.mark == "run":
-            settings = [*small, *block.settings]
             one = _one_command(block)
             if one is not None and importable(block):
-                done = Started([*one, *settings] if one[0] == "train" else one, cwd=folder, together=True)
+                done = Started(one, cwd=folder, together=True)
                 assert done.wait(240) == int(block.word("exit") or 0), f"{block}: {done.out}"
                 printed = done.out
             else:
-                printed = _run(block, folder, environment | {"SMALL": shlex.join(settings)})
+                printed = _run(block, folder, environment)
         elif block.mark == "output" and printed is not None:
             lines = {_without_numbers(line) for line in printed.splitlines()}
             missing = [line for line in block.text.splitlines() if line.strip() not in ("", "...")]
@@ -93,7 +83,7 @@ def _run(block: Block, folder: Path, environment: dict[str, str]) -> str | None:
     if block.language == "python":
         script = folder / f"script_{block.line}.py"
         script.write_text(block.text)
-        command = [sys.executable, str(folder.parent / "bin" / "with_small.py"), str(script)]
+        command = [sys.executable, str(script)]
     else:
         command = ["bash", "-euo", "pipefail", "-c", block.text]
     done = subprocess.run(
@@ -111,12 +101,11 @@ def _run(block: Block, folder: Path, environment: dict[str, str]) -> str | None:
 
 
 def _environment(commands: Path) -> dict[str, str]:
-    """In which ``llamarl``, ``python`` and ``pytest`` are this environment's, and ``llamarl train`` runs are small."""
+    """Return variables by which ``llamarl``, ``python`` and ``pytest`` are this environment's."""
     commands.mkdir()
     python = f'exec "{sys.executable}"'
-    (commands / "with_small.py").write_text(_SCRIPT)
     for name, line in {
-        "llamarl": f'[ "$1" = train ] && set -- "$@" $SMALL\n{python} -m llamarl.cli.main "$@"',
+        "llamarl": f'{python} -m llamarl.cli.main "$@"',
         "python": f'{python} "$@"',
         "pytest": f'{python} -m pytest -q -p no:cacheprovider "$@"',
     }.items():

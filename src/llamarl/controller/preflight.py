@@ -326,13 +326,16 @@ def _check_stop_tokens(config: RunConfig, folder: Path) -> None:
         )
 
 
-def check_prompts(config: RunConfig, folder: Path) -> None:
+def check_prompts(config: RunConfig, folder: Path) -> bool:
     """Make the prompts once: a wrong file, or a prompt that is too long, ends the run before it starts.
 
     All training prompts of a finite task, the first tick's of an endless one, and those of evaluations.
 
     Args:
         folder: Of the model.
+
+    Returns:
+        Whether the task holds anything out to evaluate on.
 
     Raises:
         ConfigError, DataError: As ``executors.prompts`` and ``data.prompts`` say.
@@ -356,8 +359,9 @@ def check_prompts(config: RunConfig, folder: Path) -> None:
             if prompt.opening is not None and prompt.opening.failure:
                 raise DataError.at("task.environment", f"it did not begin an episode: {prompt.opening.failure}")
         _check_cache(config, folder, max(len(prompt.tokens) for prompt in first))
-        if config.evaluation.every and environments is None:
+        if config.evaluation.every and environments is None and stream.holds_out:
             stream.eval_prompts(config.evaluation.num_prompts)
+        return stream.holds_out
 
 
 def _first_prompts(config: RunConfig, stream: PromptStream | MixedStream) -> list[Prompt]:

@@ -271,7 +271,13 @@ def prepare(config: RunConfig, begun: RunConfig | None = None, *, like: Path | N
     check_reward_models(config)
     check_architectures(config)
     folder = resolve_model_path(config.model.path)
-    check_prompts(config, folder)
+    if not check_prompts(config, folder) and config.evaluation.every:
+        print(
+            "nothing is held out, so this run is not evaluated: raise task.eval_fraction above 0 (two questions or more), or "
+            "give task.eval_file or task.eval_data",
+            file=sys.stderr,
+        )
+        config, recorded = (_replace(one, "evaluation.every", 0) for one in (config, recorded))
     _check_vocabularies(config, folder)
     graph = llamarl_graph(config)
     hosts = open_hosts(config, begun)

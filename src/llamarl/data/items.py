@@ -6,7 +6,7 @@ wound forward. A split is ``"train"`` or ``"eval"``; the two never share a quest
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from llamarl.errors import DataError
 from llamarl.seeding import derive_seed
 
-__all__ = ["ItemSource", "Split", "TaskItem", "held_out", "read_messages"]
+__all__ = ["ItemSource", "Split", "TaskItem", "held_out", "read_messages", "split_questions"]
 
 Split = Literal["train", "eval"]
 
@@ -66,10 +66,35 @@ def read_messages(record: Mapping[str, Any], where: str) -> tuple[Mapping[str, s
 
 
 def held_out(question: str, *, seed: int, fraction: float) -> bool:
-    """True where a question belongs to the eval split: decided by its own words, so duplicates fall on one side.
+    """Tell whether a question belongs to the eval split: its own words decide, so duplicates fall on one side.
 
     Args:
         fraction: Expected share of distinct questions that are held out, 0 to 1.
     """
-    digest = int.from_bytes(blake2b(question.encode(), digest_size=8).digest(), "little")
-    return derive_seed(seed, digest) < fraction * 2**64
+    return _hash(question, seed) < fraction * 2**64
+
+
+def split_questions(questions: Sequence[str], *, seed: int, fraction: float) -> list[bool]:
+    """Choose which questions are held out: by ``held_out``, and of two distinct ones or more at least one on each side.
+
+    A tenth of six questions is nobody by the hash alone; then the one with the smallest hash is held out. A lone question is
+    trained on.
+
+    Args:
+        questions: May repeat; equal ones fall on one side.
+        fraction: Expected share of distinct questions that are held out, 0 to 1; 0 holds out none.
+
+    Returns:
+        [len(questions)] True where held out.
+    """
+    held = {question for question in questions if held_out(question, seed=seed, fraction=fraction)}
+    distinct = set(questions)
+    if fraction > 0 and not held and len(distinct) > 1:
+        held = {min(distinct, key=lambda question: (_hash(question, seed), question))}
+    elif distinct and len(held) == len(distinct):
+        held = distinct - {max(distinct, key=lambda question: (_hash(question, seed), question))}
+    return [question in held for question in questions]
+
+
+def _hash(question: str, seed: int) -> int:
+    return derive_seed(seed, int.from_bytes(blake2b(question.encode(), digest_size=8).digest(), "little"))

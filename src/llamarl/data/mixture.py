@@ -87,11 +87,17 @@ class MixedStream:
         for stream in self._streams.values():
             stream.check_training_prompts()
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether any of the tasks has something to evaluate on."""
+        return any(stream.holds_out for stream in self._streams.values())
+
     def eval_prompts(self, num_prompts: int) -> list[Prompt]:
-        """Held-out prompts of all tasks, as many of each (the first ones get what is left over), one task after the other."""
+        """Return held-out prompts of all tasks that hold some out, as many of each, one task after the other."""
         prompts: list[Prompt] = []
-        for place, (label, stream) in enumerate(self._streams.items()):
-            share = num_prompts // len(self._labels) + (place < num_prompts % len(self._labels))
+        streams = {label: stream for label, stream in self._streams.items() if stream.holds_out}
+        for place, (label, stream) in enumerate(streams.items()):
+            share = num_prompts // len(streams) + (place < num_prompts % len(streams))
             for prompt in stream.eval_prompts(share):
                 prompts.append(replace(prompt, index=EVAL_INDEX_OFFSET + len(prompts), task=label))
         return prompts

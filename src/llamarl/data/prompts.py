@@ -168,6 +168,11 @@ class PromptStream:
             raise DataError(f"{found}: none is left; {self._remedy}")
         _log.warning("%s: others take their place (data.too_long = 'skip')", found)
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether the task has anything to evaluate on."""
+        return self._task.num_items("eval") != 0
+
     def eval_prompts(self, num_prompts: int) -> list[Prompt]:
         """The first ``num_prompts`` held-out prompts in an order that the seed alone decides; fewer if there are fewer.
 
@@ -191,9 +196,8 @@ class PromptStream:
         if num_items == 0 and num_prompts > 0:
             trained = self._task.num_items("train") or "of its"
             raise DataError(
-                f"task {self._task.name!r} holds out nothing to evaluate on: all {trained} items are trained on. Raise "
-                "task.eval_fraction, to which none of so few may fall, give items of their own (task.eval_file, task.eval_data), or "
-                "set evaluation.every to 0"
+                f"task {self._task.name!r} holds out nothing to evaluate on: all {trained} items are trained on. Set "
+                "task.eval_fraction above 0, or give items of their own (task.eval_file, task.eval_data)"
             )
         if not prompts and num_prompts > 0:
             raise DataError(

@@ -141,7 +141,8 @@ class TaskConfig:
     """Wraps each question of a table at {question}, before data.question_template does; empty: as it is."""
 
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of distinct questions kept for evaluation only, chosen by a hash of the question; procedural tasks too."""
+    """Share of distinct questions kept for evaluation only, chosen by a hash of the question, at least one of two or more;
+    procedural tasks too. 0: none."""
 
     answer_from: Literal["auto", "tag", "boxed", "last_number", "last_line", "whole"] = "auto"
     """Where in a response reasoning_gym tasks look for the answer; see docs/environments.md."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llamarl.data.items import Split, TaskItem, held_out
+from llamarl.data.items import Split, TaskItem, split_questions
 from llamarl.errors import DataError, FileError, Mistake
 from llamarl.reading import parse_json, read_lines
 
@@ -111,12 +111,10 @@ class JsonlSplits:
             if len(kept) < len(train):
                 _log.warning("%s: left out %d items that %s holds too", train_file, len(train) - len(kept), eval_file)
         else:
-            held = [item for item in train if held_out(item.question.strip(), seed=seed, fraction=eval_fraction)]
-            kept = [item for item in train if not held_out(item.question.strip(), seed=seed, fraction=eval_fraction)]
-            if not kept:
-                raise DataError.at(
-                    "task.eval_fraction", f": {eval_fraction} holds out every item of {train_file}; lower it"
-                )
+            questions = [item.question.strip() for item in train]
+            split = split_questions(questions, seed=seed, fraction=eval_fraction)
+            held = [item for item, out in zip(train, split, strict=True) if out]
+            kept = [item for item, out in zip(train, split, strict=True) if not out]
         self._items: dict[Split, list[TaskItem]] = {"train": kept, "eval": held}
 
     def num_items(self, split: Split) -> int | None:

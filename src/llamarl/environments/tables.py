@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.data.items import Split, TaskItem, held_out
+from llamarl.data.items import Split, TaskItem, split_questions
 from llamarl.environments.config import TaskConfig
 from llamarl.errors import DataError, FileError, ModelError
 from llamarl.models.hub import fetch_dataset, is_hub_id
@@ -114,13 +114,7 @@ class TableSplits:
         questions = self._questions(train)
         every = np.arange(len(questions), dtype=np.int64)
         if not (config.eval_data or config.eval_split):
-            held = np.fromiter(
-                (held_out(q, seed=self._seed, fraction=config.eval_fraction) for q in questions), bool, len(questions)
-            )
-            if held.all():
-                raise DataError.at(
-                    "task.eval_fraction", f": {config.eval_fraction} holds out every row of {train.name}; lower it"
-                )
+            held = np.array(split_questions(questions, seed=self._seed, fraction=config.eval_fraction), dtype=bool)
             return {"train": (train, every[~held]), "eval": (train, every[held])}
         evaluated = self._open(config.eval_data or config.data, config.eval_split, "eval_data", "eval_split")
         asked = self._questions(evaluated)

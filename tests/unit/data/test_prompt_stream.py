@@ -157,10 +157,10 @@ def test_no_eval_prompt_within_the_limit_is_an_error_that_names_it() -> None:
 
 def test_a_split_that_held_nothing_out_is_told_as_that_and_not_as_prompts_too_long(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
-    file.write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n')
+    file.write_text('{"question": "1+1?", "answer": "2"}\n')
     stream = PromptStream(MathTask(str(file), "", seed=0, eval_fraction=0.1), Letters(), DataConfig(), 0)
-    assert stream.eval_prompts(0) == []
-    told = "'math' holds out nothing to evaluate on: all 2 items are trained on. Raise task.eval_fraction.*task.eval_file.*every to 0"
+    assert stream.eval_prompts(0) == [] and not stream.holds_out
+    told = "'math' holds out nothing to evaluate on: all 1 items are trained on. Set task.eval_fraction.*task.eval_file"
     with pytest.raises(DataError, match=told):
         stream.eval_prompts(5)
 
