@@ -1,6 +1,6 @@
-"""What a user sees while a run goes on: a head, progress, an end. Live on a terminal, plain lines elsewhere.
+"""Shows a run while it goes on: a head, progress, an end. A live panel on a terminal, lines of rows elsewhere.
 
-Both displays take the same calls from the recorder; what they say is made by plain functions (``text.py``).
+What it says is made by plain functions (``text.py``).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,17 +19,9 @@ from rich.text import Text
 from llamarl.observability import text
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.job_description import JobDescription
-from llamarl.observability.summary import RunSummary, is_graded
+from llamarl.observability.summary import RunSummary
 
 __all__ = ["ConsoleReporter"]
-
-
-class _Display(Protocol):
-    def start(self) -> None: ...
-    def on_report(self, executor: str, tick: int) -> None: ...
-    def on_row(self, row: Mapping[str, Any]) -> None: ...
-    def message(self, line: str) -> None: ...
-    def finish(self, summary: RunSummary) -> None: ...
 
 
 class ConsoleReporter:
@@ -54,90 +46,69 @@ class ConsoleReporter:
         kind = config.console
         if kind == "auto":
             kind = "rich" if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb") else "plain"
-        display: _Display
-        if kind == "none":
-            display = _Silent()
-        elif kind == "rich":
-            display = _Rich(job, num_ticks, done, Console(file=stream, highlight=False))
-        else:
-            display = _Plain(job, num_ticks, done, config.console_every, stream)
-        self._display = display
+        live = kind == "rich"
+        self._console = Console(
+            file=stream, highlight=False, quiet=kind == "none", force_terminal=live, force_jupyter=False
+        )
+        self._num_ticks = num_ticks
+        self._every = config.console_every or text.lines_every(num_ticks)
+        self._table = text.RowTable([lane.name for lane in job.lanes], num_ticks)
+        self._window: list[Mapping[str, Any]] = []
         self._finished = False
-        display.start()
+        self._say(*text.head(job, num_ticks, done))
+        self._panel = _Panel(job, num_ticks, done, self._console) if live else None
+        if self._panel is None:
+            self._say("")
 
     def on_report(self, executor: str, tick: int) -> None:
         """An executor has finished a tick."""
-        self._display.on_report(executor, tick)
+        if self._panel is not None:
+            self._panel.ticks[executor] = tick
 
     def on_row(self, row: Mapping[str, Any]) -> None:
         """A tick is complete."""
-        self._display.on_row(row)
+        evaluation = text.evaluation_line(row)
+        if evaluation:
+            self._say(evaluation, style="green")
+        if self._panel is not None:
+            self._panel.add(row)
+            return
+        self._window.append(row)
+        done = int(row["step"]) + 1
+        if done % self._every == 0 or done == self._num_ticks:
+            self._say_window()
 
     def message(self, line: str) -> None:
         """Say something once."""
-        self._display.message(line)
+        self._say(f"  {line}", style="yellow")
 
     def finish(self, summary: RunSummary) -> None:
         """Say what came of it; further calls are ignored. Also after a failure: a terminal must be left as it was."""
-        if not self._finished:
-            self._finished = True
-            self._display.finish(summary)
+        if self._finished:
+            return
+        self._finished = True
+        if self._panel is not None:
+            self._panel.live.stop()
+        self._say_window()
+        self._say(*text.tail(summary))
 
-
-class _Silent:
-    def start(self) -> None: ...
-    def on_report(self, executor: str, tick: int) -> None: ...
-    def on_row(self, row: Mapping[str, Any]) -> None: ...
-    def message(self, line: str) -> None: ...
-    def finish(self, summary: RunSummary) -> None: ...
-
-
-class _Plain:
-    """Lines that a log file, a pager or a README can hold."""
-
-    def __init__(self, job: JobDescription, num_ticks: int, done: int, every: int, stream: TextIO) -> None:
-        self._job, self._num_ticks, self._done, self._stream = job, num_ticks, done, stream
-        self._every = every or text.lines_every(num_ticks)
-        self._table = text.RowTable([lane.name for lane in job.lanes], num_ticks)
-        self._window: list[Mapping[str, Any]] = []
-
-    def start(self) -> None:
-        self._say(*text.head(self._job, self._num_ticks, self._done), "")
-
-    def on_report(self, executor: str, tick: int) -> None: ...
-
-    def on_row(self, row: Mapping[str, Any]) -> None:
-        self._window.append(row)
-        evaluation = text.evaluation_line(row)
-        if evaluation:
-            self._say(evaluation)
-        tick = int(row["step"])
-        if (tick + 1) % self._every == 0 or tick + 1 == self._num_ticks:
-            self._say(*self._table.lines(self._window))
-            self._window = []
-
-    def message(self, line: str) -> None:
-        self._say(f"  {line}")
-
-    def finish(self, summary: RunSummary) -> None:
+    def _say_window(self) -> None:
         if self._window:
             self._say(*self._table.lines(self._window))
             self._window = []
-        self._say(*text.tail(summary))
 
-    def _say(self, *lines: str) -> None:
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+    def _say(self, *lines: str, style: str = "") -> None:
         for line in lines:
-            self._stream.write(text.encodable(line.rstrip(), encoding) + "\n")
-        self._stream.flush()
+            self._console.print(Text(text.encodable(line.rstrip(), self._console.encoding), style), soft_wrap=True)
 
 
-class _Rich:
-    """A live panel at the bottom; evaluations, messages, head and end scroll above it."""
+class _Panel:
+    """The live panel at the bottom of a terminal; what else is said scrolls above it."""
 
     def __init__(self, job: JobDescription, num_ticks: int, done: int, console: Console) -> None:
-        self._job, self._num_ticks, self._done, self._console = job, num_ticks, done, console
-        self._ticks: dict[str, int] = {}
+        self._job, self._num_ticks = job, num_ticks
+        self.ticks: dict[str, int] = {}
+        """Executor -> the last tick that it finished."""
         self._row: Mapping[str, Any] = {}
         self._held_out: tuple[str, float | None] = ("accuracy", None)
         self._num_failed = 0
@@ -146,43 +117,23 @@ class _Rich:
             TextColumn("[bold]tick"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[left]} left"),
-            TextColumn("·"),
+            TextColumn("{task.fields[left]} left ·"),
             TimeElapsedColumn(),
             console=console,
             expand=True,
         )
         self._task = self._progress.add_task("", total=num_ticks, completed=done, left="?")
-        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=True)
+        self.live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=True)
+        self.live.start()
 
-    def start(self) -> None:
-        for line in text.head(self._job, self._num_ticks, self._done):
-            self._console.print(Text(line), soft_wrap=True)
-        self._live.start()
-
-    def on_report(self, executor: str, tick: int) -> None:
-        self._ticks[executor] = tick
-
-    def on_row(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         self._row = row
         self._num_failed += int(row.get("reward/failed") or 0)
         self._step_s.append(float(row.get("time/step_s") or 0.0))
-        tick = int(row["step"])
-        left_s = text.time_left(self._step_s, self._num_ticks - tick - 1)
-        self._progress.update(self._task, completed=tick + 1, left=text.duration(left_s))
-        evaluation = text.evaluation_line(row)
-        if evaluation:
-            graded = is_graded(row)
-            self._held_out = ("held out", row["eval/reward_mean"]) if graded else ("accuracy", row.get("eval/accuracy"))
-            self._console.print(Text(evaluation, style="green"), soft_wrap=True)
-
-    def message(self, line: str) -> None:
-        self._console.print(Text(f"  {line}", style="yellow"), soft_wrap=True)
-
-    def finish(self, summary: RunSummary) -> None:
-        self._live.stop()
-        for line in text.tail(summary):
-            self._console.print(Text(line), soft_wrap=True)
+        self._held_out = text.held_out(row) or self._held_out
+        done = int(row["step"]) + 1
+        left_s = text.time_left(self._step_s, self._num_ticks - done)
+        self._progress.update(self._task, completed=done, left=text.duration(left_s))
 
     def _render(self) -> Group:
         row = self._row
@@ -205,11 +156,11 @@ class _Rich:
         lanes = Table.grid(padding=(0, 2))
         for lane in self._job.lanes:
             idle = row.get(f"idle/{lane.name}")
-            tick = self._ticks.get(lane.name)
+            tick = self.ticks.get(lane.name)
             lanes.add_row(
                 Text(f"  {lane.name}", style="bold"),
-                Text("starting" if tick is None and not self._row else f"tick {text.whole(tick)}", style="dim"),
-                Text(text.busy_bar(idle), style="cyan") if idle is not None else Text(""),
+                Text("starting" if tick is None and not row else f"tick {text.whole(tick)}", style="dim"),
+                Text("" if idle is None else text.bar(1.0 - idle, 10), style="cyan"),
                 Text(f"idle {text.percent(idle)}"),
                 Text(lane.detail, style="dim"),
             )

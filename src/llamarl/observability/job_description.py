@@ -1,42 +1,29 @@
-"""What a job consists of, in words: the head of the console and the names of the trace's lanes."""
+"""What a job consists of, in words: the head of the console, the names of the trace's lanes, and ``RUN/job.json``.
+
+The file says what ran where, for whoever looks at the run later: executors, channels, facts, machine, versions. It is written when
+a run starts and when it is resumed, so it tells of the last start. Nothing of a run depends on it.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["Edge", "JobDescription", "Lane", "describe_job", "edge_lines"]
+from llamarl.checkpoint.platform import platform_facts
+from llamarl.observability.writing import cannot_write, replace_file
 
+if TYPE_CHECKING:
+    from llamarl.channels.base import ChannelSpec
+    from llamarl.executors.base import ExecutorSpec
 
-class _ExecutorLike(Protocol):
-    """What is read of an ``ExecutorSpec``."""
+__all__ = ["JOB_FILE", "Edge", "JobDescription", "Lane", "describe_job", "edge_lines", "write_job"]
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-
-
-class _ChannelLike(Protocol):
-    """What is read of a ``ChannelSpec``."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def sink(self) -> str: ...
-    @property
-    def delay(self) -> int: ...
-    @property
-    def capacity(self) -> int: ...
-    @property
-    def transport(self) -> str: ...
+JOB_FILE = "job.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,40 +67,62 @@ class JobDescription:
 
 def describe_job(
     title: str,
-    executors: Sequence[_ExecutorLike],
-    channels: Sequence[_ChannelLike],
+    executors: Sequence[ExecutorSpec],
+    channels: Sequence[ChannelSpec],
     *,
-    details: Mapping[str, str] | None = None,
-    facts: Mapping[str, str] | None = None,
-    version_bytes: Mapping[str, float] | None = None,
+    details: Mapping[str, str],
+    facts: Mapping[str, str],
+    version_bytes: Mapping[str, float],
 ) -> JobDescription:
-    """The description of a graph made of ``ExecutorSpec`` and ``ChannelSpec``.
+    """The description of a graph.
 
     Args:
         details: Executor -> what it does, in a few words.
         version_bytes: Weights channel -> bytes of one version at the source rank that holds most of it.
     """
-    words, sizes = details or {}, version_bytes or {}
-    return JobDescription(
-        title=title,
-        lanes=tuple(
-            Lane(name=e.name, num_ranks=e.num_ranks, threads=e.threads, device=e.device, detail=words.get(e.name, ""))
-            for e in executors
-        ),
-        edges=tuple(
-            Edge(
-                name=c.name,
-                source=c.source,
-                sink=c.sink,
-                delay=c.delay,
-                capacity=c.capacity,
-                transport=c.transport,
-                version_bytes=sizes.get(c.name),
-            )
-            for c in channels
-        ),
-        facts=dict(facts or {}),
-    )
+    lanes = [
+        Lane(name=e.name, num_ranks=e.num_ranks, threads=e.threads, device=e.device, detail=details.get(e.name, ""))
+        for e in executors
+    ]
+    edges = [
+        Edge(
+            name=c.name,
+            source=c.source,
+            sink=c.sink,
+            delay=c.delay,
+            capacity=c.capacity,
+            transport=c.transport,
+            version_bytes=version_bytes.get(c.name),
+        )
+        for c in channels
+    ]
+    return JobDescription(title=title, lanes=tuple(lanes), edges=tuple(edges), facts=dict(facts))
+
+
+def write_job(run_dir: str | os.PathLike[str], job: JobDescription) -> None:
+    """Write ``job.json``.
+
+    Raises:
+        LlamaRLError: The folder cannot be written.
+    """
+    path = Path(run_dir) / JOB_FILE
+    record = {
+        "title": job.title,
+        "executors": [asdict(lane) for lane in job.lanes],
+        "channels": [asdict(edge) for edge in job.edges],
+        "facts": dict(job.facts),
+        "machine": {
+            "host": platform.node(),
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            **platform_facts(),
+        },
+    }
+    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+    try:
+        replace_file(path, text.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def edge_lines(edges: Sequence[Edge]) -> list[str]:

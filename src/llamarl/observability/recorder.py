@@ -22,13 +22,12 @@ from typing import Any, Protocol
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.console import ConsoleReporter
 from llamarl.observability.findings import Causes, NewFindings
-from llamarl.observability.job_description import JobDescription, Lane
-from llamarl.observability.job_file import write_job
+from llamarl.observability.job_description import JobDescription, Lane, write_job
 from llamarl.observability.ledger import check_ledger
 from llamarl.observability.metrics import METRICS_FILE, MetricsLog, Row, TickJoin, merge_metrics
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER, RolloutWriter
 from llamarl.observability.sinks import RowSink, TensorBoardSink, UserSink, WandbSink
-from llamarl.observability.summary import RunSummary, SummaryBuilder
+from llamarl.observability.summary import RunSummary
 from llamarl.observability.trace import TRACE_FILE, TraceWriter, idle_share
 from llamarl.observability.trained_tokens import cut_trained_after
 from llamarl.observability.warning_log import WARNINGS_FILE, WarningLog
@@ -146,7 +145,7 @@ class Recorder:
         self._join: TickJoin[_Timed] = TickJoin(executors, 0 if resume_after_tick is None else resume_after_tick + 1)
         self._finishes: dict[str, float] = {}
         self._first_start_s: float | None = None
-        self._summary = SummaryBuilder()
+        self._summary = RunSummary()
         for row in self._log.rows:
             self._summary.add(row)
         lanes = tuple(Lane(name=name) for name in executors)
@@ -222,7 +221,9 @@ class Recorder:
         ):
             if (self.run_dir / name).exists():
                 places[label] = str(self.run_dir / name)
-        return self._summary.build(stopped=stopped, failures=self._causes.lines(), places=places)
+        self._summary.stopped, self._summary.places = stopped, places
+        self._summary.failures = tuple(self._causes.lines())
+        return self._summary
 
     def close(self, stopped: str = "", *, clocks: Mapping[str, tuple[float, float]] | None = None) -> None:
         """Close every file and print the summary. Idempotent.

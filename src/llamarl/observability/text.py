@@ -13,12 +13,13 @@ from llamarl.plural import plural
 
 __all__ = [
     "RowTable",
-    "busy_bar",
+    "bar",
     "count",
     "duration",
     "encodable",
     "evaluation_line",
     "head",
+    "held_out",
     "lines_every",
     "no_signal",
     "number",
@@ -75,9 +76,10 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def busy_bar(idle: float | None, cells: int = 10) -> str:
-    """Full cells for the busy share."""
-    return _bar(0.0 if idle is None else 1.0 - idle, cells)
+def bar(share: float, cells: int) -> str:
+    """A share of full cells."""
+    full = round(min(1.0, max(0.0, share)) * cells)
+    return "█" * full + "░" * (cells - full)
 
 
 def time_left(step_s: Sequence[float], num_left: int) -> float | None:
@@ -118,6 +120,13 @@ def head(job: JobDescription, num_ticks: int, done: int = 0) -> list[str]:
     return lines
 
 
+def held_out(row: Mapping[str, Any]) -> tuple[str, float | None] | None:
+    """What an evaluation is judged by, its mean reward where rewards are graded; None where none ended in this row."""
+    if not evaluation_line(row):
+        return None
+    return ("held out", row["eval/reward_mean"]) if is_graded(row) else ("accuracy", row.get("eval/accuracy"))
+
+
 def evaluation_line(row: Mapping[str, Any]) -> str:
     """A line for a row in which an evaluation ended, else empty: its accuracy, or its mean reward where rewards are graded."""
     accuracy = row.get("eval/accuracy")
@@ -128,7 +137,7 @@ def evaluation_line(row: Mapping[str, Any]) -> str:
     if is_graded(row):
         line += f"reward {number(row['eval/reward_mean'], 3)}  (accuracy {accuracy:.3f})"
     else:
-        line += f"accuracy {accuracy:.3f}  {_bar(accuracy, _BAR_CELLS)}"
+        line += f"accuracy {accuracy:.3f}  {bar(accuracy, _BAR_CELLS)}"
     length, failed = row.get("eval/length_mean"), row.get("eval/failed")
     line += "" if length is None else f"  length {length:.1f}"
     return f"{line}  ({plural(int(failed), 'sample')} failed and left out)" if failed else line
@@ -187,12 +196,13 @@ def tail(summary: RunSummary) -> list[str]:
     """What came of the run and where things lie."""
     lines = ["", f"{title(summary)} · {plural(summary.num_ticks, 'tick')} in {duration(summary.wall_s)}", ""]
     facts: dict[str, str] = {}
-    if summary.first_accuracy is not None:
-        facts["accuracy"] = f"{number(summary.first_accuracy, 3)} → {number(summary.last_accuracy, 3)}, held out"
+    first, last = summary.first, summary.last
+    if "eval/accuracy" in first:
+        facts["accuracy"] = f"{number(first['eval/accuracy'], 3)} → {number(last.get('eval/accuracy'), 3)}, held out"
     if summary.is_graded:
-        facts["held-out reward"] = f"{number(summary.first_eval_reward, 3)} → {number(summary.last_eval_reward, 3)}"
-    if summary.first_reward is not None and summary.last_reward is not None:
-        facts["reward"] = f"{summary.first_reward:.3f} → {summary.last_reward:.3f}"
+        facts["held-out reward"] = f"{number(first['eval/reward_mean'], 3)} → {number(last.get('eval/reward_mean'), 3)}"
+    if "reward/mean" in first:
+        facts["reward"] = f"{first['reward/mean']:.3f} → {last['reward/mean']:.3f}"
     if summary.tokens_generated:
         rate = f", {summary.tokens_generated / summary.wall_s:,.0f} a second" if summary.wall_s > 0 else ""
         facts["tokens"] = f"{summary.tokens_generated:,} generated, {count(summary.tokens_trained)} trained{rate}"
@@ -218,11 +228,6 @@ def encodable(line: str, encoding: str) -> str:
     except (UnicodeEncodeError, LookupError):
         return line.translate(_PLAIN).encode("ascii", "replace").decode()
     return line
-
-
-def _bar(share: float, cells: int) -> str:
-    full = round(min(1.0, max(0.0, share)) * cells)
-    return "█" * full + "░" * (cells - full)
 
 
 def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:

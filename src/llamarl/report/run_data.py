@@ -20,7 +20,7 @@ from llamarl.errors import DataError, FileError
 from llamarl.observability.findings import FLAGS, WINDOW, find_wrong
 from llamarl.observability.keys import KEYS, key_order
 from llamarl.observability.ledger import imbalance
-from llamarl.observability.summary import SummaryBuilder
+from llamarl.observability.summary import RunSummary
 from llamarl.observability.trained_tokens import TrainedResponse, read_trained, trained_files
 from llamarl.report.advantages import advantages_of, why_no_advantages
 from llamarl.report.blocks import encode_block
@@ -132,10 +132,9 @@ class RunReader:
     def _run(
         self, files: RunFiles, indexes: Sequence[TickIndex], chosen: Mapping[int, Sequence[int]]
     ) -> dict[str, Any]:
-        builder = SummaryBuilder()
+        totals = RunSummary()
         for row in files.rows:
-            builder.add(row)
-        totals = builder.build(stopped="", failures=(), places={})
+            totals.add(row)
         findings = find_wrong(
             files.rows,
             files.warnings,
@@ -171,16 +170,14 @@ class RunReader:
             ],
             "totals": {
                 "wall_s": totals.wall_s,
-                "first_reward": totals.first_reward,
-                "last_reward": totals.last_reward,
-                "first_accuracy": totals.first_accuracy,
-                "last_accuracy": totals.last_accuracy,
+                "first_reward": totals.first.get("reward/mean"),
+                "last_reward": totals.last.get("reward/mean"),
+                "first_accuracy": totals.first.get("eval/accuracy"),
+                "last_accuracy": totals.last.get("eval/accuracy"),
                 "tokens_generated": totals.tokens_generated,
-                "tokens_trained": totals.tokens_trained,
                 "staleness_mean": totals.staleness_mean,
                 "staleness_max": totals.staleness_max,
-                "failed": totals.num_failed,
-                "idle": dict(totals.idle),
+                "idle": totals.idle,
             },
             "facts": {
                 "model": files.setting("model.path"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llamarl.errors import ConfigError, LlamaRLError
-from llamarl.observability.job_file import JOB_FILE
+from llamarl.observability.job_description import JOB_FILE
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER
 from llamarl.observability.trace import TRACE_FILE

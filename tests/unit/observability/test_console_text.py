@@ -12,7 +12,7 @@ from llamarl.observability import text
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.console import ConsoleReporter
 from llamarl.observability.job_description import Edge, JobDescription, Lane, edge_lines
-from llamarl.observability.summary import SummaryBuilder
+from llamarl.observability.summary import RunSummary
 
 JOB = JobDescription(
     title="tiny",
@@ -109,10 +109,10 @@ def test_an_evaluation_of_nothing_but_failures_is_told_and_is_the_last_one() -> 
     good = _row(0, **{"eval/accuracy": 0.75, "eval/reward_mean": 0.75, "eval/failed": 0, "eval/policy_version": 0})
     failed = _row(1, **{"eval/accuracy": None, "eval/reward_mean": None, "eval/failed": 8, "eval/policy_version": 4})
     assert text.evaluation_line(failed) == "  ▸ policy 4     held-out accuracy –: all 8 samples failed"
-    summary = SummaryBuilder()
+    summary = RunSummary()
     for row in (good, failed, _row(2)):
         summary.add(row)
-    assert any("0.750 → –, held out" in line for line in text.tail(summary.build()))
+    assert any("0.750 → –, held out" in line for line in text.tail(summary))
 
 
 def test_where_rewards_are_graded_an_evaluation_shows_the_mean_reward() -> None:
@@ -120,10 +120,10 @@ def test_where_rewards_are_graded_an_evaluation_shows_the_mean_reward() -> None:
         {"eval/accuracy": 0.1, "eval/reward_mean": value, "eval/policy_version": 10} for value in (0.35, 0.54)
     )
     assert text.evaluation_line(_row(1, **last)) == "  ▸ policy 10    held-out reward 0.540  (accuracy 0.100)"
-    summary = SummaryBuilder()
+    summary = RunSummary()
     summary.add(_row(0, **first))
     summary.add(_row(1, **last))
-    lines = text.tail(summary.build())
+    lines = text.tail(summary)
     assert "  held-out reward   0.350 → 0.540" in lines
 
 
@@ -140,31 +140,33 @@ def test_where_rewards_are_graded_an_evaluation_shows_the_mean_reward() -> None:
     ],
 )
 def test_a_run_that_trained_on_nothing_is_not_done(rows: list[dict[str, float]], stopped: str, words: str) -> None:
-    summary = SummaryBuilder()
+    summary = RunSummary(stopped=stopped)
     for tick, row in enumerate(rows):
         summary.add({"step": tick, **row})
-    assert text.title(summary.build(stopped=stopped)) == words
+    assert text.title(summary) == words
 
 
 def test_the_end_names_the_causes_of_failed_rewards() -> None:
-    summary = SummaryBuilder()
+    summary = RunSummary()
     summary.add(_row(0, **{"reward/failed": 47}))
-    lines = text.tail(summary.build(failures=["40 x exception: ValueError: no number", "7 x timeout: too slow"]))
+    summary.failures = ("40 x exception: ValueError: no number", "7 x timeout: too slow")
+    lines = text.tail(summary)
     assert "  rewards failed   47; 40 x exception: ValueError: no number; 7 x timeout: too slow" in lines
 
 
 def test_a_plain_run_reads_from_head_to_end() -> None:
     out = io.StringIO()
     reporter = ConsoleReporter(ObservabilityConfig(console="auto", console_every=2), JOB, 4, file=out)
-    summary = SummaryBuilder()
+    summary = RunSummary()
     for tick in range(4):
         row = _row(tick, **({"eval/accuracy": 0.4 + 0.1 * tick, "eval/policy_version": tick} if tick in (0, 3) else {}))
         reporter.on_report("trainer", tick)
         reporter.on_row(row)
         summary.add(row)
     reporter.message("a remark")
-    reporter.finish(summary.build(places={"trace": "RUN/trace.json"}))
-    reporter.finish(summary.build())  # ignored
+    summary.places = {"trace": "RUN/trace.json"}
+    reporter.finish(summary)
+    reporter.finish(summary)  # ignored
     lines = out.getvalue().splitlines()
     assert "llamarl" in lines[1] and "tiny · 4 ticks" in lines[1]
     assert "  generator   1 rank × 1 thread on cpu      8 x 8 samples" in lines
@@ -183,11 +185,12 @@ def test_a_plain_run_reads_from_head_to_end() -> None:
 def test_rows_that_await_their_line_are_shown_when_a_run_stops_early() -> None:
     out = io.StringIO()
     reporter = ConsoleReporter(ObservabilityConfig(console="plain", console_every=5), JOB, 10, file=out)
-    summary = SummaryBuilder()
+    summary = RunSummary()
     for tick in range(2):
         reporter.on_row(_row(tick))
         summary.add(_row(tick))
-    reporter.finish(summary.build(stopped="by an error"))
+    summary.stopped = "by an error"
+    reporter.finish(summary)
     assert "stopped by an error · 2 ticks in 0:04" in out.getvalue()
     assert any(line.split()[:2] == ["2", "0.125"] for line in out.getvalue().splitlines())
 
@@ -202,7 +205,7 @@ def test_the_live_display_shows_lanes_and_keeps_evaluations() -> None:
         reporter.on_report("generator", 0)
         reporter.on_row(_row(0, **{"eval/accuracy": 0.5, "eval/policy_version": 0}))
         reporter.message("a remark")
-        reporter.finish(SummaryBuilder().build())
+        reporter.finish(RunSummary())
     shown = out.getvalue()
     for words in ("held-out accuracy 0.500", "a remark", "1/4", "idle 10 %", "tokens/s", "done"):
         assert words in shown
@@ -213,7 +216,7 @@ def test_no_console_prints_nothing() -> None:
     out = io.StringIO()
     reporter = ConsoleReporter(ObservabilityConfig(console="none"), JOB, 4, file=out)
     reporter.on_row(_row(0))
-    reporter.finish(SummaryBuilder().build())
+    reporter.finish(RunSummary())
     assert out.getvalue() == ""
 
 
@@ -226,15 +229,14 @@ def test_a_stream_without_our_characters_gets_plain_ones() -> None:
 
 
 def test_totals_weigh_idle_by_time_and_staleness_by_tokens() -> None:
-    summary = SummaryBuilder()
+    summary = RunSummary()
     summary.add({"step": 0, "time/step_s": 1.0, "idle/trainer": 0.9, "staleness/mean": 0.0, "tokens/trained": 100})
     summary.add({"step": 1, "time/step_s": 3.0, "idle/trainer": 0.1, "staleness/mean": 2.0, "tokens/trained": 300})
     summary.add({"step": 2, "grad_norm": None})
-    total = summary.build()
-    assert total.num_ticks == 3 and total.wall_s == 4.0
-    assert total.idle == {"trainer": pytest.approx(0.3)}
-    assert total.staleness_mean == pytest.approx(600 / 401)  # a row without tokens weighs one
-    assert total.tokens_trained == 400 and total.first_accuracy is None
+    assert summary.num_ticks == 3 and summary.wall_s == 4.0
+    assert summary.idle == {"trainer": pytest.approx(0.3)}
+    assert summary.staleness_mean == pytest.approx(600 / 400)
+    assert summary.tokens_trained == 400 and not summary.first
 
 
 @pytest.mark.parametrize(

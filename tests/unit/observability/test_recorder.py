@@ -180,7 +180,7 @@ def test_the_summary_names_what_lies_in_the_folder(tmp_path: Path) -> None:
     _run(recorder, 0, 3)
     summary = recorder.summary(stopped="by the user")
     assert list(summary.places) == ["policy", "metrics", "trace", "curves"]
-    assert (summary.num_ticks, summary.staleness_max, summary.last_reward) == (3, 1, 0.25)
+    assert (summary.num_ticks, summary.staleness_max, summary.last["reward/mean"]) == (3, 1, 0.25)
     assert summary.wall_s == 18.0 and summary.stopped == "by the user"
 
 
