@@ -29,6 +29,10 @@ class Count:
     def get(self, index: int) -> Prompt:
         return Prompt(index=index, tokens=np.array([1]), text=f"item {index}", answer=None, task="own", metadata={})
 
+    @property
+    def holds_out(self) -> bool:
+        return self.held > 0
+
     def eval_prompts(self, num_prompts: int) -> list[Prompt]:
         return [self.get(index) for index in range(min(num_prompts, self.held))]
 
@@ -62,6 +66,13 @@ def test_held_out_prompts_are_shared_out_evenly_and_numbered_through() -> None:
     prompts = mixed(math=1.0, code=9.0).eval_prompts(5)
     assert [prompt.task for prompt in prompts] == ["math"] * 3 + ["code"] * 2
     assert [prompt.index - EVAL_INDEX_OFFSET for prompt in prompts] == [0, 1, 2, 3, 4]
+
+
+def test_a_task_that_holds_nothing_out_leaves_its_share_to_the_others() -> None:
+    streams: dict[str, PromptStream] = {"math": Count(), "lone": Count(0), "code": Count()}  # type: ignore[dict-item]
+    stream = MixedStream(streams, {"math": 1.0, "lone": 1.0, "code": 1.0}, 0)
+    assert [prompt.task for prompt in stream.eval_prompts(3)] == ["math", "math", "code"]
+    assert stream.holds_out
 
 
 def group(task: str, *rewards: float) -> Group:
