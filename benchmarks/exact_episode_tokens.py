@@ -1,4 +1,4 @@
-"""The tokens of episodes, as recorded, under the trainer's own forward: 1,000 of every environment that comes with llamarl.
+"""The tokens of episodes, as recorded, under the trainer's own forward: 1,000 of every environment that comes with llamarl, and of those in ``examples/games``.
 
     python benchmarks/exact_episode_tokens.py --json exact_episode_tokens.json
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import string
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,6 @@ from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.episode import Message, Step
 from llamarl.environments.episode_pool import Answer, EpisodePool
 from llamarl.environments.episodes import Ask, begin_episode, episode_score, messages_of
-from llamarl.environments.games.words import FIVE_LETTERS
 from llamarl.environments.openings import EpisodeItems, EpisodeOpener
 from llamarl.models.loading import context_length, load_tokenizer
 from llamarl.seeding import derive_seed
@@ -52,17 +52,19 @@ from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Prompt
 
-__all__ = ["ENVIRONMENTS", "Found", "look_at", "make_chatml"]
+__all__ = ["ALPHABET_SORT", "CALCULATOR", "ENVIRONMENTS", "Found", "look_at", "make_chatml"]
 
 TINY, CHATML = "bundled:tiny", "chatml"
+_GAMES = Path(__file__).resolve().parents[1] / "examples/games"
+ALPHABET_SORT, CALCULATOR = f"{_GAMES}/word_games.py:AlphabetSort", f"{_GAMES}/calculator.py:Calculator"
 _COMPACT: Mapping[str, Any] = {"style": "compact"}
 ENVIRONMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "frozen_lake": {TINY: _COMPACT, CHATML: {}},
-    "guess_number": {TINY: _COMPACT, CHATML: {}},
+    f"{_GAMES}/frozen_lake.py:FrozenLake": {TINY: _COMPACT, CHATML: {}},
+    f"{_GAMES}/guess_number.py:GuessNumber": {TINY: _COMPACT, CHATML: {}},
     "mastermind": {TINY: _COMPACT, CHATML: {}},
-    "wordle": {TINY: _COMPACT, CHATML: {}},
-    "alphabet_sort": {TINY: {"first": 2, "more": 1}, CHATML: {}},
-    "calculator": {TINY: _COMPACT, CHATML: {}},
+    f"{_GAMES}/word_games.py:Wordle": {TINY: _COMPACT, CHATML: {}},
+    ALPHABET_SORT: {TINY: {"first": 2, "more": 1}, CHATML: {}},
+    CALCULATOR: {TINY: _COMPACT, CHATML: {}},
     "second_try": {TINY: {"dataset": "chain_sum"}, CHATML: {"dataset": "chain_sum"}},
     "reasoning_gym:spell_backward": {TINY: {}, CHATML: {"attempts": 3}},
     "reasoning_gym:basic_arithmetic": {TINY: {}, CHATML: {}},
@@ -133,7 +135,11 @@ def make_chatml(folder: Path) -> str:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    text = [" ".join(FIVE_LETTERS), *(f"{n} is {n * n}, more or less" for n in range(200)), "left right up down"]
+    text = [
+        " ".join(string.ascii_lowercase),
+        *(f"{n} is {n * n}, more or less" for n in range(200)),
+        "left right up down",
+    ]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(text, trainers.BpeTrainer(vocab_size=480, initial_alphabet=alphabet))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=1024)

@@ -154,9 +154,9 @@ def test_tasks_with_and_without_environments_are_trained_on_together(llamarl: Co
         max_turns = 2
         [[task]]
         name = "episodes"
-        label = "lake"
-        environment = "frozen_lake"
-        environment_options = {{ style = "compact", size = 3, holes = 1 }}
+        label = "mastermind"
+        environment = "mastermind"
+        environment_options = {{ style = "compact", pegs = 2, colors = 3 }}
         max_turn_tokens = 3
         [[task]]
         name = "steps"
@@ -170,7 +170,7 @@ def test_tasks_with_and_without_environments_are_trained_on_together(llamarl: Co
     turns: dict[str, set[int]] = {}
     for rollout in read_rollouts(tmp_path / "run"):
         turns.setdefault(rollout.task, set()).add(len(rollout.response.turns))
-    assert turns.keys() == {"ledgers", "lake", "steps"}
-    assert turns["ledgers"] <= {1, 2} and max(turns["lake"]) > 2 and turns["steps"] == {0}
+    assert turns.keys() == {"ledgers", "mastermind", "steps"}
+    assert turns["ledgers"] <= {1, 2} and max(turns["mastermind"]) > 2 and turns["steps"] == {0}
     first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
     assert {f"eval/tasks/{label}/reward_mean" for label in turns} <= first.keys()

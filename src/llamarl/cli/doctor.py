@@ -28,7 +28,7 @@ __all__ = ["add_parser", "run"]
 _DESCRIPTION = """\
   llamarl doctor                                          can a run start on this machine?
   llamarl doctor MODEL --engine native --precision int8   is this generator close enough to the trainer?
-  llamarl doctor --env frozen_lake --options size=3       does this environment repeat?
+  llamarl doctor --env mastermind --options pegs=2       does this environment repeat?
 
 Without MODEL: tries what a run needs: libraries, processes, shared memory, the bundled model, CUDA. Prints one line each:
 "ok", "no" (with the fix) or "--" (optional and absent). Exit code 0 if a run can start here.
@@ -303,8 +303,8 @@ def _names() -> str:
     from llamarl.algorithms.config import ADVANTAGE_NAMES, LOSS_NAMES, PRESETS
     from llamarl.engine.config import ENGINE_NAMES
     from llamarl.environments.config import BUILT_IN
-    from llamarl.environments.registry import ADAPTERS
     from llamarl.environments.registry import BUILT_IN as ENVIRONMENTS
+    from llamarl.environments.registry import KINDS
     from llamarl.roles import ROLES
 
     rows = {
@@ -313,7 +313,7 @@ def _names() -> str:
         "tasks": ("task.name", tuple(BUILT_IN), "my_task.py:Task (docs/environments.md)"),
         "environments": (
             "task.environment",
-            (*ENVIRONMENTS, *(written for written, _ in ADAPTERS.values())),
+            (*ENVIRONMENTS, *(kind.written for kind in KINDS.values())),
             "my_game.py:Class (docs/turns.md)",
         ),
         "rewards": ("task.reward", (), "my_rewards.py:function (docs/environments.md)"),

@@ -16,7 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("with --env")
     group.add_argument("--env", metavar="NAME", help="an environment, as task.environment names it: play it twice")
     group.add_argument(
-        "--options", nargs="*", default=[], metavar="KEY=VALUE", help="of the environment, as in TOML: size=3 style=compact"
+        "--options", nargs="*", default=[], metavar="KEY=VALUE", help="of the environment, as in TOML: pegs=2 style=compact"
     )  # fmt: skip
     group.add_argument(
         "--item", default="{}", metavar="JSON", help="the episode's question, answer and other fields (default: none)"
@@ -91,7 +91,7 @@ def _options(given: list[str]) -> dict[str, Any]:
 
     from llamarl.cli.flags import refuse_flags
 
-    refuse_flags([f"--options {pair!r}: expected KEY=VALUE, such as size=3" for pair in given if "=" not in pair])
+    refuse_flags([f"--options {pair!r}: expected KEY=VALUE, such as pegs=2" for pair in given if "=" not in pair])
     options: dict[str, Any] = {}
     for key, _, value in (pair.partition("=") for pair in given):
         try:

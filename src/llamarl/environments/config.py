@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from llamarl.errors import Mistake
 from llamarl.strict import NO_BITS, STRICT, ListOf, refuse
 
-__all__ = ["ADAPTER_NAMES", "BUILT_IN", "MixedTask", "RewardPart", "RewardPoolConfig", "TaskConfig", "TaskSection"]
+__all__ = ["BUILT_IN", "OWN_CODE", "MixedTask", "RewardPart", "RewardPoolConfig", "TaskConfig", "TaskSection"]
 
 BUILT_IN = ("steps", "reasoning_gym", "math", "function", "gsm8k", "countdown", "code", "episodes", "mixture")
 """Kinds of tasks that come with this package; another is named by its import path."""
@@ -20,8 +20,11 @@ BUILT_IN = ("steps", "reasoning_gym", "math", "function", "gsm8k", "countdown", 
 _OF_DATA = ("math", "function", "gsm8k", "code")
 """Kinds whose questions are in files or tables."""
 
-ADAPTER_NAMES = ("reasoning_gym", "gymnasium", "textarena", "openenv", "agent")
-"""What stands before the colon of an environment that is another library's, and no module of the user's."""
+OWN_CODE = ("agent", "trl", "gem")
+"""Kinds of environments that are code of the user's own: behind the colon stands its import path."""
+
+_LIBRARIES = ("reasoning_gym", "gymnasium", "textarena", "openenv")
+"""Kinds of environments of which the name is the library's."""
 
 _LEAST_MEMORY_MB = 256
 """Below this a worker does not come to judge: its interpreter and libraries take most of it."""
@@ -160,8 +163,8 @@ class TaskConfig:
     samples a call; groups stay whole where they fit."""
 
     environment: str = ""
-    """What answers the policy, so that an episode has several turns: the name of one that comes with llamarl, or the import
-    path of your own, package.module:Class or path/to/file.py:Class. Empty: the policy answers once (docs/turns.md)."""
+    """What answers the policy, so that an episode has several turns: the name of one that comes with llamarl, your own as
+    package.module:Class or path/to/file.py:Class, or KIND:WHAT (docs/games.md). Empty: the policy answers once."""
 
     environment_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
@@ -193,10 +196,10 @@ class TaskConfig:
     @property
     def own_environment(self) -> str:
         """Import path of an environment (or agent) of the user's own; empty where it is none."""
-        if self.environment.startswith("agent:"):
-            return self.environment.partition(":")[2]
-        kind, _, attribute = self.environment.rpartition(":")
-        return self.environment if kind and attribute and kind.partition(":")[0] not in ADAPTER_NAMES else ""
+        kind, colon, what = self.environment.partition(":")
+        if kind in OWN_CODE:
+            return what
+        return self.environment if colon and kind not in _LIBRARIES else ""
 
     def _mistakes(self) -> Iterator[Mistake]:
         kind = self.name.partition(":")[0]

@@ -19,7 +19,6 @@ from typing import Any
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import EpisodeOver, Message, Observation, Step
-from llamarl.environments.games.game import at_least
 from llamarl.environments.tool_calls import BadCall, Call, read_calls
 from llamarl.environments.tool_schemas import BadArguments, Tool
 
@@ -46,8 +45,7 @@ class ToolEnvironment(ABC):
     def __init__(
         self, *, max_moves: int = 8, max_result_chars: int = 2000, show_errors: bool = False, in_text: bool = False
     ) -> None:
-        self.max_moves = at_least("max_moves", max_moves, 1)
-        self._max_chars = at_least("max_result_chars", max_result_chars, 16)
+        self.max_moves, self._max_chars = max_moves, max_result_chars
         self._show_errors, self._in_text = show_errors, in_text
         self._left = 0
 

@@ -106,11 +106,11 @@ def doctor(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
 
 def test_a_game_that_repeats_is_shown_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
     status, out = doctor(
-        capsys, "--env", "frozen_lake", "--options", "size=3", "style=compact", "holes=1", "slip=0.2", "--episodes", "3"
+        capsys, "--env", "mastermind", "--options", "pegs=2", "style=compact", "partial=0.2", "--episodes", "3"
     )
     assert status == 0
     assert (
-        out.startswith("An episode (seed 0):\n\nenvironment  p")
+        out.startswith("An episode (seed 0):\n\nenvironment  2 of 1 to 6")
         and "\npolicy       " in out
         and "\nthe end      over: reward" in out
     )
@@ -170,12 +170,12 @@ def test_replies_and_the_item_come_from_the_user(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--env", "frozen_lak"], "did you mean 'frozen_lake'?"),
-        (["--env", "frozen_lake", "--options", "size"], "expected KEY=VALUE"),
-        (["--env", "frozen_lake", "--options", "siz=3"], "did you mean 'size'?"),
-        (["--env", "frozen_lake", "--episodes", "0"], "--episodes must be > 0, got 0"),
+        (["--env", "mastermin"], "did you mean 'mastermind'?"),
+        (["--env", "mastermind", "--options", "pegs"], "expected KEY=VALUE"),
+        (["--env", "mastermind", "--options", "peg=3"], "did you mean 'pegs'?"),
+        (["--env", "mastermind", "--episodes", "0"], "--episodes must be > 0, got 0"),
         (["--env", "second_try", "--item", "[]"], "must be a JSON object"),
-        (["--env", "frozen_lake", "--replies", "no/such/file"], "no/such/file"),
+        (["--env", "mastermind", "--replies", "no/such/file"], "no/such/file"),
     ],
 )
 def test_wrong_flags_are_refused(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +188,8 @@ def test_the_list_holds_environments_and_adapters(capsys: pytest.CaptureFixture[
     assert status == 0
     for name in (
         "task.environment",
-        "frozen_lake",
+        "mastermind",
+        "trl:my_shop.py:Class",
         "second_try",
         "gymnasium:ID",
         "openenv:ws://HOST:PORT/ws",
@@ -206,12 +207,26 @@ def test_the_first_difference_is_the_first() -> None:
 
 def test_made_up_replies_call_the_tools_that_are_offered() -> None:
     from llamarl.data.items import TaskItem
-    from llamarl.environments.games.calculator import Calculator
+    from llamarl.environments.adapters.trl import TrlEnvironment
+
+    class Shop:
+        reward = 0.0
+
+        def reset(self) -> None: ...
+
+        def buy(self, number: int, kind: str) -> str:
+            """Buy.
+
+            Args:
+                number: How many.
+                kind: Of what.
+            """
+            return "bought"
 
     calls = []
     for seed in range(5):
         rng = random.Random(seed)
-        item = TaskItem(question="2+2", answer="4")
-        record = play(Calculator(), item, 0, lambda said, tools, rng=rng: random_reply(rng, said, tools), 6)
-        calls += [call for entry in record[1:] for call in read_calls(entry["reply"], ["calculate"])]
-    assert calls and all(isinstance(call, Call) and set(call.arguments) == {"expression"} for call in calls)
+        item = TaskItem(question="2 apples", answer="4")
+        record = play(TrlEnvironment(Shop), item, 0, lambda said, tools, rng=rng: random_reply(rng, said, tools), 6)
+        calls += [call for entry in record[1:] for call in read_calls(entry["reply"], ["buy"])]
+    assert calls and all(isinstance(call, Call) and set(call.arguments) == {"number", "kind"} for call in calls)

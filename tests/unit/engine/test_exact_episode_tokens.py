@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-from exact_episode_tokens import ENVIRONMENTS, look_at, make_chatml
+from exact_episode_tokens import ALPHABET_SORT, CALCULATOR, ENVIRONMENTS, look_at, make_chatml
 
 from llamarl.environments.registry import BUILT_IN
 
@@ -28,7 +28,7 @@ def test_every_environment_that_comes_with_llamarl_is_looked_at() -> None:
     assert BUILT_IN.keys() <= ENVIRONMENTS.keys()
 
 
-@pytest.mark.parametrize("environment", ["frozen_lake", LEDGERS], ids=["frozen_lake", "ledgers"])
+@pytest.mark.parametrize("environment", ["mastermind", LEDGERS], ids=["mastermind", "ledgers"])
 def test_the_trainers_step_gives_the_recorded_log_probs(environment: str) -> None:
     options = {"turns": 4, "fewest": 2} if environment == LEDGERS else ENVIRONMENTS[environment]["bundled:tiny"]
     found = look_at("bundled:tiny", environment, options, episodes=16, workers=1)
@@ -36,7 +36,7 @@ def test_the_trainers_step_gives_the_recorded_log_probs(environment: str) -> Non
     assert found.turns > 16 and found.would_change == 0  # one token a character
 
 
-@pytest.mark.parametrize("environment", ["calculator", "alphabet_sort"])
+@pytest.mark.parametrize("environment", [CALCULATOR, ALPHABET_SORT], ids=["calculator", "alphabet_sort"])
 def test_tokens_that_the_tokenizer_would_never_write_stay_as_they_were_sampled(chatml: str, environment: str) -> None:
     """Pieces of words, broken characters and whole tool calls, between the marks of a chat template."""
     found = look_at(chatml, environment, ENVIRONMENTS[environment]["chatml"], episodes=24, workers=1)

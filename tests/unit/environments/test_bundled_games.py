@@ -1,10 +1,11 @@
-"""The rules of the games that come with llamarl, against episodes worked out by hand."""
+"""The rules of the games that come with llamarl and of those in ``examples/games``, against episodes worked out by hand."""
 
 from __future__ import annotations
 
 import json
 import random
 import string
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ from hypothesis import strategies as st
 import llamarl
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import Environment, EpisodeOver, Step
-from llamarl.environments.games.alphabet_sort import AlphabetSort
-from llamarl.environments.games.frozen_lake import FrozenLake
 from llamarl.environments.games.game import said
-from llamarl.environments.games.guess_number import GuessNumber
 from llamarl.environments.games.mastermind import Mastermind, compare
 from llamarl.environments.games.second_try import SecondTry
-from llamarl.environments.games.wordle import Wordle, marks
-from llamarl.environments.games.words import FIVE_LETTERS, some_words
-from llamarl.environments.registry import BUILT_IN, make_environment
+from llamarl.environments.registry import make_environment
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples/games"))
+
+from frozen_lake import FrozenLake
+from guess_number import GuessNumber
+from word_games import FIVE_LETTERS, AlphabetSort, Wordle, marks, some_words
+
+EXAMPLES = Path(__file__).parents[3] / "examples/games"
 NO_WORDS = TaskItem(question="")
 
 
@@ -265,21 +268,26 @@ def test_a_game_is_over_once() -> None:
             game.step("x")
 
 
-SMALL: Mapping[str, Mapping[str, Any]] = {
-    "frozen_lake": {"slip": 0.3, "partial": 0.5, "speed": 0.5},
+PLAYED: Mapping[str, Mapping[str, Any]] = {
+    "mastermind": {},
     "second_try": {"dataset": "chain_sum"},
+    f"{EXAMPLES}/frozen_lake.py:FrozenLake": {"slip": 0.3, "partial": 0.5, "speed": 0.5},
+    f"{EXAMPLES}/guess_number.py:GuessNumber": {},
+    f"{EXAMPLES}/word_games.py:Wordle": {},
+    f"{EXAMPLES}/word_games.py:AlphabetSort": {},
+    f"{EXAMPLES}/calculator.py:Calculator": {},
 }
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    name=st.sampled_from(sorted(BUILT_IN)),
+    name=st.sampled_from(sorted(PLAYED)),
     seed=st.integers(0, 2**64 - 1),
     more=st.lists(st.text(max_size=40), max_size=3),
 )
 def test_replaying_the_replies_gives_equal_steps(name: str, seed: int, more: list[str]) -> None:
     """The property that lets an episode be rebuilt anywhere; rewards stay within [0, 1] and the end comes."""
-    game = make_environment(name, SMALL.get(name, {}))
+    game = make_environment(name, PLAYED[name])
     first = game.reset(NO_WORDS, seed)
     rng = random.Random(seed)
     replies, steps = [], []
@@ -290,12 +298,12 @@ def test_replaying_the_replies_gives_equal_steps(name: str, seed: int, more: lis
         assert len(steps) <= 20
     assert 0.0 <= sum(step.reward for step in steps) <= 1.0 + 1e-9
     random.seed(1)  # no game may look at the global generator
-    again = make_environment(name, SMALL.get(name, {}))
+    again = make_environment(name, PLAYED[name])
     assert again.reset(NO_WORDS, seed) == first
     assert [again.step(reply) for reply in replies] == steps
 
 
-@pytest.mark.parametrize("name", ["frozen_lake", "guess_number", "mastermind", "wordle", "alphabet_sort", "calculator"])
+@pytest.mark.parametrize("name", sorted(PLAYED.keys() - {"second_try"}))
 def test_the_compact_style_uses_only_characters_of_the_bundled_model(name: str) -> None:
     file = Path(llamarl.__file__).parent / "assets/tiny/tokenizer.json"
     known = {token for token in json.loads(file.read_text())["model"]["vocab"] if len(token) == 1}

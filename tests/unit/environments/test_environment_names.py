@@ -9,9 +9,9 @@ import pytest
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.trl import TrlEnvironment
-from llamarl.environments.config import ADAPTER_NAMES
+from llamarl.environments.config import TaskConfig
 from llamarl.environments.games.second_try import SecondTry
-from llamarl.environments.registry import ADAPTERS, BUILT_IN, check_environment, make_environment
+from llamarl.environments.registry import BUILT_IN, KINDS, check_environment, make_environment
 from llamarl.errors import DataError
 
 OWN = '''
@@ -73,8 +73,8 @@ def test_a_class_of_your_own_is_made_with_its_options(own: str) -> None:
     assert make_environment(f"{own}:factory", {}).step("ab").text == "abab"
 
 
-def test_a_class_of_trls_shape_is_wrapped_and_its_wrapper_has_options(own: str) -> None:
-    made = make_environment(f"{own}:Tools", {"unit": "g", "max_moves": 3})
+def test_a_class_of_trls_kind_is_wrapped_and_its_wrapper_has_options(own: str) -> None:
+    made = make_environment(f"trl:{own}:Tools", {"unit": "g", "max_moves": 3})
     assert isinstance(made, TrlEnvironment) and made.max_moves == 3
     made.reset(TaskItem(question="How heavy?"), 0)
     assert made.step('{"name": "weigh", "arguments": {"what": "it"}}').messages[0]["content"] == "3 g"
@@ -87,17 +87,19 @@ def test_a_dataset_of_reasoning_gym_is_a_second_try() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "told"),
     [
-        ("frozenlake", {}, "task.environment 'frozenlake' is unknown; did you mean 'frozen_lake'?"),
-        ("what_is_this", {}, "task.environment 'what_is_this' is unknown; It is one of frozen_lake"),
+        ("master_mind", {}, "task.environment 'master_mind' is unknown; did you mean 'mastermind'?"),
+        ("what_is_this", {}, "task.environment 'what_is_this' is unknown; It is one of mastermind"),
+        ("trl:my_shop", {}, "must name a class or function: trl:my_shop.py:Class"),
+        ("gem:no/such/file.py:Gym", {}, "no file"),
         ("reasoning_gym:", {}, "needs a name behind the colon: reasoning_gym:DATASET"),
         ("reasoning_gym:chain_summ", {}, "no dataset 'chain_summ'; nearest: chain_sum"),
-        ("frozen_lake", {"siz": 3}, "task.environment_options.siz: frozen_lake has no such option; did you mean 'size'?"),
-        ("frozen_lake", {"size": "3"}, "task.environment_options.size of frozen_lake must be int, got '3'"),
-        ("frozen_lake", {"size": True}, "must be int, got True"),
-        ("frozen_lake", {"view": "all"}, "must be 'map' or 'near', got 'all'"),
-        ("frozen_lake", {"holes": 99}, "holes 0 to 9 for it, got size 4, holes 99"),
-        ("guess_number", {"max_moves": 0}, "max_moves must be >= 1, got 0"),
-        ("mastermind", {"pegs": 9}, "pegs must be 1 to 8"),
+        ("mastermind", {"peg": 3}, "task.environment_options.peg: mastermind has no such option; did you mean 'pegs'?"),
+        ("mastermind", {"pegs": "3"}, "task.environment_options.pegs: expected an integer, got '3'"),
+        ("mastermind", {"pegs": True}, "expected an integer, got True"),
+        ("mastermind", {"style": "short"}, "expected 'words' or 'compact', got 'short'"),
+        ("mastermind", {"max_moves": 0}, "task.environment_options.max_moves must be > 0, got 0"),
+        ("mastermind", {"pegs": 9}, "must be <= 8, got 9"),
+        ("mastermind", {"pegs": 4, "colors": 3, "repeats": False}, "without repeats pegs must be <= colors, got 4 and 3"),
         ("second_try", {"min_terms": 2}, "dataset is empty"),
         ("reasoning_gym:chain_sum", {"no_such": 2}, "refuses {'no_such': 2}"),
         ("no/such/file.py:Game", {}, "no file"),
@@ -117,8 +119,10 @@ def test_a_class_of_your_own_that_fails_is_told_with_its_words(own: str) -> None
         make_environment(f"{own}:Echo", {"times": 0})
     with pytest.raises(DataError, match="unexpected keyword argument 'tims'"):
         make_environment(f"{own}:Echo", {"tims": 0})
-    with pytest.raises(DataError, match="has no step"):
-        make_environment(f"{own}:Nothing", {})
+    with pytest.raises(DataError, match=r"Nothing has no reset\(\*\*row\)"):
+        make_environment(f"trl:{own}:Nothing", {})
+    with pytest.raises(DataError, match=r"has no reset\(seed\) and step\(text\)"):
+        make_environment(f"gem:{own}:Nothing", {})
     with pytest.raises(DataError, match="has no 'Missing'"):
         make_environment(f"{own}:Missing", {})
 
@@ -129,5 +133,24 @@ def test_checking_does_not_run_the_users_file(tmp_path: Path) -> None:
     check_environment(f"{file}:Game", {})
 
 
-def test_the_configuration_and_the_registry_name_the_same_adapters() -> None:
-    assert set(ADAPTER_NAMES) == ADAPTERS.keys()
+@pytest.mark.parametrize("name", ["Nothing", "Tools"])
+def test_a_class_of_another_shape_is_refused_with_the_kinds_that_there_are(own: str, name: str) -> None:
+    with pytest.raises(DataError) as caught:
+        make_environment(f"{own}:{name}", {})
+    told = str(caught.value)
+    assert "needs reset(item, seed), step(reply) and close()" in told
+    assert "agent:my_agent.py:function, trl:my_shop.py:Class, gem:my_gym.py:Class" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("my_game.py:Game", "my_game.py:Game"),
+        ("package.games:Game", "package.games:Game"),
+        ("", ""),
+        ("mastermind", ""),
+        *((kind.written, kind.written.partition(":")[2] if name in ("agent", "trl", "gem") else "") for name, kind in KINDS.items()),
+    ],
+)  # fmt: skip
+def test_the_configuration_knows_which_environments_are_code_of_the_users_own(name: str, path: str) -> None:
+    assert TaskConfig(name="episodes" if name else "steps", environment=name).own_environment == path

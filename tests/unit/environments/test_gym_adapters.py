@@ -15,7 +15,7 @@ from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.gymnasium import without_colors
 from llamarl.environments.adapters.openenv import text_field, websocket_url
 from llamarl.environments.adapters.randomness import OwnRandomness
-from llamarl.environments.adapters.strings import GemShape, SkyRLShape, TextArenaShape
+from llamarl.environments.adapters.strings import GemShape, TextArenaShape
 from llamarl.environments.episode import EpisodeOver
 from llamarl.environments.registry import make_environment
 from llamarl.errors import DataError
@@ -130,28 +130,6 @@ def test_the_global_generators_are_left_as_they_were() -> None:
     assert [one[0], two[0]] == [again.random(), again.random()] and one[1] != two[1]
 
 
-class SkyRL:
-    def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, Any]]:
-        return [*prompt, {"role": "user", "content": "Begin."}], {}
-
-    def step(self, action: str) -> dict[str, Any]:
-        if action == "edit":
-            return {"observations": [], "reward": 0.0, "done": False, "metadata": {}, "postprocessed_action": "edi"}
-        told = [{"role": "user", "content": f"You said {action}."}]
-        return {"observations": told, "reward": 0.5, "done": action == "end", "metadata": {}}
-
-
-def test_skyrl_gyms_shape_is_played() -> None:
-    env = SkyRLShape(SkyRL)
-    opened = env.reset(TaskItem(question="Hello"), 0)
-    assert [m["content"] for m in opened.messages] == ["Hello", "Begin."]
-    step = env.step("a")
-    assert step.messages == ({"role": "user", "content": "You said a."},) and step.reward == 0.5
-    with pytest.raises(TypeError, match="postprocessed_action"):
-        env.step("edit")
-    assert env.step("end").done
-
-
 class Kind:
     name = "PLAYER_ACTION"
 
@@ -181,15 +159,15 @@ def test_textarenas_shape_shows_what_is_new_and_pays_at_the_end() -> None:
     assert (end.reward, end.done) == (1.0, True)
 
 
-def test_the_shape_of_a_class_is_told_from_its_methods(tmp_path: Path) -> None:
+def test_a_class_of_gems_kind_is_named_by_its_import_path(tmp_path: Path) -> None:
     file = tmp_path / "shapes.py"
     file.write_text(
-        "class Gem:\n    def reset(self, seed=None): return 'hi', {}\n    def step(self, a): return 'x', 1, True, False, {}\n"
-        "class Sky:\n    def init(self, prompt): return prompt, {}\n    def step(self, a): return {}\n"
-        "class Arena:\n    def reset(self, num_players, seed): ...\n    def get_observation(self): ...\n    def step(self, action): ...\n"
+        "class Gem:\n"
+        "    def __init__(self, word): self.word = word\n"
+        "    def reset(self, seed=None): return self.word, {}\n"
+        "    def step(self, a): return 'x', 1, True, False, {}\n"
     )
-    made = [type(make_environment(f"{file}:{name}", {})) for name in ("Gem", "Sky", "Arena")]
-    assert made == [GemShape, SkyRLShape, TextArenaShape]
+    assert make_environment(f"gem:{file}:Gem", {"word": "hi"}).reset(NO_WORDS, 0).text == "hi"
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,19 @@ import enum
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.trl import TrlEnvironment
-from llamarl.environments.games.calculator import Calculator, work_out, written
 from llamarl.environments.tool_schemas import BadArguments, Tool, tools_of
 from llamarl.environments.tools import ToolError, cut
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples/games"))
+
+from calculator import Calculator, work_out, written
 
 
 class Kind(enum.Enum):

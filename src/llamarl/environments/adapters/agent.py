@@ -20,11 +20,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import PositiveFloat
+
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.chat_server import MODEL, Called, ChatServer, Refused
 from llamarl.environments.adapters.randomness import OwnRandomness
 from llamarl.environments.episode import EpisodeOver, Observation, Step
 from llamarl.environments.functions import NotANumber
+from llamarl.environments.games.game import checked
 from llamarl.environments.tools import waited_for
 from llamarl.import_path import import_user
 
@@ -64,9 +67,8 @@ class AgentProgram:
         TypeError: It cannot be called so.
     """
 
-    def __init__(self, path: str, *, judged: bool = True, timeout_s: float = 600.0, **settings: Any) -> None:
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s must be > 0 seconds, got {timeout_s}")
+    @checked
+    def __init__(self, path: str, *, judged: bool = True, timeout_s: PositiveFloat = 600.0, **settings: Any) -> None:
         self._function = import_user(path, _KEY)
         self._judged, self._timeout_s, self._settings = judged, timeout_s, settings
         self._given = _given(self._function, settings)

@@ -13,9 +13,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import NonNegativeInt
+
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import EpisodeOver, Observation, Step
-from llamarl.environments.games.game import at_least, said
+from llamarl.environments.games.game import checked, said
 
 __all__ = ["GymnasiumEnvironment", "without_colors"]
 
@@ -58,13 +60,14 @@ class GymnasiumEnvironment:
         ValueError: There is no such environment, or its actions are not numbered ones.
     """
 
+    @checked
     def __init__(
         self,
         name: str,
         *,
         intro: str = "",
         action_names: list[str] | None = None,
-        max_moves: int = 0,
+        max_moves: NonNegativeInt = 0,
         make: dict[str, Any] | None = None,
     ) -> None:
         gym = _library()
@@ -86,7 +89,7 @@ class GymnasiumEnvironment:
             raise ValueError(f"gymnasium: {name} has {space.n} actions, got the names {list(self._names)}")
         self._intro = intro or _INTRO.get(self._family, "")
         limit = self._env.spec.max_episode_steps if self._env.spec else None
-        self._max_moves = at_least("max_moves", max_moves, 0) or int(limit or 0)
+        self._max_moves = max_moves or int(limit or 0)
         self._moves = 0
         self._over = True
 

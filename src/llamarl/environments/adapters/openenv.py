@@ -18,8 +18,11 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
+from pydantic import PositiveFloat
+
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import EpisodeOver, Observation, Step
+from llamarl.environments.games.game import checked
 
 __all__ = ["OpenEnv", "text_field", "websocket_url"]
 
@@ -78,6 +81,7 @@ class OpenEnv:
         ConnectionError: Nobody answers there.
     """
 
+    @checked
     def __init__(
         self,
         address: str,
@@ -87,14 +91,12 @@ class OpenEnv:
         observation_field: str = "",
         reset: dict[str, Any] | None = None,
         intro: str = "",
-        timeout_s: float = 60.0,
+        timeout_s: PositiveFloat = 60.0,
     ) -> None:
         try:
             import websockets.sync.client  # noqa: F401
         except ImportError:
             raise ImportError("it needs websockets: pip install 'llamarl[openenv]'") from None
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s must be > 0 seconds, got {timeout_s}")
         self._url, self._timeout_s = websocket_url(address), timeout_s
         self._action, self._reset, self._intro = action or {}, reset or {}, intro
         self._shown_field = observation_field

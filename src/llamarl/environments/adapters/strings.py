@@ -1,35 +1,27 @@
-"""Gyms over strings, told by their methods: GEM's, SkyRL-gym's and TextArena's shapes. None of them is imported for it.
+"""Gyms over strings: a class of GEM's shape, and TextArena's games.
 
     shape        begins                            goes on
     GEM          reset(seed) -> (text, info)       step(text) -> (text, reward, terminated, truncated, info)
-    SkyRL-gym    init(prompt) -> (messages, info)  step(text) -> {observations, reward, done, metadata}
-    TextArena    reset(num_players, seed)          get_observation() -> (player, ...), step(text) -> (done, info), close() -> rewards
+    TextArena    reset(num_players, seed)          get_observation() -> (player, ...), step(text) -> (done, info),
+                                                   close() -> rewards
 
 Such libraries often draw from the global generators: each episode finds its own state of them (``randomness``).
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.randomness import OwnRandomness
-from llamarl.environments.episode import EpisodeOver, Message, Observation, Step
+from llamarl.environments.episode import EpisodeOver, Observation, Step
+from llamarl.environments.games.game import checked
+from llamarl.import_path import import_user
 
-__all__ = ["GemShape", "SkyRLShape", "TextArenaShape", "string_shape", "textarena"]
-
-
-def string_shape(made: object) -> type[GemShape] | type[SkyRLShape] | type[TextArenaShape] | None:
-    """Which of the shapes an object has; None where it is none of them."""
-    if not callable(getattr(made, "step", None)):
-        return None
-    if callable(getattr(made, "init", None)):
-        return SkyRLShape
-    if callable(getattr(made, "get_observation", None)):
-        return TextArenaShape
-    return GemShape if callable(getattr(made, "reset", None)) else None
+__all__ = ["GemShape", "TextArenaShape", "gem", "textarena"]
 
 
 class _Shape:
@@ -89,42 +81,6 @@ class GemShape(_Shape):
         )
 
 
-class SkyRLShape(_Shape):
-    """``init`` with the prompt as messages, and a step that returns a dict."""
-
-    def reset(self, item: TaskItem, seed: int) -> Observation:
-        """Begin an episode from the item's conversation or question."""
-        self._begin(seed)
-        prompt = [dict(m) for m in item.messages or ({"role": "user", "content": item.question},)]
-        with self._own:
-            began = self._game.init(prompt)
-        messages = began[0] if isinstance(began, tuple) else began
-        return Observation(messages=_messages(messages))
-
-    def step(self, reply: str) -> Step:
-        """Pass a reply on.
-
-        Raises:
-            TypeError: It wants the policy's words changed (``postprocessed_action``): what was sampled is what is trained on.
-        """
-        self._check_open()
-        with self._own:
-            result = self._game.step(reply)
-        changed = result.get("postprocessed_action")
-        if changed is not None and changed != reply:
-            raise TypeError(
-                f"{type(self._game).__name__} changes the policy's words (postprocessed_action), which cannot be trained on: "
-                "end turns with generator.sampling.stop_strings instead"
-            )
-        self._over = bool(result["done"])
-        return Step(
-            messages=() if self._over else _messages(result["observations"]),
-            reward=float(result["reward"]),
-            done=self._over,
-            parts=_MOVE,
-        )
-
-
 class TextArenaShape(_Shape):
     """A game for one player; what the game says since the last turn is shown, the player's own words are not repeated."""
 
@@ -162,6 +118,25 @@ class TextArenaShape(_Shape):
         return float(rewards[0])
 
 
+def gem(path: str, **options: Any) -> GemShape:
+    """Make the environment of ``gem:my_gym.py:Class``.
+
+    Args:
+        path: Import path of the class.
+        options: The class's own.
+
+    Raises:
+        DataError: There is no such class.
+        TypeError: It has no ``reset`` or no ``step``.
+    """
+    make = functools.partial(import_user(path, "task.environment"), **options)
+    made = make()
+    if not (callable(getattr(made, "reset", None)) and callable(getattr(made, "step", None))):
+        raise TypeError(f"{path} has no reset(seed) and step(text)")
+    return GemShape(make)
+
+
+@checked
 def textarena(name: str, *, make: dict[str, Any] | None = None) -> TextArenaShape:
     """A game of TextArena for one player by its id, without the wrappers that repeat the whole history.
 
@@ -189,17 +164,3 @@ def textarena(name: str, *, make: dict[str, Any] | None = None) -> TextArenaShap
 
 
 _MOVE = {"moves": 1.0}
-
-
-def _messages(given: Any) -> tuple[Message, ...]:
-    """Messages as they come; a text is one of the user.
-
-    Raises:
-        TypeError: One is written in the policy's name.
-    """
-    if isinstance(given, str):
-        return ({"role": "user", "content": given},)
-    messages = tuple(dict(message) for message in given)
-    if any(message["role"] == "assistant" for message in messages):
-        raise TypeError("the environment speaks as the assistant, whose words are the policy's alone")
-    return messages

@@ -11,25 +11,43 @@ of an earlier episode can reach into it, and finds its own state of Python's and
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveInt
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.randomness import OwnRandomness
 from llamarl.environments.episode import Observation, Step
+from llamarl.environments.games.game import checked
 from llamarl.environments.math import judge_answer
 from llamarl.environments.tool_schemas import Tool, tools_of
 from llamarl.environments.tools import ToolEnvironment, waited_for
+from llamarl.import_path import import_user
 
-__all__ = ["TrlEnvironment", "is_trl_shape"]
+__all__ = ["TrlEnvironment", "trl"]
 
 _NO_TOOLS = frozenset({"reset", "get_reward", "close"})
 
 
-def is_trl_shape(made: object) -> bool:
-    """Whether an object or class has ``reset`` and no ``step`` or ``init`` that would play it."""
-    return callable(getattr(made, "reset", None)) and not hasattr(made, "step") and not hasattr(made, "init")
+def trl(path: str, **options: Any) -> TrlEnvironment:
+    """Make the environment of ``trl:my_shop.py:Class``.
+
+    Args:
+        path: Import path of the class.
+        options: Those of ``TrlEnvironment``, and the class's own.
+
+    Raises:
+        DataError: There is no such class.
+    """
+    make = import_user(path, "task.environment")
+    ours = {p.name for p in inspect.signature(TrlEnvironment).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    own = {name: value for name, value in options.items() if name not in ours}
+    return TrlEnvironment(
+        functools.partial(make, **own), **{name: value for name, value in options.items() if name in ours}
+    )
 
 
 class TrlEnvironment(ToolEnvironment):
@@ -43,15 +61,17 @@ class TrlEnvironment(ToolEnvironment):
         in_text: Tools are described in the question, for chat templates that know none.
 
     Raises:
+        TypeError: It has no ``reset``.
         ValueError: A public method cannot be a tool, or there is none.
     """
 
+    @checked
     def __init__(
         self,
         make: Callable[[], Any],
         *,
-        max_moves: int = 8,
-        max_result_chars: int = 2000,
+        max_moves: PositiveInt = 8,
+        max_result_chars: Annotated[int, Field(ge=16)] = 2000,
         show_errors: bool = True,
         in_text: bool = False,
     ) -> None:
@@ -60,6 +80,8 @@ class TrlEnvironment(ToolEnvironment):
         )
         self._make = make
         self._instance: Any = make()
+        if not callable(getattr(self._instance, "reset", None)):
+            raise TypeError(f"{type(self._instance).__name__} has no reset(**row)")
         self._used = False
         self._own = OwnRandomness()
         self._tools = tools_of(self._instance, leave_out=_NO_TOOLS)

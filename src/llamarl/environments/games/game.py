@@ -13,15 +13,23 @@ import random
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, PositiveInt, validate_call
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import EpisodeOver, Observation, Step
 
-__all__ = ["Game", "Outcome", "Style", "at_least", "one_of", "said", "share"]
+__all__ = ["Game", "Outcome", "Share", "Style", "checked", "said"]
 
 Style = Literal["words", "compact"]
 """``words``: sentences. ``compact``: only a to z, digits, space, newline and ``# + =``, which ``bundled:tiny`` can read."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
+"""An option between 0 and 1."""
+
+checked = validate_call(config=ConfigDict(strict=True))
+"""Decorates an ``__init__`` whose options come from a recipe: values of another type or range than annotated are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +52,12 @@ class Game(ABC):
         partial: Worth of a lost game that came as near as can be, 0 to 1; 0: only wins count.
     """
 
-    def __init__(self, *, max_moves: int, style: Style = "words", speed: float = 0.0, partial: float = 0.0) -> None:
-        self.max_moves = at_least("max_moves", max_moves, 1)
-        self.compact = one_of("style", style, ("words", "compact")) == "compact"
-        self.speed, self.partial = share("speed", speed), share("partial", partial)
+    @checked
+    def __init__(
+        self, *, max_moves: PositiveInt, style: Style = "words", speed: Share = 0.0, partial: Share = 0.0
+    ) -> None:
+        self.max_moves, self.speed, self.partial = max_moves, speed, partial
+        self.compact = style == "compact"
         self.rng = random.Random(0)
         self._left = 0
 
@@ -123,36 +133,3 @@ def said(reply: str) -> str:
     marked = _ANSWER.findall(reply) or _BRACKETS.findall(reply)
     lines = [line for line in reply.splitlines() if line.strip()]
     return str((marked or lines or [""])[-1]).strip().lower()
-
-
-def at_least(name: str, value: int, least: int) -> int:
-    """An option that is a whole number.
-
-    Raises:
-        ValueError: It is too small.
-    """
-    if value < least:
-        raise ValueError(f"{name} must be >= {least}, got {value}")
-    return value
-
-
-def share(name: str, value: float) -> float:
-    """An option between 0 and 1.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be from 0 to 1, got {value}")
-    return float(value)
-
-
-def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
-    """An option that is one of some words.
-
-    Raises:
-        ValueError: It is another.
-    """
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    return value

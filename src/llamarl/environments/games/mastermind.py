@@ -6,8 +6,11 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Annotated
 
-from llamarl.environments.games.game import Game, Outcome, Style
+from pydantic import Field, PositiveInt
+
+from llamarl.environments.games.game import Game, Outcome, Share, Style, checked
 
 __all__ = ["Mastermind", "compare"]
 
@@ -29,20 +32,19 @@ class Mastermind(Game):
         max_moves, style, speed, partial: See ``Game``; a lost game is worth its most digits in place.
     """
 
+    @checked
     def __init__(
         self,
         *,
-        pegs: int = 4,
-        colors: int = 6,
+        pegs: Annotated[int, Field(ge=1, le=8)] = 4,
+        colors: Annotated[int, Field(ge=2, le=9)] = 6,
         repeats: bool = True,
-        max_moves: int = 10,
+        max_moves: PositiveInt = 10,
         style: Style = "words",
-        speed: float = 0.0,
-        partial: float = 0.0,
+        speed: Share = 0.0,
+        partial: Share = 0.0,
     ) -> None:
         super().__init__(max_moves=max_moves, style=style, speed=speed, partial=partial)
-        if not 1 <= pegs <= 8 or not 2 <= colors <= 9:
-            raise ValueError(f"pegs must be 1 to 8 and colors 2 to 9, got {pegs} and {colors}")
         if not repeats and pegs > colors:
             raise ValueError(f"without repeats pegs must be <= colors, got {pegs} and {colors}")
         self._pegs, self._colors, self._repeats = pegs, colors, repeats

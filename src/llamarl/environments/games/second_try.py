@@ -12,10 +12,12 @@ import json
 import random
 from typing import TYPE_CHECKING, Any
 
+from pydantic import PositiveInt
+
 from llamarl.data.items import TaskItem
 from llamarl.environments.answers import AnswerFrom
 from llamarl.environments.episode import EpisodeOver, Message, Observation, Step
-from llamarl.environments.games.game import at_least, share
+from llamarl.environments.games.game import Share, checked
 from llamarl.environments.math import judge_answer
 from llamarl.errors import DataError
 from llamarl.types import Score
@@ -23,7 +25,7 @@ from llamarl.types import Score
 if TYPE_CHECKING:
     from llamarl.environments.reasoning_gym import ReasoningGymTask
 
-__all__ = ["SecondTry"]
+__all__ = ["SecondTry", "of_dataset"]
 
 
 class SecondTry:
@@ -42,22 +44,22 @@ class SecondTry:
         dataset_options: The dataset's own.
     """
 
+    @checked
     def __init__(
         self,
         *,
         dataset: str = "",
-        attempts: int = 2,
-        retry_reward: float = 0.5,
+        attempts: PositiveInt = 2,
+        retry_reward: Share = 0.5,
         feedback: str = "That is not right. Try again.",
         answer_from: AnswerFrom = "auto",
         question_suffix: str = "",
         **dataset_options: Any,
     ) -> None:
-        self._attempts = at_least("attempts", attempts, 1)
-        self._retry_reward = share("retry_reward", retry_reward)
+        self._attempts, self._retry_reward = attempts, retry_reward
         self._feedback, self._suffix = feedback, question_suffix
         if dataset_options and not dataset:
-            raise TypeError(
+            raise ValueError(
                 f"unknown options {sorted(dataset_options)}: they would be a dataset's, but dataset is empty"
             )
         self._task: ReasoningGymTask | None = None
@@ -111,6 +113,11 @@ class SecondTry:
             assert self._item.answer is not None
             return judge_answer(reply, self._item.answer)
         return self._task.judge(reply, self._item.metadata)
+
+
+def of_dataset(dataset: str, **options: Any) -> SecondTry:
+    """``reasoning_gym:DATASET``."""
+    return SecondTry(dataset=dataset, **options)
 
 
 @functools.lru_cache(maxsize=8)

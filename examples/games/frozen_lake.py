@@ -10,9 +10,11 @@ from __future__ import annotations
 import random
 import re
 from collections import deque
-from typing import Literal
+from typing import Annotated, Literal
 
-from llamarl.environments.games.game import Game, Outcome, Style, at_least, one_of, share
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from llamarl.environments.games.game import Game, Outcome, Share, Style, checked
 
 __all__ = ["FrozenLake"]
 
@@ -35,27 +37,25 @@ class FrozenLake(Game):
         max_moves, style, speed, partial: See ``Game``; a lost game is worth the part of the way that was walked.
     """
 
+    @checked
     def __init__(
         self,
         *,
-        size: int = 4,
-        holes: int = 3,
-        slip: float = 0.0,
+        size: Annotated[int, Field(ge=2, le=16)] = 4,
+        holes: NonNegativeInt = 3,
+        slip: Share = 0.0,
         view: Literal["map", "near"] = "map",
-        maps: int = 0,
-        max_moves: int = 20,
+        maps: NonNegativeInt = 0,
+        max_moves: PositiveInt = 20,
         style: Style = "words",
-        speed: float = 0.0,
-        partial: float = 0.0,
+        speed: Share = 0.0,
+        partial: Share = 0.0,
     ) -> None:
         super().__init__(max_moves=max_moves, style=style, speed=speed, partial=partial)
-        self._size = at_least("size", size, 2)
-        most = size * size - (2 * size - 1)
-        if size > 16 or not 0 <= holes <= most:
-            raise ValueError(f"size must be 2 to 16 and holes 0 to {most} for it, got size {size}, holes {holes}")
-        self._num_holes, self._maps = holes, at_least("maps", maps, 0)
-        self._slip = share("slip", slip)
-        self._near = one_of("view", view, ("map", "near")) == "near"
+        if holes > (most := size * size - (2 * size - 1)):
+            raise ValueError(f"holes must be 0 to {most} with size {size}, got {holes}")
+        self._size, self._num_holes, self._maps, self._slip = size, holes, maps, slip
+        self._near = view == "near"
         self._at: Cell = (0, 0)
         self._goal: Cell = (size - 1, size - 1)
         self._holes: frozenset[Cell] = frozenset()

@@ -11,11 +11,13 @@ import random
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import Observation, Step
-from llamarl.environments.games.game import one_of
+from llamarl.environments.games.game import checked
 from llamarl.environments.math import judge_answer
 from llamarl.environments.tool_schemas import Tool
 from llamarl.environments.tools import ToolEnvironment, ToolError
@@ -108,18 +110,16 @@ class Calculator(ToolEnvironment):
         max_result_chars: Longer results are cut.
     """
 
+    @checked
     def __init__(
         self,
         *,
         style: Literal["tools", "text", "compact"] = "tools",
-        max_moves: int = 6,
-        max_terms: int = 4,
-        max_result_chars: int = 200,
+        max_moves: PositiveInt = 6,
+        max_terms: Annotated[int, Field(ge=2, le=20)] = 4,
+        max_result_chars: Annotated[int, Field(ge=16)] = 200,
     ) -> None:
-        one_of("style", style, ("tools", "text", "compact"))
         super().__init__(max_moves=max_moves, max_result_chars=max_result_chars, in_text=style == "text")
-        if not 2 <= max_terms <= 20:
-            raise ValueError(f"max_terms must be 2 to 20, got {max_terms}")
         self._compact, self._max_terms = style == "compact", max_terms
         self._tools = {} if self._compact else {"calculate": Tool(self.calculate)}
         self._answer_is = ""

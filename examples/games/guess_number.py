@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import re
 
-from llamarl.environments.games.game import Game, Outcome, Style
+from pydantic import PositiveInt
+
+from llamarl.environments.games.game import Game, Outcome, Share, Style, checked
 
 __all__ = ["GuessNumber"]
 
@@ -19,15 +21,16 @@ class GuessNumber(Game):
         max_moves, style, speed, partial: See ``Game``; a lost game is worth the nearness of its best guess.
     """
 
+    @checked
     def __init__(
         self,
         *,
         low: int = 1,
         high: int = 100,
-        max_moves: int = 7,
+        max_moves: PositiveInt = 7,
         style: Style = "words",
-        speed: float = 0.0,
-        partial: float = 0.0,
+        speed: Share = 0.0,
+        partial: Share = 0.0,
     ) -> None:
         super().__init__(max_moves=max_moves, style=style, speed=speed, partial=partial)
         if not -(10**12) <= low < high <= 10**12:
