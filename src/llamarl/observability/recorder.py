@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,9 +40,6 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 WEIGHT_SYNC_SPAN = "weight_sync"
 """Spans whose label begins with this add up to ``time/weight_sync_s``."""
-
-_CURVES = ("staleness/mean", "reward/mean", "eval/accuracy")
-"""Drawn above the lanes of the trace."""
 
 
 class ReportLike(Protocol):
@@ -72,10 +68,6 @@ class _Timed:
     report: ReportLike
     previous_finish_s: float | None
     """End of the executor's tick before; None for its first."""
-
-
-def _counter(key: str, tick: int, at_s: float, value: float, trace: TraceWriter) -> None:
-    trace.counter(key, tick, at_s, value)
 
 
 class Recorder:
@@ -256,9 +248,6 @@ class Recorder:
             except CannotWrite as error:  # its rows are in metrics.jsonl, too
                 self._sinks.remove(sink)
                 self.warn(tick, "sink", f"{error.cause}. It gets no more rows; {METRICS_FILE} has them all")
-        curves = {key: value for key in _CURVES if (value := written.get(key)) is not None}
-        for key, value in curves.items():
-            self._draw(tick, partial(_counter, key, tick, items[self._trainer].report.finished_s, value))
         self.console.on_row(written)
         self._warn(written, [timed.report.failures for timed in items.values()])
         self._check_tokens(written)

@@ -1,4 +1,4 @@
-"""``trace.json``: who did what when, one lane an executor, for https://ui.perfetto.dev or chrome://tracing.
+"""Writes and reads ``trace.json``: who did what when, one lane an executor, for https://ui.perfetto.dev or chrome://tracing.
 
 Each tick is one slice of its executor's lane, with the spans inside it below; the gaps between slices are the bubbles that
 asynchrony is there to close. The file is a JSON array in Chrome's trace event format, whole after every append: the closing
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from llamarl.errors import FileError
 from llamarl.observability.writing import append_all, cannot_write, replace_file
 from llamarl.reading import parse_json, read_bytes
 
-__all__ = ["TRACE_FILE", "TraceWriter", "idle_share"]
+__all__ = ["TRACE_FILE", "Slice", "Trace", "TraceWriter", "idle_share", "read_trace"]
 
 TRACE_FILE = "trace.json"
 
@@ -109,15 +110,6 @@ class TraceWriter:
                 events.append(self._slice(label, "span", lane, start, end, {"tick": tick}))
         self._append(events)
 
-    def counter(self, name: str, tick: int, at_s: float, value: float) -> None:
-        """One point of a curve that viewers draw above the lanes.
-
-        Raises:
-            LlamaRLError: The file cannot be written.
-        """
-        place = {"ts": self._ts(at_s) / 1e3, "pid": 1, "tid": 0}
-        self._append([{"name": name, "cat": f"tick {tick}", "ph": "C"} | place | {"args": {name: value}}])
-
     def clocks(self, ahead: Mapping[str, tuple[float, float]]) -> None:
         """By how much the clocks of hosts were ahead of this file's, and how wrong that may be, in seconds: they are rebased already.
 
@@ -172,22 +164,82 @@ def _line(event: Mapping[str, Any]) -> bytes:
 
 
 def _kept_events(path: Path, after_tick: int) -> list[dict[str, Any]]:
-    """Events of an earlier file up to a tick. A line torn by a kill is left out."""
-    if not path.exists():
-        return []
+    """Events of an earlier file up to a tick."""
     kept = []
-    for line in read_bytes(path).splitlines():
+    for event in _events(path) if path.exists() else ():
         try:
-            event = parse_json(line.rstrip(b","), str(path))
-            if isinstance(event, dict) and _tick(event) <= after_tick:
+            if event["ph"] in ("M", "X", "i") and int(event.get("args", {}).get("tick", -1)) <= after_tick:
                 kept.append(event)
-        except (FileError, ValueError, TypeError, AttributeError, KeyError, OverflowError):
-            continue  # a bracket, the line in which a kill fell, or no event of ours
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
+            continue  # no event of ours
     return kept
 
 
-def _tick(event: Mapping[str, Any]) -> int:
-    """The tick that an event belongs to; -1 for names of lanes."""
-    if event.get("ph") == "C":
-        return int(event["cat"].removeprefix("tick "))
-    return int(event.get("args", {}).get("tick", -1))
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a file. A bracket, or a line in which a kill fell, is left out."""
+    for line in read_bytes(path, max_bytes=None).splitlines():
+        try:
+            event = parse_json(line.rstrip(b","), str(path))
+        except FileError:
+            continue
+        if isinstance(event, dict):
+            yield event
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One tick of an executor, or a span inside it. Seconds on the trace's own clock."""
+
+    tick: int
+    start_s: float
+    end_s: float
+    label: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """``trace.json`` as read: who worked when."""
+
+    lanes: tuple[str, ...] = ()
+    ticks: dict[str, list[Slice]] = field(default_factory=dict)
+    """Executor -> its ticks, in order."""
+    spans: dict[str, list[Slice]] = field(default_factory=dict)
+    """Executor -> what its ticks spent their time on."""
+    controller_bytes: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Executor -> tick -> bytes that went through the controller."""
+    resumed: tuple[tuple[int, float], ...] = ()
+    """(last tick kept, second) of each resume."""
+
+
+def read_trace(path: Path) -> Trace:
+    """Slices of a trace; a line that a kill tore, or that is no event of ours, is left out."""
+    names: dict[int, str] = {}
+    ticks: dict[int, dict[int, Slice]] = {}
+    spans: dict[int, list[Slice]] = {}
+    through: dict[int, dict[int, float]] = {}
+    resumed: list[tuple[int, float]] = []
+    for event in _events(path):
+        try:
+            kind, lane, args = event["ph"], int(event["tid"]), event.get("args", {})
+            if kind == "M" and event["name"] == "thread_name":
+                names[lane] = str(args["name"])
+            elif kind == "X":
+                start_s = event["ts"] / 1e6
+                found = Slice(int(args["tick"]), start_s, start_s + event["dur"] / 1e6, str(event["name"]))
+                if event.get("cat") == "tick":
+                    ticks.setdefault(lane, {})[found.tick] = found
+                    if "controller/bytes" in args:
+                        through.setdefault(lane, {})[found.tick] = float(args["controller/bytes"])
+                else:
+                    spans.setdefault(lane, []).append(found)
+            elif kind == "i" and str(event["name"]).startswith("resumed"):
+                resumed.append((int(args["tick"]), event["ts"] / 1e6))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            continue  # an event of another program
+    return Trace(
+        lanes=tuple(names[lane] for lane in sorted(names)),
+        ticks={names[lane]: [found[t] for t in sorted(found)] for lane, found in ticks.items() if lane in names},
+        spans={names[lane]: found for lane, found in spans.items() if lane in names},
+        controller_bytes={names[lane]: found for lane, found in through.items() if lane in names},
+        resumed=tuple(resumed),
+    )

@@ -6,10 +6,8 @@ A run may be going on, may have been killed in the middle of a line, may lack an
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,41 +15,16 @@ from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.observability.job_description import JOB_FILE
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER
-from llamarl.observability.trace import TRACE_FILE
+from llamarl.observability.trace import TRACE_FILE, Trace, read_trace
 from llamarl.observability.warning_log import read_warnings
-from llamarl.reading import read_bytes, read_object, read_toml, user_path
+from llamarl.reading import read_object, read_toml, user_path
 
-__all__ = ["RunFiles", "Slice", "Trace", "open_run", "read_run", "read_trace"]
+__all__ = ["RunFiles", "open_run", "read_run"]
 
 _CONFIG_FILE = "config.toml"
 _LOCK_FILE = ".lock"
 _MARKS = (_CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, TRACE_FILE)
 """A folder that holds none of these is no run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One tick of an executor, or a span inside it. Seconds on the trace's own clock."""
-
-    tick: int
-    start_s: float
-    end_s: float
-    label: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trace:
-    """``trace.json``: who worked when."""
-
-    lanes: tuple[str, ...] = ()
-    ticks: dict[str, list[Slice]] = field(default_factory=dict)
-    """Executor -> its ticks, in order."""
-    spans: dict[str, list[Slice]] = field(default_factory=dict)
-    """Executor -> what its ticks spent their time on."""
-    controller_bytes: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Executor -> tick -> bytes that went through the controller."""
-    resumed: tuple[tuple[int, float], ...] = ()
-    """(last tick kept, second) of each resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,50 +111,6 @@ def read_run(path: Path) -> RunFiles:
         missing=tuple(missing),
     )
     return _with_status(files)
-
-
-def read_trace(path: Path) -> Trace:
-    """Slices of a trace; a line that a kill tore, or that is no event of ours, is left out."""
-    names: dict[int, str] = {}
-    ticks: dict[int, dict[int, Slice]] = {}
-    spans: dict[int, list[Slice]] = {}
-    through: dict[int, dict[int, float]] = {}
-    resumed: list[tuple[int, float]] = []
-    for event in _events(path):
-        try:
-            kind, lane, args = event["ph"], int(event["tid"]), event.get("args", {})
-            if kind == "M" and event["name"] == "thread_name":
-                names[lane] = str(args["name"])
-            elif kind == "X":
-                start_s = event["ts"] / 1e6
-                found = Slice(int(args["tick"]), start_s, start_s + event["dur"] / 1e6, str(event["name"]))
-                if event.get("cat") == "tick":
-                    ticks.setdefault(lane, {})[found.tick] = found
-                    if "controller/bytes" in args:
-                        through.setdefault(lane, {})[found.tick] = float(args["controller/bytes"])
-                else:
-                    spans.setdefault(lane, []).append(found)
-            elif kind == "i" and str(event["name"]).startswith("resumed"):
-                resumed.append((int(args["tick"]), event["ts"] / 1e6))
-        except (KeyError, TypeError, ValueError):
-            continue  # an event of another program
-    return Trace(
-        lanes=tuple(names[lane] for lane in sorted(names)),
-        ticks={names[lane]: [found[t] for t in sorted(found)] for lane, found in ticks.items() if lane in names},
-        spans={names[lane]: found for lane, found in spans.items() if lane in names},
-        controller_bytes={names[lane]: found for lane, found in through.items() if lane in names},
-        resumed=tuple(resumed),
-    )
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    for line in read_bytes(path, max_bytes=None).splitlines():
-        try:
-            event = json.loads(line.rstrip(b","))
-        except ValueError:
-            continue  # a bracket, or a line in which a kill fell
-        if isinstance(event, dict):
-            yield event
 
 
 def _object_or_empty(path: Path, missing: list[str], without: str) -> dict[str, Any]:

@@ -8,31 +8,21 @@ did of its tick before that (``schedule.parts``) is no gap.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from llamarl.errors import GraphError
-from llamarl.planner.step_time import Edge, max_cycle_mean
-from llamarl.report.run_files import Slice, Trace
+from llamarl.observability.job_description import Edge
+from llamarl.observability.trace import Slice, Trace
+from llamarl.planner import step_time
 from llamarl.tick_parts import AHEAD
 
-__all__ = ["Channel", "Forecast", "Gap", "channels_of", "find_gaps", "forecast", "timeline_columns"]
+__all__ = ["Forecast", "Gap", "channels_of", "find_gaps", "forecast", "timeline_columns"]
 
 _SAME_MOMENT_S = 1e-6
 _MS = 3
 """Digits after the point of a millisecond that the page keeps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Channel:
-    """One edge of the job."""
-
-    name: str
-    source: str
-    sink: str
-    delay: int
-    capacity: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +56,14 @@ class Forecast:
     """Executor -> when each of its ticks begins if every tick takes ``busy_s`` and nothing is lost between."""
 
 
-def channels_of(job: Mapping[str, Any]) -> list[Channel]:
+def channels_of(job: Mapping[str, Any]) -> list[Edge]:
     """The channels that ``job.json`` names; none where it is missing."""
     found = []
     for entry in job.get("channels", []):
         try:
             capacity = entry.get("capacity")
             found.append(
-                Channel(
+                Edge(
                     name=str(entry["name"]),
                     source=str(entry["source"]),
                     sink=str(entry["sink"]),
@@ -86,7 +76,7 @@ def channels_of(job: Mapping[str, Any]) -> list[Channel]:
     return found
 
 
-def find_gaps(trace: Trace, channels: Sequence[Channel]) -> list[Gap]:
+def find_gaps(trace: Trace, channels: Sequence[Edge]) -> list[Gap]:
     """Every gap, executor by executor, in order of ticks; the first is the wait since the first executor began."""
     starts = [slices[0].start_s for slices in trace.ticks.values() if slices]
     if not starts:
@@ -115,34 +105,24 @@ def _ahead_of(trace: Trace, lane: str, tick: Slice, begin_s: float) -> list[Slic
 
 
 def _explained(
-    lane: str, one: Slice, begin_s: float, channels: Sequence[Channel], ends: Mapping[str, Mapping[int, float]]
+    lane: str, one: Slice, begin_s: float, channels: Sequence[Edge], ends: Mapping[str, Mapping[int, float]]
 ) -> Gap:
-    needs: list[tuple[float, str, int, str, bool]] = []
+    needs = []  # executor, its tick, channel, whether room is what it waits for
     for channel in channels:
         if channel.sink == lane:
-            needs.append((0.0, channel.source, one.tick - channel.delay, channel.name, False))
+            needs.append((channel.source, one.tick - channel.delay, channel.name, False))
         if channel.source == lane and channel.capacity is not None:
-            needs.append((0.0, channel.sink, one.tick + channel.delay - channel.capacity, channel.name, True))
-    known = [(ends[who][k], who, k, name, room) for _, who, k, name, room in needs if k in ends.get(who, {})]
+            needs.append((channel.sink, one.tick + channel.delay - channel.capacity, channel.name, True))
+    known = [(ends[who][k], who, k, name, room) for who, k, name, room in needs if k in ends.get(who, {})]
     known = [need for need in known if begin_s < need[0] <= one.start_s + _SAME_MOMENT_S]
-    plain = Gap(lane=lane, tick=one.tick, start_s=begin_s, end_s=one.start_s)
+    gap = Gap(lane=lane, tick=one.tick, start_s=begin_s, end_s=one.start_s)
     if not known:
-        return plain
+        return gap
     at_s, who, tick, name, room = max(known, key=lambda need: need[0])
-    return Gap(
-        lane=lane,
-        tick=one.tick,
-        start_s=begin_s,
-        end_s=one.start_s,
-        cause_lane=who,
-        cause_tick=tick,
-        cause_end_s=at_s,
-        channel=name,
-        for_room=room,
-    )
+    return replace(gap, cause_lane=who, cause_tick=tick, cause_end_s=at_s, channel=name, for_room=room)
 
 
-def forecast(trace: Trace, channels: Sequence[Channel], num_ticks: int) -> Forecast | None:
+def forecast(trace: Trace, channels: Sequence[Edge], num_ticks: int) -> Forecast | None:
     """What the step-time model says of this job; None where executors or channels are not known.
 
     The first tick of each executor is left out of its median (it warms caches up), where there are three or more.
@@ -155,10 +135,10 @@ def forecast(trace: Trace, channels: Sequence[Channel], num_ticks: int) -> Forec
     for lane in lanes:
         seconds = [s.end_s - s.start_s for s in trace.ticks[lane]]
         busy[lane] = median(seconds[1:] if len(seconds) > 2 else seconds)
-    graph = [Edge(c.source, c.sink, c.delay) for c in edges]
-    graph += [Edge(c.sink, c.source, c.capacity - c.delay) for c in edges if c.capacity is not None]
+    graph = [step_time.Edge(c.source, c.sink, c.delay) for c in edges]
+    graph += [step_time.Edge(c.sink, c.source, c.capacity - c.delay) for c in edges if c.capacity is not None]
     try:
-        period = max_cycle_mean(busy, graph)
+        period = step_time.max_cycle_mean(busy, graph)
     except GraphError:  # channels of another version: no forecast rather than a wrong one
         return None
     return Forecast(
@@ -169,7 +149,9 @@ def forecast(trace: Trace, channels: Sequence[Channel], num_ticks: int) -> Forec
     )
 
 
-def _earliest_starts(busy: Mapping[str, float], edges: Sequence[Edge], num_ticks: int) -> dict[str, list[float]]:
+def _earliest_starts(
+    busy: Mapping[str, float], edges: Sequence[step_time.Edge], num_ticks: int
+) -> dict[str, list[float]]:
     """Executor -> start of ticks 0 .. num_ticks - 1 when each begins as soon as it may."""
     starts: dict[str, list[float]] = {lane: [] for lane in busy}
     for tick in range(num_ticks):
@@ -185,7 +167,7 @@ def _earliest_starts(busy: Mapping[str, float], edges: Sequence[Edge], num_ticks
     return starts
 
 
-def timeline_columns(trace: Trace, channels: Sequence[Channel]) -> dict[str, Any]:
+def timeline_columns(trace: Trace, channels: Sequence[Edge]) -> dict[str, Any]:
     """The page's block: times in milliseconds since the first executor began."""
     gaps = find_gaps(trace, channels)
     began_s = min((slices[0].start_s for slices in trace.ticks.values() if slices), default=0.0)

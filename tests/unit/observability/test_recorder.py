@@ -119,7 +119,7 @@ def test_tensorboard_reads_the_rows_and_forgets_repeated_steps(tmp_path: Path) -
     assert "step" not in curves.Tags()["scalars"]
 
 
-def test_the_trace_has_a_lane_an_executor_with_spans_and_curves(tmp_path: Path) -> None:
+def test_the_trace_has_a_lane_an_executor_with_spans(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, QUIET, EXECUTORS, 1)
     _run(recorder, 0, 1)
     events = json.loads((tmp_path / "trace.json").read_text())
@@ -134,7 +134,6 @@ def test_the_trace_has_a_lane_an_executor_with_spans_and_curves(tmp_path: Path) 
         ("trainer", "tick 0"),
         ("trainer", "weight_sync/publish"),
     ]
-    assert {e["name"] for e in events if e["ph"] == "C"} == {"staleness/mean", "reward/mean"}
 
 
 def test_nothing_is_written_that_is_switched_off(tmp_path: Path) -> None:

@@ -95,10 +95,8 @@ def test_the_file_is_whole_json_after_every_event(tmp_path: Path) -> None:
     trace = TraceWriter(path, ["a"])
     for tick in range(5):
         trace.step("a", tick, tick, tick + 0.5, spans=[("s", tick, tick + 0.2)])
-        trace.counter("reward/mean", tick, tick + 0.5, tick / 10)
         events = json.loads(path.read_text())
         assert sum(e["ph"] == "X" for e in events) == 2 * (tick + 1)
-        assert [e["args"] for e in events if e["ph"] == "C"][-1] == {"reward/mean": tick / 10}
 
 
 @pytest.mark.parametrize("torn", [0, 3, 40])
@@ -107,7 +105,6 @@ def test_a_resumed_trace_cuts_repeated_ticks_and_goes_on_at_its_end(tmp_path: Pa
     trace = TraceWriter(path, ["generator", "trainer"])
     for tick in range(4):
         trace.step("generator", tick, float(tick), tick + 1.0)
-        trace.counter("reward/mean", tick, tick + 1.0, 0.5)
     trace.close()
     os.truncate(path, path.stat().st_size - torn)
     resumed = TraceWriter(path, ["generator", "trainer"], resume_after_tick=1)
@@ -120,7 +117,6 @@ def test_a_resumed_trace_cuts_repeated_ticks_and_goes_on_at_its_end(tmp_path: Pa
     events = json.loads(path.read_text())
     assert sum(e["name"] == "thread_name" for e in events) == 2
     assert [e["name"] for e in events if e["ph"] == "i"] == ["resumed after tick 1"]
-    assert [e["cat"] for e in events if e["ph"] == "C"] == ["tick 0", "tick 1"]
 
 
 def test_a_resume_from_before_the_first_checkpoint_starts_over(tmp_path: Path) -> None:

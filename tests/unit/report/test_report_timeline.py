@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from made_run import JOB, MadeRun
 
-from llamarl.report.run_files import Slice, Trace, read_trace
-from llamarl.report.timeline import Channel, channels_of, find_gaps, forecast
+from llamarl.observability.job_description import Edge
+from llamarl.observability.trace import Slice, Trace, read_trace
+from llamarl.report.timeline import channels_of, find_gaps, forecast
 
 CHANNELS = [
-    Channel(name="data", source="generator", sink="trainer", delay=0, capacity=2),
-    Channel(name="weights", source="trainer", sink="generator", delay=1, capacity=2),
+    Edge(name="data", source="generator", sink="trainer", delay=0, capacity=2),
+    Edge(name="weights", source="trainer", sink="generator", delay=1, capacity=2),
 ]
 
 
@@ -43,7 +44,7 @@ def test_a_gap_names_the_tick_that_it_waited_for_and_the_channel() -> None:
 
 
 def test_a_gap_for_want_of_room_says_so() -> None:
-    channels = [Channel(name="data", source="generator", sink="trainer", delay=0, capacity=1)]
+    channels = [Edge(name="data", source="generator", sink="trainer", delay=0, capacity=1)]
     trace = _trace([(0.0, 1.0), (6.0, 7.0)], [(1.0, 6.0), (7.0, 9.0)])
     gap = find_gaps(trace, channels)[0]
     assert (gap.tick, gap.for_room, gap.channel, gap.cause_lane, gap.cause_tick) == (1, True, "data", "trainer", 0)
@@ -74,11 +75,7 @@ def test_work_on_a_part_before_its_tick_is_no_gap_and_divides_the_one_it_lies_in
 
 def test_the_forecast_is_the_step_time_model_of_the_median_ticks(tmp_path: Path) -> None:
     trace = read_trace(MadeRun().write(tmp_path / "run") / "trace.json")
-    told = forecast(
-        trace,
-        [Channel(name=e.name, source=e.source, sink=e.sink, delay=e.delay, capacity=e.capacity) for e in JOB.edges],
-        6,
-    )
+    told = forecast(trace, JOB.edges, 6)
     # generator 4, reward 1, trainer 3, weights come two ticks later: max(4, 1, 3, 8 / 2) = 4 s; the run itself took 5
     assert told is not None and told.period_s == pytest.approx(4.0)
     assert told.busy_s == pytest.approx({"generator": 4.0, "reward": 1.0, "trainer": 3.0})
@@ -91,15 +88,15 @@ def test_no_forecast_without_channels_and_none_from_a_graph_that_deadlocks() -> 
     trace = _trace([(0.0, 1.0)], [(1.0, 2.0)])
     assert forecast(trace, [], 1) is None
     dead = [
-        Channel(name="a", source="generator", sink="trainer", delay=0),
-        Channel(name="b", source="trainer", sink="generator", delay=0),
+        Edge(name="a", source="generator", sink="trainer", delay=0),
+        Edge(name="b", source="trainer", sink="generator", delay=0),
     ]
     assert forecast(trace, dead, 1) is None
 
 
 def test_channels_are_read_as_far_as_they_are_known() -> None:
     entries = [{"name": "w", "source": "a", "sink": "b", "delay": 2, "capacity": None}, {"name": "odd"}, 7]
-    assert channels_of({"channels": entries}) == [Channel(name="w", source="a", sink="b", delay=2)]
+    assert channels_of({"channels": entries}) == [Edge(name="w", source="a", sink="b", delay=2)]
     assert channels_of({}) == []
 
 
