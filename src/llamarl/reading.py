@@ -9,6 +9,7 @@ holds, halves of surrogate pairs that no encoder takes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -17,12 +18,13 @@ import stat
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from llamarl.errors import FileError
 
 __all__ = [
     "MAX_DEPTH",
+    "open_regular",
     "parse_json",
     "parse_toml",
     "read_bytes",
@@ -80,8 +82,9 @@ def _unreachable(path: str) -> str | None:
     return None
 
 
-def read_bytes(path: str | os.PathLike[str], *, max_bytes: int | None = _MAX_BYTES) -> bytes:
-    """All of a regular file.
+@contextlib.contextmanager
+def open_regular(path: str | os.PathLike[str], *, max_bytes: int | None = _MAX_BYTES) -> Iterator[BinaryIO]:
+    """Open a regular file for reading, and never wait for it: a pipe or a device is refused.
 
     Args:
         max_bytes: A larger file is refused; None: no limit but memory.
@@ -104,11 +107,21 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int | None = _MAX_BYT
         if max_bytes is not None and found.st_size > max_bytes:
             raise FileError(f"{_named(path)} has {found.st_size:,} bytes, expected at most {max_bytes:,}")
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
+            yield file
     except OSError as error:
         raise FileError(f"{_named(path)} cannot be read ({error.strerror})") from error
     finally:
         os.close(descriptor)
+
+
+def read_bytes(path: str | os.PathLike[str], *, max_bytes: int | None = _MAX_BYTES) -> bytes:
+    """Read all of a regular file.
+
+    Raises:
+        FileError: As ``open_regular``.
+    """
+    with open_regular(path, max_bytes=max_bytes) as file:
+        return file.read()
 
 
 def read_text(path: str | os.PathLike[str], *, max_bytes: int | None = _MAX_BYTES) -> str:

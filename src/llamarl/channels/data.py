@@ -2,12 +2,12 @@
 
     sender                                                     receiver
     parts = one list a sink rank (SCATTER) or one for all      open the buffer (once a slot)
-    pickle each, copy into slot  seq % (capacity + 1)          read the table, then my part into private memory
-    handle = (address, sequence, checksum of the table)  ──▶   checksum, unpickle over the private copy
+    encode each, copy into slot  seq % (capacity + 1)          read the table, then my part into private memory
+    handle = (address, sequence, checksum of the table)  ──▶   checksum, decode over the private copy
 
-The handle is a few hundred bytes whatever the payload. A part is pickled with protocol 5, its arrays out of band, so an
-array is copied once into the slot and once out of it, and the receiver's arrays are its own: writable, and stable
-when the slot is written again. ``capacity + 1`` slots are reused in turn, so a token stays whole until ``capacity``
+The handle is a few hundred bytes whatever the payload. A part is encoded as plain values (:mod:`llamarl.channels.plain_values`),
+its arrays out of band, so an array is copied once into the slot and once out of it, and the receiver's arrays are its own:
+writable, and stable when the slot is written again. ``capacity + 1`` slots are reused in turn, so a token stays whole until ``capacity``
 later ones have been sent; a reader that comes too late is told so by the generation in the slot's header. On a ``kept`` channel
 a slot gets new memory each time: who holds the old one reads it as long as it likes.
 """
@@ -15,9 +15,7 @@ a slot gets new memory each time: who holds the old one reads it as long as it l
 from __future__ import annotations
 
 import contextlib
-import io
 import os
-import pickle
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from llamarl import types
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
+from llamarl.channels.plain_values import decode, encode
 from llamarl.errors import ChannelError
 from llamarl.transports.base import Address, RemoteBuffer, SinkTransport, SourceBuffer, SourceTransport
 from llamarl.transports.checksum import digest
@@ -36,7 +34,7 @@ from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 from llamarl.transports.slots import HEADER_BYTES, SlotHeader, SlotState, Word, header_words, parse_header
 
-__all__ = ["DataHandle", "DataReceiver", "DataSender", "Shares", "names_plain_values", "split_by_cost"]
+__all__ = ["DataHandle", "DataReceiver", "DataSender", "Shares", "check_token", "split_by_cost"]
 
 _ALIGN = 64
 _COPY_CHUNK = 64 << 20  # bytes between two looks at the clock
@@ -104,7 +102,7 @@ class DataSender:
         """Publish ``payload``: a sequence of items (GATHER, SCATTER), or any one object (BROADCAST).
 
         Raises:
-            ChannelError: It cannot be pickled, or there is no memory for it.
+            ChannelError: It holds something that is no plain value, or there is no memory for it.
         """
         if self._closed:
             raise ValueError(f"channel {self._spec.name!r}: send after close")
@@ -135,14 +133,12 @@ class DataSender:
         self._transport.close()
 
     def _encode(self, tick: int, part: Any) -> list[memoryview]:
-        buffers: list[pickle.PickleBuffer] = []
         try:
-            body = pickle.dumps(part, protocol=5, buffer_callback=buffers.append)
-            views = [memoryview(body), *(b.raw() for b in buffers)]
-        except (pickle.PicklingError, TypeError, AttributeError, BufferError) as error:
+            views = encode(part)
+        except (TypeError, ValueError) as error:
             raise ChannelError(
-                f"channel {self._spec.name!r}: {self._spec.source!r} rank {self._rank} cannot pickle its token of tick "
-                f"{tick}: {error}; send plain values and NumPy arrays"
+                f"channel {self._spec.name!r}: {self._spec.source!r} rank {self._rank} cannot send its token of tick "
+                f"{tick}: {error}; send plain values, NumPy arrays and records of llamarl.types"
             ) from error
         lengths = struct.pack(f"<{len(views) + 1}Q", len(views), *(v.nbytes for v in views))
         return [memoryview(lengths), *views]
@@ -259,7 +255,7 @@ class DataReceiver:
             if private is not None:
                 return _decode(private)
             header = self._header(remote, clock, doing)
-        except ChannelError as error:
+        except (ChannelError, ValueError) as error:
             raise ChannelError(f"{what}: {error}; restart the source and resume the run") from error
         if header is None or header.generation != handle.sequence:
             raise ChannelError(
@@ -366,48 +362,36 @@ def _write(into: torch.Tensor, views: list[memoryview]) -> None:
         memory[end:position] = 0  # padding is part of the checksum
 
 
-def names_plain_values(token: bytes, num_parts: int) -> None:
-    """Decode a token that was found on a disk, with nothing in it but our own records, arrays and plain values.
+def check_token(token: bytes, num_parts: int, table_checksum: int) -> None:
+    """Check a token that was found on a disk as its readers will: every checksum, and that plain values are in it.
 
     Args:
         token: All bytes of its slot.
 
     Raises:
-        ValueError: It names anything else, or is torn.
+        ValueError: It is torn, or holds something else.
     """
-    try:
-        for part in range(num_parts):
-            offset, size, _ = _ENTRY.unpack_from(token, HEADER_BYTES + _ENTRY.size * part)
-            offset += _control_bytes(num_parts)
-            _decode(torch.frombuffer(bytearray(token[offset : offset + size]), dtype=torch.uint8), _Plain)
-    except ValueError:
-        raise
-    except Exception as error:  # torn bytes raise all kinds
-        raise ValueError(f"a token of {len(token)} bytes cannot be read: {error}") from error
+    memory = np.frombuffer(token, np.uint8)
+    table = memory[HEADER_BYTES : HEADER_BYTES + _ENTRY.size * num_parts]
+    if len(table) != _ENTRY.size * num_parts or digest(table.data) != table_checksum:
+        raise ValueError(f"the table of a token of {len(token)} bytes does not match its checksum")
+    for offset, size, checksum in _ENTRY.iter_unpack(table.data):
+        start = offset + _control_bytes(num_parts)
+        if start + size > len(memory) or digest(memory[start : start + size].data) != checksum:
+            raise ValueError(f"a part of a token of {len(token)} bytes does not match its checksum")
+        _decode(torch.from_numpy(memory[start : start + size].copy()))
 
 
-class _Plain(pickle.Unpickler):
-    """Knows no names but those of records and arrays."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        record = module == types.__name__ and name in types.__all__
-        if record or (module.partition(".")[0] == "numpy" and name in _ARRAY_NAMES):
-            return super().find_class(module, name)
-        raise ValueError(f"a token names {module}.{name}, which is no plain record")
-
-
-_ARRAY_NAMES = {"dtype", "ndarray", "_frombuffer", "_reconstruct", "scalar"}
-
-
-def _decode(private: torch.Tensor, unpickler: type[pickle.Unpickler] | None = None) -> Any:
+def _decode(private: torch.Tensor) -> Any:
+    """Raises ValueError if it holds no plain values."""
     memory = private.numpy().data
-    (count,) = struct.unpack_from("<Q", memory)
-    lengths = struct.unpack_from(f"<{count}Q", memory, 8)
-    position = _aligned(8 * (count + 1))
-    views = []
-    for length in lengths:
+    count = int.from_bytes(memory[:8], "little")
+    if 8 * (count + 1) > len(memory):
+        raise ValueError(f"a part of {len(memory)} bytes cannot hold {count} pieces")
+    position, views = _aligned(8 * (count + 1)), []
+    for length in struct.unpack_from(f"<{count}Q", memory, 8):
+        if position + length > len(memory):
+            raise ValueError(f"a part of {len(memory)} bytes has a piece that ends behind it")
         views.append(memory[position : position + length])
         position += _aligned(length)
-    if unpickler is None:
-        return pickle.loads(views[0], buffers=views[1:])
-    return unpickler(io.BytesIO(views[0]), buffers=views[1:]).load()
+    return decode(views)

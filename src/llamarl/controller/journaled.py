@@ -74,14 +74,14 @@ def _check(records: Sequence[Record], graph: Graph, after_tick: int, num_ticks: 
     specs = {spec.name: spec for spec in graph.executors}
     told = {record.executor: record.tells_states for record in records}
     for record in records:
-        name, ranks = record.executor, record.header["journal"]
+        name, ranks = record.executor, record.header.journal
         if name not in specs or record.tells_states != told[name]:
             raise ValueError(f"{name!r} was another executor then")
         elastic = any(channel.elastic for channel in graph.outputs[name])
         if told[name] and len(ranks) != specs[name].num_ranks and not elastic:
             raise ValueError(f"{name!r} had {len(ranks)} ranks")
         channels = {channel.name: channel for channel in graph.outputs[name] if channel.kind is not ChannelKind.WEIGHTS}
-        if channels.keys() != record.header["outputs"].keys():
+        if channels.keys() != record.header.outputs.keys():
             raise ValueError(f"{name!r} wrote other channels then")
         if told[name] and any(channel.delay for channel in graph.outputs[name]):
             raise ValueError(f"{name!r} writes a channel with a delay, and does not begin at the checkpoint")
@@ -91,7 +91,7 @@ def _check(records: Sequence[Record], graph: Graph, after_tick: int, num_ticks: 
     first = after_tick + 1
     initial = {c.name: {tick: () for tick in range(first - c.delay, first)} for c in graph.channels}
     marking = Marking(graph, first_tick=first, num_ticks=num_ticks, initial_tokens=initial)
-    marking.go_on((record.executor, record.tick, dict.fromkeys(record.header["outputs"], ())) for record in records)
+    marking.go_on((record.executor, record.tick, dict.fromkeys(record.header.outputs, ())) for record in records)
 
 
 def _raise_open_files() -> int:
@@ -110,7 +110,7 @@ def _reports(
     """Tokens that somebody will read yet, and each executor's last state.
 
     Raises:
-        ValueError: A token is no plain record, or they are more than ``max_pieces``, each of which is a file that is open twice.
+        ValueError: A token holds no plain values, or they are more than ``max_pieces``, each of which is a file that is open twice.
     """
     last = {record.executor: record for record in records}
     reports = []

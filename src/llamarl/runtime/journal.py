@@ -8,13 +8,14 @@ the weights: those are made again by repeating the trainer's ticks. Files are nu
 each says how long it is and proves every byte; so what is read is a beginning of what counted, up to the first file that is torn
 or missing. Nothing is flushed: it survives the controller, and of a machine's death as much as the disk has by then.
 
-What is read is plain data. A token is decoded by whoever reads it, so nothing is taken that names anything but our own records and
-arrays: a run's folder may come from somebody else.
+What is read may come from a stranger, with checksums that fit: each header is validated, each token decoded once as its readers
+will decode it (:mod:`llamarl.channels.plain_values`), and what does not hold is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import mmap
 import os
@@ -22,22 +23,34 @@ import queue
 import shutil
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, TypeAdapter
 
-from llamarl.channels.data import DataHandle, names_plain_values
+from llamarl.channels.data import DataHandle, check_token
 from llamarl.checkpoint.snapshot import FileRecord
+from llamarl.errors import FileError
 from llamarl.plural import plural
+from llamarl.reading import open_regular
 from llamarl.runtime.base import Report
 from llamarl.runtime.kept_states import KeptState
 from llamarl.transports.checksum import digest
 from llamarl.transports.segments import HEADER_BYTES, Segment, SegmentHandle
 
-__all__ = ["JOURNAL_FOLDER", "Journal", "Record", "Resumed", "read_journal", "records_of", "remove_journal"]
+__all__ = [
+    "JOURNAL_FOLDER",
+    "Journal",
+    "Record",
+    "Resumed",
+    "parse_header",
+    "read_journal",
+    "records_of",
+    "remove_journal",
+]
 
 JOURNAL_FOLDER = "journal"
 
@@ -46,6 +59,63 @@ _HEAD = struct.Struct("<8sQQ")
 """Magic, bytes of the header, their digest."""
 _MAX_BACKLOG_BYTES = 256 << 20
 _MAX_HEADER_BYTES = 64 << 20
+_Count = Annotated[int, Field(ge=0, lt=1 << 64)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Token:
+    """One source rank's share of one token of a data channel."""
+
+    source_rank: _Count
+    sequence: _Count
+    slot: _Count
+    num_parts: _Count
+    table_checksum: _Count
+    blob: _Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """One rank's state after the tick."""
+
+    nbytes: _Count
+    checksum: _Count
+    blob: _Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a file says of itself, as JSON, before its pieces."""
+
+    run: str
+    executor: str
+    tick: _Count
+    outputs: dict[str, list[_Token | None]]
+    """Channel -> one a source rank."""
+    journal: list[_State | None]
+    metrics: dict[str, bool | int | float | None]
+    started_s: float
+    finished_s: float
+    spans: list[tuple[str, float, float]]
+    stop: str
+    failures: dict[str, int]
+    events: list[dict[str, Any]]
+    files: dict[_Count, list[tuple[str, _Count, str]]]
+    controller_bytes: _Count
+    blobs: list[tuple[_Count, _Count]] = field(default_factory=list)
+    """Bytes and checksum of each piece."""
+
+    def check(self) -> None:
+        """Raises ValueError if it names a piece that it does not list, or more of one than there is."""
+        tokens = [token.blob for of_ranks in self.outputs.values() for token in of_ranks if token is not None]
+        states = [state for state in self.journal if state is not None]
+        if any(number >= len(self.blobs) for number in (*tokens, *(state.blob for state in states))):
+            raise ValueError(f"it names a piece that is none of its {len(self.blobs)}")
+        if any(state.nbytes > self.blobs[state.blob][0] for state in states):
+            raise ValueError("a state is longer than its piece")
+
+
+_HEADER = TypeAdapter(Header)
 
 
 class Journal:
@@ -85,7 +155,7 @@ class Journal:
         if self._off:
             return
         try:
-            header, held = _plain(report, self._run_id, self._weights)
+            header, held = _header_of(report, self._run_id, self._weights)
         except ValueError as error:
             self._stop(str(error))
             return
@@ -127,15 +197,15 @@ class Journal:
             except OSError as error:
                 self._stop(f"{self.folder}: {error.strerror}")
 
-    def _write(self, path: Path, tick: int, header: dict[str, Any], blobs: Sequence[tuple[int, int]]) -> None:
+    def _write(self, path: Path, tick: int, header: Header, blobs: Sequence[tuple[int, int]]) -> None:
         try:
             if self._off:
                 return
             with contextlib.ExitStack() as stack:
                 mapped = [stack.enter_context(mmap.mmap(fd, HEADER_BYTES + n, prot=mmap.PROT_READ)) for fd, n in blobs]
                 views = [stack.enter_context(memoryview(one)[HEADER_BYTES:]) for one in mapped]
-                sizes = [[view.nbytes, digest(view)] for view in views]
-                head = json.dumps({**header, "blobs": sizes}).encode()
+                sizes = [(view.nbytes, digest(view)) for view in views]
+                head = json.dumps(dataclasses.asdict(dataclasses.replace(header, blobs=sizes))).encode()
                 self.folder.mkdir(exist_ok=True)
                 with open(path, "wb") as file:
                     file.write(_HEAD.pack(_MAGIC, len(head), digest(head)) + head)
@@ -159,35 +229,35 @@ class Record:
 
     path: Path
     number: int
-    header: Mapping[str, Any]
+    header: Header
     offset: int
     """Of its first blob."""
 
     @property
     def executor(self) -> str:
-        return str(self.header["executor"])
+        return self.header.executor
 
     @property
     def tick(self) -> int:
-        return int(self.header["tick"])
+        return self.header.tick
 
     @property
     def files(self) -> dict[int, tuple[FileRecord, ...]]:
         """What its tick had written into the run's folder, by rank."""
         return {
-            int(rank): tuple(FileRecord(path=path, num_bytes=size, xxh3_128=checksum) for path, size, checksum in files)
-            for rank, files in self.header["files"].items()
+            rank: tuple(FileRecord(path=path, num_bytes=size, xxh3_128=checksum) for path, size, checksum in files)
+            for rank, files in self.header.files.items()
         }
 
     @property
     def tells_states(self) -> bool:
         """Whether each rank's state after the tick is in it."""
-        return bool(self.header["journal"]) and all(state is not None for state in self.header["journal"])
+        return bool(self.header.journal) and all(state is not None for state in self.header.journal)
 
     def blob(self, number: int) -> bytes:
         """One of its pieces."""
-        sizes = [size for size, _ in self.header["blobs"]]
-        with open(self.path, "rb") as file:
+        sizes = [size for size, _ in self.header.blobs]
+        with open_regular(self.path) as file:
             file.seek(self.offset + sum(sizes[:number]))
             return file.read(sizes[number])
 
@@ -200,7 +270,7 @@ class Record:
             states: Whether the states are wanted.
 
         Raises:
-            ValueError: A token holds something else than plain records.
+            ValueError: A token holds something else than plain values.
         """
         header, wanted = self.header, set(tokens)
 
@@ -212,41 +282,41 @@ class Record:
             return segment.handle
 
         outputs: dict[str, tuple[DataHandle | None, ...]] = {}
-        for name, ranks in header["outputs"].items():
+        for name, tokens_of_ranks in header.outputs.items():
             handles: list[DataHandle | None] = []
-            for one in ranks:
-                if one is None or name not in wanted:
+            for token in tokens_of_ranks:
+                if token is None or name not in wanted:
                     handles.append(None)
                     continue
-                names_plain_values(self.blob(one["blob"]), int(one["num_parts"]))
+                check_token(self.blob(token.blob), token.num_parts, token.table_checksum)
                 handles.append(
                     DataHandle(
                         channel=name,
                         tick=self.tick,
-                        source_rank=int(one["source_rank"]),
-                        sequence=int(one["sequence"]),
-                        slot=int(one["slot"]),
-                        address=memory(one["blob"]),
+                        source_rank=token.source_rank,
+                        sequence=token.sequence,
+                        slot=token.slot,
+                        address=memory(token.blob),
                         pid=os.getpid(),
-                        num_parts=int(one["num_parts"]),
-                        table_checksum=int(one["table_checksum"]),
+                        num_parts=token.num_parts,
+                        table_checksum=token.table_checksum,
                     )
                 )
             outputs[name] = tuple(handles)
-        kept = header["journal"] if states else []
+        kept = [state for state in header.journal if state is not None] if states else []
         return Report(
             executor=self.executor,
             tick=self.tick,
             outputs=outputs,
-            metrics=header["metrics"],
-            started_s=header["started_s"],
-            finished_s=header["finished_s"],
-            spans=tuple((label, start, end) for label, start, end in header["spans"]),
-            failures=header["failures"],
-            events=tuple(header["events"]),
+            metrics=header.metrics,  # type: ignore[arg-type]
+            started_s=header.started_s,
+            finished_s=header.finished_s,
+            spans=tuple(header.spans),
+            failures=header.failures,
+            events=tuple(header.events),
             files=self.files,
-            journal=tuple(KeptState(memory(one["blob"]), int(one["nbytes"]), int(one["checksum"])) for one in kept),
-            controller_bytes=int(header["controller_bytes"]),
+            journal=tuple(KeptState(memory(state.blob), state.nbytes, state.checksum) for state in kept),
+            controller_bytes=header.controller_bytes,
         )
 
 
@@ -299,7 +369,7 @@ def records_of(records: Sequence[Record], *, after_tick: int, before_tick: int) 
     chosen = [record for record in records if after_tick < record.tick < before_tick]
     following: dict[str, int] = {}
     for record in chosen:
-        if record.tick != following.setdefault(record.executor, after_tick + 1) or record.header["stop"]:
+        if record.tick != following.setdefault(record.executor, after_tick + 1) or record.header.stop:
             return []
         following[record.executor] += 1
     return chosen
@@ -314,9 +384,9 @@ def remove_journal(run_dir: Path, keep: Sequence[Record] = ()) -> int:
     return max((record.number for record in keep), default=-1) + 1
 
 
-def _plain(
+def _header_of(
     report: Report, run_id: str, weights: Collection[str]
-) -> tuple[dict[str, Any], list[tuple[SegmentHandle, int | None]]]:
+) -> tuple[Header, list[tuple[SegmentHandle, int | None]]]:
     """What is written of a report before its pieces, and what these are (None: the whole segment).
 
     Raises:
@@ -330,83 +400,93 @@ def _plain(
         held.append((handle, nbytes))
         return len(held) - 1
 
-    outputs = {}
-    for name, handles in report.outputs.items():
-        if name not in weights:
-            outputs[name] = [
-                handle
-                and {
-                    "source_rank": handle.source_rank,
-                    "sequence": handle.sequence,
-                    "slot": handle.slot,
-                    "num_parts": handle.num_parts,
-                    "table_checksum": handle.table_checksum,
-                    "blob": place(handle.address, None),
-                }
-                for handle in handles
-            ]
+    outputs = {
+        name: [
+            handle
+            and _Token(
+                source_rank=handle.source_rank,
+                sequence=handle.sequence,
+                slot=handle.slot,
+                num_parts=handle.num_parts,
+                table_checksum=handle.table_checksum,
+                blob=place(handle.address, None),
+            )
+            for handle in handles
+        ]
+        for name, handles in report.outputs.items()
+        if name not in weights
+    }
     states = [
-        state
-        and {"nbytes": state.nbytes, "checksum": state.checksum, "blob": place(state.segment, max(1, state.nbytes))}
+        state and _State(nbytes=state.nbytes, checksum=state.checksum, blob=place(state.segment, max(1, state.nbytes)))
         for state in report.journal
     ]
-    header = {
-        "run": run_id,
-        "executor": report.executor,
-        "tick": report.tick,
-        "outputs": outputs,
-        "journal": states,
-        "metrics": dict(report.metrics),
-        "started_s": report.started_s,
-        "finished_s": report.finished_s,
-        "spans": [list(span) for span in report.spans],
-        "stop": report.stop,
-        "failures": dict(report.failures),
-        "events": [dict(event) for event in report.events],
-        "files": {rank: [[f.path, f.num_bytes, f.xxh3_128] for f in files] for rank, files in report.files.items()},
-        "controller_bytes": report.controller_bytes,
-    }
+    header = Header(
+        run=run_id,
+        executor=report.executor,
+        tick=report.tick,
+        outputs=outputs,
+        journal=states,
+        metrics=dict(report.metrics),
+        started_s=report.started_s,
+        finished_s=report.finished_s,
+        spans=list(report.spans),
+        stop=report.stop,
+        failures=dict(report.failures),
+        events=[dict(event) for event in report.events],
+        files={rank: [(f.path, f.num_bytes, f.xxh3_128) for f in files] for rank, files in report.files.items()},
+        controller_bytes=report.controller_bytes,
+    )
     return header, held
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name.isdecimal() and not path.is_dir())
 
 
 def _ticks_in(folder: Path) -> list[tuple[Path, int]]:
-    found = []
-    for path in _files(folder):
-        header = _header(path)
-        if header is not None:
-            found.append((path, int(header[0]["tick"])))
-    return found
+    return [(path, found[0].tick) for path in _files(folder) if (found := _read_header(path)) is not None]
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int] | None:
-    """Header and its end; None if it is torn."""
+def _read_header(path: Path) -> tuple[Header, int] | None:
+    """Header and its end; None if it is torn, or not of ours."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, max_bytes=_MAX_HEADER_BYTES + _MAX_BACKLOG_BYTES) as file:
             magic, size, checksum = _HEAD.unpack(file.read(_HEAD.size))
             head = file.read(min(size, _MAX_HEADER_BYTES))
             if magic != _MAGIC or len(head) != size or digest(head) != checksum:
                 return None
-            header = json.loads(head)
-    except (OSError, ValueError, struct.error):
+            header = parse_header(head)
+            if _HEAD.size + size + sum(num_bytes for num_bytes, _ in header.blobs) != os.fstat(file.fileno()).st_size:
+                return None
+    except (FileError, ValueError, struct.error):
         return None
     return header, _HEAD.size + size
 
 
+def parse_header(head: bytes) -> Header:
+    """Parse and validate.
+
+    Raises:
+        ValueError: It is no header.
+    """
+    try:
+        header: Header = _HEADER.validate_python(json.loads(head))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    header.check()
+    return header
+
+
 def _read(path: Path, run_id: str) -> Record | None:
-    found = _header(path)
-    if found is None or found[0].get("run") != run_id:
+    found = _read_header(path)
+    if found is None or found[0].run != run_id:
         return None
     record = Record(path, int(path.name), *found)
     try:
-        if any(
-            len(data := record.blob(i)) != n or digest(data) != proof
-            for i, (n, proof) in enumerate(record.header["blobs"])
-        ):
+        if any(digest(record.blob(number)) != proof for number, (_, proof) in enumerate(record.header.blobs)):
             return None
-    except (OSError, ValueError, TypeError, KeyError):
+    except FileError:
         return None
     return record

@@ -71,13 +71,14 @@ def test_a_source_of_any_number_of_ranks_is_read_in_their_order() -> None:
 
 @pytest.mark.parametrize("sources", [1, 2, 4])
 def test_who_gets_what_of_a_scatter_depends_on_shares_and_not_on_who_had_them(sources: int) -> None:
-    shares = [(n, [Item(10 * n + i, 5 + (7 * n + 3 * i) % 4) for i in range(3)]) for n in range(4)]
+    shares = [(n, [group(10 * n + i, 5 + (7 * n + 3 * i) % 4) for i in range(3)]) for n in range(4)]
     alone = [split_by_cost(items, 2, first=first) for first, items in shares]
     senders, receivers = ends(ChannelKind.SCATTER, sources, 2)
     each = 4 // sources
     handles = tuple(s.send(0, Shares(shares[r * each : (r + 1) * each])) for r, s in enumerate(senders))
     for part, receiver in enumerate(receivers):
-        assert receiver.receive(handles, 5.0) == [item for split in alone for item in split[part]]
+        found = [item.prompt.index for item in receiver.receive(handles, 5.0)]
+        assert found == [item.prompt.index for split in alone for item in split[part]]
 
 
 def test_broadcast_delivers_rank_zero_only() -> None:
@@ -89,10 +90,10 @@ def test_broadcast_delivers_rank_zero_only() -> None:
 
 def test_scatter_balances_by_tokens_and_each_sink_gets_only_its_part() -> None:
     senders, receivers = ends(ChannelKind.SCATTER, 1, 2)
-    items = [Item(0, 5), Item(1, 9), Item(2, 1), Item(3, 4), Item(4, 3)]
-    handles = (senders[0].send(0, items),)
-    parts = [[i.name for i in r.receive(handles, 5.0)] for r in receivers]
-    assert parts == [[1, 4], [0, 2, 3]]  # 9 | 5, 5+4, then 3 to the part with fewer items (12), 1 to the other (10)
+    handles = (senders[0].send(0, [group(0, 5), group(1, 9), group(2, 1), group(3, 4), group(4, 3)]),)
+    parts = [[item.prompt.index for item in r.receive(handles, 5.0)] for r in receivers]
+    # With three tokens of each prompt: 12 | 8, 8 + 7, 12 + 6, and 4 to the part that has 15.
+    assert parts == [[1, 4], [0, 2, 3]]
 
 
 def test_scatter_from_two_sources_joins_parts_in_rank_order() -> None:
@@ -188,9 +189,10 @@ def test_deadline_names_both_ends_and_the_limit() -> None:
         receivers[0].receive((senders[0].send(4, [1]),), 0.0)
 
 
-def test_unpicklable_item_is_named() -> None:
+def test_an_item_that_is_no_plain_value_is_named() -> None:
     senders, _ = ends(ChannelKind.GATHER, 1, 1)
-    with pytest.raises(ChannelError, match=r"'left' rank 0 cannot pickle its token of tick 2"):
+    why = r"'left' rank 0 cannot send its token of tick 2: a builtins.function is no plain value"
+    with pytest.raises(ChannelError, match=why):
         senders[0].send(2, [lambda: None])
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import pickle
+import random
+import struct
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +16,22 @@ import numpy as np
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.channels.data import DataReceiver, DataSender
+from llamarl.channels.data import DataReceiver, DataSender, check_token
 from llamarl.runtime.base import Report
-from llamarl.runtime.journal import JOURNAL_FOLDER, Journal, Record, read_journal, records_of, remove_journal
+from llamarl.runtime.journal import (
+    JOURNAL_FOLDER,
+    Journal,
+    Record,
+    parse_header,
+    read_journal,
+    records_of,
+    remove_journal,
+)
 from llamarl.runtime.kept_states import read_state, write_state
 from llamarl.runtime.kept_tokens import KeptTokens
+from llamarl.transports.checksum import digest
 from llamarl.transports.segments import Segment
+from llamarl.transports.slots import HEADER_BYTES
 from llamarl.types import Group, Prompt, Response, Score
 
 CHANNEL = ChannelSpec(name="groups", kind=ChannelKind.GATHER, source="source", sink="sink", capacity=1, kept=True)
@@ -39,12 +53,12 @@ def group(index: int) -> Group:
     return Group(prompt=prompt, responses=(response,))
 
 
-def write(run_dir: Path, num_ticks: int, *, run_id: str = "mine", payload: object = None, saved: int = -1) -> None:
+def write(run_dir: Path, num_ticks: int, *, run_id: str = "mine", saved: int = -1) -> None:
     """Source and sink, each with a journal of its own, do ``num_ticks`` ticks."""
     kept, journal = KeptTokens([CHANNEL], ["source", "sink"], ["source"]), Journal(run_dir, run_id)
     sender = DataSender(CHANNEL, rank=0, num_source_ranks=1, num_sink_ranks=1)
     for tick in range(num_ticks):
-        handle = sender.send(tick, [group(tick) if payload is None else payload])
+        handle = sender.send(tick, [group(tick)])
         segment, state = write_state(f"state after {tick}".encode())
         made = Report(
             executor="source", tick=tick, outputs={"groups": (handle,)}, journal=(state,), metrics={"a": 0.1, "b": float("nan")},
@@ -123,10 +137,107 @@ def test_ticks_are_chosen_from_the_checkpoint_on_and_none_where_one_of_them_is_m
     assert ticks(read_journal(tmp_path, "mine")) == BOTH[:3]
 
 
-def test_a_token_that_names_anything_but_plain_records_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, 1, payload=Path("secrets"))
-    with pytest.raises(ValueError, match=r"names pathlib.*, which is no plain record"):
-        read_journal(tmp_path, "mine")[0].report([], tokens=["groups"], states=False)
+HEAD, ENTRY = struct.Struct("<8sQQ"), struct.Struct("<QQQ")
+
+
+def sealed(pieces: list[bytes]) -> tuple[bytes, int]:
+    """A token of one part that holds these pieces, with checksums that fit, and that of its table."""
+
+    def padded(data: bytes) -> bytes:
+        return data + bytes(-len(data) % 64)
+
+    part = padded(struct.pack(f"<{len(pieces) + 1}Q", len(pieces), *map(len, pieces))) + b"".join(map(padded, pieces))
+    table = ENTRY.pack(0, len(part), digest(part))
+    return padded(bytes(HEADER_BYTES) + table) + part, digest(table)
+
+
+def unsealed(token: bytes) -> list[bytes]:
+    """The pieces of a token of one part."""
+    (count,) = struct.unpack_from("<Q", token, 128)
+    position, pieces = 128 + -(-8 * (count + 1) // 64) * 64, []
+    for length in struct.unpack_from(f"<{count}Q", token, 136):
+        pieces.append(token[position : position + length])
+        position += -(-length // 64) * 64
+    return pieces
+
+
+def put_token(run_dir: Path, pieces: list[bytes]) -> Record:
+    """The first record, as somebody writes it who knows how checksums are taken."""
+    record = read_journal(run_dir, "mine")[0]
+    data = record.path.read_bytes()
+    header = json.loads(data[HEAD.size : record.offset])
+    (token,) = header["outputs"]["groups"]
+    bytes_of_token, token["table_checksum"] = sealed(pieces)
+    blobs = [record.blob(number) for number in range(len(header["blobs"]))]
+    blobs[token["blob"]] = bytes_of_token
+    header["blobs"] = [[len(blob), digest(blob)] for blob in blobs]
+    head = json.dumps(header).encode()
+    record.path.write_bytes(HEAD.pack(data[:8], len(head), digest(head)) + head + b"".join(blobs))
+    return read_journal(run_dir, "mine")[0]
+
+
+def test_a_pickle_in_a_token_is_refused_whatever_it_names(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    pickled: list[pickle.PickleBuffer] = []
+    body = pickle.dumps([np.arange(3)], protocol=5, buffer_callback=pickled.append)
+    record = put_token(tmp_path, [body, *(bytes(buffer.raw()) for buffer in pickled)])
+    with pytest.raises(ValueError):
+        record.report([], tokens=["groups"], states=False)
+
+
+def test_a_pipe_in_a_journal_is_no_record_and_holds_nobody_up(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    path = tmp_path / JOURNAL_FOLDER / f"{2:012d}"
+    path.unlink()
+    os.mkfifo(path)
+    assert ticks(read_journal(tmp_path, "mine")) == BOTH[:2]
+    Journal(tmp_path, "mine").close(done=False)
+    assert remove_journal(tmp_path, read_journal(tmp_path, "mine")) == 2 and not path.exists()
+
+
+_BAD = [b"-1", b"0", b"18446744073709551616", b"1e999", b"NaN", b"null", b"true", b'""', b'"|O"', b'"<f8"', b'"|V8"', b'"array"',
+        b'"object"', b'"Group"', b'"tuple"', b'"bytes"', b'"scalar"', b"[]", b"{}", b"[" * 2000, b"[4611686018427387904]", b"[-1]"]  # fmt: skip
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    """One to three changes: bytes flipped, cut, said twice, or a JSON value in the place of another."""
+    changed = bytearray(data)
+    for _ in range(chance.randint(1, 3)):
+        start = chance.randrange(len(changed) + 1)
+        end = min(len(changed), start + chance.randint(0, 8))
+        match chance.randrange(4):
+            case 0:
+                changed[start:end] = chance.randbytes(end - start)
+            case 1:
+                del changed[start:end]
+            case 2:
+                changed[start:start] = changed[start:end]
+            case _:
+                cuts = [i for i, byte in enumerate(changed) if byte in b",[]:"] or [0, 0]
+                at = chance.randrange(len(cuts))
+                changed[cuts[at] + 1 : cuts[min(at + 1, len(cuts) - 1)]] = chance.choice(_BAD)
+    return bytes(changed)
+
+
+def test_a_hundred_thousand_mutated_journals_are_read_or_refused_and_nothing_else(tmp_path: Path) -> None:
+    """Each with checksums that fit, so that only what is said can be wrong."""
+    write(tmp_path, 1)
+    record, chance, refused = read_journal(tmp_path, "mine")[0], random.Random(7), 0
+    head = record.path.read_bytes()[HEAD.size : record.offset]
+    pieces = unsealed(record.blob(0))
+    token, proof = sealed(pieces)
+    check_token(token, 1, proof)  # as it is, it is read
+    for number in range(100_000):
+        try:
+            if number % 4 == 0:
+                parse_header(mutated(head, chance))
+                continue
+            at = 0 if chance.random() < 0.8 else chance.randrange(len(pieces))
+            token, proof = sealed([*pieces[:at], mutated(pieces[at], chance), *pieces[at + 1 :]])
+            check_token(token if number % 8 else mutated(token, chance), 1, proof)
+        except ValueError:
+            refused += 1
+    assert 50_000 < refused < 100_000
 
 
 def test_what_is_not_held_ends_the_journal_and_says_so(tmp_path: Path) -> None:
