@@ -2,7 +2,7 @@
 
     python benchmarks/payload_link.py --json payload.json          # as root; 1 Gbit/s with a round trip of 1 ms
 
-A tick of the size that results.md times for SmolLM2: 8 prompts of 128 tokens, 8 responses of 64 tokens each with their log-probs,
+A tick of the size that docs/results/runs.md times for SmolLM2: 8 prompts of 128 tokens, 8 responses of 64 tokens each with their log-probs,
 versions, masks, texts and scores, sent through a data channel of the job (``tcp``) from one namespace and received, proved and
 decoded in another (``slow_link.py``). Both data channels of the standard job carry it: completions and scored groups.
 
@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("--json", help="where to write the results")
     parser.add_argument("--link", default="1gbit:1ms")
     parser.add_argument("--size", type=int, nargs=3, default=[8, 8, 64], metavar=("PROMPTS", "RESPONSES", "TOKENS"))
-    parser.add_argument("--tick-s", type=float, default=8.3, help="of SmolLM2, as docs/results.md has it")
+    parser.add_argument("--tick-s", type=float, default=8.3, help="of SmolLM2, as docs/results/runs.md has it")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--ticks", type=int, default=10, help="of the job whose controller is listened to; 0: none")
     args = parser.parse_args()
