@@ -16,7 +16,7 @@ from llamarl.config import load_config, save_config
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.job_description import Edge, JobDescription, Lane
 from llamarl.observability.recorder import Recorder
-from llamarl.observability.rollouts import RolloutWriter
+from llamarl.observability.rollouts import write_rollouts
 from llamarl.observability.trained_tokens import TrainedResponse, write_trained
 from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 
@@ -73,10 +73,9 @@ class MadeRun:
         save_config(load_config(RECIPE, overrides), folder / "config.toml")
         quiet = ObservabilityConfig(console="none", tensorboard=False)
         recorder = Recorder(folder, quiet, EXECUTORS, self.ticks, job=self.job)
-        writer = RolloutWriter(folder / "rollouts")
         for tick in range(self.ticks):
             groups = [self._group(tick, group) for group in range(self.groups)]
-            writer.write(tick, groups)
+            write_rollouts(folder, tick, groups)
             write_trained(
                 folder,
                 tick,

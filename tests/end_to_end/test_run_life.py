@@ -60,7 +60,6 @@ OTHER_VALUES: dict[str, Any] = {
     "checkpoint.reshard": "true",
     "checkpoint.other_platform": "true",
     "observability.console": '"none"',
-    "observability.console_every": 2,
     "observability.tensorboard": "false",
     "observability.rollouts_every": 2,
     "observability.trace": "false",
@@ -92,7 +91,6 @@ ELSEWHERE = {
     **dict.fromkeys(("generator.engine.library", "judge.engine.library"), "set by each run: test_run_library.py"),
     **dict.fromkeys(("recovery.straggler_multiple", "recovery.straggler_least_s"), "test_survival.py"),
     "observability.wandb": "needs an account",
-    "observability.wandb_project": "needs an account",
 }
 """And those that another test changes, or none can."""
 
@@ -211,7 +209,7 @@ def test_a_run_whose_folder_is_moved_ends_with_the_cause_and_goes_on_from_where_
 def test_a_run_goes_on_without_its_console(llamarl: CommandLine, tmp_path: Path) -> None:
     """``llamarl train | head -1``."""
     run_dir = tmp_path / "run"
-    words = arguments(run_dir, INLINE | {"run.num_ticks": 2, "observability.console_every": 1})
+    words = arguments(run_dir, INLINE | {"run.num_ticks": 2})
     command = [sys.executable, "-m", "llamarl.cli.main", "train", str(RECIPE), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None

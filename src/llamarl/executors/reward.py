@@ -25,7 +25,7 @@ from llamarl.executors.dynamic_sampling import DynamicSampler
 from llamarl.executors.judging import add_verdicts, asks_models_alone, zero_rewards
 from llamarl.observability.findings import Causes, few_causes, remedy, too_many_failed
 from llamarl.observability.ledger import failed_tokens
-from llamarl.observability.rollouts import RolloutWriter
+from llamarl.observability.rollouts import write_rollouts
 from llamarl.observability.writing import Patience
 from llamarl.roles import ROLES
 from llamarl.tick_parts import PartsAhead, split_into_parts
@@ -44,7 +44,7 @@ class RewardExecutor(BaseExecutor):
 
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
         super().__init__(config, context)
-        self._writer: RolloutWriter | None = None
+        self._patience: Patience | None = None
         self._failed: list[tuple[float, Mapping[str, int]]] = []
         """Share of failed samples and their causes, of the last ticks."""
         self._stop = ""
@@ -62,8 +62,7 @@ class RewardExecutor(BaseExecutor):
             self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
         if self.context.run_dir is not None and self.name in ROLES:  # a further one judges what the first has kept
             self._folder = RunIdentity.of(self.context.run_dir)
-            patience = Patience(self.config.deadlines.disk_s, writer=str(self.context.incarnation or ""))
-            self._writer = RolloutWriter(self.context.run_dir / "rollouts", patience)
+            self._patience = Patience(self.config.deadlines.disk_s, writer=str(self.context.incarnation or ""))
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
@@ -74,9 +73,10 @@ class RewardExecutor(BaseExecutor):
             groups = self._judged_in_parts(self._ahead, tick, self.items_of(inputs), until=started + limit_s)
         scored = time.monotonic()
         files: tuple[Path, ...] = ()
-        if self._writer is not None and self.config.observability.rollouts_due(tick):
+        run_dir, patience = self.context.run_dir, self._patience
+        if run_dir is not None and patience is not None and self.config.observability.rollouts_due(tick):
             self._folder.check()
-            files = (self._writer.write(tick, groups),)
+            files = (write_rollouts(run_dir, tick, groups, patience),)
         spans = (("score", started, scored), ("write_rollouts", scored, time.monotonic()))
         metrics = reward_metrics(groups, list(self.config.task.tasks))
         failures = few_causes(count_causes(groups))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from llamarl.errors import Mistake
 from llamarl.import_path import is_import_path
-from llamarl.strict import NO_BITS, STRICT, ListOf, refuse
+from llamarl.strict import NO_BITS, STRICT, ListOf
 
 __all__ = ["ObservabilityConfig"]
 
@@ -26,10 +24,7 @@ class ObservabilityConfig:
     """Console, curves, rollouts and trace of a run. None of it changes a bit of what is learned."""
 
     console: Annotated[Literal["auto", "rich", "plain", "none"], NO_BITS] = "auto"
-    """Live display (rich), one line every few ticks (plain) or nothing. auto takes rich on a terminal, else plain."""
-
-    console_every: Annotated[NonNegativeInt, NO_BITS] = 0
-    """Ticks that one plain line sums up; 0 chooses, so that a run prints about 30 lines."""
+    """Live display (rich), one line every few ticks, about 30 a run (plain), or nothing. auto takes rich on a terminal, else plain."""
 
     tensorboard: Annotated[bool, NO_BITS] = True
     """Write TensorBoard files into ``RUN/tensorboard``."""
@@ -45,21 +40,12 @@ class ObservabilityConfig:
     """Write ``RUN/trace.json``, one lane an executor, for https://ui.perfetto.dev or chrome://tracing."""
 
     wandb: Annotated[bool, NO_BITS] = False
-    """Also send each row to Weights & Biases; needs the extra ``llamarl[wandb]``. Its own environment variables apply."""
-
-    wandb_project: Annotated[str, NO_BITS] = "llamarl"
-    """Weights & Biases project of the run."""
+    """Also send each row to Weights & Biases; needs the extra ``llamarl[wandb]``. Its own environment variables apply: the project
+    is WANDB_PROJECT, or llamarl."""
 
     sinks: Annotated[ListOf[Annotated[str, AfterValidator(_class)]], NO_BITS] = ()
     """Where each row goes besides: classes of your own as package.module:Class or file.py:Class (docs/metrics.md). One that fails
     is left out from then on, and the run says so; ``metrics.jsonl`` has every row in any case."""
-
-    def __post_init__(self) -> None:
-        refuse(self._mistakes())
-
-    def _mistakes(self) -> Iterator[Mistake]:
-        if self.wandb and not self.wandb_project:
-            yield Mistake("wandb_project", "must not be empty while observability.wandb is true", ("wandb",))
 
     def rollouts_due(self, tick: int) -> bool:
         """Whether the batch of ``tick`` (from 0) is written to ``RUN/rollouts``."""

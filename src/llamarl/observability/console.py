@@ -51,7 +51,7 @@ class ConsoleReporter:
             file=stream, highlight=False, quiet=kind == "none", force_terminal=live, force_jupyter=False
         )
         self._num_ticks = num_ticks
-        self._every = config.console_every or text.lines_every(num_ticks)
+        self._every = text.lines_every(num_ticks)
         self._table = text.RowTable([lane.name for lane in job.lanes], num_ticks)
         self._window: list[Mapping[str, Any]] = []
         self._finished = False

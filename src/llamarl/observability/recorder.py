@@ -24,11 +24,11 @@ from llamarl.observability.findings import Causes, NewFindings
 from llamarl.observability.job_description import JobDescription, Lane, write_job
 from llamarl.observability.ledger import check_ledger
 from llamarl.observability.metrics import METRICS_FILE, MetricsLog, Row, TickJoin, merge_metrics
-from llamarl.observability.rollouts import ROLLOUTS_FOLDER, RolloutWriter
+from llamarl.observability.rollouts import ROLLOUTS_FOLDER, cut_after
 from llamarl.observability.sinks import RowSink, TensorBoardSink, UserSink, WandbSink
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.trace import TRACE_FILE, TraceWriter, idle_share
-from llamarl.observability.trained_tokens import cut_trained_after
+from llamarl.observability.trained_tokens import TRAINED_FOLDER
 from llamarl.observability.warning_log import WARNINGS_FILE, WarningLog
 from llamarl.observability.writing import CannotWrite, Patience
 from llamarl.plural import plural
@@ -120,8 +120,8 @@ class Recorder:
         self._sinks: list[RowSink] = []
         self._trace: TraceWriter | None = None
         if resume_after_tick is not None:
-            RolloutWriter(self.run_dir / ROLLOUTS_FOLDER).cut_after(max(resume_after_tick, written_until))
-            cut_trained_after(self.run_dir, max(resume_after_tick, written_until))
+            for name in (ROLLOUTS_FOLDER, TRAINED_FOLDER):
+                cut_after(self.run_dir / name, max(resume_after_tick, written_until))
         if config.trace:
             path = self.run_dir / TRACE_FILE
             self._trace = TraceWriter(path, executors, resume_after_tick=resume_after_tick)
@@ -129,7 +129,7 @@ class Recorder:
             folder = self.run_dir / TENSORBOARD_FOLDER
             self._sinks.append(TensorBoardSink(folder, resume_after_tick=resume_after_tick))
         if config.wandb:
-            self._sinks.append(WandbSink(self.run_dir, config.wandb_project, run_config))
+            self._sinks.append(WandbSink(self.run_dir, run_config))
         self._sinks += [
             UserSink(path, self.run_dir, run_config or {}, resume_after_tick, self._tell_of_a_sink)
             for path in config.sinks

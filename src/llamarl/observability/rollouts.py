@@ -28,16 +28,17 @@ from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 __all__ = [
     "ROLLOUTS_FOLDER",
     "Rollout",
-    "RolloutWriter",
-    "num_segments",
+    "cut_after",
     "read_rollouts",
     "remove_partial",
     "rollout_ticks",
+    "tick_files",
+    "write_rollouts",
 ]
 
 ROLLOUTS_FOLDER = "rollouts"
 
-_NAME = re.compile(r"tick_(\d{6,})\.jsonl")
+_NAME = re.compile(r"tick_(\d{6,})\.(?:jsonl|.+\.npz)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ class Rollout:
     task: str
     response: Response
     """Everything that the trainer saw of it."""
-    advantage: float | None
-    """What the trainer made of its reward; None where it was not recorded or there is no reward."""
+    advantage: float | None = None
+    """What its reward gives by the run's estimator (``report.advantages``); None where that does not tell."""
     prompt_tokens: npt.NDArray[np.int32]
     """[P] token ids."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -65,53 +66,42 @@ def remove_partial(run_dir: Path) -> None:
             path.unlink()
 
 
-class RolloutWriter:
-    """Writes batches into ``RUN/rollouts``."""
+def write_rollouts(run_dir: Path, tick: int, groups: Sequence[Group], patience: Patience | None = None) -> Path:
+    """Write the batch of ``tick``; returns the file.
 
-    def __init__(self, folder: str | os.PathLike[str], patience: Patience | None = None) -> None:
-        """``folder`` is made with the first file.
+    Args:
+        patience: With a disk that refuses it; None: none.
 
-        Args:
-            patience: With a disk that refuses a file; None: none.
-        """
-        self.folder = Path(folder)
-        self._patience = patience or Patience()
+    Raises:
+        LlamaRLError: The disk is full or not writable; no part of the file is left.
+    """
+    records = [_record(tick, group.prompt, response) for group in groups for response in group.responses]
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    path = run_dir / ROLLOUTS_FOLDER / f"tick_{tick:06d}.jsonl"
+    (patience or Patience()).replace(path, text.encode("utf-8", "backslashreplace"))
+    return path
 
-    def write(self, tick: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> Path:
-        """Write the batch of ``tick``.
 
-        Args:
-            advantages: One a response of each group, NaN where a response has none. A failed response has none.
+def tick_files(folder: Path) -> list[tuple[int, Path]]:
+    """(tick, file) of every file of a tick in ``rollouts`` or ``trained``, in order; none where there is no such folder."""
+    if not folder.is_dir():
+        return []
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(match[1]), path) for match, path in found)
 
-        Raises:
-            ValueError: ``advantages`` do not match the groups.
-            LlamaRLError: The disk is full or not writable; no part of the file is left.
-        """
-        if advantages is not None and [len(a) for a in advantages] != [len(g.responses) for g in groups]:
-            raise ValueError("advantages must have one value a response of each group")
-        lines = []
-        for position, group in enumerate(groups):
-            for sample, response in enumerate(group.responses):
-                record = _record(tick, group.prompt, response)
-                if advantages is not None:
-                    record["advantage"] = _finite(advantages[position][sample])
-                lines.append(json.dumps(record, ensure_ascii=False))
-        path = self.folder / f"tick_{tick:06d}.jsonl"
-        self._patience.replace(path, "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace"))
-        return path
 
-    def cut_after(self, tick: int) -> None:
-        """Remove the files of later ticks: a run that goes on from ``tick`` writes them anew.
+def cut_after(folder: Path, tick: int) -> None:
+    """Remove the files of later ticks: a run that goes on from ``tick`` writes them anew.
 
-        Raises:
-            LlamaRLError: The folder is not writable.
-        """
-        for found, path in _files(self.folder):
-            if found > tick:
-                try:
-                    path.unlink()
-                except OSError as error:
-                    raise cannot_write(path, error) from error
+    Raises:
+        LlamaRLError: The folder is not writable.
+    """
+    for found, path in tick_files(folder):
+        if found > tick:
+            try:
+                path.unlink()
+            except OSError as error:
+                raise cannot_write(path, error) from error
 
 
 def read_rollouts(folder: str | os.PathLike[str], tick: int | None = None) -> Iterator[Rollout]:
@@ -124,7 +114,7 @@ def read_rollouts(folder: str | os.PathLike[str], tick: int | None = None) -> It
         DataError: No such file, or a line that is not a sample; the message names file and line.
     """
     place = _place(folder)
-    files = [(found, path) for found, path in _files(place) if tick is None or found == tick]
+    files = [(found, path) for found, path in tick_files(place) if tick is None or found == tick]
     if not files:
         wanted = "rollouts" if tick is None else f"rollouts of tick {tick}"
         raise DataError(f"{place} holds no {wanted}: run with observability.rollouts = true")
@@ -150,7 +140,7 @@ def rollout_ticks(folder: str | os.PathLike[str]) -> list[int]:
         DataError: It has none.
     """
     place = _place(folder)
-    if not (ticks := [tick for tick, _ in _files(place)]):
+    if not (ticks := [tick for tick, _ in tick_files(place)]):
         raise DataError(f"{place} holds no rollouts: run with observability.rollouts = true")
     return ticks
 
@@ -158,11 +148,6 @@ def rollout_ticks(folder: str | os.PathLike[str]) -> list[int]:
 def _place(folder: str | os.PathLike[str]) -> Path:
     place = Path(folder)
     return place / ROLLOUTS_FOLDER if (place / ROLLOUTS_FOLDER).is_dir() else place
-
-
-def num_segments(response: Response) -> int:
-    """Policy versions that wrote the response: 1 for one that was never interrupted by new weights, 0 for an empty one."""
-    return len(_segments(response))
 
 
 def _segments(response: Response) -> list[list[int]]:
@@ -225,7 +210,6 @@ def _parse(tick: int, record: Mapping[str, Any]) -> Rollout:
         answer=record["answer"],
         task=record["task"],
         response=response,
-        advantage=record.get("advantage"),
         prompt_tokens=np.array(record["prompt_tokens"], dtype=np.int32),
         metadata=record["metadata"],
     )
@@ -234,15 +218,3 @@ def _parse(tick: int, record: Mapping[str, Any]) -> Rollout:
 def _shortest(value: np.float32) -> float | None:
     """The float64 with the fewest digits that rounds to this float32; None for NaN."""
     return None if np.isnan(value) else float(np.format_float_scientific(value, unique=True))
-
-
-def _finite(value: float) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
-def _files(folder: Path) -> list[tuple[int, Path]]:
-    if not folder.is_dir():
-        return []
-    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return sorted((int(match[1]), path) for match, path in found)

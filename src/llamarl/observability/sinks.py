@@ -158,7 +158,7 @@ class _Unbuffered:
 class WandbSink:
     """Weights & Biases. Its run is remembered in ``RUN/wandb_id``, so that a resumed run goes on in the same curves."""
 
-    def __init__(self, run_dir: str | Path, project: str, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, run_dir: str | Path, config: Mapping[str, Any] | None = None) -> None:
         """
         Raises:
             ConfigError: The extra is not installed.
@@ -172,7 +172,7 @@ class WandbSink:
         memory = Path(run_dir) / "wandb_id"
         name = read_text(memory).strip() if memory.exists() else None
         self._run = wandb.init(
-            project=project,
+            project=os.environ.get("WANDB_PROJECT", "llamarl"),
             id=name,
             resume="allow",
             dir=str(run_dir),

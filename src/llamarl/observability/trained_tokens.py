@@ -8,8 +8,6 @@ arrays only (nothing is unpickled), there whole or not at all.
 from __future__ import annotations
 
 import io
-import os
-import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.errors import DataError, FileError
-from llamarl.observability.writing import Patience, cannot_write
+from llamarl.observability.rollouts import tick_files
+from llamarl.observability.writing import Patience
 from llamarl.reading import read_bytes
 
-__all__ = ["TRAINED_FOLDER", "TrainedResponse", "cut_trained_after", "read_trained", "trained_files", "write_trained"]
+__all__ = ["TRAINED_FOLDER", "TrainedResponse", "read_trained", "trained_files", "write_trained"]
 
 TRAINED_FOLDER = "trained"
 
-_NAME = re.compile(r"tick_(\d{6,})\..+\.npz")
 _ARRAYS = ("prompt_index", "sample_index", "num_tokens", "advantage", "policy_logprobs", "clipped")
 
 
@@ -104,27 +102,4 @@ def read_trained(run_dir: Path, tick: int) -> list[TrainedResponse]:
 
 def trained_files(run_dir: Path, tick: int) -> list[Path]:
     """The files of a tick, one a rank that wrote any."""
-    return sorted(
-        path for path in (run_dir / TRAINED_FOLDER).glob(f"tick_{tick:06d}.*.npz") if _NAME.fullmatch(path.name)
-    )
-
-
-def cut_trained_after(run_dir: str | os.PathLike[str], tick: int) -> None:
-    """Remove the files of later ticks: a run that goes on from ``tick`` writes them anew.
-
-    Raises:
-        LlamaRLError: The folder is not writable.
-    """
-    for number, path in _files(Path(run_dir) / TRAINED_FOLDER):
-        if number > tick:
-            try:
-                path.unlink()
-            except OSError as error:
-                raise cannot_write(path, error) from error
-
-
-def _files(folder: Path) -> list[tuple[int, Path]]:
-    if not folder.is_dir():
-        return []
-    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return sorted((int(match[1]), path) for match, path in found)
+    return [path for found, path in tick_files(run_dir / TRAINED_FOLDER) if found == tick]

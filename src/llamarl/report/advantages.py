@@ -49,16 +49,13 @@ def advantages_of(index: TickIndex, config: Mapping[str, Any]) -> list[float | N
 
 
 def with_advantages(rollouts: Sequence[Rollout], config: Mapping[str, Any]) -> list[Rollout]:
-    """The samples of one tick with the advantages that their rewards give; one that was recorded stays."""
+    """The samples of one tick with the advantages that their rewards give."""
     groups = [list(group) for _, group in groupby(rollouts, key=lambda sample: sample.response.prompt_index)]
     scored = [[(_reward(sample), len(sample.response.tokens)) for sample in group] for group in groups]
     found = _estimate(scored, config)
     if not found:
         return list(rollouts)
-    return [
-        sample if sample.advantage is not None else dataclasses.replace(sample, advantage=advantage)
-        for sample, advantage in zip(rollouts, found, strict=True)
-    ]
+    return [dataclasses.replace(sample, advantage=advantage) for sample, advantage in zip(rollouts, found, strict=True)]
 
 
 def _reward(sample: Rollout) -> float | None:

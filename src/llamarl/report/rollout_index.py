@@ -9,7 +9,6 @@ A line that is torn or no sample is counted and left out.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +16,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from llamarl.observability.rollouts import ROLLOUTS_FOLDER
 from llamarl.observability.trained_tokens import TrainedResponse
 from llamarl.reading import read_bytes
 from llamarl.report.garbage import flags_of
 
-__all__ = ["TickIndex", "choose_groups", "detail_of_tick", "index_columns", "index_file", "run_lengths", "tick_files"]
+__all__ = ["TickIndex", "choose_groups", "detail_of_tick", "index_columns", "index_file", "run_lengths"]
 
-_NAME = re.compile(r"tick_(\d{6,})\.jsonl")
 _MAX_CAUSE = 300
 _MAX_KEY = 200
 
@@ -66,15 +63,6 @@ class TickIndex:
             found.append((prompt, range(at, at + count)))
             at += count
         return found
-
-
-def tick_files(run_dir: Path) -> list[tuple[int, Path]]:
-    """(tick, file) of every rollout file, in order."""
-    folder = run_dir / ROLLOUTS_FOLDER
-    if not folder.is_dir():
-        return []
-    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return sorted((int(match[1]), path) for match, path in found)
 
 
 def index_file(tick: int, path: Path) -> TickIndex:

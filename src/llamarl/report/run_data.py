@@ -20,6 +20,7 @@ from llamarl.errors import DataError, FileError
 from llamarl.observability.findings import FLAGS, WINDOW, find_wrong
 from llamarl.observability.keys import KEYS, key_order
 from llamarl.observability.ledger import imbalance
+from llamarl.observability.rollouts import ROLLOUTS_FOLDER, tick_files
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.trained_tokens import TrainedResponse, read_trained, trained_files
 from llamarl.report.advantages import advantages_of, why_no_advantages
@@ -31,7 +32,6 @@ from llamarl.report.rollout_index import (
     detail_of_tick,
     index_columns,
     index_file,
-    tick_files,
 )
 from llamarl.report.run_files import RunFiles, read_run
 from llamarl.report.timeline import channels_of, timeline_columns
@@ -59,7 +59,7 @@ class RunReader:
             LlamaRLError: A file is there and cannot be read.
         """
         files = read_run(self.path)
-        paths = dict(tick_files(self.path))
+        paths = dict(tick_files(self.path / ROLLOUTS_FOLDER))
         indexes = [self._index(tick, path) for tick, path in paths.items()]
         blocks = {
             "metrics": encode_block(metrics_columns(files.rows)),

@@ -200,7 +200,8 @@ def test_wandb_gets_each_row_and_its_run_is_found_again(tmp_path: Path, monkeypa
         )
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    config = ObservabilityConfig(console="none", wandb=True, wandb_project="mine")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    config = ObservabilityConfig(console="none", wandb=True)
     recorder = Recorder(tmp_path, config, EXECUTORS, 3, run_config={"run": {"seed": 1}})
     _run(recorder, 0, 2)
     Recorder(tmp_path, config, EXECUTORS, 3, resume_after_tick=1)

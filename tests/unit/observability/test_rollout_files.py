@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from llamarl.errors import DataError, LlamaRLError
-from llamarl.observability.rollouts import RolloutWriter, num_segments, read_rollouts
+from llamarl.observability.rollouts import cut_after, read_rollouts, write_rollouts
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 
@@ -46,10 +45,9 @@ def _group(text: str = "4") -> Group:
 
 def test_a_batch_reads_back_exactly(tmp_path: Path) -> None:
     group = _group()
-    path = RolloutWriter(tmp_path / "rollouts").write(12, [group], advantages=[[0.25, math.nan, -0.25]])
+    path = write_rollouts(tmp_path, 12, [group])
     assert path == tmp_path / "rollouts" / "tick_000012.jsonl"
     read = list(read_rollouts(tmp_path, 12))
-    assert [r.advantage for r in read] == [0.25, None, -0.25]
     for rollout, original in zip(read, group.responses, strict=True):
         assert (rollout.tick, rollout.prompt, rollout.answer, rollout.task) == (12, "2+2?", "4", "sum")
         response = rollout.response
@@ -66,27 +64,26 @@ def test_a_batch_reads_back_exactly(tmp_path: Path) -> None:
 
 
 def test_segments_are_stretches_of_one_version_and_skip_what_the_policy_did_not_write(tmp_path: Path) -> None:
-    path = RolloutWriter(tmp_path).write(0, [_group()])
+    path = write_rollouts(tmp_path, 0, [_group()])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["segments"] for line in lines] == [[[3, 2], [4, 1]], [[3, 1], [5, 2]], []]
-    assert [num_segments(r) for r in _group().responses] == [2, 2, 0]
     assert lines[1]["behavior_logprobs"][1] is None
     assert lines[1]["failure"] == {"kind": "timeout", "detail": "no verdict after 1 s"} and lines[1]["reward"] is None
 
 
 def test_float32_is_written_as_the_shortest_text_that_reads_back(tmp_path: Path) -> None:
-    path = RolloutWriter(tmp_path).write(0, [_group()])
+    path = write_rollouts(tmp_path, 0, [_group()])
     assert '"behavior_logprobs": [-0.33333334, -0.6666667, -1.0]' in path.read_text()
 
 
 def test_the_same_batch_gives_the_same_bytes(tmp_path: Path) -> None:
-    first = RolloutWriter(tmp_path / "a").write(3, [_group(), _group()]).read_bytes()
-    assert RolloutWriter(tmp_path / "b").write(3, [_group(), _group()]).read_bytes() == first
+    first = write_rollouts(tmp_path, 3, [_group(), _group()]).read_bytes()
+    assert write_rollouts(tmp_path, 3, [_group(), _group()]).read_bytes() == first
 
 
 @pytest.mark.parametrize("text", ["a\nb", "\u2028 and \x85", "\ud800 lone surrogate", "日本", "\x00"])
 def test_any_text_survives(tmp_path: Path, text: str) -> None:
-    RolloutWriter(tmp_path).write(0, [_group(text)])
+    write_rollouts(tmp_path, 0, [_group(text)])
     assert next(read_rollouts(tmp_path)).response.text == text
 
 
@@ -96,28 +93,23 @@ def test_a_failed_write_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(LlamaRLError, match="cannot write .*tick_000003.jsonl: No space left on device"):
-        RolloutWriter(tmp_path).write(3, [_group()])
-    assert list(tmp_path.iterdir()) == []
+        write_rollouts(tmp_path, 3, [_group()])
+    assert list((tmp_path / "rollouts").iterdir()) == []
 
 
 def test_later_ticks_are_cut_on_resume(tmp_path: Path) -> None:
-    writer = RolloutWriter(tmp_path)
+    folder = tmp_path / "rollouts"
     for tick in (1, 2, 3):
-        writer.write(tick, [_group()])
-    writer.cut_after(2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["tick_000001.jsonl", "tick_000002.jsonl"]
+        write_rollouts(tmp_path, tick, [_group()])
+    cut_after(folder, 2)
+    assert sorted(p.name for p in folder.iterdir()) == ["tick_000001.jsonl", "tick_000002.jsonl"]
     assert [r.tick for r in read_rollouts(tmp_path)] == [1, 1, 1, 2, 2, 2]
-
-
-def test_advantages_that_do_not_match_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="one value a response"):
-        RolloutWriter(tmp_path).write(0, [_group()], advantages=[[1.0]])
 
 
 def test_reading_names_the_file_and_line_that_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no rollouts of tick 4"):
         list(read_rollouts(tmp_path, 4))
-    path = RolloutWriter(tmp_path).write(4, [_group()])
+    path = write_rollouts(tmp_path, 4, [_group()])
     path.write_bytes(path.read_bytes() + b'{"tick": 4}\n')
     with pytest.raises(DataError, match="tick_000004.jsonl, line 4 is not a sample"):
         list(read_rollouts(tmp_path))

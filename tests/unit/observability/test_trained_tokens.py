@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from llamarl.errors import DataError, LlamaRLError
+from llamarl.observability.rollouts import cut_after
 from llamarl.observability.trained_tokens import (
     TRAINED_FOLDER,
     TrainedResponse,
-    cut_trained_after,
     read_trained,
     write_trained,
 )
@@ -60,12 +60,12 @@ def test_a_resume_cuts_later_ticks_and_nothing_else(tmp_path: Path) -> None:
     for tick in (1, 2, 3):
         write_trained(tmp_path, tick, "trainer", 0, [])
     (tmp_path / TRAINED_FOLDER / "notes.txt").touch()
-    cut_trained_after(tmp_path, 1)
+    cut_after(tmp_path / TRAINED_FOLDER, 1)
     assert sorted(path.name for path in (tmp_path / TRAINED_FOLDER).iterdir()) == [
         "notes.txt",
         "tick_000001.trainer.0.npz",
     ]
-    cut_trained_after(tmp_path / "nowhere", 0)
+    cut_after(tmp_path / "nowhere", 0)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from made_run import MadeRun
 
-from llamarl.observability.rollouts import read_rollouts
+from llamarl.observability.rollouts import read_rollouts, tick_files
 from llamarl.report.advantages import advantages_of, why_no_advantages
 from llamarl.report.blocks import decode_block, encode_block
 from llamarl.report.pieces import find_tokenizer, piece_reader
@@ -18,7 +18,6 @@ from llamarl.report.rollout_index import (
     index_columns,
     index_file,
     run_lengths,
-    tick_files,
 )
 from llamarl.types import Failure, Turn
 
@@ -42,7 +41,7 @@ def test_every_number_of_the_index_is_that_of_the_file(tmp_path: Path) -> None:
     run = MadeRun(outcome=lambda t, g, s: Failure(kind="timeout", detail="2 s") if s == 1 else float(s)).write(
         tmp_path / "run"
     )
-    for tick, path in tick_files(run):
+    for tick, path in tick_files(run / "rollouts"):
         index, rollouts = index_file(tick, path), list(read_rollouts(run, tick))
         assert index.prompt == [r.response.prompt_index for r in rollouts]
         assert index.length == [len(r.response.tokens) for r in rollouts]
@@ -56,7 +55,7 @@ def test_every_number_of_the_index_is_that_of_the_file(tmp_path: Path) -> None:
 
 
 def test_torn_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) -> None:
-    path = dict(tick_files(MadeRun(ticks=1).write(tmp_path / "run")))[0]
+    path = dict(tick_files(MadeRun(ticks=1).write(tmp_path / "run") / "rollouts"))[0]
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"tick": 0, "prompt_index": 1}\n[3]\n' + whole[:50])
     index = index_file(0, path)
@@ -80,7 +79,9 @@ def test_telling_groups_come_first_and_the_rest_are_not_forgotten() -> None:
 
 def test_detail_holds_text_tokens_and_histories_of_the_chosen_groups_alone(tmp_path: Path) -> None:
     run = MadeRun(text=lambda t, g, s: f"</script> & ' \" \u2028 {s}").write(tmp_path / "run")
-    detail = decode_block(encode_block(detail_of_tick(2, dict(tick_files(run))[2], [21], lambda ids: None)))
+    detail = decode_block(
+        encode_block(detail_of_tick(2, dict(tick_files(run / "rollouts"))[2], [21], lambda ids: None))
+    )
     (group,) = detail["groups"]
     assert (group["prompt_index"], group["prompt"], group["answer"]) == (21, "question 21", "42")
     last = group["samples"][3]
@@ -94,7 +95,7 @@ def test_detail_of_an_episode_holds_each_turn_and_what_was_said(tmp_path: Path) 
         start=0, end=2, finish_reason="stop", reply="a</b>", reward=0.25, parts={"moves": 1.0}, observation="no"
     )
     run = MadeRun(ticks=1, turns=lambda t, g, s: (turn,) if s == 1 else ()).write(tmp_path / "run")
-    (group,) = detail_of_tick(0, dict(tick_files(run))[0], [0], lambda ids: None)["groups"]
+    (group,) = detail_of_tick(0, dict(tick_files(run / "rollouts"))[0], [0], lambda ids: None)["groups"]
     assert [sample["turns"] for sample in group["samples"][:2]] == [
         [],
         [
@@ -129,7 +130,7 @@ def test_pieces_of_tokens_join_to_the_response(tmp_path: Path) -> None:
 
 def test_columns_name_what_repeats_once_and_keep_every_response(tmp_path: Path) -> None:
     run = MadeRun().write(tmp_path / "run")
-    indexes = [index_file(*place) for place in tick_files(run)]
+    indexes = [index_file(*place) for place in tick_files(run / "rollouts")]
     columns = index_columns(indexes, {3: [30]})
     assert len(columns["reward"]) == 6 * 2 * 4 and columns["tables"]["reward"] == [0.0, 1.0]
     assert columns["groups"]["detail"] == [
