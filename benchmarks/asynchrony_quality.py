@@ -62,7 +62,6 @@ STUDIES: dict[str, dict[str, Settings]] = {
     "precision": {"fp32 generator": aipo(1), "int8 generator": aipo(1, **{"generator.quantization": '"int8"'})},
     "defaults": {
         "first release": {
-            "generator.engine.kernels": '"torch"',
             "trainer.skip_zero_advantage": "false",
             **precision("float32", "float32"),
         },

@@ -50,7 +50,7 @@ def stage(rank: int, num_stages: int, seconds: float, rounds: int, out: str) -> 
         "gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=num_stages, timeout=timedelta(minutes=5)
     )
     layout = make_layout(fsdp=1, tp=1, pp=num_stages, device="cpu", keys=("dp", "tp", "pp"))
-    engine = NativeEngine(Path(out) / "model", EngineConfig(kernels="torch"), eos_token_ids=(), layout=layout)
+    engine = NativeEngine(Path(out) / "model", EngineConfig(), eos_token_ids=(), layout=layout)
     slept: list[float] = []
     compute = engine._runner._forward
 

@@ -285,9 +285,6 @@ def main() -> None:
     parser.add_argument("--workloads", default="short,long_tail,groups", help="comma-separated")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--block-size", type=int, default=EngineConfig().block_size, help="tokens in a KV block")
-    parser.add_argument(
-        "--kernels", choices=("torch", "compiled"), default="compiled", help="what computes between the products"
-    )
     parser.add_argument("--device", default="cpu", help="of engines and library: cpu, cuda or cuda:N")
     parser.add_argument(
         "--cuda-graphs", choices=("auto", "off", "padded"), default="auto", help="decode steps on CUDA: replayed or not"
@@ -310,7 +307,6 @@ def main() -> None:
         return EngineConfig(
             kv_cache_bytes=2 << 30,
             block_size=arguments.block_size,
-            kernels=arguments.kernels,
             cuda_graphs=arguments.cuda_graphs,
             dtype=dtype,
             speculative_tokens=4 if name.endswith("+drafts") else 0,
@@ -353,7 +349,6 @@ def main() -> None:
     results: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "clock": "processor" if arguments.cpu_time else "wall",
-        "kernels": arguments.kernels,
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         "cuda_graphs": arguments.cuda_graphs,
         "model": arguments.model.name,

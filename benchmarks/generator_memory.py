@@ -62,7 +62,7 @@ def measure_rank(folder: str, layout: GeneratorLayout, lengths: tuple[int, int])
     place = generator_layout(config, "cpu", replica)
     engine = NativeEngine(
         folder,
-        EngineConfig(block_size=BLOCK, kv_cache_bytes=1 << 28, max_sequences=GROUPS * GROUP_SIZE, kernels="torch"),
+        EngineConfig(block_size=BLOCK, kv_cache_bytes=1 << 28, max_sequences=GROUPS * GROUP_SIZE),
         eos_token_ids=(),
         layout=place,
     )

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from conftest import CommandLine, rows, wait_until
 
-from llamarl.engine.kernel_library import find_compiler
 from llamarl.observability.keys import is_timing_key
 
 PARTIAL = {"generator.max_segments": 2, "generator.oversubscription": 1.5}
@@ -74,9 +73,8 @@ def test_the_inline_runtime_gives_the_bits_of_the_processes(
     "rows_written", [pytest.param(0, marks=pytest.mark.long), 3, pytest.param(6, marks=pytest.mark.long)]
 )
 def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
-    llamarl: CommandLine, tmp_path: Path, never_killed: Path, rows_written: int, monkeypatch: pytest.MonkeyPatch
+    llamarl: CommandLine, tmp_path: Path, never_killed: Path, rows_written: int
 ) -> None:
-    """Also where the compiler has gone that made its loops."""
     run_dir = tmp_path / "run"
     process = llamarl.start(run_dir, RESUMABLE)
     try:
@@ -86,11 +84,6 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
     assert len(rows(run_dir)) < 8  # it was in fact cut short
-    has_compiler = find_compiler() is not None
-    assert len(list((run_dir / "kernels").glob("*.so"))) == has_compiler
-    assert f'kernels = "{"compiled" if has_compiler else "torch"}"' in (run_dir / "config.toml").read_text()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = llamarl.train(run_dir, RESUMABLE, "--resume", str(run_dir))
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_run(run_dir, never_killed)

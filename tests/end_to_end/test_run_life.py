@@ -88,7 +88,6 @@ ELSEWHERE = {
     **dict.fromkeys(("hosts.standby", "hosts.standby_after_s"), "test_standby.py"),
     **dict.fromkeys(("evaluation.dp", "evaluation.tp"), "test_ranks_of_the_evaluator_change_no_bit"),
     "hosts.absent_after_s": "test_survival_on_hosts.py",
-    **dict.fromkeys(("generator.engine.library", "judge.engine.library"), "set by each run: test_run_library.py"),
     **dict.fromkeys(("recovery.straggler_multiple", "recovery.straggler_least_s"), "test_survival.py"),
     "observability.wandb": "needs an account",
 }

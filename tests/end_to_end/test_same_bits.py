@@ -41,7 +41,6 @@ SMALL = {
     "schedule.prompts_per_step": 4,
     "generator.group_size": 4,
     "generator.threads": 1,
-    "generator.engine.kernels": '"torch"',  # the record is of a processor, not of a compiler
     "trainer.threads": 1,
     "trainer.skip_zero_advantage": "false",  # as when the record was made
     "evaluation.every": 2,

@@ -104,19 +104,16 @@ def load_later(
     sender.close()
 
 
-def generate(
-    folder: Path, family: str, mesh: tuple[int, int], layout: ParallelLayout | None, kernels: str
-) -> dict[str, Any]:
+def generate(folder: Path, family: str, mesh: tuple[int, int], layout: ParallelLayout | None) -> dict[str, Any]:
     token_bytes = NativeEngine(folder / family, EngineConfig(block_size=4)).token_bytes if layout is None else 0
     if layout is not None:
-        alone = json.loads((folder / f"{family}-{kernels}-1x1-0.json").read_text())
+        alone = json.loads((folder / f"{family}-1x1-0.json").read_text())
         token_bytes = alone["token_bytes"] // 3 // mesh[1] * (3 if mesh[0] == 1 else 2 if mesh[0] == 2 else 1)
     config = EngineConfig(
         block_size=4,
         kv_cache_bytes=NUM_KV_TOKENS * token_bytes,
         max_sequences=8,
         max_batch_tokens=24,
-        kernels=kernels,  # type: ignore[arg-type]
     )
     sparse, ranks = family in SPARSE, EngineRanks(layout)
     engine = NativeEngine(folder / family, config, eos_token_ids=(), layout=layout, note_experts=sparse)
@@ -258,7 +255,7 @@ def generate_over_kept_cache(
     return told | {"kept, alone": sampled(alone)}
 
 
-def main(mesh: tuple[int, int], rank: int, folder: Path, cases: list[tuple[str, str]]) -> None:
+def main(mesh: tuple[int, int], rank: int, folder: Path, families: list[str]) -> None:
     torch.set_num_threads(1)
     pp, tp = mesh
     layout = None
@@ -267,14 +264,14 @@ def main(mesh: tuple[int, int], rank: int, folder: Path, cases: list[tuple[str, 
             "gloo", init_method=f"file://{folder}/rendezvous{pp}x{tp}", rank=rank, world_size=pp * tp,
             timeout=timedelta(seconds=120),
         )  # fmt: skip
-        config = recipe(folder / cases[0][0], mesh)
+        config = recipe(folder / families[0], mesh)
         (replica,) = replicas_of(config, pp * tp)
         layout = generator_layout(config, "cpu", replica)
-    for family, kernels in cases:
-        told = generate(folder, family, mesh, layout, kernels)
+    for family in families:
+        told = generate(folder, family, mesh, layout)
         if FURTHER.get(mesh) == family or (mesh == ALONE and family in FURTHER.values()):
             told |= generate_over_adapters(folder, family, mesh, layout)
             told |= generate_over_kept_cache(folder, family, mesh, layout)
-        (folder / f"{family}-{kernels}-{pp}x{tp}-{rank}.json").write_text(json.dumps(told))
+        (folder / f"{family}-{pp}x{tp}-{rank}.json").write_text(json.dumps(told))
     if layout is not None:
         dist.destroy_process_group()

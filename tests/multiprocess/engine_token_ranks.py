@@ -49,8 +49,8 @@ def recipe(folder: Path, mesh: Mesh) -> RunConfig:
     return validate({"model": {"path": str(folder)}, "generator": {"cp": cp, "tp": tp, "device": "cpu"}})
 
 
-def report(folder: Path, family: str, kernels: str, mesh: Mesh, rank: int) -> Path:
-    return folder / f"{family}-{kernels}-{mesh[0]}x{mesh[1]}-{rank}.json"
+def report(folder: Path, family: str, mesh: Mesh, rank: int) -> Path:
+    return folder / f"{family}-{mesh[0]}x{mesh[1]}-{rank}.json"
 
 
 def _of(index: int, sample: int, tokens: list[int], params: SamplingParams, *, seed: int) -> Sequence:
@@ -111,17 +111,17 @@ def take_version(engine: NativeEngine, folder: Path, family: str, mesh: Mesh, ra
     sender.close()
 
 
-def generate(folder: Path, family: str, kernels: str, mesh: Mesh, layout: ParallelLayout | None) -> dict[str, Any]:
+def generate(folder: Path, family: str, mesh: Mesh, layout: ParallelLayout | None) -> dict[str, Any]:
     rank = 0 if layout is None else layout.rank
     path = folder / family
     if layout is None:
         token_bytes = NativeEngine(path, EngineConfig(block_size=4)).token_bytes
     else:
-        alone = json.loads(report(folder, family, kernels, ALONE, 0).read_text())
+        alone = json.loads(report(folder, family, ALONE, 0).read_text())
         token_bytes = alone["token_bytes"] // min(mesh[0] * mesh[1], KV_HEADS.get(family, 2))
 
     def make(**changes: Any) -> NativeEngine:
-        settings = {"kv_cache_bytes": NUM_KV_TOKENS * token_bytes, "max_sequences": 8, "kernels": kernels} | changes
+        settings = {"kv_cache_bytes": NUM_KV_TOKENS * token_bytes, "max_sequences": 8} | changes
         config = EngineConfig(block_size=4, max_batch_tokens=STEP_TOKENS, **settings)
         return NativeEngine(path, config, eos_token_ids=(), layout=layout, note_experts=family in SPARSE)
 
@@ -205,7 +205,7 @@ def exchanged(layout: ParallelLayout) -> list[str]:
     return wrong
 
 
-def main(mesh: Mesh, rank: int, folder: Path, cases: list[tuple[str, str]]) -> None:
+def main(mesh: Mesh, rank: int, folder: Path, families: list[str]) -> None:
     torch.set_num_threads(1)
     cp, tp = mesh
     layout = None
@@ -214,14 +214,14 @@ def main(mesh: Mesh, rank: int, folder: Path, cases: list[tuple[str, str]]) -> N
             "gloo", init_method=f"file://{folder}/rendezvous{cp}x{tp}", rank=rank, world_size=cp * tp,
             timeout=timedelta(seconds=120),
         )  # fmt: skip
-        config = recipe(folder / cases[0][0], mesh)
+        config = recipe(folder / families[0], mesh)
         (replica,) = replicas_of(config, cp * tp)
         layout = generator_layout(config, "cpu", replica)
         assert layout is not None
         if tp == 1:
             (folder / f"exchange-{cp}-{rank}.json").write_text(json.dumps(exchanged(layout)))
-    for family, kernels in cases:
-        told = generate(folder, family, kernels, mesh, layout)
-        report(folder, family, kernels, mesh, rank).write_text(json.dumps(told))
+    for family in families:
+        told = generate(folder, family, mesh, layout)
+        report(folder, family, mesh, rank).write_text(json.dumps(told))
     if layout is not None:
         dist.destroy_process_group()

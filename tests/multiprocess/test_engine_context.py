@@ -17,25 +17,24 @@ from engine_ranks import make_model
 from engine_token_ranks import ALONE, KV_HEADS, Mesh, report
 from tiny_models import SPARSE
 
-MESHES: dict[Mesh, list[tuple[str, str]]] = {
-    (2, 1): [("llama", "auto"), ("gemma2", "torch")],
-    (4, 1): [("qwen3_moe", "torch")],
-    (2, 2): [("llama", "auto")],
+MESHES: dict[Mesh, list[str]] = {
+    (2, 1): ["llama", "gemma2"],
+    (4, 1): ["qwen3_moe"],
+    (2, 2): ["llama"],
 }
-"""Parts of the tokens and tensor-parallel ranks -> models of four query heads over two key-value heads, and what computes between
-the products."""
-LONG: dict[Mesh, list[tuple[str, str]]] = {
-    (2, 1): [("llama", "torch"), ("deepseek_v3", "torch"), ("qwen3_moe", "torch")],
-    (4, 1): [("qwen3", "auto"), ("llama", "auto"), ("gemma2", "torch")],
-    (8, 1): [("llama-wide", "auto"), ("qwen3-wide", "torch")],
-    (2, 2): [("qwen3_moe", "torch"), ("gemma2", "torch")],
-    (2, 4): [("llama-wide", "auto")],
+"""Parts of the tokens and tensor-parallel ranks -> models of four query heads over two key-value heads."""
+LONG: dict[Mesh, list[str]] = {
+    (2, 1): ["deepseek_v3", "qwen3_moe"],
+    (4, 1): ["qwen3", "llama", "gemma2"],
+    (8, 1): ["llama-wide", "qwen3-wide"],
+    (2, 2): ["qwen3_moe", "gemma2"],
+    (2, 4): ["llama-wide"],
 }
-CASES = [(mesh, *case) for mesh, cases in MESHES.items() for case in cases]
-CASES_AT_LENGTH = [(mesh, *case) for mesh, cases in LONG.items() for case in cases]
+CASES = [(mesh, family) for mesh, families in MESHES.items() for family in families]
+CASES_AT_LENGTH = [(mesh, family) for mesh, families in LONG.items() for family in families]
 EVERY_CASE = [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in CASES_AT_LENGTH)]
 PHASES = ("crowd", "lone", "parked", "guessed", "kept", "restored")
-Case = tuple[Mesh, str, str]
+Case = tuple[Mesh, str]
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +44,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     own = [item for item in request.session.items if item.path == request.path]
     every = any(item.get_closest_marker("long") for item in own)
     asked = [*CASES, *(CASES_AT_LENGTH if every else ())]
-    for family in {family for _, family, _ in asked}:
+    for family in {family for _, family in asked}:
         make_model(family).save_pretrained(path / family)
-    for mesh in (ALONE, *sorted({mesh for mesh, _, _ in asked})):
-        cases = sorted({case[1:] for case in asked if mesh in (ALONE, case[0])})
+    for mesh in (ALONE, *sorted({mesh for mesh, _ in asked})):
+        families = sorted({family for other, family in asked if mesh in (ALONE, other)})
         num_ranks = mesh[0] * mesh[1]
         ranks = [
-            SERVER.Process(target=engine_token_ranks.main, args=(mesh, rank, path, cases)) for rank in range(num_ranks)
+            SERVER.Process(target=engine_token_ranks.main, args=(mesh, rank, path, families))
+            for rank in range(num_ranks)
         ]
         for rank in ranks:
             rank.start()
@@ -65,15 +65,15 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def said(folder: Path, mesh: Mesh, family: str, kernels: str) -> list[dict[str, Any]]:
-    return [json.loads(report(folder, family, kernels, mesh, rank).read_text()) for rank in range(mesh[0] * mesh[1])]
+def said(folder: Path, mesh: Mesh, family: str) -> list[dict[str, Any]]:
+    return [json.loads(report(folder, family, mesh, rank).read_text()) for rank in range(mesh[0] * mesh[1])]
 
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=str)
 def test_ranks_sample_the_tokens_of_one(folder: Path, case: Case) -> None:
     """Through chunks of a long prompt beside decodes, shared prompts, interruption, preemption, new weights, steps of one token, a
     parked engine, guesses, and a cache that is kept and restored."""
-    (alone,) = said(folder, ALONE, *case[1:])
+    (alone,) = said(folder, ALONE, case[1])
     assert alone["preemptions"] > 0 and alone["prompt_tokens_shared"] > 0
     assert alone["guesses"] > 0 or case[1] == "llama-wide"  # whose greedy responses go round in no circles
     for rank in said(folder, *case):
@@ -102,7 +102,7 @@ def test_all_ranks_record_the_same_bits_and_a_restored_cache_goes_on_bit_for_bit
 def test_each_rank_holds_the_whole_weights_but_for_tensor_parallel_parts_and_the_cache_of_its_heads(
     folder: Path, case: Case
 ) -> None:
-    (alone,) = said(folder, ALONE, *case[1:])
+    (alone,) = said(folder, ALONE, case[1])
     cp, tp = case[0]
     for rank in said(folder, *case):
         assert (rank["held"] == alone["held"]) == (tp == 1)

@@ -17,33 +17,35 @@ from engine_ranks import make_model
 from engine_stage_ranks import ALONE
 
 MESHES = {
-    (2, 1): [("llama", "auto"), ("gemma2", "torch")],
-    (3, 1): [("qwen3", "torch"), ("qwen3_moe", "torch")],  # whose second layer has no experts
-    (2, 2): [("qwen3_moe", "torch")],
+    (2, 1): ["llama", "gemma2"],
+    (3, 1): ["qwen3", "qwen3_moe"],  # whose second layer has no experts
+    (2, 2): ["qwen3_moe"],
 }
-"""Stages and tensor-parallel ranks -> models of three layers, their ends tied or not, and what computes between the products."""
-CASES = [(mesh, *case) for mesh, cases in MESHES.items() for case in cases]
-LONG = {((3, 1), "qwen3", "torch")}
+"""Stages and tensor-parallel ranks -> models of three layers, their ends tied or not."""
+CASES = [(mesh, family) for mesh, families in MESHES.items() for family in families]
+LONG = {((3, 1), "qwen3")}
 """A sparse model shows three stages as well."""
 ASKED = [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES]
 FURTHER_CASES = [case for case in CASES if engine_stage_ranks.FURTHER.get(case[0]) == case[1]]
-Reports = dict[tuple[tuple[int, int], str, str], list[dict[str, Any]]]
+Case = tuple[tuple[int, int], str]
+Reports = dict[Case, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """By mesh, family and kernels: what each rank says, the single rank first."""
+    """By mesh and family: what each rank says, the single rank first."""
     folder = tmp_path_factory.mktemp("engine_stages")
     own = [item for item in request.session.items if item.path == request.path]
     long = any(item.get_closest_marker("long") for item in own)
-    meshes = {mesh: [case for case in cases if long or (mesh, *case) not in LONG] for mesh, cases in MESHES.items()}
-    every = sorted({case for cases in meshes.values() for case in cases})
-    for family in {family for family, _ in every}:
+    asked = [case for case in CASES if long or case not in LONG]
+    every = sorted({family for _, family in asked})
+    for family in every:
         make_model(family).save_pretrained(folder / family)
-    for mesh, cases in {ALONE: every, **meshes}.items():
+    for mesh in (ALONE, *MESHES):
+        families = [family for family in every if mesh == ALONE or (mesh, family) in asked]
         num_ranks = mesh[0] * mesh[1]
         ranks = [
-            SERVER.Process(target=engine_stage_ranks.main, args=(mesh, rank, folder, cases))
+            SERVER.Process(target=engine_stage_ranks.main, args=(mesh, rank, folder, families))
             for rank in range(num_ranks)
         ]
         for rank in ranks:
@@ -56,22 +58,18 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             for rank in ranks:
                 rank.kill()
 
-    def said(mesh: tuple[int, int], family: str, kernels: str) -> list[dict[str, Any]]:
+    def said(mesh: tuple[int, int], family: str) -> list[dict[str, Any]]:
         return [
-            json.loads((folder / f"{family}-{kernels}-{mesh[0]}x{mesh[1]}-{rank}.json").read_text())
+            json.loads((folder / f"{family}-{mesh[0]}x{mesh[1]}-{rank}.json").read_text())
             for rank in range(mesh[0] * mesh[1])
         ]
 
-    return {
-        (mesh, family, kernels): said(ALONE, family, kernels) + said(mesh, family, kernels)
-        for mesh, cases in meshes.items()
-        for family, kernels in cases
-    }
+    return {(mesh, family): said(ALONE, family) + said(mesh, family) for mesh, family in asked}
 
 
 @pytest.mark.parametrize("case", ASKED, ids=str)
 def test_stages_sample_the_tokens_of_one_rank_through_interruptions_preemption_and_new_weights(
-    reports: Reports, case: tuple[tuple[int, int], str, str]
+    reports: Reports, case: Case
 ) -> None:
     alone, *ranks = reports[case]
     assert alone["preemptions"] > 0
@@ -86,9 +84,7 @@ def test_stages_sample_the_tokens_of_one_rank_through_interruptions_preemption_a
 
 
 @pytest.mark.parametrize("case", FURTHER_CASES, ids=str)
-def test_stages_that_are_handed_adapters_alone_sample_greedily_what_one_rank_does(
-    reports: Reports, case: tuple[tuple[int, int], str, str]
-) -> None:
+def test_stages_that_are_handed_adapters_alone_sample_greedily_what_one_rank_does(reports: Reports, case: Case) -> None:
     """From two trainer ranks that each have a part of every factor."""
     alone, *ranks = reports[case]
     expected = alone["adapted"]
@@ -108,7 +104,7 @@ SPARSE_CASES = [case for case in CASES if case[1] == "qwen3_moe"]
 @pytest.mark.parametrize("case", SPARSE_CASES, ids=str)
 @pytest.mark.parametrize("part", ["first", "carried", "dropped", "renamed"])
 def test_stages_note_the_experts_of_one_rank_in_the_order_of_the_models_layers(
-    reports: Reports, case: tuple[tuple[int, int], str, str], part: str
+    reports: Reports, case: Case, part: str
 ) -> None:
     """Of prompts and tokens; through preemption, interruption, and versions that come while responses are written."""
     alone, first, *others = reports[case]
@@ -124,7 +120,7 @@ def test_stages_note_the_experts_of_one_rank_in_the_order_of_the_models_layers(
 
 @pytest.mark.parametrize("case", FURTHER_CASES, ids=str)
 def test_stages_that_keep_their_cache_go_on_over_the_keys_and_values_of_the_version_before(
-    reports: Reports, case: tuple[tuple[int, int], str, str]
+    reports: Reports, case: Case
 ) -> None:
     """As one rank does that takes the new version behind the same tokens."""
     _, first, *_ = reports[case]
@@ -136,16 +132,14 @@ def test_stages_that_keep_their_cache_go_on_over_the_keys_and_values_of_the_vers
 
 
 @pytest.mark.parametrize("case", FURTHER_CASES, ids=str)
-def test_a_kept_cache_of_stages_goes_on_from_its_checkpoint_bit_for_bit(
-    reports: Reports, case: tuple[tuple[int, int], str, str]
-) -> None:
+def test_a_kept_cache_of_stages_goes_on_from_its_checkpoint_bit_for_bit(reports: Reports, case: Case) -> None:
     _, *ranks = reports[case]
     for rank in ranks:
         assert rank["kept, from a checkpoint"] == rank["kept"]
 
 
 @pytest.mark.parametrize("case", ASKED, ids=str)
-def test_stages_repeat_their_bits_and_agree_on_them(reports: Reports, case: tuple[tuple[int, int], str, str]) -> None:
+def test_stages_repeat_their_bits_and_agree_on_them(reports: Reports, case: Case) -> None:
     _, first, *others = reports[case]
     assert first["again"] == first["first"]
     assert first["again ended"] == first["first ended"]  # the same sequences, in the same steps
@@ -162,9 +156,7 @@ def _said_by_all(rank: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", ASKED, ids=str)
-def test_what_is_under_way_when_a_version_comes_is_of_the_version_before(
-    reports: Reports, case: tuple[tuple[int, int], str, str]
-) -> None:
+def test_what_is_under_way_when_a_version_comes_is_of_the_version_before(reports: Reports, case: Case) -> None:
     alone, first, *_ = reports[case]
     for own, tokens, expected, before in zip(
         first["renamed"]["policy_versions"],
@@ -181,8 +173,8 @@ def test_what_is_under_way_when_a_version_comes_is_of_the_version_before(
 
 
 @pytest.mark.parametrize("case", ASKED, ids=str)
-def test_each_stage_holds_its_layers_and_their_cache(reports: Reports, case: tuple[tuple[int, int], str, str]) -> None:
-    (pp, tp), family, _ = case
+def test_each_stage_holds_its_layers_and_their_cache(reports: Reports, case: Case) -> None:
+    (pp, tp), family = case
     alone, *ranks = reports[case]
     layers = {2: [2, 1], 3: [1, 1, 1]}[pp]
     whole = dict(make_model(family).named_parameters())

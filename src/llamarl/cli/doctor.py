@@ -123,7 +123,6 @@ def run(args: argparse.Namespace) -> int:
         ("shared memory", True, _shared_memory),
         ("reward workers", True, _reward_workers),
         ("disk", True, _disk),
-        ("compiled loops", False, _compiled_loops),
         ("code box", False, _code_box),
         ("cuda", False, _cuda),
         ("other hosts", False, _monarch),
@@ -182,7 +181,7 @@ def _compare(args: argparse.Namespace) -> int:
         uses.append("router_replay")
     for use in uses:
         check_supported(config.model.path, use)
-    check_architecture(config.model.path, generated=engine.name == "native", compiled=engine.kernels != "torch")
+    check_architecture(config.model.path, generated=engine.name == "native")
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     encoded = [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     encoded = [tokens for tokens in encoded if tokens]
@@ -390,18 +389,6 @@ def _reward_workers() -> str:
     pool = RewardPool(TaskConfig(), seed=0)
     pool.close()
     return "a worker starts and stops"
-
-
-def _compiled_loops() -> str:
-    from llamarl.engine.kernel_library import KernelsUnavailable, build_library
-    from llamarl.engine.kernels import load_kernels
-
-    try:
-        library = build_library()
-        load_kernels()
-    except KernelsUnavailable as error:
-        raise RuntimeError(f"engines on the CPU compute with torch alone, some 1.4 times slower: {error}") from None
-    return f"{library}"
 
 
 def _code_box() -> str:

@@ -187,7 +187,7 @@ def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(args.fork)))
     if args.dry_run:
         every = args.every_key
-        print(plan_run(config, every_key=every, like=source) if args.fork else plan_resume(config, every_key=every))
+        print(plan_run(config, every_key=every) if args.fork else plan_resume(config, every_key=every))
     elif args.fork:
         fork_run(config, source)
     else:
@@ -214,7 +214,7 @@ def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     config = load_config(source / "config.toml", [*into, *overrides, *hosts], [find_missing])
     refuse_command(config, source, given=any(word.startswith("--hosts.command") for word in overrides))
     if args.dry_run:
-        print(plan_run(config, every_key=args.every_key, like=source))
+        print(plan_run(config, every_key=args.every_key))
         return 0
     replay_run(config, source)
     return 0

@@ -25,7 +25,6 @@ from llamarl.controller.notices import reached_policy
 from llamarl.controller.preflight import check_reward
 from llamarl.controller.run import absolute_dir, description, execute, prepare, save_settings, settle_rate
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
-from llamarl.controller.run_library import take_library
 from llamarl.controller.settings import Difference, differences
 from llamarl.errors import CheckpointError, ConfigError
 from llamarl.observability.events import EVENTS_FILE
@@ -58,7 +57,7 @@ def fork_run(config: RunConfig, source: Path) -> None:
     run_dir = absolute_dir(config)
     refuse_a_run(run_dir)
     begun = load_config(source / CONFIG_FILE)
-    prepared = prepare(settle_rate(config, begun), like=source)
+    prepared = prepare(settle_rate(config, begun))
     fetch_weights(prepared.config)
     check_reward(prepared.config)
     checkpoint = CheckpointStore(source / "checkpoints").load()
@@ -75,7 +74,6 @@ def fork_run(config: RunConfig, source: Path) -> None:
         folder.begin()
         save_settings(prepared, run_dir)
         record_models(prepared.local, run_dir)
-        take_library(source, run_dir)
         copied = copy_history(source, checkpoint, run_dir, description(prepared), changed)
         print(f"{run_dir} goes on from {checkpoint.path}, with {_changes(changed)}", file=sys.stderr)
         execute(prepared, folder, resume_after_tick=copied.tick, load_from=copied.path)

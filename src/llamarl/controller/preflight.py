@@ -89,8 +89,7 @@ def check_architectures(config: RunConfig) -> None:
     for (path, key), asked in uses.items():
         generated, trained = "generate" in asked, bool(asked & {"train", "critic"})
         if generated or trained:
-            compiled = config.generator.engine.kernels != "torch"
-            check_architecture(path, key=key, generated=generated, trained=trained, compiled=compiled)
+            check_architecture(path, key=key, generated=generated, trained=trained)
 
 
 def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None:

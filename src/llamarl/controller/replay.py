@@ -40,14 +40,14 @@ def replay_run(config: RunConfig, source: Path) -> None:
             f"{source} made no decisions that need a log (schedule.weights = 'exact'): running it again",
             file=sys.stderr,
         )
-        prepared = prepare(config, like=source)
+        prepared = prepare(config)
         refuse_other_models(prepared.local, source)
         start(prepared, repeats=source)
         return
     settings = to_plain(original), to_plain(config)
     if not config.hosts.wanted:  # else the hosts say what they are when they are asked
         check_replay(source, *settings, config.run.num_ticks)
-    prepared = prepare(config, like=source)
+    prepared = prepare(config)
     if prepared.hosts is not None:
         check_replay(source, *settings, config.run.num_ticks, prepared.hosts.facts)
     refuse_other_models(prepared.local, source)

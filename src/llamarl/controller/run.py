@@ -44,7 +44,6 @@ from llamarl.controller.replay_log import needs_of, take_log
 from llamarl.controller.replica_table import replica_line, replica_table
 from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, refuse_a_run
-from llamarl.controller.run_library import settled_engines, take_library, with_library
 from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, Sources, rescaled
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.standby import Standby, check_standby, open_standby
@@ -109,14 +108,13 @@ class Prepared:
     """None: all on this machine."""
 
 
-def plan_run(config: RunConfig, *, every_key: bool = True, like: Path | None = None) -> str:
+def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
     """What a run of ``config`` would be: configuration, graph and placement, as text. Starts nothing.
 
     Args:
         every_key: Whether keys that are at their defaults are printed too.
-        like: Run that it would go on from, or repeat.
     """
-    return describe_plan(prepare(config, like=like), every_key=every_key)
+    return describe_plan(prepare(config), every_key=every_key)
 
 
 def describe_plan(prepared: Prepared, *, every_key: bool = True, goes_on: bool = False) -> str:
@@ -175,10 +173,8 @@ def start(prepared: Prepared, *, repeats: Path | None = None, by_log: bool = Fal
         folder.begin()
         remove_journal(run_dir)
         (run_dir / REPLAY_FILE).unlink(missing_ok=True)  # of a replay that ended before its first tick
-        if repeats is not None:
-            take_library(repeats, run_dir)
-            if by_log:
-                take_log(repeats, run_dir)
+        if repeats is not None and by_log:
+            take_log(repeats, run_dir)
         save_settings(prepared, run_dir)
         record_models(prepared.local, run_dir)
         execute(prepared, folder, resume_after_tick=None, load_from=None)
@@ -258,12 +254,11 @@ def _tell_of_a_long_warmup(config: RunConfig) -> None:
         )
 
 
-def prepare(config: RunConfig, begun: RunConfig | None = None, *, like: Path | None = None) -> Prepared:
+def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     """Refuse what cannot run, before any process starts; settle threads and devices.
 
     Args:
         begun: Of the run that is gone on with: it may do so without some of its hosts.
-        like: Run whose library it will take; None: its own, if it has begun.
     """
     recorded = pinned(settle_rate(config, config))
     config = local(recorded)
@@ -282,9 +277,7 @@ def prepare(config: RunConfig, begun: RunConfig | None = None, *, like: Path | N
     graph = llamarl_graph(config)
     hosts = open_hosts(config, begun)
     try:
-        prepared = _settle(
-            recorded, config, folder, graph, hosts, like or absolute_dir(config), goes_on=bool(begun or like)
-        )
+        prepared = _settle(recorded, config, folder, graph, hosts)
     except BaseException:
         if hosts is not None:
             hosts.close()
@@ -294,16 +287,7 @@ def prepare(config: RunConfig, begun: RunConfig | None = None, *, like: Path | N
     return prepared
 
 
-def _settle(
-    recorded: RunConfig,
-    config: RunConfig,
-    folder: Path,
-    graph: Graph,
-    hosts: JobHosts | None,
-    like: Path,
-    *,
-    goes_on: bool,
-) -> Prepared:
+def _settle(recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, hosts: JobHosts | None) -> Prepared:
     """Threads, devices and transports, on this machine or on hosts."""
     colocated = colocated_group(config, graph)
     if hosts is None:
@@ -320,8 +304,6 @@ def _settle(
     processor = hosts.facts["processor"] if hosts is not None else ""
     precisions = settled_precisions(config, processor)
     config, recorded = with_settings(config, precisions), with_settings(recorded, precisions)
-    engines = settled_engines(config, like, processor, begun=goes_on)
-    config, recorded = with_settings(config, engines), with_settings(recorded, engines)
     if config.lora.rank and not config.lora.targets:
         from llamarl.models.adapters import with_targets
 
@@ -435,16 +417,6 @@ def _staleness(config: RunConfig) -> str:
     return f"{which}max_staleness {staleness}, max_segments {segments}: no token older than {plural(bound, 'version')}"
 
 
-def _with_library(prepared: Prepared, run_dir: Path) -> Prepared:
-    local = with_library(prepared.local, run_dir)
-    if local is prepared.local:
-        return prepared
-    executors = tuple(
-        dataclasses.replace(spec, config=local.for_executor(spec.name)) for spec in prepared.graph.executors
-    )
-    return dataclasses.replace(prepared, local=local, graph=Graph(executors, prepared.graph.channels))
-
-
 def join_network(prepared: Prepared) -> None:
     """Say where this process is among the hosts of the job, before any memory of it is made."""
     join(prepared.hosts.network(-1) if prepared.hosts is not None else None)
@@ -463,7 +435,6 @@ def execute(
     Args:
         resumed: What its journal holds, of a run that has begun before in this folder; None: it is new.
     """
-    prepared = _with_library(prepared, folder.path)
     config, graph, run_dir = prepared.config, prepared.graph, folder.path
     goes_on, resumed = resumed is not None, resumed or Resumed()
     model = config.model

@@ -31,7 +31,7 @@ RESHARDABLE = frozenset(
 """What ``checkpoint.reshard`` lets differ."""
 
 _AUTOMATIC: Mapping[str, Any] = {
-    "threads": 0, "device": "auto", "decay_ticks": 0, "kernels": "auto", "dtype": "auto", "targets": [],
+    "threads": 0, "device": "auto", "decay_ticks": 0, "dtype": "auto", "targets": [],
 }  # fmt: skip
 """Last part of a key -> the value by which a recipe leaves it to the run's start; its config.toml then says what came of it."""
 

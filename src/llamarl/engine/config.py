@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
 from llamarl.import_path import is_import_path, why_no_name
-from llamarl.strict import NO_BITS, STRICT, refuse
+from llamarl.strict import STRICT, refuse
 
 __all__ = ["ENGINE_NAMES", "LEAST_TEMPERATURE", "QUANTIZATIONS", "VLLM_TEMPERATURES", "EngineConfig", "why_not_in_vllm"]
 
@@ -51,8 +51,8 @@ class EngineConfig:
 
     name: Annotated[str, AfterValidator(_name)] = "native"
     """"native" is llamarl's own engine; "vllm" uses the installed vLLM behind the same interface: fast on GPUs, but its bits
-    depend on the batch, so runs with it do not repeat bit for bit. block_size, speculative_*, kernels, library, cuda_graphs and
-    quantize_head are the native one's.
+    depend on the batch, so runs with it do not repeat bit for bit. block_size, speculative_*, cuda_graphs and quantize_head
+    are the native one's.
     Or an engine of your own as package.module:Class or file.py:Class (docs/engine.md)."""
 
     options: dict[str, Any] = Field(default_factory=dict)
@@ -82,15 +82,6 @@ class EngineConfig:
 
     speculative_rows: PositiveInt = 8
     """Rows of a step, sequences and guesses together, up to which it guesses, at least 2: as many as cost little more than one."""
-
-    kernels: Literal["auto", "torch", "compiled"] = "auto"
-    """What computes between the matrix products of float32 and bfloat16 on CPU. "compiled": vector loops, built with this machine's C++
-    compiler, once: 1.3 to 1.5 times the tokens a second of a small model. "torch": torch's own, the same bits with every compiler.
-    "auto": compiled where there is a compiler and the model's layers are known, else torch; "compiled" by name is refused elsewhere. Bits
-    depend on the choice and on the compiler, so a run records the choice and keeps the library in its folder, for its hosts and resumes."""
-
-    library: Annotated[str, NO_BITS] = ""
-    """File of the compiled loops; empty: that of the run, or this machine's. A run sets it itself."""
 
     cuda_graphs: Literal["auto", "on", "off", "padded"] = "auto"
     """Whether a step in which every sequence decodes is replayed from a CUDA graph: a small model's step is then bound by its

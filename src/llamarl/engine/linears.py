@@ -7,9 +7,11 @@ derived from them by ``refresh``, which the engine calls after every new version
     gate_proj, up_proj ──────┘ the others take their slice of the result
 
 ==========  ======  ===================================================================================================
-``none``    CPU     oneDNN product with packed weights (MKL's is less than half as fast on AMD processors)
+``none``    CPU     oneDNN product with packed weights (MKL's is less than half as fast on AMD processors); where oneDNN
+                    packs none of this type (bfloat16 without AVX-512, float16 on most processors), torch's own
 ``int8``    CPU     int8 weights, one scale an output channel; int8 activations, one scale a token, so that a row's result
-                    does not depend on the rest of the batch; oneDNN product
+                    does not depend on the rest of the batch; oneDNN product. Without VNNI instructions that product
+                    adds pairs in 16 bits, which saturate: the same codes are then multiplied in float32
 ``fp8``     CUDA    e4m3 weights and activations, one scale a row each, ``torch._scaled_mm``; not yet run on a GPU
 ==========  ======  ===================================================================================================
 """
@@ -17,20 +19,21 @@ derived from them by ``refresh``, which the engine calls after every new version
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llamarl.engine.config import QUANTIZATIONS
-from llamarl.engine.kernels import Kernels
 from llamarl.engine.ranks import EngineRanks
 
-__all__ = ["FusedLinear", "fused_of", "serve_linears", "supported_quantizations"]
+__all__ = ["FusedLinear", "serve_linears", "supported_quantizations"]
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _FP8_MULTIPLE = 16
 _U8_ZERO = 128  # oneDNN multiplies unsigned activations by signed weights
+_LARGEST_CODE = 127
 
 
 def supported_quantizations(device: torch.device) -> tuple[str, ...]:
@@ -170,15 +173,15 @@ class _OneDnnLinear(FusedLinear):
 class _Int8Linear(FusedLinear):
     packs = True
 
-    kernels: Kernels | None = None
-    """Compiled loops around the product, if the engine has them."""
     _packed: Tensor | None = None
 
     def _pack(self, weight: Tensor) -> None:
-        self._scale = (weight.abs().amax(dim=1).float() / 127).clamp_(min=1e-12)
-        quantized = (weight / self._scale[:, None]).round_().to(torch.int8)
-        self._zero = torch.zeros(len(weight), dtype=torch.int32)
-        self._packed = torch.ops.onednn.qlinear_prepack(quantized, None)
+        self._scale = (weight.abs().amax(dim=1).float() / _LARGEST_CODE).clamp_(min=1e-12)
+        codes = (weight / self._scale[:, None]).round_()
+        if _has_exact_int8():
+            self._packed = _pack_int8(codes.to(torch.int8))
+        else:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(codes.float().contiguous())
 
     def _drop_packed(self) -> int:
         packed, self._packed = self._packed, None
@@ -186,23 +189,54 @@ class _Int8Linear(FusedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).float()
-        if self.kernels is not None:
-            quantized, scales = self.kernels.quantize_rows(rows.contiguous())
-            bias = None if self._bias is None else self._bias.float()
-            out = self.kernels.scale_rows(self._multiply(quantized), scales, bias)
-            return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
-        scale = rows.abs().amax(dim=1, keepdim=True).div_(127).clamp_(min=1e-12)
+        scale = rows.abs().amax(dim=1, keepdim=True).div_(_LARGEST_CODE).clamp_(min=1e-12)
         # adding 128.5 and cutting off rounds to nearest; a NaN row keeps a NaN scale, and with it a NaN result
         quantized = (rows / scale).add_(_U8_ZERO + 0.5).to(torch.uint8)
-        out = self._multiply(quantized).mul_(scale)
+        assert self._packed is not None
+        if _has_exact_int8():
+            out = _int8_product(quantized, self._packed, self._scale)
+        else:  # sums of these codes are whole numbers, which float32 holds up to 2**24
+            codes = quantized.float().sub_(_U8_ZERO)
+            out = torch.ops.mkldnn._linear_pointwise(codes, self._packed, None, "none", [], "").mul_(self._scale)
+        out.mul_(scale)
         if self._bias is not None:
             out.add_(self._bias)
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
-    def _multiply(self, quantized: Tensor) -> Tensor:
-        return torch.ops.onednn.qlinear_pointwise(
-            quantized, 1.0, _U8_ZERO, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
-        )
+
+def _pack_int8(codes: Tensor) -> Tensor:
+    """[N, K] int8 in the layout that ``_int8_product`` reads."""
+    return torch.ops.onednn.qlinear_prepack(codes, None)
+
+
+def _int8_product(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """[T, N] float32: rows [T, K] of uint8 around 128, times N packed rows of int8 weights with a scale each."""
+    zero = torch.zeros(len(scale), dtype=torch.int32)
+    return torch.ops.onednn.qlinear_pointwise(
+        rows, 1.0, _U8_ZERO, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+
+
+@cache
+def _has_exact_int8() -> bool:
+    """Whether int8 products are exact here for the largest codes. The product itself is asked: what it does follows
+    the processor and ``ONEDNN_MAX_CPU_ISA``."""
+    K, N = 64, 16
+    packed = _pack_int8(torch.full((N, K), _LARGEST_CODE, dtype=torch.int8))
+    found = _int8_product(torch.full((2, K), 255, dtype=torch.uint8), packed, torch.ones(N))
+    return bool((found == K * (255 - _U8_ZERO) * _LARGEST_CODE).all())
+
+
+@cache
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this type here."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype))
+    except RuntimeError:  # it has no instructions for this type
+        return False
+    return True
 
 
 class _Fp8Linear(FusedLinear):
@@ -267,13 +301,6 @@ class _Part(nn.Module):
         return self._fused.part(x, self._first, self._size)
 
 
-def fused_of(module: nn.Module) -> FusedLinear:
-    """The product behind a served layer: its own, or the one it shares."""
-    fused = module if isinstance(module, FusedLinear) else getattr(module, "_fused", None)
-    assert isinstance(fused, FusedLinear), f"{type(module).__name__} is not served"
-    return fused
-
-
 def serve_linears(
     model: nn.Module,
     *,
@@ -283,7 +310,6 @@ def serve_linears(
     device: torch.device,
     ranks: EngineRanks | None = None,
     summed: Collection[str] = (),
-    kernels: Kernels | None = None,
 ) -> list[FusedLinear]:
     """Replace the model's linear layers by served ones; returns those, for ``refresh``.
 
@@ -292,12 +318,10 @@ def serve_linears(
     Args:
         head: The output embedding; it stays in full precision unless ``quantize_head``.
         ranks: Of a model whose layers are cut over tensor-parallel ranks.
-        kernels: Compiled loops, if the engine has them.
         summed: Names of the layers whose products are parts of a sum over these ranks.
     """
     ranks = ranks or EngineRanks()
     kinds: dict[str, type[FusedLinear]] = {"int8": _Int8Linear, "fp8": _Fp8Linear}
-    plain = _OneDnnLinear if device.type == "cpu" and torch.backends.mkldnn.is_available() else _PlainLinear
     served: list[FusedLinear] = []
     for path, parent in list(model.named_modules()):
         for names in (*_FUSED, *((name,) for name, _ in list(parent.named_children()))):
@@ -306,13 +330,12 @@ def serve_linears(
             if len(linears) < len(names):
                 continue
             quantized = quantization != "none" and (linears[0] is not head or quantize_head)
+            plain = _OneDnnLinear if device.type == "cpu" and _packs(linears[0].weight.dtype) else _PlainLinear
             kind = kinds[quantization] if quantized else plain
             if len(names) == 1 and f"{path}.{names[0]}" in summed:
                 fused = kind(linears, summed=ranks)
             else:
                 fused = kind(linears)
-            if isinstance(fused, _Int8Linear):
-                fused.kernels = kernels
             fused.refresh()
             served.append(fused)
             first = 0

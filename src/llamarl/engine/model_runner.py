@@ -13,7 +13,6 @@ decodes alone may go through ``cuda_graphs.py``, padded.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,9 +32,6 @@ from llamarl.engine.cuda_graphs import (
     why_layout_unsupported,
 )
 from llamarl.engine.expert_record import Experts, narrowed
-from llamarl.engine.kernel_library import KernelsUnavailable
-from llamarl.engine.kernels import Kernels, load_kernels
-from llamarl.engine.lean_decoder import DecodeTables, LeanDecoder, why_kernels_unsupported
 from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
@@ -111,7 +107,6 @@ class ModelRunner:
         """Of the last step, where it is noted."""
         self._row_of: list[int] = []
         """The first row of each chunk in it."""
-        kernels = _kernels(self.model, config, self.dtype, self.device)
         self._parameters = dict(self.model.named_parameters())
         self._adopted = False
         self.linears = serve_linears(
@@ -120,7 +115,6 @@ class ModelRunner:
             head=self.model.get_output_embeddings(),
             quantize_head=config.quantize_head,
             device=self.device,
-            kernels=kernels,
             ranks=self.ranks,
             summed=frozenset(name.removesuffix(".weight") for name, cut in cuts.items() if cut.dim == 1),
         )
@@ -151,13 +145,9 @@ class ModelRunner:
             self.park()
         else:
             self._make_cache()
-        self._lean = (
-            None if kernels is None else LeanDecoder(self.model, kernels, self._keys, self._values, self._stage)
-        )
         self.links: StageLinks | None = None
         if layout is not None and layout.pp > 1:
-            dtype = self.dtype if self._lean is None else torch.float32
-            self.links = StageLinks(layout, width=self._width, dtype=dtype, device=self.device)
+            self.links = StageLinks(layout, width=self._width, dtype=self.dtype, device=self.device)
         if padded:
             self.padded_decoder = self._make_padded_decoder(config)
 
@@ -416,7 +406,7 @@ class ModelRunner:
             else:
                 filling.append((first, chunk))
         filled = [chunk.blocks[: -(-(chunk.start + len(chunk.tokens)) // size)] for _, chunk in filling]
-        cuts = [] if self._lean is not None else self._cut_decodes(decoding)
+        cuts = self._cut_decodes(decoding)
         cut_tables = [values for cut in cuts for values in (cut.blocks, cut.lengths)]
         own_part: list[list[int]] = []
         heads = None
@@ -430,10 +420,6 @@ class ModelRunner:
         received = None
         if self.links is not None and not self.links.is_first:
             received = self.links.receive_hidden(len(tokens))
-        if self._lean is not None:
-            tables = self._tables(decoding)
-            hidden = self._lean.forward(token_ids, position_ids, slot_ids, tables, prefills, received, heads)
-            return hidden, last_row
         decodes = [DecodeBatch(cut.first, next(moved), next(moved), cut.width * size) for cut in cuts]
         batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills, self._first_layer)
         with nullcontext() if heads is None else paged_over_ranks(heads):
@@ -453,15 +439,6 @@ class ModelRunner:
         decode = DecodeBatch(0, inputs.tables, inputs.lengths, inputs.bucket.width * self.block_size)
         batch = PagedBatch(self._keys, self._values, inputs.slots, [decode], [])
         return self._logits(self._hidden(inputs.tokens, inputs.positions, batch))
-
-    def _tables(self, decoding: list[Chunk]) -> DecodeTables:
-        blocks: list[int] = []
-        offsets: list[int] = []
-        for chunk in decoding:
-            offsets.append(len(blocks))
-            blocks += chunk.blocks[: chunk.start // self.block_size + 1]
-        lengths = [chunk.start + 1 for chunk in decoding]
-        return DecodeTables(torch.tensor(blocks), torch.tensor(offsets), torch.tensor(lengths))
 
     def _cut_decodes(self, decoding: list[Chunk]) -> list[_Cut]:
         """Cut the decodes (sorted by context, longest first) into batches with little padding."""
@@ -498,26 +475,3 @@ def _only_decodes(plan: StepPlan) -> bool:
     return all(chunk.decode for chunk in plan.chunks) and [source for _, source in plan.samples] == list(
         range(len(plan.chunks))
     )
-
-
-def _kernels(model: torch.nn.Module, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """The compiled loops that the configuration asks for, or None; if they were asked for by name and cannot be had, says why.
-
-    Raises:
-        ConfigError: The library of the run is not for this processor.
-    """
-    if config.kernels == "torch":
-        return None
-    reason = why_kernels_unsupported(model, dtype, device)  # type: ignore[arg-type]
-    if reason is None:
-        try:
-            return load_kernels(dtype, config.library)
-        except KernelsUnavailable as error:
-            if config.library:  # others compute with it, and torch would give other bits
-                raise ConfigError(
-                    f"engine.kernels: {error}; or start a fork that does without (--fork NEW --generator.engine.kernels torch)"
-                ) from error
-            reason = str(error)
-    if config.kernels == "compiled":
-        print(f"llamarl: engine.kernels = 'compiled' has no effect here: {reason}", file=sys.stderr)
-    return None

@@ -16,7 +16,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,12 @@ import llamarl
 from llamarl.config import RunConfig
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.kernel_library import KernelsUnavailable, build_library
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ModelError
 from llamarl.models.loading import load_model_config, quiet
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.small_copy import NUM_TOKENS, small_model
-from llamarl.models.support import why_unsupported
 from llamarl.trainer.batch import TrainingSequence, make_microbatch
 from llamarl.trainer.building import build_policy
 from llamarl.trainer.shared_prompts import can_share_prompts
@@ -61,8 +59,7 @@ class Finding:
     """What one way of computing made of the copy."""
 
     way: str
-    """``prefill``, ``decode``, ``mixed`` (both in one step), ``compiled`` (all three through the compiled loops), ``packed`` (the
-    trainer's forward) or ``gradient``."""
+    """``prefill``, ``decode``, ``mixed`` (both in one step), ``packed`` (the trainer's forward) or ``gradient``."""
     gap: float
     """Largest difference from transformers' own: nats of a log-prob, or share of a gradient's largest entry."""
     where: str
@@ -81,7 +78,7 @@ class Finding:
 
 
 def check_architecture(
-    path: str | Path, *, key: str = "model.path", generated: bool = True, trained: bool = True, compiled: bool = True
+    path: str | Path, *, key: str = "model.path", generated: bool = True, trained: bool = True
 ) -> None:
     """Refuse a model whose architecture is not computed here as transformers computes it.
 
@@ -92,23 +89,19 @@ def check_architecture(
         key: The configuration key to name in the error.
         generated: Whether the native engine computes it.
         trained: Whether the trainer does, or whoever scores as it does.
-        compiled: Whether the engine may take its compiled loops, where it can.
 
     Raises:
         ModelError: With the differences found.
     """
     config = load_model_config(path)
-    library = _library(config) if generated and compiled else ""
-    passed = _passed_file(config, generated, trained, library)
+    passed = _passed_file(config, generated, trained)
     if passed.is_file():
         return
     where = f": {path}: architecture {config.model_type!r} is not supported"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError.at(key, f"{where}: transformers {transformers.__version__} has no causal language model of it")
     try:
-        failed = [
-            f for f in find_differences(config, generated=generated, trained=trained, library=library) if not f.passed
-        ]
+        failed = [f for f in find_differences(config, generated=generated, trained=trained) if not f.passed]
     except ModelError as error:
         raise ModelError.at(key, f"{where}: {error}") from error
     if failed:
@@ -119,8 +112,6 @@ def check_architecture(
             if offers
             else " (its class does not offer transformers' attention interface, through which llamarl attends)"
         )
-        if {f.way for f in failed} == {"compiled"}:
-            hint = ". With --generator.engine.kernels torch it does without those loops"
         raise ModelError.at(
             key,
             f"{where}: computed here, a small random copy of it is not what transformers itself makes of it: "
@@ -131,17 +122,7 @@ def check_architecture(
         passed.touch()
 
 
-def _library(config: PretrainedConfig) -> str:
-    """The compiled loops with which an engine would compute this model here; empty: none."""
-    if why_unsupported(config.to_dict(), "compiled_kernels"):
-        return ""
-    try:
-        return str(build_library())
-    except KernelsUnavailable:
-        return ""
-
-
-def _passed_file(config: PretrainedConfig, *asked: bool | str) -> Path:
+def _passed_file(config: PretrainedConfig, *asked: bool) -> Path:
     """The file that says that this was checked and passed."""
     values = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version", "dtype")}
     versions = [transformers.__version__, torch.__version__, llamarl.__version__, str(asked)]
@@ -160,17 +141,14 @@ def check_generated(config: RunConfig) -> None:
         ModelError: With the differences found.
     """
     if config.generator.engine.name == "native":
-        check_architecture(config.model.path, trained=False, compiled=config.generator.engine.kernels != "torch")
+        check_architecture(config.model.path, trained=False)
 
 
-def find_differences(
-    config: PretrainedConfig, *, generated: bool = True, trained: bool = True, library: str = ""
-) -> list[Finding]:
+def find_differences(config: PretrainedConfig, *, generated: bool = True, trained: bool = True) -> list[Finding]:
     """Every way of computing against transformers' own forward.
 
     Args:
         config: Of the decoder that is loaded from a folder.
-        library: Of compiled loops; empty: they are not tried.
 
     Raises:
         ModelError: No small copy can be made.
@@ -182,8 +160,6 @@ def find_differences(
         model.save_pretrained(folder)
         sequences = _sequences()
         findings = _check_engine(folder, model, sequences) if generated else []
-        if generated and library:
-            findings += _check_compiled(folder, model, library)
         for i, sequence in enumerate(sequences):  # what was not sampled is made up
             sequence.tokens = (sequence.tokens + _prompt(_NEW_TOKENS + i))[:_NEW_TOKENS]
         if trained:
@@ -214,15 +190,7 @@ def _sequences() -> list[TokenSequence]:
     ]
 
 
-def _check_compiled(folder: Path, model: PreTrainedModel, library: str) -> list[Finding]:
-    found = _check_engine(folder, model, _sequences(), library)
-    worst = max(found, key=lambda f: (bool(f.error), not f.passed, f.gap))
-    return [replace(worst, way="compiled")]
-
-
-def _check_engine(
-    folder: Path, model: PreTrainedModel, sequences: list[TokenSequence], library: str = ""
-) -> list[Finding]:
+def _check_engine(folder: Path, model: PreTrainedModel, sequences: list[TokenSequence]) -> list[Finding]:
     """Sample with the engine and score what it sampled with ``model``."""
     ways: list[list[str]] = [[] for _ in sequences]
     way = "prefill"
@@ -231,8 +199,6 @@ def _check_engine(
             kv_cache_bytes=1 << 24,
             max_batch_tokens=_BATCH_TOKENS,
             max_sequences=4,
-            kernels="compiled" if library else "torch",
-            library=library,
         )
         engine = NativeEngine(folder, config, device="cpu", eos_token_ids=())
         engine.add(sequences[:2])

@@ -24,8 +24,8 @@ from llamarl.reading import user_path
 
 __all__ = ["Content", "content_of", "paths_in", "provide", "same_there", "with_paths"]
 
-_KEYS = frozenset({"path", "data", "eval_data", "train_file", "eval_file", "library"})
-"""Keys of a recipe that name a model's folder, a data file or the engine's library, in whatever section; code is told by its form."""
+_KEYS = frozenset({"path", "data", "eval_data", "train_file", "eval_file"})
+"""Keys of a recipe that name a model's folder or a data file, in whatever section; code is told by its form."""
 
 
 @dataclass(frozen=True)

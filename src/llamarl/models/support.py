@@ -34,7 +34,6 @@ Use = Literal[
     "fp8",
     "lora",
     "vllm",
-    "compiled_kernels",
     "router_replay",
 ]
 
@@ -50,16 +49,12 @@ USES: Mapping[Use, str] = {
     "fp8": "fp8 weights in the generator, on CUDA",
     "lora": "LoRA adapters",
     "vllm": "vLLM as the engine",
-    "compiled_kernels": "the engine's compiled loops on CPU (engine.kernels)",
     "router_replay": "replay of the generator's experts in the trainer (trainer.router)",
 }
 """What a model can be asked for -> what that is."""
 
 _HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
 """Switches of norms over heads that older families have beside their tensor-parallel plan."""
-
-_MAX_HEAD_DIM = 512
-"""Features of an attention head that the compiled loops hold at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +66,6 @@ class Family:
 
 
 _NO_EXPERTS: Mapping[Use, str] = {"router_replay": "it has no experts"}
-_OTHER_LAYER: Mapping[Use, str] = {"compiled_kernels": "its layers are not those that these loops know"}
 _NO_VALUE_FORM: Mapping[Use, str] = {"critic": "transformers has no form of it with a value head named 'score'"}
 _NO_SCORE_FORM: Mapping[Use, str] = {
     **_NO_VALUE_FORM,
@@ -83,10 +77,9 @@ _PACKED_PLAN: Mapping[Use, str] = {
     "tensor_parallel": "its plan cuts packed matrices in ways that are not carried out here"
 }
 _NOT_IN_VLLM: Mapping[Use, str] = {"vllm": "nobody has tried it with llamarl"}
-_DENSE: Mapping[Use, str] = {**_OTHER_LAYER, **_NOT_IN_VLLM, **_NO_EXPERTS}
+_DENSE: Mapping[Use, str] = {**_NOT_IN_VLLM, **_NO_EXPERTS}
 _WHOLE_ATTENTION: Mapping[Use, str] = {"tensor_parallel": "its plan leaves attention whole on every rank"}
 _SPARSE: Mapping[Use, str] = {
-    **_OTHER_LAYER,
     **_NOT_IN_VLLM,
     "int8": "its experts are no linear layers, which alone are quantized",
     "fp8": "its experts are no linear layers, which alone are quantized",
@@ -97,8 +90,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(lacks=_NO_EXPERTS),
     "qwen3": Family(lacks=_NO_EXPERTS),
     "mistral": Family(lacks=_NO_EXPERTS),
-    "gemma2": Family(lacks={**_NO_EXPERTS, **_OTHER_LAYER}),
-    "gemma3_text": Family(lacks={**_NO_EXPERTS, **_OTHER_LAYER, **_NO_VALUE_FORM}),
+    "gemma2": Family(lacks={**_NO_EXPERTS}),
+    "gemma3_text": Family(lacks={**_NO_EXPERTS, **_NO_VALUE_FORM}),
     "phi3": Family(lacks={**_NO_EXPERTS, **_PACKED_PLAN}),
     "gemma": Family(lacks=_DENSE),
     "granite": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
@@ -198,8 +191,6 @@ def why_unsupported(config: Mapping[str, Any], use: Use) -> str | None:
     if use == "vllm" and kind == "qwen2" and config.get("use_sliding_window"):
         if 0 < config.get("max_window_layers", 0) < config.get("num_hidden_layers", 0):
             return "vLLM does not compute qwen2 with sliding windows in some layers only (max_window_layers)"
-    if use == "compiled_kernels":
-        return _why_not_compiled(config)
     return None
 
 
@@ -235,13 +226,3 @@ def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if isinstance(ropes, Mapping):
             yield ropes
             yield from (rope for rope in ropes.values() if isinstance(rope, Mapping))
-
-
-def _why_not_compiled(config: Mapping[str, Any]) -> str | None:
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        return f"{USES['compiled_kernels']} know the activation silu, not {activation}"
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if head > _MAX_HEAD_DIM:
-        return f"{USES['compiled_kernels']} know heads of up to {_MAX_HEAD_DIM} features, not {head}"
-    return None

@@ -5,7 +5,7 @@ a prefill goes on with:
 
     MLP of a prefill        T (4 H + 2 D + 4 I / tp)      residual, normed, embedded, returned; rotary tables; gate, up, their product
     attention of a prefill  a layer's K and V of L        read out of their blocks, on GPUs also repeated for all heads; the mask
-    attention of a decode   the wave's cache of a layer   gathered and padded (not by the compiled loops)
+    attention of a decode   the wave's cache of a layer   gathered and padded
     draws                   2 N V / tp in float32         logits and probabilities
 
 ``benchmarks/generator_memory.py`` compares it with bytes counted in real ranks.

@@ -63,10 +63,8 @@ def test_the_runs_own_settings_stand_where_the_user_sets_nothing_or_leaves_the_c
     merged = settings_on_top(BEGUN, given)
     assert merged["trainer"]["threads"] == 3 and merged["trainer"]["dtype"] == "bfloat16"
     assert merged["optimizer"] == BEGUN["optimizer"] and merged["task"]["options"] == {"a": 1}
-    served = {"engine": {"dtype": "bfloat16", "kernels": "compiled"}}
-    assert settings_on_top({"generator": served}, {"generator": {"engine": {"dtype": "auto", "kernels": "auto"}}}) == {
-        "generator": served
-    }
+    served = {"engine": {"dtype": "bfloat16"}}
+    assert settings_on_top({"generator": served}, {"generator": {"engine": {"dtype": "auto"}}}) == {"generator": served}
     assert settings_on_top(BEGUN, {}) == BEGUN
     assert settings_on_top(BEGUN, {"trainer": {"threads": 1}})["trainer"]["threads"] == 1
 

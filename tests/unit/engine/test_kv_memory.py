@@ -9,8 +9,6 @@ import pytest
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.kernel_library import KernelsUnavailable
-from llamarl.engine.kernels import load_kernels
 from llamarl.engine.scheduler import Scheduler
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.loading import load_tokenizer
@@ -81,9 +79,9 @@ def test_a_sequence_wastes_less_than_a_block(block_size: int) -> None:
         assert held <= used <= held + 24 * (block_size - 1)
 
 
-def _sampled(block_size: int, kernels: str) -> list[Sequence]:
+def _sampled(block_size: int) -> list[Sequence]:
     tokenizer = load_tokenizer("bundled:tiny")
-    config = EngineConfig(block_size=block_size, kv_cache_bytes=1 << 24, max_sequences=32, kernels=kernels)  # type: ignore[arg-type]
+    config = EngineConfig(block_size=block_size, kv_cache_bytes=1 << 24, max_sequences=32)
     engine = NativeEngine("bundled:tiny", config)
     sequences = [
         Sequence(
@@ -104,21 +102,8 @@ def _sampled(block_size: int, kernels: str) -> list[Sequence]:
 
 def test_block_size_changes_tokens_not_at_all_and_logprobs_by_rounding() -> None:
     """torch's fused attention sums in an order that depends on the padded length, which is a multiple of the block."""
-    two, eight, sixteen = (_sampled(size, "torch") for size in (2, 8, 16))
+    two, eight, sixteen = (_sampled(size) for size in (2, 8, 16))
     for other in (eight, sixteen):
         assert [s.tokens for s in other] == [s.tokens for s in two]
         for a, b in zip(other, two, strict=True):
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
-
-
-def test_with_compiled_kernels_block_size_changes_no_bit() -> None:
-    """Their attention reads the tokens that are there, one after another, and no padding."""
-    try:
-        load_kernels()
-    except KernelsUnavailable as error:
-        pytest.skip(str(error))
-    two, eight, sixteen = (_sampled(size, "compiled") for size in (2, 8, 16))
-    for other in (eight, sixteen):
-        assert [(s.tokens, s.logprobs, s.raw_logprobs) for s in other] == [
-            (s.tokens, s.logprobs, s.raw_logprobs) for s in two
-        ]

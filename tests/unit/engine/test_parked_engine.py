@@ -11,8 +11,6 @@ from tiny_models import tiny_model
 from llamarl.engine.base import Parkable
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.kernel_library import KernelsUnavailable
-from llamarl.engine.kernels import load_kernels
 from llamarl.engine.sequence import SamplingParams, Sequence
 
 
@@ -59,18 +57,10 @@ def served(engine: NativeEngine) -> list[object]:
     return [getattr(linear, "_packed", None) for linear in engine._runner.linears]
 
 
-@pytest.mark.parametrize("kind", ["torch", "compiled"])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_tokens_after_parking_are_those_of_an_engine_that_was_never_parked(
-    kind: str, quantization: str, tmp_path: Path
-) -> None:
-    if kind == "compiled":
-        try:
-            load_kernels()
-        except KernelsUnavailable as reason:
-            pytest.skip(str(reason))
+def test_tokens_after_parking_are_those_of_an_engine_that_was_never_parked(quantization: str, tmp_path: Path) -> None:
     tiny_model("llama", "sdpa").save_pretrained(tmp_path)
-    config = EngineConfig(kv_cache_bytes=1 << 17, kernels=kind)  # type: ignore[arg-type]
+    config = EngineConfig(kv_cache_bytes=1 << 17)
     always, parked = (NativeEngine(tmp_path, config, eos_token_ids=(), quantization=quantization) for _ in range(2))
     for version in (1, 2):
         weights = {name: t * (1 + 0.1 * version) for name, t in always.parameters_for_sync().items()}

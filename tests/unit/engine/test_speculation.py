@@ -11,8 +11,6 @@ from tiny_models import tiny_model
 from llamarl.config import validate
 from llamarl.engine.drafts import Drafter
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.kernel_library import KernelsUnavailable
-from llamarl.engine.kernels import load_kernels
 from llamarl.engine.scheduler import Member
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import ConfigError
@@ -92,21 +90,6 @@ def test_windows_soft_caps_and_learned_positions_are_kept(family: str, tmp_path:
     tiny_model(family, "eager").save_pretrained(tmp_path)
     plain, _, _ = sampled(_engine(tmp_path), _sequences(_prompts(2), group=2, max_new_tokens=40))
     guessed, _, drawn = sampled(_engine(tmp_path, **GUESSING), _sequences(_prompts(2), group=2, max_new_tokens=40))
-    assert_same(guessed, plain)
-    assert drawn
-
-
-def test_compiled_loops_take_guesses_too(folder: Path) -> None:  # noqa: F811
-    import torch
-
-    try:
-        load_kernels(torch.float32)
-    except KernelsUnavailable as error:
-        pytest.skip(str(error))
-    plain, _, _ = sampled(_engine(folder, kernels="compiled"), _sequences(_prompts(2), group=3, max_new_tokens=40))
-    guessed, _, drawn = sampled(
-        _engine(folder, kernels="compiled", **GUESSING), _sequences(_prompts(2), group=3, max_new_tokens=40)
-    )
     assert_same(guessed, plain)
     assert drawn
 

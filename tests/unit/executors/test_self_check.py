@@ -16,8 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 from tiny_models import FAMILIES, tiny_config
 
 import llamarl.executors.self_check as self_check
-from llamarl.engine.kernel_library import KernelsUnavailable, build_library
-from llamarl.engine.kernels import Kernels
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.errors import ModelError
 from llamarl.executors.self_check import Finding, check_architecture, find_differences
@@ -67,24 +65,6 @@ def test_positions_that_are_off_by_one_in_decodes_alone_are_found(monkeypatch: p
     assert ways_found(tiny_config("opt")) == {"decode", "mixed"}  # learned positions
 
 
-def test_compiled_loops_that_compute_something_else_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        library = str(build_library())
-    except KernelsUnavailable as reason:
-        pytest.skip(str(reason))
-    config = tiny_config("llama")
-    assert {f.way: f.passed for f in find_differences(config, trained=False, library=library)} == {
-        "prefill": True, "decode": True, "mixed": True, "compiled": True,
-    }  # fmt: skip
-    monkeypatch.setattr(Kernels, "gated_silu", lambda self, rows: rows[:, : rows.shape[1] // 2].contiguous())
-    found = find_differences(config, trained=False, library=library)
-    assert {f.way for f in found if not f.passed} == {"compiled"}
-    config.save_pretrained(folder)
-    with pytest.raises(ModelError, match="compiled differs by .* --generator.engine.kernels torch it does without"):
-        check_architecture(folder)
-    check_architecture(folder, compiled=False)
-
-
 @pytest.mark.usefixtures("ask_everything")
 def test_attention_sinks_are_found_in_every_way() -> None:
     assert ways_found(CONFIG_MAPPING["gpt_oss"]()) == {"prefill", "decode", "mixed", "packed", "gradient"}
@@ -130,7 +110,7 @@ def test_what_passed_is_not_computed_again_and_what_failed_is(folder: Path, monk
     computed: list[bool] = []
     gap = 1.0
 
-    def differences(config: Any, generated: bool, trained: bool, library: str) -> list[Finding]:
+    def differences(config: Any, generated: bool, trained: bool) -> list[Finding]:
         computed.append(trained)
         return [Finding(way="packed", gap=gap, where="")]
 

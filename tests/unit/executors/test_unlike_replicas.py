@@ -42,7 +42,7 @@ def recipe(*kinds: Mapping[str, Any], prompts: int = 6, **generator: Any) -> Run
                 "device": "cpu",
                 "threads": 1,
                 "sampling": {"max_new_tokens": 16},
-                "engine": {"kv_cache_bytes": 1 << 21, "kernels": "torch"},
+                "engine": {"kv_cache_bytes": 1 << 21},
                 **generator,
             },
         }
@@ -108,7 +108,7 @@ def test_alike_replicas_of_equal_shares_make_the_bits_of_dp(alike: list[list[lis
 
 def test_each_replica_samples_what_it_would_beside_others_of_its_kind(alike: list[list[list[Group]]]) -> None:
     """Tokens and log-probs, those of the bfloat16 replica too: nothing of the other replica's precision reaches them."""
-    rounded = run(recipe(dp=2, **PARTIAL, engine={"kv_cache_bytes": 1 << 21, "dtype": "bfloat16", "kernels": "torch"}))
+    rounded = run(recipe(dp=2, **PARTIAL, engine={"kv_cache_bytes": 1 << 21, "dtype": "bfloat16"}))
     mixed = digests(run(recipe({}, {"dtype": "bfloat16"}, **PARTIAL)))
     assert [tick[0] for tick in mixed] == [tick[0] for tick in digests(alike)]
     assert [tick[1] for tick in mixed] == [tick[1] for tick in digests(rounded)]

@@ -31,7 +31,6 @@ from llamarl.controller.preflight import check_models
 from llamarl.controller.run import plan_run, prepare, start_run
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.lean_decoder import why_kernels_unsupported
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import ConfigError, LlamaRLError, ModelError
 from llamarl.executors.self_check import find_differences
@@ -122,15 +121,6 @@ def score(folder: Path) -> None:
     assert len(scorer.score([[[3, 4, 5], [3, 4, 6, 7]]])) == 2
 
 
-def compile_kernels(folder: Path) -> None:
-    model = load_model(folder, dtype=torch.float32, attention="llamarl_paged")
-    if reason := why_kernels_unsupported(model, torch.float32, torch.device("cpu")):
-        raise ModelError(reason)
-    # the loops know exactly these parts of a layer
-    parts = {name.split(".")[3] for name, _ in model.named_parameters() if name.startswith("model.layers.0.")}
-    assert parts == {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-
-
 def cut(folder: Path) -> None:
     """The styles of the model's own plan are those that are carried out; the multi-process tests carry them out."""
     plan = AutoConfig.from_pretrained(folder).base_model_tp_plan
@@ -179,7 +169,6 @@ def done(use: Use, folder: Path, family: str) -> None:
         "lora": lambda: adapters(folder, family),
         "tensor_parallel": lambda: cut(folder),
         "pipeline": lambda: check_stages(small_model(AutoConfig.from_pretrained(folder)), 3),
-        "compiled_kernels": lambda: compile_kernels(folder),
         "router_replay": lambda: let_replay(load_model(folder, dtype=torch.float32, attention="llamarl_packed")),
     }[use]()
 
@@ -374,7 +363,7 @@ EXAMPLES = {
     "granitemoe": "Granite 3 MoE",
 }  # fmt: skip
 COLUMNS: dict[str, Use] = {
-    "tp": "tensor_parallel", "pp": "pipeline", "critic": "critic", "reward model": "reward_model", "int8, fp8": "int8", "LoRA": "lora", "compiled": "compiled_kernels",
+    "tp": "tensor_parallel", "pp": "pipeline", "critic": "critic", "reward model": "reward_model", "int8, fp8": "int8", "LoRA": "lora",
     "vLLM": "vllm",
 }  # fmt: skip
 
