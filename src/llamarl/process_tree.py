@@ -11,9 +11,9 @@ import signal
 import sys
 import time
 
-__all__ = ["adopt_orphans", "end_with_parent", "kill_descendants", "reap"]
+__all__ = ["adopt_orphans", "end_with_parent", "hide_memory", "kill_descendants", "reap"]
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _SWEEP_S = 5.0
 """Longest wait for killed processes to be gone: one that hangs in the kernel must not keep the guard."""
 
@@ -32,6 +32,11 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # asked after the call above: a death between the two is not missed
         os._exit(1)
+
+
+def hide_memory() -> None:
+    """Keep other processes of this user from reading this one's memory, environment and open files (Linux)."""
+    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def reap(pid: int) -> int | None:

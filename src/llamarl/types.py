@@ -86,7 +86,11 @@ class Score:
     value: float
     """The reward; finite."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Named parts of it, for metrics."""
+    """Named parts of it, for metrics. Names are plain text, also where a member of a string enumeration gave one."""
+
+    def __post_init__(self) -> None:
+        names = (str.__str__(name) if isinstance(name, str) else name for name in self.parts)
+        object.__setattr__(self, "parts", dict(zip(names, self.parts.values(), strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

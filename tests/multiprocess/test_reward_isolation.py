@@ -439,7 +439,7 @@ def test_parts_may_be_named_by_a_string_enumeration_and_their_numbers_are_checke
     assert named == Score(value=0.5, parts={"style": 0.25})
     assert isinstance(named, Score) and [type(name) for name in named.parts] == [str]
     assert _failure(bad).kind == "not_a_number"
-    assert "part <Part.STYLE: 'style'> is nan" in _failure(bad).detail
+    assert "part 'style' is nan" in _failure(bad).detail
 
 
 @pytest.mark.parametrize(("word", "told"), [("surrogate", r"ValueError: \ud800"), ("unprintable", "Unprintable: (its")])

@@ -50,6 +50,7 @@ from llamarl.controller.standby import Standby, check_standby, open_standby
 from llamarl.controller.stragglers import Stragglers
 from llamarl.controller.twins import Twins, never_twice
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
+from llamarl.environments.code_options import warning_of_no_box
 from llamarl.errors import ConfigError, LlamaRLError, ModelError, NothingTrained, RunFolderLost, RunStopped
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.precision import settled_precisions
@@ -260,6 +261,8 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     Args:
         begun: Of the run that is gone on with: it may do so without some of its hosts.
     """
+    if warning := warning_of_no_box(config.task):
+        print(warning, file=sys.stderr)
     recorded = pinned(settle_rate(config, config))
     config = local(recorded)
     check_models(config)

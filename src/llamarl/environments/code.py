@@ -27,10 +27,11 @@ from llamarl.environments.code_options import CodeOptions
 from llamarl.environments.config import MixedTask, TaskConfig
 from llamarl.environments.jsonl import JsonlSplits
 from llamarl.environments.sandbox import run
-from llamarl.environments.sandbox.kinds import Kind
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult
+from llamarl.environments.sandbox.run import Kind
 from llamarl.environments.tables import TableSplits
 from llamarl.errors import DataError
+from llamarl.process_tree import hide_memory
 from llamarl.types import Prompt, Score
 
 __all__ = ["CodeTask", "Verdict", "judge_program", "same_output"]
@@ -124,19 +125,19 @@ class _Rows(TableSplits):
 
 
 def _choose_box(named: str) -> Kind:
-    try:
-        if named == "auto":
-            return run.find_box()
-    except BoxFailed as error:
-        raise DataError.at(
-            "task.options.box",
-            f": programs cannot be boxed on this machine: {error}. Install bubblewrap, allow user namespaces "
-            "(kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns, a container's seccomp profile), "
-            "or set options = { box = 'plain' }, which leaves this machine's files readable to programs (docs/code.md)",
-        ) from error
-    kind: Kind = "bwrap" if named == "bwrap" else "namespaces" if named == "namespaces" else "plain"
+    kind: Kind = "plain" if named == "plain" else "bwrap"
     if why := run.why_no_box(kind):
-        raise DataError.at("task.options.box", f"is {named!r}, which does not work here: {why}")
+        cure = (
+            ""
+            if kind == "plain"
+            else (
+                ". Install bubblewrap and allow it namespaces (docs/code.md), or set options = { box = 'plain' }, which is no box: "
+                "programs can then read what the user can"
+            )
+        )
+        raise DataError.at("task.options.box", f": programs cannot be run in a box of kind {kind} here: {why}{cure}")
+    if kind == "plain":
+        hide_memory()  # programs run as this user: what is expected of them is in this process
     return kind
 
 
@@ -161,7 +162,7 @@ def judge_program(
     Args:
         entry_point: Name in the program that the tests mean even where Python has it too, such as ``sum``; what
             ``check(candidate)`` gets.
-        kind: Of box; None is the strongest that works here.
+        kind: Of box; None is bubblewrap.
 
     Raises:
         BoxFailed: A box did not come up or broke.
@@ -238,13 +239,13 @@ def _play_tests(
         "tests": [tests] if isinstance(tests, str) else tests,
         "file": isinstance(tests, str),
         "entry_point": entry_point,
-        "trust": options.trust_operators,
     }
     tests_end, program_end = socket.socketpair()
     with tests_end, program_end:
         tester = run.Program(
             source=_script("tester.py"),
-            files={"link.py": _script("link.py"), "job.json": json.dumps(job)},
+            stdin=json.dumps(job),
+            files={"link.py": _script("link.py")},
             packages=options.packages,
             channel=tests_end.fileno(),
             limits=BoxLimits(

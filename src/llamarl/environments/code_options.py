@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from llamarl.environments.sandbox.kinds import KINDS
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from llamarl.environments.config import TaskConfig, TaskSection
 from llamarl.errors import DataError, Mistake
+from llamarl.mistakes import Reader
+from llamarl.strict import STRICT
 
-__all__ = ["CodeOptions"]
-
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "language": ("python",),
-    "score": ("all", "share"),
-    "box": ("auto", *KINDS),
-}
+__all__ = ["CodeOptions", "warning_of_no_box"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CodeOptions:
     """How programs are run and scored."""
 
-    language: str = "python"
-    """Of the programs; python alone for now."""
-    timeout_s: float = 10.0
+    timeout_s: Annotated[float, Field(ge=0.5)] = 10.0
     """Seconds that all tests of a sample may take together, the start of the boxes included."""
-    memory_mb: int = 512
-    """MiB that a program may take."""
-    score: str = "all"
+
+    memory_mb: Annotated[int, Field(ge=64)] = 512
+    """MiB that a program may take; an interpreter takes some 30."""
+
+    score: Literal["all", "share"] = "all"
     """all: 1 where every test passes, else 0. share: the share of the tests that pass."""
-    box: str = "auto"
-    """auto: bwrap where it works, else namespaces, else the run is refused. A kind by name is that kind; plain, which leaves
-    the machine's files readable, is taken only so."""
+
+    box: Literal["auto", "bwrap", "plain"] = "auto"
+    """auto and bwrap: bubblewrap; where it does not work the run is refused. plain is no box, and is taken only by name:
+    limits hold, but programs can read what the user can."""
+
     packages: bool = True
     """Whether programs and tests can import the installed packages, besides the standard library."""
-    trust_operators: bool = False
-    """Whether an object of the program's own class may say itself how it compares to plain data (==, <, +, in)."""
 
     @classmethod
     def read(
         cls, options: Mapping[str, Any], *, pool_timeout_s: float = math.inf, pool_memory_mb: int = 0
     ) -> CodeOptions:
-        """Of a recipe.
+        """Options of a recipe.
 
         Args:
             pool_timeout_s: ``task.pool.timeout_s``, after which the worker would be killed around the box.
@@ -53,42 +50,28 @@ class CodeOptions:
         Raises:
             DataError: Options that there are not, or values that cannot be; all mistakes at once.
         """
-        mistakes = list(_mistakes(cls, options))
-        if not mistakes:
-            made = cls(**options)
-            if made.timeout_s + 1 > pool_timeout_s:
-                text = (
-                    f"must be at most task.pool.timeout_s ({pool_timeout_s}) less 1, got {made.timeout_s}: a worker over its "
-                    "time fails the sample, a program over its time is a wrong answer"
-                )
-                mistakes.append(Mistake("task.options.timeout_s", text, ("task.pool.timeout_s",)))
-            if pool_memory_mb and made.memory_mb > pool_memory_mb:
-                text = f"must be at most task.pool.memory_limit_mb ({pool_memory_mb}), got {made.memory_mb}"
-                mistakes.append(Mistake("task.options.memory_mb", text, ("task.pool.memory_limit_mb",)))
-            if not mistakes:
-                return made
-        raise DataError("\n".join(map(str, mistakes)), mistakes=mistakes)
+        made, found = Reader(cls).read(options)
+        mistakes = [Mistake(f"task.options.{one.key}", one.text) for one in found]
+        if made.timeout_s + 1 > pool_timeout_s:
+            text = (
+                f"must be at most task.pool.timeout_s ({pool_timeout_s}) less 1, got {made.timeout_s}: a worker over its "
+                "time fails the sample, a program over its time is a wrong answer"
+            )
+            mistakes.append(Mistake("task.options.timeout_s", text, ("task.pool.timeout_s",)))
+        if pool_memory_mb and made.memory_mb > pool_memory_mb:
+            text = f"must be at most task.pool.memory_limit_mb ({pool_memory_mb}), got {made.memory_mb}"
+            mistakes.append(Mistake("task.options.memory_mb", text, ("task.pool.memory_limit_mb",)))
+        if mistakes:
+            raise DataError("\n".join(map(str, mistakes)), mistakes=mistakes)
+        return made
 
 
-def _mistakes(cls: type[CodeOptions], options: Mapping[str, Any]) -> list[Mistake]:
-    names = [field.name for field in fields(cls)]
-    found = []
-    for name, value in options.items():
-        key = f"task.options.{name}"
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            found.append(Mistake(key, f"is no option of code; {hint}it has {', '.join(names)}"))
-        elif name in _CHOICES:
-            if value not in _CHOICES[name]:
-                found.append(Mistake(key, f"must be one of {', '.join(_CHOICES[name])}, got {value!r}"))
-        elif name in ("packages", "trust_operators"):
-            if not isinstance(value, bool):
-                found.append(Mistake(key, f"must be true or false, got {value!r}"))
-        elif isinstance(value, bool) or not isinstance(value, int if name == "memory_mb" else (int, float)):
-            found.append(Mistake(key, f"must be a number, got {value!r}"))
-        elif name == "memory_mb" and value < 64:
-            found.append(Mistake(key, f"must be >= 64 MiB, which an interpreter takes, got {value}"))
-        elif name == "timeout_s" and not 0.5 <= value < math.inf:
-            found.append(Mistake(key, f"must be >= 0.5 seconds, got {value}"))
-    return found
+def warning_of_no_box(config: TaskConfig) -> str:
+    """Say what a recipe gives up that runs programs in no box; empty for all others."""
+    tasks = list(config.tasks.values()) if isinstance(config, TaskSection) else []
+    if not any(task.name == "code" and task.options.get("box") == "plain" for task in tasks or [config]):
+        return ""
+    return (
+        "task.options.box = 'plain' is NO BOX: programs that the policy writes can read, and send to other processes of this "
+        "machine, whatever the user who runs them can (docs/code.md)"
+    )

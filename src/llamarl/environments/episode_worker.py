@@ -149,7 +149,7 @@ def checked_step(value: object) -> Step:
         reward=_finite("reward", value.reward),
         done=bool(value.done) or bool(value.truncated),
         truncated=bool(value.truncated),
-        parts={str(name): _finite(f"part {name!r}", number) for name, number in value.parts.items()},
+        parts={_plain(name): _finite(f"part {name!r}", number) for name, number in value.parts.items()},
     )
 
 
@@ -173,7 +173,7 @@ def _checked_words(said: Observation | Step) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """The same in plain JSON values, whose text can be written as UTF-8; sequences are tuples of the outermost level."""
     if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
+        return str.__str__(value).encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Mapping):
         return {_plain(str(key)): _inner(item) for key, item in value.items()}
     if isinstance(value, tuple):

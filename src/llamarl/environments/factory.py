@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 
 from llamarl.environments.base import Task
 from llamarl.environments.config import TaskConfig, TaskSection
-from llamarl.environments.patches import refuse_patches
 from llamarl.errors import DataError, Mistake
 from llamarl.import_path import check
 
@@ -57,7 +56,6 @@ def task_mistakes(config: TaskConfig, seed: int) -> Iterator[Mistake]:
                 yield Mistake(re.sub(r"^task\.", f"task.mixture.{label}.", mistake.key), mistake.text)
         return
     try:
-        refuse_patches()
         questions = _make_questions(config, seed)
         if with_preset(config).data:
             questions.num_items("train")  # a table is opened when it is first asked

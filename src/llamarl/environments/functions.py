@@ -46,15 +46,11 @@ def as_score(value: object) -> Score:
     if isinstance(value, NotANumber):
         raise value
     if isinstance(value, Score):
-        parts = {_part_name(name): _finite(f"reward part {name!r}", number) for name, number in value.parts.items()}
+        if nameless := [name for name in value.parts if not isinstance(name, str)]:
+            raise NotANumber(f"reward part {nameless[0]!r} must be named by text")
+        parts = {name: _finite(f"reward part {name!r}", number) for name, number in value.parts.items()}
         return Score(value=_finite("reward", value.value), parts=parts)
     return Score(value=_finite("reward", value))
-
-
-def _part_name(name: object) -> str:
-    if not isinstance(name, str):
-        raise NotANumber(f"reward part {name!r} must be named by text")
-    return str.__str__(name)  # the text alone of a member of a string enumeration, which others could not read
 
 
 def _finite(what: str, value: object) -> float:

@@ -27,7 +27,7 @@ import select
 import signal
 import traceback
 
-from llamarl.process_tree import adopt_orphans, end_with_parent, kill_descendants, reap
+from llamarl.process_tree import adopt_orphans, end_with_parent, hide_memory, kill_descendants, reap
 
 __all__ = ["MAX_LINES", "OutputTail", "guard"]
 
@@ -78,6 +78,7 @@ def guard(control: int, pool_pid: int, worker_fd: int) -> tuple[int, bytes]:
         os.dup2(worker_output, 2)
         return worker_output, mark
     try:
+        hide_memory()  # its environment is the judges', not the programs' that they run
         os.close(worker_fd)
         os.close(worker_output)
         _watch(worker, control, pool_pid, output, OutputTail(mark))

@@ -70,8 +70,7 @@ class RewardPool(WorkerPool):
         seed: The run's seed; workers make the same task from it as the prompt stream does.
 
     Raises:
-        DataError: The task cannot be made; carries the worker's cause. Or this process patched the package's judges, which
-            its workers would not see.
+        DataError: The task cannot be made; carries the worker's cause.
         ExecutorFailed: A worker died while it started.
         DeadlineExceeded: A worker took longer than ``startup_timeout_s`` to start.
     """

@@ -21,7 +21,6 @@ from typing import ClassVar, Self
 
 from llamarl.environments.config import RewardPoolConfig
 from llamarl.environments.messages import Answered, BrokenReply, Ready, Refused, Verdicts
-from llamarl.environments.patches import refuse_patches
 from llamarl.environments.worker_env import unset_names
 from llamarl.environments.worker_process import Job, WorkerProcess
 from llamarl.errors import DataError, DeadlineExceeded, ExecutorFailed
@@ -44,8 +43,7 @@ class WorkerPool(ABC):
         suspect: Whose code may be to blame where a worker does not start, for errors.
 
     Raises:
-        DataError: A worker refuses; carries its cause. Or this process patched the package's own code, which its workers
-            would not see.
+        DataError: A worker refuses; carries its cause.
     """
 
     title: ClassVar[str]
@@ -54,7 +52,6 @@ class WorkerPool(ABC):
     """For errors: what took too long."""
 
     def __init__(self, hello: bytes, config: RewardPoolConfig, *, timeout_s: float | None, suspect: str = "") -> None:
-        refuse_patches()
         self._timeout_s = config.timeout_s if timeout_s is None else timeout_s
         self._config = config
         self._hello = hello

@@ -61,6 +61,25 @@ HOSTILE: dict[str, tuple[str, Check]] = {
     "shared memory": (_attempt("import mmap\nx = [mmap.mmap(-1, 64 << 20) for _ in range(20)]\nfor m in x: m[:] = b'x' * (64 << 20)\nprint(len(x))",
                                "OSError, MemoryError"), lambda r: _caught(r) or _over("memory")(r)),
     "memory behind a file descriptor": (_attempt("os.memfd_create('x')\nprint('got one')"), _caught),
+    "huge pages pinned in pipes": ("""
+import ctypes, fcntl, mmap, os
+class Piece(ctypes.Structure): _fields_ = [('base', ctypes.c_void_p), ('length', ctypes.c_size_t)]
+c, held = ctypes.CDLL(None, use_errno=True), 0
+pages = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+pages.madvise(mmap.MADV_HUGEPAGE)
+start = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + (2 << 20) - 1 & -(2 << 20)
+for _ in range(20):
+    into = os.pipe()[1]
+    fcntl.fcntl(into, 1031, 1 << 20)
+    for _ in range(16):
+        ctypes.memset(start, 1, 2 << 20)
+        held += max(0, c.vmsplice(into, ctypes.byref(Piece(start, 1)), 1, 2))
+        pages.madvise(mmap.MADV_DONTNEED)
+print(held or 'caught')
+""", _caught),
+    "splice and tee": (_attempt("c = ctypes.CDLL(None, use_errno=True)\na, b, e = os.pipe(), os.pipe(), os.pipe()\nos.write(a[1], b'xx')\n"
+                                "print('caught' if c.tee(a[0], b[1], 1, 0) < 0 and c.splice(a[0], None, e[1], None, 1, 0) < 0 else 'moved')"), _caught),
+    "huge pages": ("print('caught' if 'THP_enabled:\\t0' in open('/proc/self/status').read() else 'has them')", _caught),
     "System V shared memory": (_attempt("c = ctypes.CDLL(None, use_errno=True)\nprint('caught' if c.shmget(0, 1 << 30, 0o1600) < 0 else 'got it')"), _caught),
     "output without end": ("while True: print('x' * 1000)", _over("output")),
     "errors without end": ("import sys\nwhile True: print('x' * 1000, file=sys.stderr)", _over("output")),

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llamarl.config import validate
 from llamarl.environments.code import CodeTask, Verdict, judge_program, same_output
 from llamarl.environments.code_items import code_item, last_program
-from llamarl.environments.code_options import CodeOptions
-from llamarl.environments.config import RewardPoolConfig, TaskConfig
+from llamarl.environments.code_options import CodeOptions, warning_of_no_box
+from llamarl.environments.config import RewardPoolConfig, TaskConfig, TaskSection
 from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
 from llamarl.environments.sandbox import run
@@ -96,15 +97,10 @@ def test_a_line_that_cannot_be_judged_is_named(record: dict[str, Any], words: st
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"timeout": 3}, "task.options.timeout is no option of code; did you mean 'timeout_s'"),
-        ({"language": "rust"}, "must be one of python, got 'rust'"),
-        ({"score": "most"}, "must be one of all, share"),
-        ({"box": "docker"}, "must be one of auto, bwrap, namespaces, plain"),
-        ({"timeout_s": 0}, "must be >= 0.5 seconds"),
-        ({"timeout_s": True}, "must be a number"),
-        ({"memory_mb": 5.5}, "must be a number"),
-        ({"memory_mb": 5}, "must be >= 64 MiB"),
-        ({"packages": 1}, "must be true or false"),
+        ({"timeout": 3}, "task.options.timeout: unknown key; did you mean 'timeout_s'"),
+        ({"box": "docker"}, "task.options.box: expected 'auto', 'bwrap' or 'plain'"),
+        ({"timeout_s": 0}, "task.options.timeout_s must be >= 0.5"),
+        ({"memory_mb": 5.5}, "task.options.memory_mb.* integer"),
         ({"timeout_s": 20}, "must be at most task.pool.timeout_s \\(20.0\\) less 1"),
         ({"memory_mb": 9000}, "must be at most task.pool.memory_limit_mb \\(4096\\)"),
     ],
@@ -117,11 +113,19 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str)
 def test_every_mistake_of_the_options_is_told() -> None:
     with pytest.raises(DataError) as caught:
         CodeOptions.read({"score": 1, "memory_mb": 1, "boxes": "x"})
-    assert [m.key for m in caught.value.mistakes] == [
+    assert {m.key for m in caught.value.mistakes} == {
         "task.options.score",
         "task.options.memory_mb",
         "task.options.boxes",
-    ]
+    }
+
+
+def test_a_run_without_a_box_says_so_and_no_other_does() -> None:
+    def section(**task: Any) -> TaskSection:
+        return validate({"task": {"name": "code", "train_file": "a.jsonl", **task}}).task
+
+    assert "is NO BOX" in warning_of_no_box(section(options={"box": "plain"}))
+    assert warning_of_no_box(section(options={"box": "auto"})) == warning_of_no_box(section()) == ""
 
 
 def test_a_code_task_needs_questions() -> None:
@@ -146,31 +150,20 @@ def test_output_is_compared_without_white_space_at_the_ends() -> None:
         ("def f(x): return x", ["assert f([1, (2, {3})]) == [1, (2, {3})]", "assert f({(1, 2): b'x'}) == {(1, 2): b'x'}"]),
         ("def f(x): return x", ["assert f(10 ** 6000) == 10 ** 6000", "assert f(1 + 2j) == 1 + 2j", "assert f(range(3)) == range(3)"]),
         ("def f(x): return x", ["assert f(float('inf')) > 1", "assert f(float('nan')) != 1", "assert isinstance(f(True), bool)"]),
-        ("def f(x): return x", ["x = [1]\nassert f(x) is x", "assert f(int) is int"]),
         ("def f(x): return x", ["from decimal import Decimal\nassert f(Decimal('1.10')) == Decimal('1.10')",
                                 "from fractions import Fraction\nassert f(Fraction(1, 3)) == Fraction(1, 3)"]),
         ("def f(a): a.sort(); a.append([9])", ["a = [3, 1]\nassert f(a) is None and a == [1, 3, [9]]"]),
         ("def f(d, s): d['k'] = 1; s.add(2)", ["d, s = {}, set()\nf(d, s)\nassert d == {'k': 1} and s == {2}"]),
-        ("def f(g, x): return g(x) + 1", ["assert f(lambda v: v * v, 3) == 10", "def h(v): return -v\nassert f(h, 3) == -2"]),
-        ("def f(n):\n    def g(x): return x + n\n    return g", ["assert f(2)(3) == 5"]),
-        ("def f(it): return [next(it), next(it)]", ["assert f(iter([1, 2, 3])) == [1, 2]"]),
         ("def f():\n    yield 1\n    yield 2", ["assert list(f()) == [1, 2]", "g = f()\nassert next(g) == 1 and next(g) == 2",
                                                "assert sum(f()) == 3", "assert [a for a in f()] == [1, 2]"]),
         ("class E(ValueError): pass\ndef f(): raise E('why', 3)",
          ["try: f()\nexcept ValueError as e: assert e.args == ('why', 3)\nelse: raise AssertionError",
-          "try: f()\nexcept E: pass\nelse: raise AssertionError", "import unittest\nunittest.TestCase().assertRaises(E, f)"]),
+          "import unittest\nunittest.TestCase().assertRaises(ValueError, f)"]),
         ("def f(x): return 1 / x", ["try: f(0)\nexcept ZeroDivisionError: pass\nelse: raise AssertionError"]),
-        ("class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n    def __eq__(self, o): return self.x == o.x\n"
-         "    def __lt__(self, o): return self.x < o.x\n    def __iter__(self): return iter([self.x])\n    def __len__(self): return 4\n"
-         "    def __getitem__(self, k): return k * 2\n    def __enter__(self): return self\n    def __exit__(self, *a): return None\n    def __hash__(self): return 1\n"
-         "    def __str__(self): return 'V!'\n    @property\n    def p(self): return 8\n    def m(self, k=1): return k",
-         ["assert V(1) + V(2) == V(3) and V(1) != V(2) and V(1) < V(2)", "v = V(4)\nv.x = 7\nassert v.x == 7 and list(v) == [7] and len(v) == 4 and v[3] == 6",
-          "with V(1) as v: assert v.m(k=5) == 5 and v.p == 8", "assert isinstance(V(1), V) and str(V(1)) == 'V!' and 1 in V(1) and 2 not in V(1)",
-          "assert {V(1): 2}[V(1)] == 2 and hasattr(v, 'm') and not hasattr(v, 'q')"]),
         ("from collections import Counter, namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)\ndef g(s): return Counter(s)",
-         ["assert f() == (1, 2) and f().y == 2", "assert g('aab') == {'a': 2, 'b': 1}"]),
-        ("def total(n):\n    t = n.val\n    while n.next is not None:\n        n = n.next\n        t += n.val\n    n.val = 0\n    return t",
-         ["class Node:\n    def __init__(self, val, next=None): self.val, self.next = val, next\na = Node(1, Node(2))\nassert total(a) == 3 and a.next.val == 0"]),
+         ["assert f() == (1, 2)", "assert g('aab') == {'a': 2, 'b': 1}"]),
+        ("from collections import deque\ndef f(d): return d.items(), deque(d)\ndef g():\n    while True: yield 7",
+         ["assert f({1: 2}) == ([(1, 2)], [1])", "assert next(g()) == 7"]),
         ("import math\nLIMIT = 5\ndef f(x): return math.sqrt(x)", ["assert math.isclose(f(2), 2 ** 0.5) and LIMIT == 5"]),
         ("if __name__ == '__main__': raise SystemExit(1)\ndef f(): return 1", ["assert f() == 1"]),
         ("from __future__ import annotations\nimport solution\ndef f(): return 1", ["from solution import f as g\nassert g() == 1", "import solution\nassert solution.f() == 1"]),
@@ -254,15 +247,14 @@ FORGERIES = {
     "patches the built-ins": "import builtins\nbuiltins.AssertionError = type('A', (Exception,), {})\nbuiltins.isinstance = lambda *a: True\ndef scramble(x): return 0",
     "patches the operators": "import operator\noperator.eq = lambda a, b: True\ndef scramble(x): return 0",
     "patches what it is run by": "import sys\nm = sys.modules['__main__']\nfor n in list(vars(m)):\n    if n.startswith('_') and callable(vars(m)[n]): setattr(m, n, lambda *a, **k: {'value': True})\ndef scramble(x): return 0",
-    "patches the line": "import link\nlink.Line.encode = lambda self, v, depth=0: {'object': {'yours': 0}}\ndef scramble(x): return 0",
-    "answers by itself": "import json, os\ndef send(m):\n    d = json.dumps(m).encode()\n    os.write(3, len(d).to_bytes(4, 'little') + d)\nsend({'ask': {'loaded': 'yes'}})\nfor _ in range(20): send({'answer': {'value': True}})\nimport time\ntime.sleep(.2)",
-    "answers with what was asked": "import json, os\ndef send(m):\n    d = json.dumps(m).encode()\n    os.write(3, len(d).to_bytes(4, 'little') + d)\nsend({'ask': {'loaded': 'yes'}})\nfor _ in range(20): send({'answer': {'same': 0, 'after': [5]}})",
+    "patches the line": "import link, sys\nlink.encode = sys.modules['__main__'].encode = lambda v, depth=0: {'object': 0}\ndef scramble(x): return 0",
+    "answers by itself": "import json, os\ndef send(m):\n    d = json.dumps(m).encode()\n    os.write(3, len(d).to_bytes(4, 'little') + d)\nsend({'loaded': 'yes', 'functions': ['scramble']})\nfor _ in range(20): send({'value': True})\nimport time\ntime.sleep(.2)",
+    "answers with what was asked": "import json, os\ndef send(m):\n    d = json.dumps(m).encode()\n    os.write(3, len(d).to_bytes(4, 'little') + d)\nsend({'loaded': 'yes', 'functions': ['scramble', '__builtins__', 'AssertionError', 'check'], 'values': {'__debug__': False}})\nfor _ in range(20): send({'value': None, 'after': [5]})",
     "sends no JSON": "import os\nos.write(3, b'\\x05\\0\\0\\0hello')",
     "sends a message without end": "import os\nos.write(3, b'\\xff\\xff\\xff\\xff' + b'x' * 1000)\ndef scramble(x): return 0",
     "sends very deep data": "import os\nd = b'[' * 200000\nos.write(3, len(d).to_bytes(4, 'little') + d)",
-    "sends names of built-in functions": "def scramble(x): return 0\nimport link\nlink.Line.encode = lambda self, v, depth=0: {'type': 'eval'}",
+    "sends names of built-in functions": "def scramble(x): return 0\nimport link, sys\nsys.modules['__main__'].encode = lambda v, depth=0: {'eval': 'open'}",
     "closes the line": "import os\nos.close(3)\ndef scramble(x): return 0",
-    "asks the tests for more": "import link, sys\nm = sys.modules['__main__']\ndef scramble(x):\n    for n in range(20):\n        for name in ('__globals__', '__class__', 'f_globals', 'gi_frame'):\n            try: return m._ask(do='get', of=n, name=name)\n            except Exception: pass\n    return 0",
     "looks for the tests": """
 import os
 word = ''.join(['8123', '4567'])
@@ -314,15 +306,21 @@ def test_a_program_without_the_answer_passes_nothing(boxes: None, name: str) -> 
     assert (verdict.num_passed, verdict.num_tests) == (0, 6)
 
 
-def test_a_function_of_the_tests_gives_nothing_away(boxes: None) -> None:
-    spy = "def f(g):\n    for name in ('__globals__', '__code__', '__closure__', '__self__', 'f_back'):\n        try: return getattr(g, name)\n        except Exception: pass\n    return None"
-    assert passed(spy, ["secret = 5\ndef g(): return secret\nassert f(g) is None"]) == (1, 1)
-
-
-def test_operators_of_the_programs_own_are_trusted_where_the_recipe_says_so(boxes: None) -> None:
-    money = "class M:\n    def __init__(self, x): self.x = x\n    def __mul__(self, k): return M(self.x * k)\n    def __eq__(self, o): return self.x == (o.x if isinstance(o, M) else o)"
-    assert passed(money, ["assert M(2) * 3 == M(6)", "assert M(2) == 2"]) == (0, 2)
-    assert passed(money, ["assert M(2) * 3 == M(6)", "assert M(2) == 2"], trust_operators=True) == (2, 2)
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("class V: pass\ndef f(): return V()", "f()"),
+        ("class V: pass", "V()"),
+        ("def f(): return print", "f()"),
+        ("def f(g): return g(1)", "f(lambda x: x)"),
+        ("def f(g): return 1", "f(int)"),
+        ("def f(): return [object()]", "f()"),
+    ],
+)
+def test_nothing_but_plain_data_passes_between_tests_and_program(boxes: None, program: str, test: str) -> None:
+    assert passed(
+        program, [f"try: {test}\nexcept TypeError as e: assert 'plain data' in str(e)\nelse: raise AssertionError"]
+    ) == (1, 1)
 
 
 def test_limits_that_a_program_met_are_told(boxes: None) -> None:
@@ -398,7 +396,7 @@ def test_a_box_that_fails_fails_the_sample_and_is_no_zero(
     task = make_task(config(tmp_path), 0)
     assert isinstance(task, CodeTask)
     task.prepare()
-    monkeypatch.setattr(run, "command", lambda *_: ["/bin/false"])
+    monkeypatch.setattr(run, "_command", lambda *_: ["/bin/false"])
     prompt = group(dict(task.item("train", 0).metadata)).prompt
     with pytest.raises(BoxFailed, match="did not start"):
         task.respond(prompt, [f"```\n{RIGHT}\n```"])
@@ -447,15 +445,11 @@ def test_without_a_box_the_pool_refuses_to_start_and_says_what_to_do(
     task = make_task(config(tmp_path), 0)
     assert isinstance(task, CodeTask)
     monkeypatch.setattr(run, "why_no_box", lambda kind: f"no {kind} today")
-    with pytest.raises(
-        DataError, match="task.options.box: programs cannot be boxed on this machine: no bwrap today.*box = 'plain'"
-    ):
+    with pytest.raises(DataError, match="task.options.box: .* no bwrap today. Install bubblewrap .*box = 'plain'"):
         task.prepare()
-    named = make_task(config(tmp_path, box="namespaces"), 0)
+    named = make_task(config(tmp_path, box="plain"), 0)
     assert isinstance(named, CodeTask)
-    with pytest.raises(
-        DataError, match="task.options.box is 'namespaces', which does not work here: no namespaces today"
-    ):
+    with pytest.raises(DataError, match="task.options.box: .* no plain today$"):
         named.prepare()
 
 

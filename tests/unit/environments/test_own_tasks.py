@@ -1,21 +1,13 @@
-"""A task by import path, and code of this package that was patched in one process."""
+"""A task by import path."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-import llamarl.environments.math as math_module
-import llamarl.environments.steps as steps_module
-from llamarl.environments import factory
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task, task_mistakes
-from llamarl.environments.patches import find_patches, refuse_patches
-from llamarl.environments.pool import RewardPool
 from llamarl.errors import DataError
 
 TASK = """
@@ -86,62 +78,3 @@ def test_what_is_no_task_is_refused_by_its_key(file: Path, name: str, words: str
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="name"):
         TaskConfig(name=name)
-
-
-def _mine(*arguments: Any, **named: Any) -> Any:
-    raise AssertionError
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "shown"),
-    [
-        (math_module.MathTask, "respond", "llamarl.environments.math.MathTask.respond"),
-        (math_module, "MathTask", "llamarl.environments.math.MathTask"),
-        (factory, "make_task", "llamarl.environments.factory.make_task"),
-        (steps_module, "draw_item", "llamarl.environments.steps.draw_item"),
-    ],
-)
-def test_code_patched_in_this_process_is_refused_where_other_processes_would_ignore_it(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, shown: str
-) -> None:
-    refuse_patches()
-    monkeypatch.setattr(owner, name, _mine)
-    with pytest.raises(DataError, match=f"replaced in this process alone: {shown}. .*task.reward"):
-        refuse_patches()
-    assert any(shown in str(mistake) for mistake in task_mistakes(TaskConfig(), seed=0))
-    with pytest.raises(DataError, match=shown):
-        RewardPool(TaskConfig())
-
-
-SOURCE = """
-import functools
-from dataclasses import dataclass
-
-@functools.lru_cache
-def cached(): ...
-
-@dataclass(frozen=True)
-class Record:
-    value: int = 0
-    @property
-    def twice(self): return 2 * self.value
-    @staticmethod
-    def zero(): return 0
-    @classmethod
-    def one(cls): return cls(1)
-
-class Lazy:
-    @functools.cached_property
-    def value(self): return 1
-"""
-
-
-def test_decorated_code_is_not_taken_for_patched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "decorated.py").write_text(SOURCE)
-    module = ModuleType("decorated")
-    monkeypatch.setitem(sys.modules, "decorated", module)
-    module.__file__ = str(tmp_path / "decorated.py")
-    exec(compile(SOURCE, module.__file__, "exec"), vars(module))
-    assert list(find_patches(module)) == []
-    module.Record.twice = property(_mine)  # type: ignore[attr-defined]
-    assert list(find_patches(module)) == ["decorated.Record.twice"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import json
 import math
@@ -13,6 +14,8 @@ import pytest
 
 from llamarl.config import validate
 from llamarl.environments.calling import how_to_call
+from llamarl.environments.episode import Step
+from llamarl.environments.episode_worker import checked_step
 from llamarl.environments.failures import count_causes, failure_cause
 from llamarl.environments.functions import NotANumber, as_score
 from llamarl.environments.guardian import OutputTail
@@ -220,6 +223,24 @@ def test_causes_are_counted_the_commonest_first_and_exceptions_by_their_place() 
 def test_what_is_wrong_with_a_score_is_told_by_its_part(value: object, words: str) -> None:
     with pytest.raises(NotANumber, match=words):
         as_score(value)
+
+
+class _Part(enum.StrEnum):
+    STYLE = "style"
+
+
+class _OldPart(str, enum.Enum):  # noqa: UP042  # how it was written before Python 3.11
+    STYLE = "style"
+
+
+@pytest.mark.parametrize("name", [_Part.STYLE, _OldPart.STYLE])
+def test_a_part_that_an_enumeration_names_is_plain_text_for_every_other_process(name: str) -> None:
+    for parts in (
+        Score(value=1.0, parts={name: 0.5}).parts,
+        as_score(Score(value=1.0, parts={name: 0.5})).parts,
+        checked_step(Step(text="", parts={name: 0.5})).parts,
+    ):
+        assert parts == {"style": 0.5} and [type(key) for key in parts] == [str]
 
 
 @pytest.mark.parametrize(

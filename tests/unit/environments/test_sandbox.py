@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hostile_programs import ENDLESS, HOSTILE, LIMITS, SHORT
 
-from llamarl.environments.sandbox import installation, kinds, run
+from llamarl.environments.code import judge_program
+from llamarl.environments.code_options import CodeOptions
+from llamarl.environments.sandbox import installation, run
+from llamarl.environments.sandbox.cgroup import MemoryGroup
 from llamarl.environments.sandbox.inside import syscall_filter
 from llamarl.environments.sandbox.installation import Installation, without_nested
-from llamarl.environments.sandbox.kinds import Kind, box_user
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, limit_in_words
-from llamarl.environments.sandbox.run import Program, find_box, run_in_box, run_together, why_no_box
+from llamarl.environments.sandbox.run import Kind, Program, box_user, find_box, run_in_box, run_together, why_no_box
 from llamarl.process_tree import adopt_orphans
 
 SYSTEM_PYTHON = "/usr/bin/python3"
-STRONG: tuple[Kind, ...] = ("bwrap", "namespaces")
 TOKEN = "only-the-parent-knows-this"
 
 
-@pytest.fixture(params=STRONG)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    name: Kind = request.param
-    if why := why_no_box(name):
-        pytest.skip(f"no {name} box here: {why}")
-    return name
+@pytest.fixture
+def kind() -> Kind:
+    if why := why_no_box("bwrap"):
+        pytest.skip(f"no bwrap box here: {why}")
+    return "bwrap"
 
 
 @pytest.fixture
@@ -44,7 +47,6 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kind]:
         if not os.path.exists(real):
             pytest.skip(f"no plain box here: {why_no_box('plain')}")
         monkeypatch.setattr(run, "find_installation", lambda: Installation(real, (), (), ()))
-        monkeypatch.setattr(kinds, "find_installation", lambda: Installation(real, (), (), ()))
     yield "plain"
 
 
@@ -213,7 +215,7 @@ def below(number: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["memory", "fork bomb", "output without end", "a large file", "network", "raw and netlink sockets", "signals the parent",
+    "name", ["memory", "huge pages pinned in pipes", "huge pages", "fork bomb", "output without end", "a large file", "network", "raw and netlink sockets", "signals the parent",
              "ptrace", "mounts", "namespaces of its own", "memory behind a file descriptor", "a child that stays behind",
              "writes to every descriptor", "reads the environment of all others", "exits at once", "a fault"],
 )  # fmt: skip
@@ -228,44 +230,109 @@ def test_a_plain_box_ends_by_the_clock(name: str, plain: Kind) -> None:
     assert run_in_box(ENDLESS[name], limits=SHORT, kind=plain).limit == "time"
 
 
-def test_an_ordinary_user_has_boxes_too(kind: Kind, tmp_path: Path) -> None:
+READS_MEMORY = r"""
+import glob, re
+def scramble(x):
+    for folder in glob.glob('/proc/[0-9]*'):
+        try:
+            maps, memory = open(folder + '/maps').read(), open(folder + '/mem', 'rb', 0)
+        except OSError:
+            continue
+        for line in maps.splitlines():
+            first, last = (int(word, 16) for word in line.split()[0].split('-'))
+            try:
+                memory.seek(first)
+                found = re.search(rb'assert scramble\(%d\) == (-?\d+)' % x, memory.read(min(last - first, 32 << 20)))
+            except (OSError, OverflowError, ValueError):
+                continue
+            if found:
+                return int(found[1])
+    return 0
+"""
+TESTS = ["assert scramble(2) == 81234567", "assert scramble(11) == -40506"]
+
+
+def test_in_a_plain_box_of_roots_the_tests_cannot_be_read_from_other_processes_memory(plain: Kind) -> None:
     if os.geteuid() != 0:
-        pytest.skip("every other test here is an ordinary user's")
-    python = os.path.realpath(SYSTEM_PYTHON)
-    probe = "import sys, llamarl.environments.sandbox.run; print(sys.version_info >= (3, 11))"
-    source = os.pathsep.join(str(Path(run.__file__).parents[up]) for up in (3,))
-    environment = {"PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "1"}
+        pytest.skip("an ordinary user's is the next test")
+    verdict = judge_program(READS_MEMORY, TESTS, CodeOptions(memory_mb=1024, packages=False), kind=plain)
+    assert (verdict.num_passed, verdict.compiled, verdict.limit) == (0, True, None)
 
-    def as_nobody(code: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [python, "-c", code], user=65534, group=65534, extra_groups=[], cwd="/", env=environment,
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
 
-    if not os.path.exists(python) or as_nobody(probe).stdout != "True\n":
-        pytest.skip("no Python of the system's that another user could run this with")
-    program = filled(HOSTILE["fork bomb"][0], {}) + "\nprint(os.getuid(), sorted(os.listdir('/')))"
+PLAIN_USERS_JUDGE = """
+import json, sys, tempfile
+from llamarl.environments.config import TaskConfig
+from llamarl.environments.factory import make_task
+from llamarl.types import Prompt
+import numpy as np
+program, tests = json.loads(sys.stdin.read())
+with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+    print(json.dumps({"question": "q", "tests": tests}), file=file, flush=True)
+    options = {"box": "plain", "memory_mb": 1024, "packages": False}
+    task = make_task(TaskConfig(name="code", train_file=file.name, eval_fraction=0.0, options=options), 0)
+    task.prepare()
+    prompt = Prompt(index=0, tokens=np.zeros(0, np.int32), text="q", metadata=dict(task.item("train", 0).metadata))
+    score = task.respond(prompt, [f"```python\\n{program}\\n```"])
+    print(score.value, score.parts["compiled"], sum(n for name, n in score.parts.items() if name.endswith("_limit")))
+"""
+
+
+def test_in_a_plain_box_of_an_ordinary_user_neither_tests_nor_judge_can_be_read_from_memory() -> None:
+    said = as_nobody(PLAIN_USERS_JUDGE, stdin=json.dumps([READS_MEMORY, TESTS]))
+    assert said.stdout == "0.0 1.0 0.0\n", said
+
+
+def test_an_ordinary_user_has_boxes_too(kind: Kind) -> None:
+    program = HOSTILE["fork bomb"][0] + "\nprint(os.getuid(), sorted(os.listdir('/')))"
     code = (
         "from llamarl.environments.sandbox.run import *\nfrom llamarl.environments.sandbox.limits import BoxLimits\n"
-        f"print(why_no_box({kind!r}) or run_in_box({program!r}, limits=BoxLimits(wall_s=8.0, processes=8), kind={kind!r}).stdout)"
+        f"print(run_in_box({program!r}, limits=BoxLimits(wall_s=8.0, processes=8), kind={kind!r}).stdout)"
     )
     said = as_nobody(code)
     assert said.stdout.startswith("caught\n1000 ["), said
     assert "home" not in said.stdout
 
 
+def as_nobody(code: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """What another user's Python does, as far as one is there that this user's root may start."""
+    if os.geteuid() != 0:
+        python: str = sys.executable
+        user: dict[str, Any] = {}
+    else:
+        python = os.path.realpath(SYSTEM_PYTHON)
+        user = {"user": 65534, "group": 65534, "extra_groups": []}
+    packages = [str(Path(run.__file__).parents[3]), sysconfig.get_path("purelib")]
+    environment = {"PYTHONPATH": os.pathsep.join(packages), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def start(code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [python, "-c", code],
+            cwd="/",
+            env=environment,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            **user,
+        )
+
+    if not os.path.exists(python) or start("import llamarl.environments.code").returncode:
+        pytest.skip("no Python that another user could run this with")
+    return start(code)
+
+
 def test_a_box_that_does_not_come_up_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "command", lambda *_: ["/bin/false"])
-    with pytest.raises(BoxFailed, match="the namespaces box did not start: exit status 1"):
-        run_in_box("print(1)", kind="namespaces")
-    monkeypatch.setattr(run, "command", lambda *_: ["/nowhere/bwrap"])
+    monkeypatch.setattr(run, "_command", lambda *_: ["/bin/false"])
+    with pytest.raises(BoxFailed, match="the bwrap box did not start: exit status 1"):
+        run_in_box("print(1)", kind="bwrap")
+    monkeypatch.setattr(run, "_command", lambda *_: ["/nowhere/bwrap"])
     with pytest.raises(BoxFailed, match="cannot be started"):
         run_in_box("print(1)", kind="bwrap")
 
 
-def test_without_any_box_the_causes_are_told_and_a_plain_one_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_box_is_never_taken_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "why_no_box", lambda kind: "" if kind == "plain" else f"no {kind} today")
-    with pytest.raises(BoxFailed, match="no bwrap today; no namespaces today"):
+    with pytest.raises(BoxFailed, match="no bwrap today"):
         find_box()
 
 
@@ -276,9 +343,9 @@ def test_files_stay_inside_the_folder(kind: Kind) -> None:
 
 
 def test_a_boxs_user_is_one_that_nobody_has() -> None:
-    assert box_user("         0          0 4294967295\n", 77) == 1_000_000_077
-    assert box_user("0 100000 65536\n", 40_000) == 40_000
-    assert box_user("0 1000 1\n", 5) == 0
+    assert box_user("         0          0 4294967295\n", 77, 0) == 1_000_000_308
+    assert box_user("         0          0 4294967295\n", 77, 1) == 1_000_000_309  # the box of the tests beside it
+    assert box_user("0 100000 65536\n", 10_000, 1) == 40_001
 
 
 def test_folders_inside_others_are_left_out() -> None:
@@ -315,3 +382,20 @@ def test_a_filter_is_of_whole_instructions_and_unknown_machines_have_none() -> N
     assert strong is not None and weak is not None and len(weak) > len(strong)
     assert len(strong) % 8 == len(weak) % 8 == 0
     assert syscall_filter("riscv64", None) is None
+
+
+def test_a_group_of_the_kernels_holds_the_memory_of_a_box_where_its_parent_hands_it_out(tmp_path: Path) -> None:
+    (tmp_path / "user/app").mkdir(parents=True)
+    (tmp_path / "own").write_text("9:name=systemd:/\n0::/user/app\n")
+    limits = BoxLimits(memory_mb=200, disk_mb=8)
+    assert MemoryGroup.make(limits, root=tmp_path, own=tmp_path / "own").enter == []
+    (tmp_path / "user/cgroup.subtree_control").write_text("cpu memory pids\n")
+    group = MemoryGroup.make(limits, root=tmp_path, own=tmp_path / "own")
+    (folder,) = (tmp_path / "user").glob("llamarl-box-*")
+    assert (folder / "memory.max").read_text() == str((200 + 8 + 64) << 20)
+    pid = subprocess.run([*group.enter, "sh", "-c", "echo $$"], capture_output=True, text=True).stdout
+    assert (folder / "cgroup.procs").read_text() == pid
+    (folder / "memory.events").write_text("max 12\noom_kill 0\n")
+    assert not group.was_exceeded()
+    (folder / "memory.events").write_text("max 12\noom_kill 1\n")
+    assert group.was_exceeded()

@@ -27,11 +27,14 @@ __all__ = ["main", "read_job", "syscall_filter"]
 _LOOK_S = 0.03
 _CHANNEL = 3
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+_PR_SET_THP_DISABLE = 41
 _STARTED = b"started\n"
 
-# Name -> number on x86_64, on aarch64. Refused: memory that no limit counts, other processes' limits and schedules, new
-# namespaces and mounts, and doors of the kernel that no program of a unit test needs.
+# Name -> number on x86_64, on aarch64. Refused: memory that no limit counts (``vmsplice`` lets a pipe hold a whole huge page
+# for each byte of it), other processes' limits and schedules, new namespaces and mounts, and doors of the kernel that no
+# program of a unit test needs.
 _REFUSED = {
+    "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190),
     "msgget": (68, 186), "mq_open": (240, 180), "userfaultfd": (323, 282), "mlock2": (325, 284),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
@@ -165,6 +168,7 @@ def _become_program(job: dict[str, Any], parent: int, channel: int, say: int) ->
     if os.getppid() != parent:
         os._exit(1)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_THP_DISABLE, 1)
     program = syscall_filter(os.uname().machine, os.getpid() if job["plain"] else None)
     if program is not None:
         _install(program)

@@ -2,13 +2,14 @@
 
     run_in_box("print(6 * 7)", limits=BoxLimits(wall_s=2)).stdout   # "42\\n"
 
-    this process ──job──▶ bwrap | namespaces ──▶ inside (process 1 of the box) ──▶ the program
-         ▲  └─ ends everything by closing the job's pipe ─┘                           │
-         └──────────── output, cut at a limit ◀───────────────────────────────────────┘
+    this process ──job──▶ bubblewrap ──▶ inside (process 1 of the box) ──▶ the program
+         ▲  └─ ends everything by closing the job's pipe ─┘                   │
+         └──────────── output, cut at a limit ◀───────────────────────────────┘
 
-A box has a fresh folder in memory, the Python installation (read-only), no network, a pid namespace of its own, and limits.
-It ends with the program, when a limit is met, when this function is left in whatever way, and with this process. What each
-kind of box holds and does not hold: docs/code.md.
+A box (``bwrap``) has a fresh folder in memory, the Python installation (read-only), no network, a pid namespace of its own,
+and limits. ``plain`` is no box but a process with limits and a filter of system calls, taken only where a user asks for it by
+name. Either ends with the program, when a limit is met, when this function is left in whatever way, and with this process.
+What each holds and does not hold: docs/code.md.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from llamarl.environments.sandbox.cgroup import MemoryGroup
 from llamarl.environments.sandbox.installation import find_installation
-from llamarl.environments.sandbox.kinds import Kind, box_user, command
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult, Limit, limit_in_words
 
-__all__ = ["Program", "find_box", "run_in_box", "run_together", "why_no_box"]
+__all__ = ["Kind", "Program", "find_box", "run_in_box", "run_together", "why_no_box"]
+
+Kind = Literal["bwrap", "plain"]
 
 _EXIT_WAIT_S = 5.0
 _START_S = 30.0
@@ -72,7 +76,7 @@ def run_in_box(
         stdin: Its standard input, UTF-8.
         files: Relative name -> text, in the folder where it starts.
         argv: Its arguments.
-        kind: Of box; None is the strongest that works here, never ``plain``.
+        kind: None is bubblewrap.
 
     Raises:
         BoxFailed: There is no such box here, or it did not come up. Whatever the program does is a result.
@@ -95,8 +99,8 @@ def run_together(
     boxes: list[_Box] = []
     with selectors.DefaultSelector() as selector:
         try:
-            for program in programs:
-                boxes.append(_Box(program, kind))
+            for place, program in enumerate(programs):
+                boxes.append(_Box(program, kind, place))
                 boxes[-1].register(selector)
             for channel in close:
                 channel.close()
@@ -116,7 +120,7 @@ def run_together(
 class _Box:
     """One box and this process's ends of its pipes. Nothing blocks but ``end``, for as long as processes take to go."""
 
-    def __init__(self, program: Program, kind: Kind) -> None:
+    def __init__(self, program: Program, kind: Kind, place: int) -> None:
         self._limits = limits = program.limits
         self._kind = kind
         self._folder = tempfile.mkdtemp(prefix="llamarl-box-") if kind == "plain" else None
@@ -137,7 +141,7 @@ class _Box:
                 os.set_blocking(fd, False)
             for fd in (stdin, stdout, stderr, wanted, status):
                 passed.callback(os.close, fd)
-            user = _user(kind)
+            user = _user(place)
             if self._folder is not None and user is not None:
                 os.chown(self._folder, user, user)
             job = _job(program, kind, self._folder or "/tmp", user)
@@ -145,9 +149,11 @@ class _Box:
             given = [fd for fd in (wanted, status, program.channel) if fd >= 0]
             self.started = time.monotonic()
             self.deadline = self.started + _START_S
+            self._memory = MemoryGroup.make(limits)
+            on_error.callback(self._memory.close)
             try:
                 self._process = subprocess.Popen(
-                    command(kind, limits, (wanted, status, program.channel)),
+                    [*self._memory.enter, *_command(kind, limits, (wanted, status, program.channel))],
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
@@ -196,6 +202,9 @@ class _Box:
         os.close(self._said)
         self._close_input()
         self._remove_folder()
+        if self._memory.was_exceeded():
+            self._over = self._over or "memory"
+        self._memory.close()
         self.wall_s = time.monotonic() - self.started
 
     def result(self) -> BoxResult:
@@ -337,12 +346,68 @@ def _job(program: Program, kind: Kind, folder: str, user: int | None) -> bytes:
     return json.dumps(job).encode()
 
 
-def _user(kind: Kind) -> int | None:
+def _command(kind: Kind, limits: BoxLimits, fds: tuple[int, int, int]) -> list[str]:
+    """The words that start a box.
+
+    Args:
+        fds: ``inside.main``'s arguments.
+
+    Raises:
+        FileNotFoundError: There is no bubblewrap.
+    """
+    installation, script = find_installation(), Path(__file__).with_name("inside.py")
+    if kind == "plain":
+        return [installation.python, "-I", "-S", "-B", str(script), *map(str, fds)]
+    found = shutil.which("bwrap")
+    if found is None:
+        raise FileNotFoundError("bubblewrap (bwrap) is not installed")
+    words = [found, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    words += ["--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "box"]
+    if os.geteuid() == 0:  # stays root in the first process, which makes the program another user
+        words += ["--cap-drop", "ALL"]
+        for name in ("CHOWN", "KILL", "SETGID", "SETUID", "SYS_PTRACE"):
+            words += ["--cap-add", f"CAP_{name}"]
+    else:
+        words += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+    parents = {str(folder) for path in (*installation.readable, "/dev/null") for folder in Path(path).parents} - {"/"}
+    for folder in sorted(parents):  # bubblewrap would let root alone enter them
+        words += ["--perms", "0755", "--dir", folder]
+    for path in installation.readable:
+        words += ["--ro-bind", path, path]
+    for path, target in installation.links:
+        words += ["--symlink", target, path]
+    words += ["--proc", "/proc", "--symlink", "/tmp", "/dev/shm"]
+    for name in ("null", "zero", "full", "random", "urandom"):
+        words += ["--dev-bind-try", f"/dev/{name}", f"/dev/{name}"]
+    words += ["--perms", "1777", "--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
+    words += ["--chdir", "/tmp", installation.python, "-I", "-S", "-B", "-c", script.read_text(encoding="utf-8")]
+    return [*words, *map(str, fds)]
+
+
+def box_user(uid_map: str, process: int, place: int) -> int:
+    """A user id that nobody else has, for the program of a box that root starts.
+
+    Args:
+        uid_map: What ``/proc/self/uid_map`` says: which ids there are here.
+        process: With ``place``, makes it another one for each box at a time: the kernel counts their processes apart, and
+            keeps the memory of one from the other.
+    """
+    lines = [[int(word) for word in line.split()] for line in uid_map.splitlines()]
+    most = max((first + count for first, _, count in lines), default=1)
+    number = 4 * process + place
+    if most > 1 << 31:
+        return 1_000_000_000 + number
+    if most > 60_000:
+        return 30_000 + number % 30_000
+    return most - 1 - place
+
+
+def _user(place: int) -> int | None:
     """Who the program becomes where root starts it."""
     if os.geteuid() != 0:
         return None
     with open("/proc/self/uid_map", encoding="ascii") as file:
-        return box_user(file.read(), os.getpid())
+        return box_user(file.read(), os.getpid(), place)
 
 
 def _counts_by_namespace() -> bool:
@@ -375,16 +440,11 @@ def why_no_box(kind: Kind) -> str:
 
 
 def find_box() -> Kind:
-    """The strongest kind of box that works here.
+    """``bwrap``, where it works.
 
     Raises:
-        BoxFailed: None does; says why. A plain box must be asked for by name.
+        BoxFailed: It does not; says why. ``plain`` must be asked for by name.
     """
-    causes = []
-    kinds: tuple[Kind, ...] = ("bwrap", "namespaces")
-    for kind in kinds:
-        cause = why_no_box(kind)
-        if not cause:
-            return kind
-        causes.append(cause)
-    raise BoxFailed("; ".join(causes))
+    if why := why_no_box("bwrap"):
+        raise BoxFailed(why)
+    return "bwrap"
