@@ -15,7 +15,7 @@ from typing import Any
 
 from llamarl.checkpoint.run_identity import RunIdentity
 from llamarl.executors.base import BaseExecutor, StepResult
-from llamarl.observability.ranks import own_metrics
+from llamarl.observability.keys import own_metrics
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.sharded_state import in_background
 

@@ -53,8 +53,7 @@ from llamarl.executors.leaving_parts import LeavingParts
 from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.version_loader import Served, VersionLoader
 from llamarl.models.loading import load_tokenizer
-from llamarl.observability.keys import REPLICA_KEY
-from llamarl.observability.ranks import own_metrics
+from llamarl.observability.keys import REPLICA_KEY, own_metrics
 from llamarl.roles import ROLES
 from llamarl.seeding import derive_seed
 from llamarl.tick_schedule import num_startable, urgency_order

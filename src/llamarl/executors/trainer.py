@@ -29,7 +29,7 @@ from llamarl.executors.generator_ranks import generator_weights
 from llamarl.models.exported import ExportFacts
 from llamarl.models.parallel import ParameterShard
 from llamarl.models.precision import settle_precision
-from llamarl.observability.ranks import own_metrics
+from llamarl.observability.keys import own_metrics
 from llamarl.observability.trained_tokens import write_trained
 from llamarl.observability.writing import Patience
 from llamarl.roles import carries_version

@@ -1,7 +1,8 @@
 """The page itself: one HTML file that holds its style, its scripts, the charting script and the data of the runs.
 
 It loads nothing: its content security policy lets it run the scripts that it was made with, known by their digests, and reach no
-address. Text of a run is in the data alone, packed (``blocks``), and becomes text nodes, never markup.
+address. Text of a run is in the data alone, in blocks of JSON, gzip and base64, which has no character that can end a script element
+or begin one; it becomes text nodes, never markup.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import base64
 import gzip
 import hashlib
 import html
+import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from llamarl.errors import ConfigError
 
-__all__ = ["charting_script", "make_page", "numbered"]
+__all__ = ["charting_script", "decode_block", "encode_block", "make_page", "numbered"]
 
 _SCRIPTS = (
     "registry.js",
@@ -52,6 +56,11 @@ def charting_script() -> str:
         raise ConfigError("charts need Plotly: pip install 'plotly>=6'") from error
 
 
+@cache
+def _packed_charts() -> str:
+    return _pack(charting_script())
+
+
 def make_page(title: str, blocks: Mapping[str, str], *, watch: bool = False) -> str:
     """The whole file.
 
@@ -65,7 +74,7 @@ def make_page(title: str, blocks: Mapping[str, str], *, watch: bool = False) -> 
     script = f'(() => {{\n"use strict";\n{script}\n}})();'
     charts = charting_script()
     reached = "'self'" if watch else "'none'"
-    held = {} if watch else {**blocks, "charts": _pack(charts)}
+    held = {} if watch else {**blocks, "charts": _packed_charts()}
     policy = "; ".join(
         (
             "default-src 'none'",
@@ -103,9 +112,8 @@ def _element(name: str, text: str) -> str:
     return f'<script type="application/octet-stream" id="block:{html.escape(name)}">{text}</script>'
 
 
-@cache
 def _pack(text: str) -> str:
-    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode("ascii")
 
 
 def _digest(script: str) -> str:
@@ -116,3 +124,25 @@ def _digest(script: str) -> str:
 def numbered(runs: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Blocks of several runs under one roof: ``run`` of the second becomes ``1/run``."""
     return {f"{number}/{name}": text for number, blocks in enumerate(runs) for name, text in blocks.items()}
+
+
+def encode_block(value: Any) -> str:
+    """ASCII text of plain values, which the page opens when it is looked at. Numbers that are not finite, which JSON does not have, become null."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return _pack(text)
+
+
+def decode_block(text: str) -> Any:
+    """The values again."""
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

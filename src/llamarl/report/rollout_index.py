@@ -18,7 +18,7 @@ from typing import Any
 
 from llamarl.observability.trained_tokens import TrainedResponse
 from llamarl.reading import read_bytes
-from llamarl.report.garbage import flags_of
+from llamarl.report.texts import flags_of
 
 __all__ = ["TickIndex", "choose_groups", "detail_of_tick", "index_columns", "index_file", "run_lengths"]
 

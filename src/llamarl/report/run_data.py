@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from llamarl.observability.rollouts import ROLLOUTS_FOLDER, tick_files
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.trained_tokens import TrainedResponse, read_trained, trained_files
 from llamarl.report.advantages import advantages_of, why_no_advantages
-from llamarl.report.blocks import encode_block
-from llamarl.report.pieces import find_tokenizer, piece_reader
+from llamarl.report.page import encode_block
 from llamarl.report.rollout_index import (
     TickIndex,
     choose_groups,
@@ -34,6 +33,7 @@ from llamarl.report.rollout_index import (
     index_file,
 )
 from llamarl.report.run_files import RunFiles, read_run
+from llamarl.report.texts import find_tokenizer, piece_reader
 from llamarl.report.timeline import channels_of, timeline_columns
 
 __all__ = ["RunReader", "metrics_columns"]
@@ -42,6 +42,19 @@ _LINE_TO_BLOCK = 0.06
 """Bytes of a block by bytes of the rollout lines it was made from, to begin with; measured from then on."""
 _FILL = 0.97
 """Of the room for responses, what is aimed at: the measure is of other ticks than those that it is applied to."""
+
+_FACTS = {
+    "model": "model.path",
+    "task": "task.name",
+    "algorithm": "algorithm.name",
+    "max_staleness": "schedule.max_staleness",
+    "group_size": "generator.group_size",
+    "prompts_per_step": "schedule.prompts_per_step",
+    "rho": "algorithm.rho",
+    "max_new_tokens": "generator.sampling.max_new_tokens",
+    "temperature": "generator.sampling.temperature",
+}
+"""Name on the page -> key of the configuration."""
 
 
 @dataclass
@@ -156,18 +169,7 @@ class RunReader:
             "num_ticks": files.num_ticks,
             "missing": list(files.missing),
             "window": WINDOW,
-            "findings": [
-                {
-                    "kind": f.kind,
-                    "level": f.level,
-                    "title": f.title,
-                    "text": f.text,
-                    "view": f.view,
-                    "first_tick": f.first_tick,
-                    "now": f.now,
-                }
-                for f in findings
-            ],
+            "findings": [{**asdict(f), "title": f.title, "view": f.view} for f in findings],
             "totals": {
                 "wall_s": totals.wall_s,
                 "first_reward": totals.first.get("reward/mean"),
@@ -179,17 +181,7 @@ class RunReader:
                 "staleness_max": totals.staleness_max,
                 "idle": totals.idle,
             },
-            "facts": {
-                "model": files.setting("model.path"),
-                "task": files.setting("task.name"),
-                "algorithm": files.setting("algorithm.name"),
-                "max_staleness": files.setting("schedule.max_staleness"),
-                "group_size": files.setting("generator.group_size"),
-                "prompts_per_step": files.setting("schedule.prompts_per_step"),
-                "rho": files.setting("algorithm.rho"),
-                "max_new_tokens": files.setting("generator.sampling.max_new_tokens"),
-                "temperature": files.setting("generator.sampling.temperature"),
-            },
+            "facts": {name: files.setting(key) for name, key in _FACTS.items()},
             "responses": responses,
             "responses_with_text": with_text,
         }

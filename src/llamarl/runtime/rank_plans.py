@@ -12,7 +12,7 @@ from llamarl.checkpoint.written import writer_name
 from llamarl.errors import ConfigError, ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 from llamarl.import_path import absolute_import_path
-from llamarl.observability.ranks import reduce_over_ranks
+from llamarl.observability.keys import reduce_over_ranks
 from llamarl.runtime.base import Death, Report, SetupReport
 from llamarl.runtime.kept_states import KeptState
 from llamarl.runtime.worker import RankFailure, RankReport, RankSetup, WorkerPlan

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from llamarl.observability.keys import KEYS, over_ranks
-from llamarl.observability.ranks import own_metrics, reduce_over_ranks
+from llamarl.observability.keys import KEYS, over_ranks, own_metrics, reduce_over_ranks
 
 
 def test_two_replicas_add_their_counts_and_weigh_their_means_by_responses() -> None:

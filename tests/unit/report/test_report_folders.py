@@ -12,8 +12,7 @@ from made_run import MadeRun
 
 from llamarl.cli.main import main
 from llamarl.errors import ConfigError
-from llamarl.report.blocks import decode_block
-from llamarl.report.page import make_page, numbered
+from llamarl.report.page import decode_block, make_page, numbered
 from llamarl.report.run_data import RunReader, metrics_columns
 from llamarl.report.run_files import open_run, read_run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamarl.observability.findings import FLAGS
-from llamarl.report.garbage import flags_of, is_repetitive, other_script
+from llamarl.report.texts import flags_of, is_repetitive, other_script
 
 PROSE = (
     "To find the number of apples we first count those in the basket, which are twelve, then add the five that Mary brings "

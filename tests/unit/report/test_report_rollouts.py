@@ -9,8 +9,7 @@ from made_run import MadeRun
 
 from llamarl.observability.rollouts import read_rollouts, tick_files
 from llamarl.report.advantages import advantages_of, why_no_advantages
-from llamarl.report.blocks import decode_block, encode_block
-from llamarl.report.pieces import find_tokenizer, piece_reader
+from llamarl.report.page import decode_block, encode_block
 from llamarl.report.rollout_index import (
     TickIndex,
     choose_groups,
@@ -19,6 +18,7 @@ from llamarl.report.rollout_index import (
     index_file,
     run_lengths,
 )
+from llamarl.report.texts import find_tokenizer, piece_reader
 from llamarl.types import Failure, Turn
 
 

@@ -13,7 +13,7 @@ from made_run import MadeRun
 
 from llamarl.cli.main import main
 from llamarl.errors import ConfigError
-from llamarl.report.blocks import decode_block
+from llamarl.report.page import decode_block
 from llamarl.report.server import READ_EVERY_S, WatchedRuns, make_server
 
 Get = Callable[..., tuple[int, str]]
