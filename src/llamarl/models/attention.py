@@ -19,6 +19,7 @@ The engine's attention is ``llamarl_paged`` in :mod:`llamarl.models.paged_attent
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -269,6 +270,11 @@ def _can_use_varlen(query: Tensor, softcap: float | None) -> bool:
     )
 
 
+def _grouped_query_flag(kernel: Callable[..., Any], grouped: bool) -> dict[str, bool]:
+    """Tell ``varlen_attn`` that query heads share key heads, where it asks: torch 2.11 has no such flag."""
+    return {"enable_gqa": grouped} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+
+
 def packed_attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -311,13 +317,16 @@ def packed_attention_forward(
     q_THD, k_TKD, v_TKD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
 
     if _can_use_varlen(query, softcap):
-        from torch.nn.attention.varlen import varlen_attn
+        from torch.nn.attention.varlen import varlen_attn  # two seconds, for nothing without a GPU
 
         cu, longest = packed.cu_tensor(query.device), max(packed.lengths)
         left = window - 1 if window < longest else -1
-        out_THD: Any = varlen_attn(
-            q_THD, k_TKD, v_TKD, cu, cu, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=H != KV
-        )
+        settings: dict[str, Any] = {
+            "scale": scale,
+            "window_size": (left, 0),
+            **_grouped_query_flag(varlen_attn, H != KV),
+        }
+        out_THD: Any = varlen_attn(q_THD, k_TKD, v_TKD, cu, cu, longest, longest, **settings)
         return out_THD[None], None
 
     buckets, place = packed.buckets(query.device)

@@ -163,6 +163,19 @@ def test_two_engines_given_the_same_sequences_agree_bit_for_bit(folder: Path) ->
     assert runs[0] == runs[1]
 
 
+def test_prompts_of_equal_text_draw_differently_and_equal_seeds_repeat(folder: Path) -> None:
+    """Alone, in one batch, and as members of one group: what is drawn follows each sequence's own seed."""
+    prompts = _prompts(1, lengths=range(6, 7)) * 3
+    settings = {"temperature": 1.0, "max_new_tokens": 12}
+    batch = _sequences(prompts, group=2, **settings)
+    _run(_engine(folder), batch)
+    assert len({tuple(s.tokens) for s in batch}) == 6
+    repeated = _sequences(prompts[:1], group=3, **settings)
+    repeated[1].seed = repeated[2].seed = batch[3].seed
+    _run(_engine(folder), repeated)
+    assert [s.tokens for s in repeated] == [batch[0].tokens, batch[3].tokens, batch[3].tokens]
+
+
 def test_new_weights_are_used_at_the_next_token_and_cached_keys_are_recomputed(folder: Path) -> None:
     engine = _engine(folder)
     prompts = _prompts(2)

@@ -134,6 +134,15 @@ def run(moves: Mapping[int, int], move: Callable[..., list[GeneratorExecutor]], 
     return told
 
 
+def test_every_response_has_a_seed_of_its_own() -> None:
+    """Of prompts with equal text too: the seed follows the prompt's place, not its words."""
+    (rank,) = ranks_of(1)
+    groups = [rank._new_group(index, 0) for index in range(6)]
+    seeds = [sequence.seed for group in groups for sequence in group.sequences]
+    assert len(set(seeds)) == len(seeds) == 6 * rank.config.generator.group_size > 6
+    assert seeds == [sequence.seed for index in range(6) for sequence in rank._new_group(index, 3).sequences]
+
+
 def stay(ranks: list[GeneratorExecutor], num_ranks: int, tick: int) -> list[GeneratorExecutor]:
     raise AssertionError("nobody moves")
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
@@ -21,6 +23,43 @@ def test_packed_row_gives_the_logits_of_each_sequence_alone_under_the_librarys_a
     tokens, ends = _row(LENGTHS, packed_model.config.vocab_size)
     with torch.no_grad(), packed_attention_context(ends) as packed:
         together = packed_model(tokens[None], position_ids=packed.position_ids("cpu"), use_cache=False).logits[0]
+        for start, end in zip(ends, ends[1:], strict=False):
+            alone = plain_model(tokens[None, start:end], use_cache=False).logits[0]
+            torch.testing.assert_close(together[start:end], alone, atol=2e-5, rtol=1e-4)
+
+
+def _varlen_of_torch_2_11(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
+    max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
+    """Sequence by sequence; query heads may share key heads, which nobody has to announce."""
+    share, rows = query.shape[1] // key.shape[1], []
+    for start, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False):
+        q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))
+        k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
+        hidden = (distance < 0) | ((distance > window_size[0]) if window_size[0] >= 0 else False)
+        weights = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
+        rows.append((weights @ v).transpose(0, 1))
+    return torch.cat(rows)
+
+
+def _varlen_of_torch_2_12(*args: Any, enable_gqa: bool = False, **settings: Any) -> torch.Tensor:
+    assert enable_gqa == (args[0].shape[1] != args[1].shape[1]), "shared key heads have to be announced"
+    return _varlen_of_torch_2_11(*args, **settings)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("flash", [_varlen_of_torch_2_11, _varlen_of_torch_2_12])
+def test_the_flash_kernel_is_called_as_each_torch_declares_it(
+    flash: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain_model = tiny_model(family, "llamarl_packed"), tiny_model(family, "eager")
+    tokens, ends = _row(LENGTHS, model.config.vocab_size)
+    monkeypatch.setattr("llamarl.models.attention._can_use_varlen", lambda query, softcap: True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash)
+    with torch.no_grad(), packed_attention_context(ends) as packed:
+        together = model(tokens[None], position_ids=packed.position_ids("cpu"), use_cache=False).logits[0]
         for start, end in zip(ends, ends[1:], strict=False):
             alone = plain_model(tokens[None, start:end], use_cache=False).logits[0]
             torch.testing.assert_close(together[start:end], alone, atol=2e-5, rtol=1e-4)
