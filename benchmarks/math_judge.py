@@ -1,9 +1,10 @@
-"""Error rates of the ``math`` judge: every reference answer in every wrapping, and a table of near misses.
+"""Error rates of the ``math`` judge: every published reference answer in every wrapping, near misses and hedges.
 
-    python benchmarks/math_judge.py --data ../shared/data --json
+    python benchmarks/math_judge.py
 
-``--data`` holds ``gsm8k/train.jsonl``, ``gsm8k/test.jsonl`` and ``math/math500.jsonl`` (GSM8K and MATH-500 as published).
-A false negative is a right answer in a common wrapping that is judged wrong; a false positive a wrong one judged right.
+The wrappings, the near misses and the reference answers of GSM8K and MATH-500 are those of the tests
+(``tests/unit/environments/math_*``): a fresh clone needs nothing else. A false negative is a right answer that is judged
+wrong; a false positive a wrong one judged right.
 """
 
 from __future__ import annotations
@@ -17,64 +18,61 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "unit" / "environments"))
 
-from math_answers import NEAR_MISSES, load_golds, wrapped  # the tests' own tables
+from math_answers import NEAR_MISSES, hedged, load_golds, wrapped  # the tests' own tables
 
 from llamarl.environments.math import judge_answer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(__file__).parent.parent.parent / "shared" / "data")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--every", type=int, default=1, help="judge every n-th reference answer only")
+    parser.add_argument("--every", type=int, default=1, help="judge every n-th different reference answer only")
     parser.add_argument("--failures", type=int, default=0, help="print so many right answers that were judged wrong")
     arguments = parser.parse_args()
     started = time.perf_counter()
-    judged: Counter[tuple[str, str]] = Counter()
-    missed: Counter[tuple[str, str]] = Counter()
     judge_answer("\\boxed{2x}", "x + x")  # math-verify is imported here, and not in the slowest judgement
+    judged: Counter[str] = Counter()
+    missed: Counter[str] = Counter()
+    wrappings: set[str] = set()
     slowest_s, shown = 0.0, 0
-    verdicts: dict[str, list[tuple[str, str, bool]]] = {}  # of one reference, however often the files hold it
-    for name, golds in load_golds(arguments.data).items():
-        for gold in golds[:: arguments.every]:
+    verdicts: dict[str, tuple[int, list[tuple[str, str]]]] = {}  # of one reference, however often the files hold it
+    for name, golds in load_golds().items():
+        for gold, count in list(golds.items())[:: arguments.every]:
             if gold not in verdicts:
-                verdicts[gold] = []
-                for wrapping, response in wrapped(gold):
+                responses = list(wrapped(gold))
+                wrong = []
+                for wrapping, response in responses:
                     begun = time.perf_counter()
-                    right = judge_answer(response, gold).value == 1.0
+                    if judge_answer(response, gold).value != 1.0:
+                        wrong.append((wrapping, response))
                     slowest_s = max(slowest_s, time.perf_counter() - begun)
-                    verdicts[gold].append((wrapping, response, right))
-            for wrapping, response, right in verdicts[gold]:
-                judged[name, wrapping] += 1
-                if not right:
-                    missed[name, wrapping] += 1
-                    if shown < arguments.failures:
-                        shown += 1
-                        print(f"{name}, {wrapping}: {gold!r} in {response!r}", file=sys.stderr)
-    accepted = [(gold, response) for gold, response in NEAR_MISSES if judge_answer(response, gold).value == 1.0]
+                wrappings |= {wrapping for wrapping, _ in responses}
+                verdicts[gold] = (len(responses), wrong)
+                for _, response in wrong[: max(0, arguments.failures - shown)]:
+                    shown += 1
+                    print(f"{gold!r} in {response!r}", file=sys.stderr)
+            num_responses, wrong = verdicts[gold]
+            judged[name] += count * num_responses
+            missed.update({f"{name}, {wrapping!r}": count for wrapping, _ in wrong})
+    wrong_answers = NEAR_MISSES + [(gold, response) for response in hedged() for gold in ("12", "13")]
+    accepted = [(gold, response) for gold, response in wrong_answers if judge_answer(response, gold).value == 1.0]
     report = {
-        "right answers": sum(judged.values()),
-        "false negatives": sum(missed.values()),
-        "false negatives by set and wrapping": {
-            f"{name}, {wrapping}": n for (name, wrapping), n in sorted(missed.items())
-        },
-        "wrappings": len({wrapping for _, wrapping in judged}),
-        "reference answers": {
-            name: max(n for (other, _), n in judged.items() if other == name)
-            for name in sorted({name for name, _ in judged})
-        },
-        "near misses": len(NEAR_MISSES),
+        "right answers": dict(judged) | {"all": judged.total()},
+        "different reference answers": len(verdicts),
+        "wrappings": len(wrappings),
+        "false negatives": missed.total(),
+        "false negatives by set and wrapping": dict(missed),
+        "near misses and hedges": len(wrong_answers),
         "false positives": len(accepted),
+        "false positives are": accepted,
         "slowest judgement, s": round(slowest_s, 3),
         "seconds": round(time.perf_counter() - started, 1),
     }
-    if arguments.json:
-        print(json.dumps(report, indent=2))
-    else:
-        for key, value in report.items():
-            print(f"{key}: {value}")
-        for gold, response in accepted:
-            print(f"judged right: {response!r} for {gold!r}")
+    print(
+        json.dumps(report, indent=2)
+        if arguments.json
+        else "\n".join(f"{key}: {value}" for key, value in report.items())
+    )
 
 
 if __name__ == "__main__":

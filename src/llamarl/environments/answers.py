@@ -1,69 +1,154 @@
-"""Finding the answer in what a policy wrote. Plain string work; the rules are in docs/environments.md.
+"""Finds the answer in what a policy wrote.
 
-    response ─▶ thinking cut off ─▶ <answer>, \\boxed{}, ####, "the answer is ..." ─▶ its first sentence ─▶ a quantity
-                                └─▶ no marker: the last sentence with a quantity ──────────────────────────▶ or none
+    response ─▶ tidied, once ─▶ thinking cut off ─▶ <answer>, \\boxed{}, ####, "the answer is ..." ─▶ one quantity
+                                                 └─▶ no marker: the last sentence with a quantity ─▶ one or none
 
-The *last* marker of a kind wins, since a policy that reasons answers at the end. A quantity is read whole, with all that
-belongs to it (``3/4``, ``10^3``, ``x = 5``, ``2, 3 and 5``), or not at all: a fragment of one is another answer. Each
-function looks at a response once, so that a long one costs milliseconds.
+The *last* ``####`` or phrase wins, since a policy that reasons answers at the end; of several boxes each must be right. A
+quantity is read whole (``3/4``, ``10^3``, ``x = 5``, ``2, 3 and 5``) or not at all: a fragment of one is another answer,
+and so is one of two that a hedge offers. Each function passes over a response once, so a long one costs milliseconds.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+import unicodedata
 from typing import Literal
 
-__all__ = ["AnswerFrom", "extract_answer", "final_answer", "is_number", "last_boxed", "last_number", "last_quantity"]
+__all__ = [
+    "AnswerFrom", "extract_answer", "final_answers", "is_number", "last_boxed", "last_number", "quantity", "tidy",
+]  # fmt: skip
 
 AnswerFrom = Literal["auto", "tag", "boxed", "last_number", "last_line", "whole"]
 
 MAX_ANSWER_CHARS = 2000
 """How much of a response is looked at behind a marker, or at its end where there is none."""
 
+_SIGNS = {
+    "−": "-", "–": " - ", "—": " — ", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "∕": "/", "⁄": "/",
+    "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ", "≤": "\\le ", "≥": "\\ge ", "∪": "\\cup ", "∩": "\\cap ",
+    "±": "\\pm ", "∈": "\\in ", "θ": "\\theta ", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}",
+    "⅓": "\\frac{1}{3}", "⅔": "\\frac{2}{3}", "′": "'", "’": "'", "≈": "=", "。": ". ", "、": ", ", "✅": " ", "✔": " ",
+    "\ufe0f": " ", "👉": " ", "➡": " ", "→": " ", "⇒": " ", "∴": " ", "\u200b": "", "\u2060": "",
+}  # fmt: skip
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_NUMBER = r"[-+]?\$?\d[\d,]*(?:\.\d+)?"
+_TEXT = (
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mbox|hbox|math(?:rm|bf|it|sf|tt)|operatorname|emph|underline"
+    r"|(?:text)?color\{\w+\})"
+)
+
+
+def _words_of(match: re.Match[str]) -> str:
+    """The words of a ``\\text{...}``, set apart, but for a formula's dollar signs."""
+    start, end = match.span()
+    before, behind = match.string[start - 1 : start], match.string[end : end + 1]
+    return " " * (before != "$") + match[1].strip() + " " * (behind != "$")
+
+
+_RULES = tuple(
+    (re.compile(pattern, re.MULTILINE | re.IGNORECASE), new)
+    for pattern, new in (
+        # What ends a turn, calculators of GSM8K, HTML.
+        (r"<\|[^|<>\n]{1,40}\|>|<｜[^｜<>\n]{1,40}｜>|</?s>|<(?:(?:start|end)_of_turn|bos|eos|pad|eot)>|\[/?inst\]", " "),
+        (r"<<[^<>\n]*>>", ""),
+        (r"</?(?:b|i|u|em|strong|p|br|span|div|center|code|mark|sup|h[1-6])\s*/?>", " "),
+        (rf"<\s*({_NUMBER}(?:/\d+)?)\s*>", r" \1 "),
+        # Markdown: powers apart, then bold, code, italics; quotes, list items, headings of other depth than GSM8K's mark.
+        (r"(?<=[0-9)])\*\*(?=[0-9(])|(?<=\b[a-z])\*\*(?=[0-9(])", "^"),
+        (r"\*\*|(?<!\w)__(?=\S)|(?<=\S)__(?!\w)|`+|~~", ""),
+        (r"(?<![\w*)\]}])\*(?=[^\s*])([^*\n]*[^\s*])\*(?![\w*({\\])", r"\1"),
+        (r"(?<!\w)_(?=[^\s_])([^_\n{}]*[^\s_])_(?!\w)", r"\1"),
+        (r"^(?:[ \t]*(?:>|\|))*[ \t]*(?:[-*•]\s+|#{1,3}\s+|#{5,6}\s+)?(?:\d{1,2}[.)]\s+(?=[A-Z]))?", ""),
+        (r"[ \t]*\|[ \t]*$|^-{3,}[ \t]*$", ""),
+        (r"(?<=[^\W\d]) *\| *(?=[-$\d])|(?<![<=])=>", ": "),
+        # LaTeX: boxes without braces, spaces, words, degrees, percent, separators.
+        (r"\\(?:boxed|fbox)\s*(?:([-+]?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)|([A-Za-z])(?![A-Za-z]))", r"\\boxed{\1\2}"),
+        (r"(?<=[0-9])(?:\\[,;:! ]|\{,\}\s*|,\s*\\!\s*|~|,\\,)(?=[0-9]{3}(?![0-9]))", ""),
+        (r"(?<=[0-9])\{,\}(?=[0-9])", "."),
+        (r"(?<!\\)\\(?:[,;:! ]|quad\b|qquad\b|displaystyle\b|left(?![a-z])|right(?![a-z])|bigg?[lr]?(?![a-z]))", " "),
+        (r"\\[dtc]frac", r"\\frac"),
+        (rf"{_TEXT}\s*\{{([^{{}}]*)\}}(?:\s*\^\s*(?:[0-9]|\{{[0-9]\}}))?", _words_of),
+        (rf"{_TEXT}\s*\{{([^{{}}]*)\}}", _words_of),
+        (r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\{?\b[CF]\b\}?)?|\\degree\b", " "),
+        (r"\s*\\?%|\s*\b(?:percent(?:age)?|per cent|pct)\b(?!\s*points)", "%"),
+        (r"(?<=\d) ?(?=(?:[cmk]m|k?g|mg|hrs?|mins?|secs?|lbs?|oz|ft|mph|kmph|km/h|m/s|m[lL]|cents?|am|pm|yrs?)\b)", " "),
+        (rf"(?<=[{_CJK}])(?=[^{_CJK}\s])|(?<=[^{_CJK}\s])(?=[{_CJK}])", " "),
+    )
+)  # fmt: skip
+"""What surrounds an answer and is no part of it: each rule is applied once, before anything is judged."""
+
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]")
 _BETWEEN_BOXES = re.compile(r"[\s$.]*(?:,|;|,?\s*\b(?:and|or)\b)[\s$]*(?:\\?[A-Za-z](?:_\w)?\s*=\s*)?[\s$]*")
 _IS_NUMBER = re.compile(r"[-−+]?[\d,]*\.?\d+")
-_PHRASE = re.compile(
-    r"\banswers?\b[^\n.:：=]{0,80}?(?:\bis\b|\bare\b|[:：=])|\bfinal answer\b[*_\s#]*\n|答案[是为:：]", re.IGNORECASE
+_ANSWER = (
+    "réponse|respuesta|resposta|antwort|risposta|antwoord|svaret?|vastaus|odpowied[źz]|odpověď|cevap|yan[ıi]t|jawaban|"
+    "đáp án|đáp số|ответ|відповідь|απάντηση|उत्तर|الجواب|الإجابة|答案|答え|解答|正解|答|정답|답"
+)
+_IS = "finale?|final|correct[ae]?|est|es|é|è|ist|lautet|is|är|on|to|je|adalah|là|είναι|है|هو|هي|是|为|為|は|은|는"
+_MARK = re.compile(
+    r"####+|\b(?:answers?|ans|final result)\b[^\n.:=]{0,80}?(?:\bis\b|\bare\b|[:=])"
+    r"|\bfinal answer[ \t#]*\n|(?<!\w )(?<!\w)answer[ \t#]*\n"
+    rf"|(?:{_ANSWER})(?: ?(?:{_IS})){{0,3}}\s*[:=]?",
+    re.IGNORECASE,
 )
 _MATH = re.compile(
     r"\$\$(?P<display>(?:\\\$|[^$])+)\$\$|\\\[(?P<bracket>.+?)\\\]|\\\((?P<paren>.+?)\\\)"
     r"|(?<!\\)\$(?=[^\s$])(?P<dollar>(?:\\\$|[^$\n])*?)(?<=[^\s\\])\$(?!\d)",
     re.DOTALL,
 )
-_PLACE = re.compile("\x01(\\d+)\x01")
-_MARKDOWN = re.compile(r"(?<![\w)\]}])(?:\*\*|__|`+)|(?:\*\*|__|`+)(?![\w(\[{\\])")
-_CALCULATOR = re.compile(r"<<[^<>]*>>")
-_FILLER = frozenset(
-    "therefore thus hence simply just only indeed exactly approximately approx about around roughly so then a an the "
-    "equal equals to given by as follows final result value total of".split()
+_HARD = "\x02"
+"""A space within a formula, which is one token."""
+_RETRACTED = re.compile(
+    r"[\s.…,;:!?()*-]*(?:no|wait|actually|sorry|correction|oops|hmm+|rather|or|alternatively|maybe|perhaps|possibly|nope|"
+    r"i mean|scratch that|not|but (?:it )?(?:could|might|may)|i am not sure|i'm not sure)\b",
+    re.IGNORECASE,
 )
-_LEADING_WORDS = re.compile(r"[A-Za-z]{3,}(?:\s+[A-Za-z]|:)")
-_OPERATORS = frozenset("+ - − – * / = ^ × ÷ · ± < > ≤ ≥ ≈ ∪ & | : ⋅".split())
-_WORD_OPERATORS = {"times": "*", "plus": "+", "minus": "-", "equals": "="}
-_JOINS = frozenset("and or to plus minus times over by x & -".split())
+_HEDGE = re.compile(r"\b(?:or|maybe|perhaps|possibly|wait|could|might)\b|\bno\W", re.IGNORECASE)
+"""Between two quantities: which of them is meant stays open."""
+_OPERATORS = {
+    "times": "*", "plus": "+", "minus": "-", "negative": "-", "equals": "=", "is": "=", "are": "=", "was": "=", "be": "=",
+    **{sign: sign for sign in "+ - * / = ^ < > & | :".split()},
+}  # fmt: skip
 _CLAUSE = frozenset(
-    "because since as so where which when if after given for from with who that this out in on per each of at making".split()
+    "because since as so where which when if after given for from with who that this out in on per each of at making —".split()
 )
-_CHANGES_VALUE = frozenset(
-    "not isn't isn’t aren't aren’t wasn't wasn’t never than twice double triple root log ln sqrt sin cos tan".split()
+_DENIES = frozenset(
+    "not isn't aren't wasn't never than twice double triple half root log ln sqrt sin cos tan between neither".split()
 )
-"""Words that deny the quantity behind them, or make another one of it: ``less than 12``, ``twice 12``."""
 _PART_OF = frozenset(
     "half halves third thirds quarter quarters fourth fifth tenth percent root square cube log double triple out".split()
 )
-"""The same with "of" behind them: ``half of 12``."""
-_NEGATIVE = frozenset(("negative", "minus"))
-_COMPOUND_UNITS = frozenset(
-    "year years month months week weeks day days hour hours hr hrs h minute minutes min mins feet foot ft yard yards "
-    "mile miles meter meters metre metres m km kilometers kilometres pound pounds lb lbs kilogram kilograms kg "
-    "dollar dollars gallon gallons quart quarts degrees of".split()
+_JOINS = frozenset("and or to over by x times plus minus".split())
+_MULTIPLIERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_NOT_UNITS = frozenset(
+    "half halves third thirds fourth fourths fifth fifths tenth tenths hundredths thousandths squared cubed factorial "
+    "plus minus times divided over or and to modulo mod percentage-points pi sqrt root negative not is if but no wrong "
+    "more-or-less score".split()
 )
-"""Between two numbers, such a word makes one quantity of them: ``2 hours 30 minutes``; so does "of"."""
-_LETTERS_WITH_OPERATORS = re.compile(r"\(*[A-Za-z]\)*(?:[-+*^]\(*[A-Za-z]\)*)+")
-_TRAILING = ".,;:!?\"'”’"
+_UNIT = re.compile(r"(?:[cmkd]?m|in|ft|inch(?:es)?|feet|units?|yards?|miles?|meters?)\s*\^?\{?[23]\}?")
+_FUNCTIONS = frozenset(
+    "sqrt sin cos tan cot sec csc log exp arcsin arccos arctan sinh cosh tanh infinity inf pi".split()
+)
+_WORD = re.compile(r"(?<![\\A-Za-z^_{])(?:[^\W\d_]{3,}|or|is|km|cm|mm|kg|ft|hr|or|no|to|of|am|pm|oz|lb)(?![A-Za-z(])")
+_EXPRESSION = re.compile(
+    r"\(*[A-Za-z]\)*(?:[-+*^/]\(*[A-Za-z]\)*)+!?|\(*[A-Za-z]{1,3}\)*(?:[+*^]\(*[A-Za-z]{1,3}\)*)+|[A-Za-z]!"
+)
+_TRAILING = ".,;:!?\"'"
+_ABBREVIATIONS = frozenset("approx. rs. e.g. i.e. vs. no. mr. mrs. ms. dr. st.".split())
+
+
+def tidy(text: str) -> str:
+    """What was written, with its signs in LaTeX and without what surrounds answers: markup, tokens, spaces, ``\\text``."""
+    text = _SUPERSCRIPT.sub(lambda match: "^{" + match.group().translate(_SUPERSCRIPTS) + "}", text.replace(_HARD, " "))
+    for sign, latex in _SIGNS.items():
+        text = text.replace(sign, latex)
+    text = unicodedata.normalize("NFKC", text)
+    for pattern, new in _RULES:
+        text = pattern.sub(new, text)
+    return text
 
 
 def extract_answer(text: str, how: AnswerFrom = "auto", *, numeric: bool = False) -> str | None:
@@ -77,7 +162,7 @@ def extract_answer(text: str, how: AnswerFrom = "auto", *, numeric: bool = False
         numeric: The reference answer is a number.
     """
     if how == "tag":
-        return _last_tag(text)
+        return _last(_tags(text))
     if how == "boxed":
         return last_boxed(text)
     if how == "last_number":
@@ -87,7 +172,7 @@ def extract_answer(text: str, how: AnswerFrom = "auto", *, numeric: bool = False
         return lines[-1] if lines else None
     if how == "whole":
         return text.strip() or None
-    for marked in (_last_tag(text), last_boxed(text)):
+    for marked in (_last(_tags(text)), last_boxed(text)):
         if marked is not None:
             return marked
     if "####" in text:
@@ -95,8 +180,10 @@ def extract_answer(text: str, how: AnswerFrom = "auto", *, numeric: bool = False
     return last_number(text) if numeric else text.strip() or None
 
 
-def final_answer(text: str, *, words: bool = False) -> str | None:
-    """The final answer of a solution, as it was written (a unit behind it included), or None.
+def final_answers(text: str, *, words: bool = False) -> list[str]:
+    """The final answers of a tidied solution, as they were written; empty where it gives none, or hedges.
+
+    Several only where several boxes or tags stand: a solution answers right if each is.
 
     Args:
         words: The reference is words (a name, a choice), not a quantity: the marked text is taken as it stands.
@@ -104,18 +191,11 @@ def final_answer(text: str, *, words: bool = False) -> str | None:
     thought, end, said = text.rpartition("</think>")
     if end and said.strip():
         text = said
-    tagged = _last_tag(text)
-    if tagged is not None:
-        marked = _marked(tagged, words)
-        return marked if marked is not None else (tagged if words else _only_quantity(tagged))
-    marked = _marked(text, words)
-    if marked is not None:
-        return marked
-    if words:
-        lines = [line.strip() for line in text[-MAX_ANSWER_CHARS:].splitlines() if line.strip()]
-        formulas = list(_MATH.finditer(lines[-1])) if lines else []
-        return _inside(formulas[-1]) if formulas else (lines[-1] if lines else None)
-    return last_quantity(text) or (text.strip() and _segment(text.strip().rpartition("\n")[2], words)) or None
+    answers: list[str | None] = []
+    for part in _tags(text) or [text]:
+        found: list[str | None] = list(_boxed(part)) or [_marked(part, words, tagged=part is not text)]
+        answers += [answer for answer in found if answer not in answers]
+    return [answer for answer in answers if answer] if None not in answers and "" not in answers else []
 
 
 def is_number(text: str) -> bool:
@@ -128,17 +208,126 @@ def last_number(text: str) -> str | None:
 
     In ``5 - 9 = -4`` the number is -4; ``3/4``, ``5-3``, ``10^3`` and ``1.5e3`` are quantities, but no plain numbers.
     """
-    quantity = last_quantity(text)
-    if quantity is None:
-        return None
-    number = quantity.rpartition("=")[2].strip().replace("$", "").replace("\\", "").replace("−", "-")
-    match = re.match(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)?(?:\.\d+)?(?=%|\s+[A-Za-z]|$)", number, re.ASCII)
-    found = match.group() if match else ""
-    return found.replace(",", "").removeprefix("+") if found.strip("+-") else None
+    number = (_last_quantity(tidy(text[-MAX_ANSWER_CHARS:])) or "").rpartition("=")[2]
+    match = re.fullmatch(r"\s*([-+]?)\s*\\?\$?\s*(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?%?\s*", number, re.ASCII)
+    found = match[1] + (match[2] or "").replace(",", "") + (match[3] or "") if match else ""
+    return found.removeprefix("+") if found.strip("+-") else None
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last complete ``\\boxed{...}`` that is not empty, braces balanced; in one pass.
+    """Content of the last complete ``\\boxed{...}`` that is not empty; see ``_boxed``."""
+    return _last(_boxed(text))
+
+
+def quantity(sentence: str, *, last: bool = False) -> str | None:
+    """The one quantity that a tidied sentence gives; None if it has none, "" if it denies it or offers more than one.
+
+    Words before it say nothing about it, words behind it are its unit, and a clause or a bracket behind it explains it.
+
+    Args:
+        last: Of several, the last, as in the last sentence of a calculation, unless a word makes one quantity of them.
+    """
+    tokens = sentence.split()
+    kinds = _kinds(tokens)
+    runs = [match.span() for match in re.finditer(r"o*[Ql](?:[oj]+[Ql]|Q)*", kinds)]
+    if not runs:
+        return None
+    start, end = runs[-1] if last else runs[0]
+    before, behind = tokens[:start], kinds[end:]
+    equals = [place for place in range(start, end) if _OPERATORS.get(tokens[place].lower()) == "="]
+    if "n" in (kinds[max(0, start - 3) : start] if last else kinds[:start]) and not (last and equals):
+        return ""
+    joined = len(runs) > 1 and bool(before) and (before[-1].lower() in _JOINS or runs[-2][1] == start - 1)
+    if last and joined and not equals:
+        return ""
+    if last and (_RETRACTED.match(sentence) or len(runs) > 1 and _HEDGE.search(" ".join(tokens[runs[-2][1] : start]))):
+        return ""
+    explained = (
+        tokens[end - 1].endswith(":") or any(kind in kinds[end : runs[1][0]] for kind in "cp") if runs[1:] else True
+    )
+    if not last and not explained:
+        return ""
+    if any(
+        _RETRACTED.match(" ".join(tokens[place:]))
+        for place in (end, *(end + k.start() for k in re.finditer("p", behind)))
+    ):
+        return ""
+    if equals and equals[0] > start and before and not before[-1].endswith(":"):
+        start = equals[-1] + 1  # "half of 24 = 12": the left side may begin in the words before
+    run = [_OPERATORS.get(token.lower(), token) for token in tokens[start:end]]
+    if run[0] in ("+", "*", "/", "^") and before:
+        return ""  # "3 apples + 4": a part of a sum
+    text = " ".join("," if kind == "j" else token for kind, token in zip(kinds[start:end], run, strict=True))
+    text = re.sub(r"[,;]\s*,|;", ",", text.lstrip("= "))
+    text = re.sub(r"(?<=\d)!+$", "", text).replace(_HARD, " ").strip(" :").rstrip(",.;:? ")  # "It is 42!"
+    return _with_unit(
+        text,
+        [token.strip(_TRAILING + "()").lower() for token in re.split(r"[cpn]", behind)[0] and tokens[end : end + 2]],
+    )
+
+
+def _with_unit(text: str, words: list[str]) -> str:
+    """The quantity times what the word behind it stands for; "" where the word makes another quantity of it."""
+    if words and words[0].removesuffix("s") in _MULTIPLIERS:
+        return f"{text} \\times {_MULTIPLIERS[words[0].removesuffix('s')]}"
+    return "" if words and (words[0] in _NOT_UNITS or "or" in words) else text
+
+
+def has_words(text: str) -> bool:
+    """Whether there is more in a text than mathematics."""
+    return any(
+        word.lower() not in _FUNCTIONS for word in _WORD.findall(re.sub(r"\\(?:begin|end)\s*\{[a-z*]+\}", " ", text))
+    )
+
+
+def _kinds(tokens: list[str]) -> str:
+    """One letter a token: Q quantity, l letter, o operator, j and/or, c clause, p aside, n denial, w word."""
+    kinds = ""
+    for place, token in enumerate(tokens):
+        bare = token.strip(_TRAILING + "*_").lower()
+        previous = kinds[-1:]
+        following = tokens[place + 1].lower() if place + 1 < len(tokens) else ""
+        if bare in _OPERATORS or token in _OPERATORS:
+            kind = "o"
+        elif bare in ("and", "or"):
+            kind = "j"
+        elif token[0] in "([" and "Q" in kinds and (previous == "w" or tokens[place - 1][-1] in "0123456789}%"):
+            kind = "Q" if re.fullmatch(r"[(\[][-\d.,$]+[)\]][.,;:!?]*", token) and previous == "Q" else "p"
+        elif bare in _DENIES or bare == "of" and (previous == "Q" or place and tokens[place - 1].lower() in _PART_OF):
+            kind = "n" if previous != "Q" or bare not in ("of", "sin", "log") else "c"
+        elif bare in _CLAUSE:
+            kind = "c"
+        elif previous == "Q" and _UNIT.fullmatch(bare):
+            kind = "w"
+        elif len(bare) == 1 and bare.isascii() and bare.isalpha():
+            alone = bare not in "ai" or not following or following in _OPERATORS or previous == "o"
+            unit = previous == "Q" and token.strip(_TRAILING) in "mgshlLAVWNJKCF" and following not in _OPERATORS
+            kind = "w" if unit or not alone else "Q" if previous == "Q" else "l"
+        else:
+            digits = not bare.strip("()[]|") or any(char.isdigit() or char in "\\^{}=<>" + _HARD for char in bare)
+            kind = "Q" if digits or _EXPRESSION.fullmatch(token.strip(".,;:?\"'")) else "w"
+        kinds += kind
+    return kinds
+
+
+def _last(found: list[str]) -> str | None:
+    return found[-1] if found else None
+
+
+def _tags(text: str) -> list[str]:
+    """Insides of each ``<answer>...</answer>`` that is not blank."""
+    found, start = [], None
+    for match in _TAG.finditer(text):
+        if not match.group(1):
+            start = match.end()
+        elif start is not None:
+            found += [text[start : match.start()].strip()]
+            start = None
+    return [inside for inside in found if inside]
+
+
+def _boxed(text: str) -> list[str]:
+    """Contents of the complete ``\\boxed{...}`` that are not empty, braces balanced; in one pass.
 
     Boxes joined by a comma, "and" or "or" are one answer (``\\boxed{1}`` or ``\\boxed{-2}``): their contents, with commas.
     """
@@ -156,258 +345,69 @@ def last_boxed(text: str) -> str | None:
             opened.append(None)
         elif token[-1] == "{" and len(token) > 2:
             opened.append((match.start(), match.end()))
-    if not boxes:
-        return None
-    answer = [boxes[-1]]
-    for box_ in reversed(boxes[:-1][-8:]):
-        between = text[box_[1] : answer[0][0]]
-        if len(between) > 40 or not _BETWEEN_BOXES.fullmatch(between):
-            break
-        answer.insert(0, box_)
-    return ", ".join(dict.fromkeys(content for _, _, content in answer))
+    groups: list[list[str]] = []
+    end = 0
+    for start, stop, content in boxes:
+        if groups and start - end <= 40 and _BETWEEN_BOXES.fullmatch(text[end:start]):
+            groups[-1].append(content)
+        else:
+            groups.append([content])
+        end = stop
+    return [", ".join(dict.fromkeys(group)) for group in groups]
 
 
-def last_quantity(text: str) -> str | None:
-    """The last quantity of free text, whole and with the words behind it, or None where it is part of a larger one.
+def _marked(text: str, words: bool, *, tagged: bool) -> str | None:
+    """What the last ``####`` or phrase that gives an answer marks; without one, the last line or quantity."""
+    for mark in reversed(list(_MARK.finditer(text))[-8:]):
+        found = _first(text[mark.end() : mark.end() + MAX_ANSWER_CHARS], words)
+        if found is not None:
+            return found
+    if tagged and "\n" not in text:
+        return text if words else _first(text, words)
+    if words:
+        lines = [line.strip() for line in text[-MAX_ANSWER_CHARS:].splitlines() if line.strip()]
+        formulas = [next(filter(None, match.groups())) for match in _MATH.finditer(lines[-1])] if lines else []
+        return _last(formulas or lines)
+    found = _last_quantity(text[-MAX_ANSWER_CHARS:])
+    return found if found is not None else _first(text.strip().rpartition("\n")[2][:MAX_ANSWER_CHARS], words)
 
-    Between "and", "or" or an operator of words and an earlier quantity of its sentence, a number is such a part: there is
-    no last quantity in ``2 hours and 30 minutes``.
-    """
-    for sentence in reversed(_sentences(text[-MAX_ANSWER_CHARS:])):
-        if sentence.runs:
-            return sentence.last()
+
+def _first(text: str, words: bool) -> str | None:
+    """The answer at the beginning of a text, in its first sentence that is not blank."""
+    if words:
+        text = text.lstrip("*_:= \t\r\n")
+        formula = _MATH.match(text)
+        return next(filter(None, formula.groups())).strip() if formula else text.partition("\n")[0].strip() or None
+    sentences = _sentences(text.lstrip("*_:= \t\r\n#"))
+    for place, sentence in enumerate(sentences):
+        if sentence.strip(_TRAILING + " "):
+            retracted = any(_RETRACTED.match(later) for later in sentences[place + 1 : place + 2])
+            found = quantity(sentence)
+            return "" if found and retracted else found
     return None
 
 
-@dataclass(slots=True)
-class _Run:
-    """Neighbouring tokens that are one quantity."""
-
-    start: int
-    end: int
-    text: str
-    formula: bool = False
-    """It is one formula, whose ends are known."""
-
-
-@dataclass(slots=True)
-class _Sentence:
-    tokens: list[str]
-    runs: list[_Run] = field(default_factory=list)
-
-    def first(self) -> str | None:
-        """The quantity that the sentence begins with, fillers apart, and the words behind it; else its last one."""
-        if not self.runs:
-            return self._letters()
-        run = self.runs[0]
-        before = [_bare(token) for token in self.tokens[: run.start]]
-        if "not" in before:
-            return None
-        if any(word and word not in _FILLER for word in before):
-            return self._letters() or self.last()
-        if len(self.runs) == 1:
-            return self._with_words(run, len(self.tokens))
-        following = self.runs[1]
-        between = [_bare(token) for token in self.tokens[run.end : following.start]]
-        clause = next((place for place, word in enumerate(between) if word in _CLAUSE), None)
-        opens = next((i for i, token in enumerate(self.tokens[run.end : following.start]) if token[0] in "(["), None)
-        stop = min((place for place in (clause, opens) if place is not None), default=None)
-        if stop is not None or self.tokens[following.start].startswith(("(", "[")):
-            return self._with_words(run, run.end + (len(between) if stop is None else stop))
-        return self.last() if following.text.startswith("=") else None
-
-    def _letters(self) -> str | None:
-        """One or two letters, or letters with operators, that stand alone or before an explanation: ``C``, ``xy``, ``n!``."""
-        tokens = [token for token in self.tokens if _bare(token) not in _FILLER or len(_bare(token)) == 1]
-        if not tokens:
-            return None
-        letters = tokens[0].strip(_TRAILING.replace("!", "") + "*_")
-        if len(tokens) > 1 and not (len(letters) == 1 and (_bare(tokens[1]) in _CLAUSE or tokens[1][0] == "(")):
-            return None
-        alone = letters.strip("()").isalpha() and len(letters.strip("()")) <= 2
-        return letters if alone or re.fullmatch(r"[-+*/!^()A-Za-z]*[-+*/!^][-+*/!^()A-Za-z]*", letters) else None
-
-    def last(self) -> str | None:
-        run = self.runs[-1]
-        before = _bare(self.tokens[run.start - 1]) if run.start else ""
-        if len(self.runs) > 1 and (
-            before in _JOINS or (before in _COMPOUND_UNITS and self.runs[-2].end == run.start - 1)
-        ):
-            return None
-        if run.text.startswith("="):
-            return self._with_words(_Run(run.start, run.end, run.text.lstrip("= ")), len(self.tokens))
-        if run.text[0] in "+*/^×÷·-−–" and run.text[1:2] in ("", " "):
-            if run.start:  # "3 apples + 4": a part of a sum
-                return None
-            run = _Run(run.start, run.end, run.text[1:].strip())  # a bullet
-        if (
-            run.start and "=" in run.text and not run.formula
-        ):  # its left side may begin in the words before it: "half of 24 = 12"
-            run = _Run(run.start, run.end, run.text.rpartition("=")[2].strip())
-        elif self._is_changed(run):
-            return None
-        elif before in _NEGATIVE and run.text[:1] not in "-−+":
-            run = _Run(run.start, run.end, "-" + run.text)
-        return self._with_words(run, len(self.tokens))
-
-    def _is_changed(self, run: _Run) -> bool:
-        """Whether the words right before a quantity deny it or make another one of it."""
-        words = [_bare(token) for token in self.tokens[max(0, run.start - 3) : run.start]]
-        while words and words[-1] in ("the", "exactly"):
-            words.pop()
-        if words[-1:] == ["of"]:
-            return words[-2:-1] != [] and words[-2] in _PART_OF
-        return bool(words) and words[-1] in _CHANGES_VALUE
-
-    def _with_words(self, run: _Run, end: int) -> str | None:
-        words = []
-        for token in self.tokens[run.end : end][:12]:
-            if token[0] in "([" or token in ("–", "—"):
-                break
-            words.append(token)
-        return " ".join([run.text, *words]).strip() or None
-
-
-def _inside(formula: re.Match[str]) -> str:
-    return next(group for group in formula.groups() if group is not None).strip()
-
-
-def _bare(token: str) -> str:
-    return token.strip(_TRAILING + "()[]*_").lower()
-
-
-def _last_tag(text: str) -> str | None:
-    """Inside of the last ``<answer>...</answer>`` that is not blank."""
-    found, start = None, None
-    for match in _TAG.finditer(text):
-        if not match.group(1):
-            start = match.end()
-        elif start is not None:
-            found, start = text[start : match.start()].strip() or found, None
-    return found
-
-
-def _marked(text: str, words: bool) -> str | None:
-    """What the box, the ``####`` or the last phrase that gives an answer marks."""
-    boxed = last_boxed(text)
-    if boxed is not None:
-        if not words and _LEADING_WORDS.match(boxed):
-            return _segment(boxed.replace("\\text", " ").replace("{", " ").replace("}", " "), words)
-        return boxed
-    if "####" in text:
-        return _segment(text.rpartition("####")[2], words)
-    ends = [match.end() for match in _PHRASE.finditer(text)]
-    for end in reversed(ends[-8:]):
-        found = _segment(text[end : end + MAX_ANSWER_CHARS], words)
+def _last_quantity(text: str) -> str | None:
+    """The last quantity of free text; None or "" where there is none, or it is a part of a larger one."""
+    for sentence in reversed(_sentences(text)):
+        found = quantity(sentence, last=True)
         if found is not None:
             return found
     return None
 
 
-def _segment(text: str, words: bool) -> str | None:
-    """The answer at the beginning of a text, in its first line that is not blank."""
-    text = text[:MAX_ANSWER_CHARS].lstrip("*_:：= \t\r\n")
-    if words:
-        formula = _MATH.match(text)
-        return _inside(formula) if formula else text.partition("\n")[0].strip() or None
-    for sentence in _sentences(text):
-        if any(_bare(token) for token in sentence.tokens):
-            return sentence.first()
-    return None
-
-
-def _only_quantity(text: str) -> str | None:
-    """Of a marked text: its one line's answer, or the last quantity of several lines."""
-    return last_quantity(text) if "\n" in text.strip() else _segment(text, words=False)
-
-
-def _sentences(text: str) -> list[_Sentence]:
-    """Lines cut into sentences and their tokens, formulas as one token each, and the quantities among them."""
-    formulas: list[str] = []
-
-    def keep(match: re.Match[str]) -> str:
-        formulas.append(_inside(match))
-        return f" \x01{len(formulas) - 1}\x01 "
-
-    text = _MATH.sub(keep, _CALCULATOR.sub("", text.replace("\x01", " ")))
-    text = _MARKDOWN.sub(" ", re.sub("(\x01) (?=[.,;:!?])", r"\1", text))
+def _sentences(text: str) -> list[str]:
+    """A tidied text's sentences, each formula without delimiters and as one token."""
+    text = _MATH.sub(lambda match: " " + _HARD.join([*next(filter(None, match.groups())).split(), ""]) + " ", text)
+    text = re.sub(r" (?=[.,;:!?](?:\s|$))", "", text)
     sentences = []
     for line in text.split("\n"):
         line = re.sub(r"\b(multiplied|divided) by\b", lambda m: "*" if m[1] == "multiplied" else "/", line)
-        tokens: list[str] = []
-        for token in line.split():
-            if not tokens and token in ("*", "-", "•", "–") or token.startswith("#") and not token.strip("#"):
-                continue
-            tokens.append(token)
-            if token[-1] in ".!?;" and token[-2:-1] != "\\" and token.lower() not in ("approx.", "rs."):
-                sentences.append(_Sentence(tokens))
-                tokens = []
-        if tokens:
-            sentences.append(_Sentence(tokens))
-    for sentence in sentences:
-        sentence.runs = _runs(sentence.tokens, formulas)
-    return sentences
-
-
-def _runs(tokens: list[str], formulas: list[str]) -> list[_Run]:
-    strong = [_is_quantity(token) for token in tokens]
-    weak = [token in _OPERATORS or _WORD_OPERATORS.get(token, "") != "" for token in tokens]
-
-    def near(place: int, *, operator: bool) -> bool:
-        around = (place - 1, place + 1)
-        return any(0 <= i < len(tokens) and (weak[i] or (strong[i] and not operator)) for i in around)
-
-    member = list(strong)
-    for place, token in enumerate(tokens):
-        letter = token.strip(_TRAILING)
-        if weak[place]:
-            member[place] = (
-                place + 1 < len(tokens) and (strong[place + 1] or len(tokens[place + 1].strip(_TRAILING)) == 1)
-            ) and (token not in _WORD_OPERATORS or (place > 0 and strong[place - 1]))
-        elif len(letter) == 1 and letter.isascii() and letter.isalpha():
-            member[place] = near(place, operator=letter in "aAI") and not _is_unit_letter(place, letter, tokens, weak)
-    for place, token in enumerate(tokens[1:-1], start=1):
-        if token in ("and", "or") and strong[place - 1] and strong[place + 1]:
-            member[place] = True
-    runs: list[_Run] = []
-    for place, inside in enumerate(member):
-        if not inside:
-            continue
-        piece = _WORD_OPERATORS.get(tokens[place], tokens[place])
-        piece = _PLACE.sub(lambda match: formulas[int(match.group(1))], piece)
-        aside = tokens[place][0] in "([" and tokens[place - 1][-1:].isdigit()
-        if runs and runs[-1].end == place and not aside and not tokens[place - 1].endswith((":", "：")):
-            runs[-1].text += " " + piece
-            runs[-1].end, runs[-1].formula = place + 1, False
-        else:
-            runs.append(
-                _Run(place, place + 1, piece, formula=_PLACE.fullmatch(tokens[place].strip(_TRAILING)) is not None)
-            )
-    for run in runs:
-        run.text = run.text.rstrip(_TRAILING.replace("!", "") + " ")
-        if run.text[-1:] in "*_" and run.text[-2:-1].isalnum():  # *12*, whose first star went with what marks an answer
-            run.text = run.text[:-1]
-        opened, closed = (sum(map(run.text.count, brackets)) for brackets in ("([", ")]"))
-        if run.text[:1] in ("(", "[") and opened > closed:
-            run.text = run.text[1:]
-        elif run.text[-1:] in (")", "]") and closed > opened:
-            run.text = run.text[:-1].rstrip(_TRAILING)
-    return [run for run in runs if run.text.strip("= ")]
-
-
-def _is_quantity(token: str) -> bool:
-    """True for a token that holds a digit, a formula, LaTeX or an expression of single letters."""
-    token = token.strip(_TRAILING)
-    return (
-        "\x01" in token
-        or any(sign in token for sign in "\\^{}=<>√π∞×÷±½¼¾")
-        or any(char.isdigit() for char in token)
-        or _LETTERS_WITH_OPERATORS.fullmatch(token) is not None
-    )
-
-
-def _is_unit_letter(place: int, letter: str, tokens: list[str], weak: list[bool]) -> bool:
-    """True for a letter behind a number that only ends the sentence or precedes words: ``5 m``."""
-    after_operator = place > 0 and weak[place - 1]
-    before_operator = place + 1 < len(tokens) and weak[place + 1]
-    return place > 0 and tokens[place - 1][-1:].isdigit() and not after_operator and not before_operator
+        words: list[str] = []
+        for word in line.split():
+            words.append(word)
+            if word[-1] in ".!?" and word.lower() not in _ABBREVIATIONS:
+                sentences.append(" ".join(words))
+                words = []
+        sentences.append(" ".join(words))
+    return [sentence for sentence in sentences if sentence]

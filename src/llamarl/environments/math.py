@@ -11,15 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llamarl.data.items import ItemSource, Split, TaskItem
-from llamarl.environments.answers import final_answer, last_boxed
+from llamarl.environments.answers import final_answers, last_boxed, tidy
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.jsonl import JsonlSplits, text_field
-from llamarl.environments.math_equivalence import check_reference, is_words, same_answer, why_unreadable
+from llamarl.environments.math_equivalence import check_reference, equals_reference, is_words, why_unreadable
 from llamarl.environments.tables import TableSplits
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 
 __all__ = ["MathTable", "MathTask", "check_references", "judge_answer", "math_item"]
+
+MAX_BOXES = 8
+"""Different ones that a response may hold; each must equal the reference, so more only cost time."""
 
 
 def math_item(record: Mapping[str, Any], where: str) -> TaskItem:
@@ -82,9 +85,9 @@ def judge_answer(response: str, reference: str) -> Score:
     Raises:
         ValueError: The reference cannot be read; no response can be judged by it.
     """
-    given = final_answer(response, words=is_words(reference))
-    correct = given is not None and same_answer(given, reference)
-    return Score(value=float(correct), parts={"correct": float(correct), "answered": float(given is not None)})
+    given = final_answers(tidy(response), words=is_words(reference))
+    correct = 0 < len(given) <= MAX_BOXES and all(equals_reference(answer, reference) for answer in given)
+    return Score(value=float(correct), parts={"correct": float(correct), "answered": float(bool(given))})
 
 
 class MathTask(JsonlSplits):

@@ -1,12 +1,12 @@
 """Whether two written answers are equal as mathematics: ``math-verify`` behind size limits.
 
-    written ──tidy: wrappers, currency, units, separators──▶ expression ──within limits?──▶ math-verify ──▶ equal or not
-                                                    └─ both plain numbers: compared exactly, without it
+    tidied ──words off, spelled as LaTeX──▶ expression ──within limits?──▶ math-verify ──▶ equal or not
+                                                   └─ both plain numbers: compared exactly, without it
 
 A policy chooses what is parsed here, so it must not be able to buy time or an error with it: what is longer, deeper or
-greater than the limits below, or takes more calls to compare, is a wrong answer. The limits are counts of
-characters and of calls, never seconds, so that a slow machine gives the same verdict. ``math-verify``'s own time limits
-are off: they are alarms in seconds, and the reward pool has its own for what nobody foresaw.
+greater than the limits below, has more terms once expanded, or takes more calls to compare, is a wrong answer. The limits
+are counts of characters, terms and calls, never seconds, so that a slow machine gives the same verdict. ``math-verify``'s
+own time limits are off: they are alarms in seconds, and the reward pool has its own for what nobody foresaw.
 
 The *reference* comes from a file. If it cannot be read, every answer to it would be wrong, so that is an error.
 """
@@ -14,24 +14,28 @@ The *reference* comes from a file. If it cannot be read, every answer to it woul
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
-import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = ["check_reference", "is_words", "same_answer", "why_unreadable"]
+from llamarl.environments.answers import has_words, quantity, tidy
+
+__all__ = ["check_reference", "equals_reference", "is_words", "same_answer", "why_unreadable"]
 
 MAX_CHARS = 300
-"""Of an expression for ``math-verify``, wrappers apart."""
+"""Of an expression for ``math-verify``."""
 MAX_NUMBER_CHARS = 1000
 """Of a plain decimal number."""
 MAX_DEPTH = 8
 """Brackets within brackets."""
 MAX_COMMANDS = 60
+MAX_TERMS = 500
+"""Terms of an expression once it is expanded, counted from above."""
 MAX_EXPONENT = 1000
 """Product of the exponents that can stand over one another, and of the digits of what they raise, over 10."""
 MAX_PARSE_CALLS = 3_000_000
@@ -39,69 +43,33 @@ MAX_PARSE_CALLS = 3_000_000
 MAX_COMPARE_CALLS = 600_000
 """Python calls that one comparison may take; a common one takes some ten thousand, a trigonometric identity 200,000."""
 
-_UNICODE = {
-    "−": "-", "–": "-", "—": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "∕": "/", "⁄": "/",
-    "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ", "≤": "\\le ", "≥": "\\ge ", "∪": "\\cup ", "∩": "\\cap ",
-    "±": "\\pm ", "∈": "\\in ", "θ": "\\theta ", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}",
-    "⅓": "\\frac{1}{3}", "⅔": "\\frac{2}{3}", "′": "'", "’": "'", "≈": "=", "：": ":", "，": ",",
-}  # fmt: skip
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
-_ROOT = re.compile(r"√\s*(\d+|[A-Za-z]|\([^()]*\)|\{[^{}]*\})")
-_TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|mathit|operatorname|rm)\s*"
-_WHOLE_TEXT = re.compile(rf"(?:{_TEXT}|\\boxed\s*|\\fbox\s*)?\{{((?:[^{{}}]|\\[{{}}]|\{{[^{{}}]*\}})*)\}}")
-_WRAPPERS = (
-    ("$$", "$$"),
-    ("$", "$"),
-    ("\\(", "\\)"),
-    ("\\[", "\\]"),
-    ("**", "**"),
-    ("__", "__"),
-    ("*", "*"),
-    ("`", "`"),
+_WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("*", "*"), ('"', '"'), ("“", "”"))
+_WHOLE = re.compile(r"(?:\\(?:boxed|fbox)\s*)?\{((?:[^{}]|\\[{}]|\{[^{}]*\})*)\}")
+_BRACKETED = re.compile(r"[(\[]\s*([-+]?[0-9]+(?:\.[0-9]+)?)\s*[)\]]")
+_CURRENCY = re.compile(
+    r"(?:\b(?:USD|US|EUR|GBP|Rs\.?|INR)\s*)?(?:\\?\$|€|£|¥|₹|\\pounds|\\euro)\s*|\b(?:USD|EUR|GBP|Rs\.?|INR)\s+(?=\d)"
 )
-_SPACES = re.compile(
-    r"(?<!\\)\\(?:[,;:! ]|quad\b|qquad\b|displaystyle\b|left(?![a-zA-Z])|right(?![a-zA-Z])|[bB]igg?[lr]?(?![a-z]))"
-)
-_GROUP_GAP = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|\{,\}\s*|,\s*\\!\s*|~|,\\,)(?=[0-9]{3}(?![0-9]))")
+_SPELLINGS = tuple(
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[A-Za-z]))", r"\\sqrt{\1\2\3}"),
+        (r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]+)(?![\w.])", r"\1\\times 10^{\2}"),
+        (r"(?<![\w.}/^])([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)(?![\w./])", r"\1\\frac{\2}{\3}"),
+        (r"(?:\^|\*\*)\s*(?:\(([^()]*)\)|([-+]?[0-9]+(?:\.[0-9]+)?)(?![0-9]))", r"^{\1\2}"),
+        (r"_\s*([0-9])(?=\s)", r"_{\1}"),
+        (r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", r"\\times "),
+        (r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|pi|theta)(?![A-Za-z])", r"\\\1"),
+        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\?\binfinity\b", r"\\infty"),
+    )
+)  # fmt: skip
 _COMMAS = re.compile(r"(?<![\d.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
 _SPACED = re.compile(r"[-+]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
-_CURRENCY = re.compile(
-    r"(?:\bUSD|\bUS|\bEUR|\bGBP|\bRs\.?|\bINR)?\s*(?:\\?\$|€|£|¥|₹|\\pounds|\\euro)\s*|\b(?:USD|EUR|GBP|Rs\.?|INR)\s+(?=\d)"
-)
-_DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\\?text\{?[CF]\}?|[CF]\b)?|\\degree\b")
-_TEXT_UNIT = re.compile(rf"(?<=[^\s\\=+*/<>-])\s*((?:{_TEXT}\{{[^{{}}]*\}}\s*(?:\^\s*\{{?[0-9]\}}?)?[\s/.]*)+)$")
-_TEXT_LEAD = re.compile(rf"^{_TEXT}\{{([^{{}}]*)\}}\s*(?=\S)")
-_WORD_UNIT = re.compile(
-    r"(?<=[0-9)}\]%!])(?:\s+([A-Za-zµμ][^0-9=+*<>^\\{}]*)"
-    r"|((?:c|m|k|d)?m|k?g|mg|s|h|hrs?|mins?|secs?|lbs?|oz|ft|in|mph|km/h|kmph|m/s|m[lL]|[lL]|cents?|am|pm|k?W|yrs?))"
-    r"(\s*\^?\s*\{?[23²³]?\}?)\.?$"
-)
-_NOT_UNITS = frozenset(
-    "half halves third thirds fourth fourths fifth fifths tenth tenths hundredths thousandths squared cubed factorial "
-    "plus minus times divided over or and to modulo mod percentage-points pi sqrt root negative not more-or-less is "
-    "if but per-cent no wrong".split()
-)
-_MULTIPLIERS = {
-    "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12, "dozens": 12,
-}  # fmt: skip
-_PERCENT = re.compile(r"\s*\\?%\s*$")
-_PERCENT_WORD = re.compile(r"\s*(?:\bpercent(?:age)?|\bper cent|\bpct)\b(?!\s*points)", re.IGNORECASE)
-_E_NOTATION = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]+)(?![\w.])")
-_MIXED = re.compile(r"(?<![\w.}/^])([0-9]+)\s+(?:and\s+)?([0-9]+)\s*/\s*([0-9]+)(?![\w./])")
-_POWER = re.compile(r"(?:\^|\*\*)\s*([-+]?[0-9]+(?:\.[0-9]+)?)(?![0-9])")
-_POWER_GROUP = re.compile(r"(?:\^|\*\*)\s*\(([^()]*)\)")
 _TWO_NUMBERS = re.compile(r"[0-9]\s+\.?[0-9]|[0-9]\.[0-9]+\.|\.\.|[0-9]\.(?![0-9])")
 _BASE = re.compile(r"[\(\[{]?((?=[A-F]*[0-9])[0-9A-F]+)[)\]}]?_\s*(?:\{\s*([0-9]+)\s*\}|([0-9]+))")
 _REPEATING = re.compile(r"([-+]?)([0-9]{0,20})\.([0-9]{0,20})\\overline\s*\{\s*([0-9]{1,20})\s*\}")
 _CLOCK = re.compile(r"[0-9]{1,2}\s*:\s*[0-5][0-9]")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_FUNCTIONS = frozenset(
-    "sqrt sin cos tan cot sec csc log ln exp arcsin arccos arctan sinh cosh tanh inf infinity pi and or".split()
-)
-_FUNCTION_WORD = re.compile(
-    r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|pi|theta)(?![A-Za-z])"
-)
 _REFUSED = re.compile(
     r"\\(?:sum|prod|coprod|[io]*int|lim|limsup|liminf|det|max|min|gcd|lcm|partial|nabla|frac\s*\{?d\}?\s*\{d|"
     r"Gamma\s*[({]|zeta\s*[({]|operatorname|mathop|[dt]?binom(?!\s*\{[0-9a-z+\-]{1,4}\}\s*\{[0-9a-z+\-]{1,4}\})|choose)|\)\s*_"
@@ -109,16 +77,18 @@ _REFUSED = re.compile(
 _FACTORIAL = re.compile(r"(?:(?<![0-9.])[0-9]{1,3}|(?<![a-zA-Z])[a-z]|\([0-9]?[a-z](?:[+-][0-9]{1,2})?\))\s*!(?!!)")
 _EXPONENTIALS = re.compile(r"\^|\\(?:exp|sinh|cosh|tanh)\b")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
-_SCIENTIFIC = re.compile(r"([-+]?[0-9]*\.?[0-9]+)\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{\s*([-+]?[0-9]{1,3})\s*\}")
-_INT_FRACTION = re.compile(
-    r"([-+]?)\s*(?:([0-9]+)\s*)?\\[dtc]?frac\s*(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))\s*(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))"
+_SCIENTIFIC = re.compile(
+    r"([-+]?[0-9]*\.?[0-9]+)\s*(?:\\times|\\cdot|\*|x)\s*(?:10\s*\^\s*\{\s*([-+]?[0-9]{1,3})\s*\}|([0-9]+))"
+)
+_FRACTION = re.compile(
+    r"([-+]?)\s*(?:([0-9]+)\s*)?\\frac\s*(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))\s*(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))"
     r"|([-+]?[0-9]+)\s*/\s*([0-9]+)"
 )
-_ASSIGNED = re.compile(
-    r"\\?[A-Za-z]+'?(?:_\{?\w+\}?)?(?:\s*\([^()=]*\))?|[A-Za-z\\\s+\-(){},'|]+|\\(?:angle|triangle|overline|text)\b.*"
+_NAMED = re.compile(
+    r"\\?[A-Za-z]+'?(?:_\{?\w+\}?)?(?:\s*\([^()=]*\))?|[A-Za-z\\\s+\-(){},'|]+|\\(?:angle|triangle|overline)\b.*"
 )
 _WORDS = re.compile(r"[A-Za-z][A-Za-z'’\-]*(?:[\s,]+[A-Za-z][A-Za-z'’\-]*)*|\(\s*[A-Za-z]\s*\)|[A-Za-z]\s*\)")
-
+_RELATION = re.compile(r"(?<![\\<>!])=|<|>|\\(?:leq?|geq?|lt|gt|neq?|in)\b")
 
 _Result = TypeVar("_Result")
 
@@ -140,32 +110,21 @@ def same_answer(given: str, reference: str) -> bool:
     Raises:
         ValueError: The reference cannot be read (see ``why_unreadable``). Whatever is given raises nothing.
     """
+    return equals_reference(tidy(given), reference)
+
+
+def equals_reference(given: str, reference: str) -> bool:
+    """``same_answer`` of an answer that is tidied already."""
     if is_words(reference):
-        return _plain_words(given, reference)
+        return _same_words(given, reference)
     target = _reference(reference)
     try:
-        answer, answer_percent = _tidy(given, target.text)
-        target_text, percent = target.text, target.percent
-        if not _relation(target_text):
-            answer = _right_side(answer, target_text)
-        if _squeezed(answer) == _squeezed(target_text):
-            return True
-        if _CLOCK.fullmatch(answer) and _CLOCK.fullmatch(target_text):
-            return False
-        base, target_base = _BASE.fullmatch(answer), _BASE.fullmatch(target_text)
-        if base or target_base:  # 52 in base 8: the digits must be the same, and the base where it is said
-            if base and target_base:
-                return base.group() == target_base.group()
-            return target_base is not None and answer == target_base[1]
-        number = _as_number(answer)
-        if number is not None and target.number is not None:
-            values = {number, number / 100} if answer_percent != percent else {number}
-            if percent and not answer_percent:
-                values = {number, number * 100}
-            if target.number in values:
-                return True
-            if not (_repeating(number) ^ _repeating(target.number)):
-                return False  # two fractions, or two decimals: equal or not, without rounding
+        answer, answer_percent = _expression(given)
+        if not _RELATION.search(target.text):
+            answer = _value(answer, target.text)
+        exact = _equal_exactly(answer, answer_percent, target)
+        if exact is not None:
+            return exact
         _check_limits(answer)
     except _Unreadable:
         return False
@@ -177,12 +136,12 @@ def same_answer(given: str, reference: str) -> bool:
 
 def is_words(reference: str) -> bool:
     """True for a reference that is words or a choice's letter (``\\text{east}``, ``Navin``, ``(C)``), not mathematics."""
-    text = _unwrap(reference)
+    text = _unwrap(tidy(reference))
     if text != reference.strip() and len(text) == 1 and text.isalpha():
         return "text" in reference or "mathrm" in reference or "mbox" in reference
     if _WORDS.fullmatch(text) is None:
         return False
-    return "(" in text or ")" in text or (len(text) >= 3 and text.lower() not in _FUNCTIONS and not _all_short(text))
+    return "(" in text or ")" in text or has_words(text)
 
 
 def check_reference(reference: str) -> None:
@@ -191,9 +150,8 @@ def check_reference(reference: str) -> None:
     Raises:
         ValueError: The reference is over a limit or is no expression; says which.
     """
-    if is_words(reference):
-        return
-    _check_limits(_tidy(reference, "")[0])
+    if not is_words(reference):
+        _check_limits(_expression(tidy(reference))[0])
 
 
 def why_unreadable(reference: str) -> str:
@@ -204,18 +162,15 @@ def why_unreadable(reference: str) -> str:
         target = _reference(reference)
     except ValueError as error:
         return str(error)
-    return (
-        ""
-        if target.number is not None or target.parsed is not None or _BASE.fullmatch(target.text)
-        else "math-verify cannot parse it"
-    )
+    known = target.number is not None or _BASE.fullmatch(target.text) or target.parsed is not None
+    return "" if known else "math-verify cannot parse it"
 
 
 class _Reference:
     """A reference, read once for all answers to its question."""
 
     def __init__(self, written: str) -> None:
-        self.text, self.percent = _tidy(written, "")
+        self.text, self.percent = _expression(tidy(written))
         self.number = _as_number(self.text)
         _check_limits(self.text)
 
@@ -230,165 +185,115 @@ def _reference(written: str) -> _Reference:
     return _Reference(written)
 
 
+def _equal_exactly(answer: str, percent: bool, target: _Reference) -> bool | None:
+    """The verdict where it needs no algebra: equal text, times of day, bases, brackets of other kinds, plain numbers."""
+    if "".join(answer.split()) == "".join(target.text.split()):
+        return True
+    if _CLOCK.fullmatch(answer) and _CLOCK.fullmatch(target.text):
+        return False
+    base, target_base = _BASE.fullmatch(answer), _BASE.fullmatch(target.text)
+    if base or target_base:  # 52 in base 8: the digits must be the same, and the base where it is said
+        return target_base is not None and answer == (target_base.group() if base else target_base[1])
+    kinds = {re.sub(r"\s", "", text)[:1] for text in (answer, target.text) if "," in text}
+    if "(" in kinds and kinds & {"\\", "{"} and re.match(r"\\?\{", answer if answer[0] != "(" else target.text):
+        return False  # a pair is no set
+    number = _as_number(answer)
+    if number is None or target.number is None:
+        return None
+    values = {number}
+    if percent != target.percent:
+        values.add(number / 100 if percent else number * 100)
+    if target.number in values:
+        return True
+    return None if _repeats(number) ^ _repeats(target.number) else False  # 1/3 and 0.333333 may be equal, rounded
+
+
 def _unwrap(text: str) -> str:
-    """Without what stands around the whole: dollars, bold, quotes, boxes, ``\\text``, full stops."""
-    text = text.strip()
+    """Without what stands around the whole: dollars, quotes, boxes, brackets around one number, full stops."""
     for _ in range(8):
         before = text
-        text = text.strip(' \t\r\n"“”').rstrip(",;:.!") if not text.endswith("!") else text.strip()
-        if text.endswith("\\"):
-            text = text[:-1]
+        text = text.strip().rstrip(",;:. ").removesuffix("\\")
         for left, right in _WRAPPERS:
-            if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
-                inside = text[len(left) : -len(right)]
-                if left not in inside and right not in inside:
-                    text = inside
-                    break
-        whole = (
-            _WHOLE_TEXT.fullmatch(text)
-            if text[:1] in "\\{" and text.endswith("}") and len(text) <= 4 * MAX_CHARS
-            else None
-        )
-        if whole and text[0] == "\\":
-            text = whole[1]
-        elif whole and "," not in text:
-            text = whole[1]
-        text = text.strip()
+            inside = text[len(left) : -len(right)]
+            if inside and text.startswith(left) and text.endswith(right) and left not in inside and right not in inside:
+                text = inside
+                break
+        if text[:1] in ("\\", "{") and text.endswith("}") and len(text) <= 4 * MAX_CHARS:
+            whole = _WHOLE.fullmatch(text)
+            text = whole[1] if whole and (text[0] == "\\" or "," not in text) else text
+        number = _BRACKETED.fullmatch(text)
+        text = number[1] if number else text
         if text == before:
             break
     return text
 
 
-def _tidy(written: str, reference: str) -> tuple[str, bool]:
-    """The expression in what was written, as LaTeX that ``math-verify`` reads, and whether a percent sign stood behind it.
+def _expression(tidied: str) -> tuple[str, bool]:
+    """The expression in what was written, as LaTeX that ``math-verify`` reads, and whether it is a percentage.
 
     Raises:
         _Unreadable: There is none: too long, or words.
     """
-    if len(written) > 4 * MAX_CHARS:
+    if len(tidied) > 4 * MAX_CHARS:
         raise _Unreadable(f"longer than {4 * MAX_CHARS} characters")
-    text = _SUPERSCRIPT.sub(lambda match: "^{" + match.group().translate(_SUPERSCRIPTS) + "}", written)
-    text = _ROOT.sub(lambda match: "\\sqrt{" + match[1].strip("(){}") + "}", text)
-    for sign, latex in _UNICODE.items():
-        text = text.replace(sign, latex)
-    text = _unwrap(unicodedata.normalize("NFKC", text))
-    text = _GROUP_GAP.sub("", text)
-    text = _SPACES.sub(" ", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
-    text = _CURRENCY.sub("", text).replace("$", "").replace("~", " ")
-    text = _unwrap(_DEGREES.sub(" ", text))
-    for _ in range(3):
-        lead = _TEXT_LEAD.match(text)
-        if lead and not re.search(r"\d|\bnot\b", lead[1]):
-            text = text[lead.end() :].lstrip("=: ")
-    text, percent, factor = _without_unit(text, reference)
-    text = _unwrap(text)
-    text = text.lstrip("=").strip()
+    text = _unwrap(tidied)
+    if has_words(text):
+        found = quantity(text)
+        if not found:
+            raise _Unreadable("words that are no quantity, or more than one")
+        text = _unwrap(found)
+    percent = text.endswith("%")
+    text = _CURRENCY.sub("", text.rstrip("%")).replace("$", "").replace("~", " ")
+    text = _unwrap(text).lstrip("= ").strip()
     if _SPACED.fullmatch(text):
         text = text.replace(" ", "")
-    text = _plain_separators(text)
-    text = _E_NOTATION.sub(r"\1\\times 10^{\2}", text)
-    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
-    text = _POWER_GROUP.sub(r"^{\1}", text)
-    text = _POWER.sub(r"^{\1}", text)
-    text = re.sub(r"_\s*([0-9])(?=\s)", r"_{\1}", text)
-    text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", r"\\times ", text).replace("**", "^")
-    text = (
-        re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", _FUNCTION_WORD.sub(r"\\\1", text))
-        .replace("\\infinity", "\\infty")
-        .strip()
-    )
-    if factor != 1:
-        number = _as_number(text)
-        if number is None:
-            raise _Unreadable("a multiplier behind no number")
-        text = _written(number * factor)
+    text = _COMMAS.sub(lambda match: match.group().replace(",", "") if _outside(match) else match.group(), text)
+    if any(sign in text for sign in "([{"):
+        text = re.sub(r",(?=\S)", ", ", text)  # a comma parts two entries
+    for pattern, new in _SPELLINGS:
+        text = pattern.sub(new, text)
+    text = text.strip()
     if not text:
         raise _Unreadable("empty")
     repeating = _REPEATING.fullmatch(text)
     if repeating:
-        sign, whole, once, again = repeating.groups("")
-        nines = (10 ** len(again) - 1) * 10 ** len(once)
-        value = int(whole or 0) + (int(once + again) - int(once or 0)) * Fraction(1, nines)
-        text = _written(-value if sign == "-" else value)
+        sign, whole, once, period = repeating.groups("")
+        nines = (10 ** len(period) - 1) * 10 ** len(once)
+        value = int(whole or 0) + (int(once + period) - int(once or 0)) * Fraction(1, nines)
+        text = f"{sign}\\frac{{{value.numerator}}}{{{value.denominator}}}"
     base = _BASE.fullmatch(text)
     return (f"{base[1]}_{{{base[2] or base[3]}}}" if base else text), percent
 
 
-def _without_unit(text: str, reference: str) -> tuple[str, bool, int]:
-    """The quantity without percent sign and unit; whether there was a percent sign; the factor a word stands for."""
-    factor, percent = 1, False
-    text = _PERCENT_WORD.sub("\\%", text)
-    for _ in range(4):
-        text = text.rstrip(" .,;")
-        found = _PERCENT.search(text)
-        if found:
-            text, percent = text[: found.start()], True
-            continue
-        unit = _TEXT_UNIT.search(text)
-        if unit:
-            words = re.sub(rf"{_TEXT}\{{|[}}\\]", " ", unit[1]).split()
-        else:
-            unit = _WORD_UNIT.search(text)
-            if unit is None:
-                break
-            words = (unit[1] or unit[2]).split()
-            short = len(words) == 1 and len(words[0].rstrip(".")) == 1
-            if (
-                short
-                and (re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", reference) or words[0] not in "mgshlLAVWNJKCF")
-            ) or (unit[2] and re.search(rf"(?<![\\A-Za-z]){re.escape(unit[2][0])}(?![A-Za-z])", reference)):
-                break
-        bare = [word.strip(".,;:!()'\"").lower() for word in words]
-        if bare and bare[0] in _MULTIPLIERS:
-            factor *= _MULTIPLIERS[bare[0]]
-            rest = " ".join(words[1:])
-            text = text[: unit.start()] + (f" {rest}" if rest else "")
-            continue
-        if bare and (bare[0] in _NOT_UNITS or "or" in bare[:2] or (bare[0] == "and")):
-            raise _Unreadable("the words behind it make it another quantity")
-        text = text[: unit.start()]
-    return text.strip(), percent, factor
+def _outside(found: re.Match[str]) -> bool:
+    """Whether something stands outside of all brackets; (1,234) is a pair."""
+    before = found.string[: found.start()]
+    return sum(map(before.count, "([{")) == sum(map(before.count, ")]}"))
 
 
-def _plain_separators(text: str) -> str:
-    """Thousands separators outside of brackets removed; inside, where a comma parts two entries, a space set behind it."""
-    if not any(sign in text for sign in "([{"):
-        return _COMMAS.sub(lambda match: match.group().replace(",", ""), text)
-    return re.sub(r",(?=\S)", ", ", text)
-
-
-def _relation(text: str) -> bool:
-    return re.search(r"(?<![\\<>!])=|<|>|\\(?:leq?|geq?|lt|gt|neq?|in)\b", text) is not None
-
-
-def _right_side(text: str, reference: str) -> str:
+def _value(text: str, reference: str) -> str:
     """The value that an equation gives to a name; an equation between unequal numbers gives none.
 
     Raises:
         _Unreadable: The left side is no name, or not equal to the right side.
     """
-    membership = re.match(r"\\?[A-Za-z]\s*\\in\b\s*", text)
-    if membership:
-        return text[membership.end() :]
+    text = re.sub(r"^\\?[A-Za-z]\s*\\in\b\s*", "", text)
     parts = [part.strip() for part in re.split(r"(?<![\\<>!])=|\\approx\b", text)]
     if len(parts) == 1:
         return text
     if "," in text and len(parts) > 2:  # x = 1, y = 2: the values in order
-        named = re.fullmatch(r"(?:\s*\\?[A-Za-z](?:_\w)?\s*=([^=,]+),?)+", re.sub(r"\b(?:and|or)\b", ",", text))
-        if named:
-            return ", ".join(value.strip() for value in re.findall(r"=([^=,]+)", re.sub(r"\b(?:and|or)\b", ",", text)))
+        named = re.sub(r"\b(?:and|or)\b", ",", text)
+        if re.fullmatch(r"(?:\s*\\?[A-Za-z](?:_\w)?\s*=([^=,]+),?)+", named):
+            return ", ".join(value.strip() for value in re.findall(r"=([^=,]+)", named))
     value = parts[-1]
     if len(parts) > 6 or not value:
         raise _Unreadable("a chain of equations")
     for left in parts[:-1]:
-        if _ASSIGNED.fullmatch(left):
-            continue
         try:
-            equal = same_answer(left, value)
+            if not _NAMED.fullmatch(left) and not same_answer(left, value):
+                raise _Unreadable("the two sides of the equation differ")
         except ValueError as error:
-            raise _Unreadable("an equation whose right side is no expression") from error
-        if not equal:
-            raise _Unreadable("the two sides of the equation differ")
+            raise _Unreadable("an equation that does not hold, or whose right side is no expression") from error
     return value
 
 
@@ -412,16 +317,41 @@ def _check_limits(text: str) -> None:
         raise _Unreadable("brackets that do not match" if depth else f"nested deeper than {MAX_DEPTH}")
     if _TWO_NUMBERS.search(text) or any(not 32 <= ord(char) < 127 for char in text):
         raise _Unreadable("two numbers without an operator, or signs that are no mathematics")
-    plain = re.sub(rf"{_TEXT}\{{[^{{}}]*\}}|\\(?:begin|end)\s*\{{[a-z*]+\}}", " ", text)
-    for word in re.findall(r"[A-Za-z]{4,}", _COMMAND.sub(" ", plain)):
-        if word.lower() not in _FUNCTIONS:
-            raise _Unreadable(f"a word, {word[:20]!r}")
+    if has_words(_COMMAND.sub(lambda match: match.group() if match.group() in ("\\begin", "\\end") else " ", text)):
+        raise _Unreadable("words")
     if _REFUSED.search(text):
         raise _Unreadable("sums, integrals, limits and the like are not compared")
     if len(_FACTORIAL.findall(text)) != text.replace("!=", "").count("!") or text.count("!") > 4:
         raise _Unreadable("a factorial of more than 3 digits or of an expression")
     if _magnitude(text) > 10 * MAX_EXPONENT:
         raise _Unreadable("powers beyond the limit")
+    if _num_terms(text) > MAX_TERMS:
+        raise _Unreadable(f"more than {MAX_TERMS} terms once it is expanded")
+
+
+def _num_terms(text: str) -> int:
+    """A bound, from above, on the terms of an expression once its products and powers are multiplied out."""
+    sums, products = [0], [1]  # of each open bracket: its finished terms, and those of the term that is being read
+    place = 0
+    while place < len(text):
+        char = text[place]
+        place += 1
+        if char in "+-,&=<>|":
+            sums[-1] += products[-1]
+            products[-1] = 1
+        elif char in "({[":
+            sums.append(0)
+            products.append(1)
+        elif char in ")}]" and len(sums) > 1:
+            inside = sums.pop() + products.pop()
+            power = re.match(r"\s*\^", text[place:])
+            if power and inside > 1:
+                exponent = _argument(text, place + power.end())
+                numbers = [min(int(digits), 9999) for digits in re.findall(r"[0-9]{1,5}", exponent)] or [1]
+                count = min(max(sum(numbers), math.prod(numbers)), 9999)
+                inside = math.comb(min(inside, MAX_TERMS + 1) + count - 1, count)
+            products[-1] = min(products[-1] * inside, MAX_TERMS + 1)
+    return sums[-1] + products[-1]
 
 
 def _magnitude(text: str) -> float:
@@ -468,30 +398,25 @@ def _argument(text: str, start: int) -> str:
 
 def _as_number(text: str) -> Fraction | None:
     """The value of a plain number: a decimal, a fraction of integers, a mixed or a scientific one."""
-    text = text.strip()
     if len(text) > MAX_NUMBER_CHARS:
         return None
     if _NUMBER.fullmatch(text):
         return Fraction(text.removesuffix("."))
     scientific = _SCIENTIFIC.fullmatch(text)
     if scientific:
-        return Fraction(scientific[1]) * Fraction(10) ** int(scientific[2])
-    fraction = _INT_FRACTION.fullmatch(text)
+        return Fraction(scientific[1]) * (Fraction(10) ** int(scientific[2]) if scientific[2] else int(scientific[3]))
+    fraction = _FRACTION.fullmatch(text)
     if fraction is None:
         return None
     sign, whole, top, top_digit, bottom, bottom_digit, over, under = fraction.groups()
     upper, lower = int(top or top_digit or over), int(bottom or bottom_digit or under)
     if lower == 0 or (whole and (upper < 0 or lower < 0)):
         return None
-    value = (int(whole) if whole else 0) + Fraction(upper, lower)
+    value = int(whole or 0) + Fraction(upper, lower)
     return -value if sign == "-" else value
 
 
-def _written(number: Fraction) -> str:
-    return str(number.numerator) if number.denominator == 1 else f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
-
-
-def _repeating(number: Fraction) -> bool:
+def _repeats(number: Fraction) -> bool:
     """True where no decimal of finite length is equal to it."""
     rest = number.denominator
     for prime in (2, 5):
@@ -500,29 +425,21 @@ def _repeating(number: Fraction) -> bool:
     return rest != 1
 
 
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
-def _all_short(text: str) -> bool:
-    return all(len(word) < 3 for word in text.split())
-
-
-def _plain_words(given: str, reference: str) -> bool:
-    wanted = _normal_words(reference)
+def _same_words(given: str, reference: str) -> bool:
+    wanted = _plain_words(tidy(reference))
     given = given[: 4 * MAX_CHARS]
     clause = re.split(r"[.!?](?:\s|$)|\s(?:because|since|as|who|which|with)\b|\s[(–—-]\s?|\n", given, maxsplit=1)[0]
-    if any(_normal_words(text) == wanted for text in (given, clause)):
+    if any(_plain_words(text) == wanted for text in (given, clause)):
         return True
     choice = re.findall(r"\(([A-Za-z])\)", given)
     return len(wanted) == 1 and len(choice) == 1 and choice[0].lower() == wanted and _unwrap(given).find("(") < 16
 
 
-def _normal_words(text: str) -> str:
-    text = re.sub(rf"{_TEXT}\{{|\\[(),\[\]]", " ", _unwrap(text))
-    text = re.sub(r"[^A-Za-z0-9'+-]+", " ", text.replace("’", "'")).strip().casefold()
+def _plain_words(text: str) -> str:
+    text = re.sub(r"\\[(),\[\]]", " ", _unwrap(text))
+    text = re.sub(r"[^A-Za-z0-9'+-]+", " ", text).strip().casefold()
     return re.sub(
-        r"^(?:(?:the )?(?:final )?answer(?: is)? |(?:it|that|this) is |is )?(?:option |choice |the )?",
+        r"^(?:(?:the )?(?:final |correct )?answer(?: is)? |(?:it|that|this) is |is )?(?:option |choice |the )?",
         "",
         text,
     )

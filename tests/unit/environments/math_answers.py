@@ -7,98 +7,41 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-SHARED = Path(__file__).parents[3].parent / "shared" / "data"
+HERE = Path(__file__).parent
 
-WRAPPINGS = {
-    "hashes": "5 * 2 = 10, and so on.\n#### {}",
-    "hashes, full stop": "First 7, then 9.\n#### {}.",
-    "hashes, bold": "First 7, then 9.\n#### **{}**",
-    "hashes, closing sentence": "First 7, then 9.\n#### {}\nI hope this helps with all 3 parts!",
-    "box": "Adding them gives 17, so $\\boxed{{{}}}$.",
-    "box in display": "Thus\n\\[\n\\boxed{{{}}}\n\\]\nand we are done after 2 steps.",
-    "box, full stop inside": "Therefore \\boxed{{{}.}}",
-    "box, then an empty one": "So \\boxed{{{}}}. Check: 2 + 2 = 4. \\boxed{{}}",
-    "box with a name": "\\boxed{{\\text{{Answer: }} {}}}",
-    "box after thinking": "<think>Maybe \\boxed{{77}}? No, 78.</think>\nIt is \\boxed{{{}}}.",
-    "two boxes": "First guess: \\boxed{{-77}}. On reflection it is this:\n\n\\boxed{{{}}}",
-    "answer tag": "<think>Say 3 + 4 = 7.</think> <answer>{}</answer>",
-    "answer tag, lines": "Reasoning: 3 + 4.\n<answer>\n{}.\n</answer>",
-    "answer tag, box": "<answer>\\boxed{{{}}}</answer> Done in 2 steps.",
-    "the answer is": "We add 3 and 4. The answer is {}.",
-    "the answer is, formula": "We add 3 and 4. The answer is ${}$.",
-    "final answer is, hope": "Final Answer: The final answer is ${}$. I hope it is correct.",
-    "so the final answer is": "So the final answer is: {}",
-    "answer, bold": "We add 3 and 4.\n\n**Answer:** {}",
-    "answer, all bold": "We add 3 and 4.\n\n**Answer: {}**",
-    "answer, formula": "We add 3 and 4.\nAnswer: ${}$",
-    "answer, display": "The answer is:\n\n$$\n{}\n$$\n\nThis took 2 steps.",
-    "answer, brackets": "The final answer is \\({}\\).",
-    "heading": "### Final Answer\n\n${}$",
-    "answer, explained": "The answer is ${}$ because 3 + 4 = 7.",
-    "formula last": "We add 3 and 4 first. Therefore the result is ${}$.",
-    "display last": "We add 3 and 4 first.\n\n\\[ {} \\]",
-    "bare formula": "${}$",
-}
-"""For every reference answer."""
 
-NUMBER_WRAPPINGS = {
-    "hashes, unit": "First 7, then 9.\n#### {} dollars",
-    "hashes, dollar": "First 7, then 9.\n#### ${}",
-    "box, unit": "\\boxed{{{} dollars}}",
-    "box, text unit": "\\boxed{{{} \\text{{ apples}}}}",
-    "box, text": "\\boxed{{\\text{{{}}}}}",
-    "box, dollar": "\\boxed{{\\${}}}",
-    "answer tag, unit": "<answer>{} apples.</answer>",
-    "answer, dollar": "7 * 2 = 14.\nAnswer: ${}",
-    "answer, percent": "The answer is {}%.",
-    "answer, unit": "The answer is {} hours.",
-    "answer, italic": "The answer is *{}*.",
-    "half of an equation": "Half of the apples = {}",
-    "answer, bold dollar": "The answer is **${}**.",
-    "answer, sentence": "The answer is that she has {} eggs left.",
-    "answer, closing sentence": "The answer is {} miles. He walked it in 2 days.",
-    "sentence": "He ate 3 of them. So Janet has {} apples left.",
-    "sentence, dollars": "It costs 3 a day. In total she paid ${} for it.",
-    "equation": "Altogether:\n2 * {0} - {0} = {0}",
-    "words and equation": "Total = {} dollars",
-    "bold sentence": "In total, he needs **{}** sheets.",
-    "bare": "{}",
-}
-"""For plain numbers."""
+def _wrappings() -> dict[str, list[str]]:
+    """Templates of ``math_wrappings.txt`` by section."""
+    sections: dict[str, list[str]] = {}
+    for line in (HERE / "math_wrappings.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("== "):
+            sections[line.removeprefix("== ")] = []
+        elif "@" in line and not line.startswith("# How"):
+            sections[list(sections)[-1]].append(line.replace("⏎", "\n"))
+    return sections
 
-SEPARATED = {
-    "commas": ",",
-    "thin spaces": "\\,",
-    "braced commas": "{,}",
-    "commas, drawn together": ",\\!",
-}
+
+WRAPPINGS = _wrappings()
+SEPARATORS = {"commas": ",", "thin spaces": "\\,", "braced commas": "{,}", "commas, drawn together": ",\\!"}
 
 
 def wrapped(gold: str) -> Iterator[tuple[str, str]]:
-    """(name of the wrapping, response) for a reference answer."""
-    for name, form in WRAPPINGS.items():
-        yield name, form.format(gold)
-    if re.fullmatch(r"-?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?", gold):
-        for name, form in NUMBER_WRAPPINGS.items():
-            yield name, form.format(gold)
-        plain = gold.replace(",", "")
-        if len(plain.lstrip("-").partition(".")[0]) > 3:
-            grouped = f"{int(plain):,}" if "." not in plain else f"{float(plain):,}"
-            for name, separator in SEPARATED.items():
-                yield name, f"\\boxed{{{grouped.replace(',', separator)}}}"
-                yield f"{name}, answer", f"The answer is ${grouped.replace(',', separator)}$."
+    """(wrapping, response) for a reference answer."""
+    number = re.fullmatch(r"-?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?", gold)
+    for form in WRAPPINGS["any answer"] + (WRAPPINGS["plain numbers"] if number else []):
+        if not ("," in gold and ("(@)" in form or "[@]" in form)):  # (1,250) is a pair
+            yield form, form.replace("@", gold)
+    plain = gold.replace(",", "")
+    if number and len(plain.lstrip("-").partition(".")[0]) > 3:
+        grouped = f"{int(plain):,}" if "." not in plain else f"{float(plain):,}"
+        for name, separator in SEPARATORS.items():
+            yield name, f"\\boxed{{{grouped.replace(',', separator)}}}"
+            yield f"{name}, answer", f"The answer is ${grouped.replace(',', separator)}$."
 
 
-def load_golds(folder: Path) -> dict[str, list[str]]:
-    """Reference answers, by set, as the task's files give them."""
-    from llamarl.environments.math import math_item
-
-    files = {"GSM8K train": "gsm8k/train.jsonl", "GSM8K test": "gsm8k/test.jsonl", "MATH-500": "math/math500.jsonl"}
-    golds = {}
-    for name, file in files.items():
-        lines = (folder / file).read_text(encoding="utf-8").splitlines()
-        items = [math_item(json.loads(line), f"{file}:{number}") for number, line in enumerate(lines, start=1)]
-        golds[name] = [item.answer for item in items if item.answer is not None]
+def load_golds() -> dict[str, dict[str, int]]:
+    """How often each reference answer stands in GSM8K (train, test) and MATH-500, both under the MIT licence, by set."""
+    golds: dict[str, dict[str, int]] = json.loads((HERE / "math_golds.json").read_text(encoding="utf-8"))
     return golds
 
 
@@ -132,6 +75,76 @@ OWN_GOLDS = [
     *["\\text{(B)}", "\\text{odd}", "\\text{Priya}", "Tuesday"],
 ]
 """Reference answers of our own in the forms that data sets hold."""
+
+HEDGES = [
+    *[
+        "@ or #",
+        "@ and #",
+        "@, #",
+        "@; #",
+        "@ #",
+        "@/#",
+        "@-#",
+        "@–#",
+        "@:#",
+        "@ to #",
+        "@ vs. #",
+        "@ | #",
+        "@ (#)",
+        "@ or maybe #",
+    ],
+    *[
+        "either @ or #",
+        "between @ and #",
+        "from @ to #",
+        "@, no, #",
+        "@... no, wait, #",
+        "@, or possibly #",
+        "@ (or #)",
+    ],
+    *["@, but it could be #", "@ or else #", "either @ or else #", "not @ but #", "@ (maybe #)", "both @ and #"],
+]
+"""Two answers, @ and #, of which one may be right."""
+
+HEDGED = [
+    "The answer is {}.", "The answer is {}", "#### {}", "{}", "<answer>{}</answer>", "\\boxed{{{}}}", "**Answer:** {}",
+    "So it is {}.",
+]  # fmt: skip
+"""Where a hedge stands."""
+
+TWO_ANSWERS = [
+    *["\\boxed{@} \\boxed{#}", "\\boxed{@} or \\boxed{#}", "\\boxed{@}, \\boxed{#}", "\\boxed{@}\n\n\\boxed{#}"],
+    *["First guess: \\boxed{@}. On reflection it is this:\n\n\\boxed{#}", "\\boxed{@}. Hmm. \\boxed{#}"],
+    *[
+        "$\\boxed{@}$ (or $\\boxed{#}$)",
+        "<answer>@</answer><answer>#</answer>",
+        "<answer>@</answer> no, <answer>#</answer>",
+    ],
+    *["The answer is @. No, #.", "The answer is @. Wait, it is #.", "The answer is @? Or #?", "The answer is @. Or #."],
+    *[
+        "Answer: @. Actually, #.",
+        "#### @. Sorry, #.",
+        "The answer is @. Maybe #.",
+        "The answer is \\boxed{@ \\text{ or } #}.",
+    ],
+    *[
+        "\\boxed{@ \\text{ and } #}",
+        "\\boxed{\\{@, #\\}}",
+        "\\boxed{(@, #)}",
+        "\\boxed{@ \\pm #}",
+        "\\boxed{@ \\le x \\le #}",
+    ],
+    *["\\boxed{x \\in \\{@, #\\}}", "\\boxed{x = @ \\text{ or } x = #}", "\\boxed{x = @, x = #}", "\\boxed{[@, #]}"],
+]
+"""Whole responses with two answers."""
+
+
+def hedged() -> Iterator[str]:
+    """Responses that offer 12 and 13, in both orders: each is wrong for 12 and for 13."""
+    for first, second in (("12", "13"), ("13", "12")):
+        for form in TWO_ANSWERS + [place.format(hedge) for hedge in HEDGES for place in HEDGED]:
+            yield form.replace("@", first).replace("#### ", "\0").replace("#", second).replace("\0", "#### ")
+
 
 NEAR_MISSES: list[tuple[str, str]] = [
     # A fragment of a quantity is not the quantity.
@@ -181,6 +194,12 @@ NEAR_MISSES: list[tuple[str, str]] = [
     ("12", "It is minus 12."),
     ("3", "on the 3rd"),
     ("19", "due to COVID-19"),
+    ("12", "It is more than 12."),
+    ("12", "The answer is half of the 12."),
+    ("12", "The answer is never 12."),
+    ("12", "The answer is a third of 12."),
+    ("12", "The answer is 12, not really."),
+    ("12", "The answer is 5 dozen and 12."),
     # A unit is a word; a word that changes the value is not a unit.
     ("12", "#### 12 thousand"),
     ("12", "\\boxed{12 \\text{ million}}"),
@@ -232,10 +251,25 @@ NEAR_MISSES: list[tuple[str, str]] = [
     ("52", "\\boxed{52_8}"),
     ("110", "\\boxed{(11)_{2}}"),
     ("1\\frac{4}{5}", "\\boxed{\\frac{4}{5}}"),
+    ("42", "\\boxed{42!}"),
+    ("120", "The answer is 5!"),
+    ("12", "#### 12/2"),
+    ("12", "The answer is 1/12"),
+    ("0.5", "\\boxed{5}"),
+    ("5", "\\boxed{0{,}5}"),
+    ("12", "\\boxed{(a+b+c+d+e+f)^{60}}"),
+    ("12", "#### 12 hundred"),
+    ("12", "#### 12 cubed"),
+    ("12", "#### 12 / 100"),
+    ("12", "\\boxed{12^{2}}"),
+    ("12", "\\boxed{12 \\text{ dozen}}"),
     # Tuples keep their order, sets their number, intervals their ends.
     ("(6,31,-1)", "\\boxed{(31,6,-1)}"),
     ("(-2,1)", "\\boxed{(1,-2)}"),
     ("(8,-2)", "\\boxed{(9,-3)}"),
+    ("(1,2)", "\\boxed{\\{1,2\\}}"),
+    ("(1,2)", "\\boxed{{1,2}}"),
+    ("\\{1,2\\}", "\\boxed{(1,2)}"),
     ("3, 5, 7", "\\boxed{3, 5}"),
     ("3, 5, 7", "\\boxed{3, 5, 7, 9}"),
     ("7", "\\boxed{3, 5, 7}"),
@@ -339,6 +373,10 @@ RIGHT: list[tuple[str, str]] = [
     ("12", "- 12"),
     ("12", "12"),
     ("12", "１２"),
+    ("42", "It is 42!"),
+    ("42", "\\boxed 42"),
+    ("42", "\\boxed42"),
+    ("0.5", "\\boxed{0{,}5}"),
     # Ways to write a number.
     ("1234", "\\boxed{1\\,234}"),
     ("1234", "\\boxed{1{,}234}"),
