@@ -1,7 +1,7 @@
 """Math word problems from JSONL, in the format of GSM8K or of MATH; answers compared by ``math-verify``.
 
 GSM8K: ``question``, and ``answer`` that ends in ``#### number``. MATH: ``problem``, and ``answer``, or a ``solution``
-whose last ``\\boxed{...}`` is the answer. ``answers.final_answer`` finds the answer in a response; it is right when it
+whose last ``\\boxed{...}`` is the answer. ``answers.final_answers`` finds the answer in a response; it is right when it
 equals the reference as mathematics (``1/2``, ``0.5`` and ``\\frac12`` are one).
 """
 
