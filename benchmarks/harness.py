@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["claim", "core_seconds", "paired_ratio", "spread", "write_report"]
 
-_PACKAGES = ("llamarl", "torch", "transformers", "torchmonarch", "numpy")
+_PACKAGES = ("llamarl", "torch", "transformers", "numpy")
 
 
 def claim(text: str, value: float, bar: float, *, at_least: bool = True) -> dict[str, Any]:

@@ -4,8 +4,7 @@
     python benchmarks/weight_sync.py --sections one_to_one --models 135m --repeats 5
 
 Sections: ``one_to_one`` (one trainer process, one generator process), ``reshard`` (fsdp 2 x tp 2 to tp 2, and to two
-replicas), ``scaling`` (from the plan, to 16,384 ranks), ``two_hosts`` (a Monarch process job, whose
-processes talk over unix sockets; between network addresses see ``weight_sync_tcp.py``). With ``--run RUN_DIR``
+replicas), ``scaling`` (from the plan, to 16,384 ranks); between hosts see ``weight_sync_tcp.py``. With ``--run RUN_DIR``
 also ``end_to_end``: what the hand-over cost in a run that was made before, by its trace. Every process computes on one
 thread. Alternatives run in turn in the same processes (A B A B); medians and quartiles are reported.
 """
@@ -460,10 +459,9 @@ def free_bytes() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the results")
-    parser.add_argument("--sections", nargs="+", default=["one_to_one", "reshard", "scaling", "two_hosts"])
+    parser.add_argument("--sections", nargs="+", default=["one_to_one", "reshard", "scaling"])
     parser.add_argument("--models", nargs="+", default=["135m", "1b"], choices=sorted(SHAPES), help="for one_to_one")
     parser.add_argument("--reshard-model", default="135m", choices=sorted(SHAPES))
-    parser.add_argument("--host-bytes", type=int, default=256 << 20, help="for two_hosts")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--run", type=Path, metavar="RUN_DIR", help="a finished run, for end_to_end")
     arguments = parser.parse_args()
@@ -532,15 +530,6 @@ def main() -> int:
         name = f"{arguments.run.name}: hand-over's share of a step, by the trace"
         claims.append(claim(name, result["share_of_step"], 0.02))
         print(f"end_to_end: {json.dumps(result)}")
-    if "two_hosts" in arguments.sections:
-        try:
-            from weight_sync_hosts import two_hosts
-        except ImportError as error:
-            results["two_hosts"] = f"left out: {error}"
-        else:
-            result = results["two_hosts"] = two_hosts(arguments.host_bytes, 3)
-            claims.append(claim("two hosts: verified (1) or not (0)", float(result["verified"]), 1.0, at_least=True))
-            print(f"two_hosts: {json.dumps(result)}")
     report = {
         "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -87,16 +86,11 @@ class RunSection:
     num_ticks: Annotated[int, NO_BITS, Field(ge=1, le=_MAX_TICKS)] = 100
     """Trainer ticks of the run; each makes one policy version, by ``trainer.minibatches * trainer.epochs`` optimizer steps."""
 
-    runtime: Annotated[Literal["local", "inline", "monarch"], NO_BITS] = "local"
-    """"local": each executor in processes of its own, all at once. "inline": all in this process, one after the other.
-    "monarch" is the former name of "local" and is read as that."""
+    runtime: Annotated[Literal["local", "inline"], NO_BITS] = "local"
+    """"local": each executor in processes of its own, all at once. "inline": all in this process, one after the other."""
 
     cores: Annotated[NonNegativeInt, NO_BITS] = 0
     """CPU cores to divide among the executors whose ``threads`` is 0; 0 takes what this process may use."""
-
-    def __post_init__(self) -> None:
-        if self.runtime == "monarch":
-            object.__setattr__(self, "runtime", "local")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -475,12 +469,6 @@ def load_config(recipe: Path | str | None, overrides: Overrides = (), checks: Se
         name = Path(recipe).stem.replace("{", "").replace("}", "")
     raw = read_settings(recipe, overrides)
     config = validate(raw, checks)
-    if raw.get("run", {}).get("runtime") == "monarch":
-        print(
-            f"note: {recipe or 'the command line'}: run.runtime 'monarch' is now called 'local' and taken as that: plain "
-            "processes of this machine, same bits",
-            file=sys.stderr,
-        )
     run_dir = config.run.dir.replace("{name}", name)
     user_path(run_dir, "run.dir")
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir))

@@ -37,15 +37,6 @@ def test_the_resolved_configuration_reads_back_equal(tmp_path: Path) -> None:
     assert load_config(tmp_path / "config.toml") == config
 
 
-def test_the_former_name_of_the_local_runtime_is_read_as_that_and_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = tmp_path / "config.toml"
-    old.write_text('[run]\nruntime = "monarch"\n')
-    assert load_config(old) == load_config(None, ["--run.dir", "runs/config"])
-    assert capsys.readouterr().err.startswith(f"note: {old}: run.runtime 'monarch' is now called 'local'")
-
-
 def test_overrides_parse_toml_values_and_fall_back_to_text() -> None:
     merged = apply_overrides(
         {"run": {"seed": 1, "dir": "x"}},
@@ -319,7 +310,7 @@ def test_an_optional_dependency_is_used_by_some_code() -> None:
     )
     for extra, packages in extras.items():
         for package in packages if extra != "dev" else ():
-            name = {"torchmonarch": "monarch"}.get(name := re.split("[><=;]", package)[0], name)
+            name = re.split("[><=;]", package)[0]
             assert re.search(
                 rf"import {name}|from {name}|import_module\(\"{name}|find_spec\(\"{name}|importorskip\(\"{name}", code
             ), f"{extra}: {name}"

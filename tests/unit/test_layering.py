@@ -91,11 +91,6 @@ def test_imports_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_only_what_reaches_other_hosts_imports_monarch() -> None:
-    importing = {path.stem for path in MODULES if any(name.split(".")[0] == "monarch" for name in imports_of(path))}
-    assert {name for name in importing if not name.startswith("monarch_")} <= {"rdma"}
-
-
 LIGHT = (
     "llamarl.types",
     "llamarl.config",

@@ -125,7 +125,6 @@ def run(args: argparse.Namespace) -> int:
         ("disk", True, _disk),
         ("code box", False, _code_box),
         ("cuda", False, _cuda),
-        ("other hosts", False, _monarch),
         ("vllm", False, _vllm),
     ]
     results: dict[str, dict[str, Any]] = {}
@@ -360,13 +359,6 @@ def _processes() -> str:
     from llamarl.runtime.make_runtime import probe_processes
 
     return f"one up and back in {probe_processes(30.0):.1f} s, nothing that another user could connect to"
-
-
-def _monarch() -> str:
-    try:
-        return f"torchmonarch {importlib.metadata.version('torchmonarch')}"
-    except importlib.metadata.PackageNotFoundError:
-        raise RuntimeError("no torchmonarch (`pip install 'llamarl[hosts]'`); runs stay on this machine") from None
 
 
 def _shared_memory() -> str:

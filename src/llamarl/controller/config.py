@@ -42,10 +42,9 @@ class ScheduleConfig:
     computed while later groups are still being decoded. Shortens steps at max_staleness 0 where responses differ in length. 1: none
     waits for less than the whole. Bits depend on it, not on when a part arrives (docs/asynchrony.md)."""
 
-    transport: Annotated[Literal["auto", "shared_memory", "cuda_ipc", "tcp", "rdma"], NO_BITS] = "auto"
+    transport: Annotated[Literal["auto", "shared_memory", "cuda_ipc", "tcp"], NO_BITS] = "auto"
     """What carries weight versions. "auto" chooses by where the ranks are and says so at the start: "cuda_ipc" between GPUs
-    of one host in processes of their own, "tcp" between hosts ("rdma" where all have a card and a runtime that reads through it),
-    else "shared_memory"."""
+    of one host in processes of their own, "tcp" between hosts, else "shared_memory"."""
 
 
 _COLLECTIVE_MORE_S = 30.0

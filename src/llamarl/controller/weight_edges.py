@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
@@ -62,22 +62,16 @@ def settle_weight_edges(
     graph: Graph,
     *,
     hosts: Mapping[str, Sequence[str]] | None = None,
-    ibverbs: Collection[str] = (),
 ) -> tuple[Graph, tuple[WeightEdge, ...]]:
     """``graph`` with a transport on each weights edge, and what there is to know of these edges.
 
     Args:
         graph: With devices settled.
         hosts: Executor -> the host of each of its ranks; None: all are on this one.
-        ibverbs: Hosts whose ranks can read through an RDMA card.
 
     Raises:
         ConfigError: ``schedule.transport`` asks for what these hosts do not have.
     """
-    if config.schedule.transport == "rdma" and hosts is None:
-        raise ConfigError(
-            "schedule.transport 'rdma' reads through Monarch, which a run on one machine does without: set it to 'auto'"
-        )
     executors = {spec.name: spec for spec in graph.executors}
     if hosts is None:
         hosts = {spec.name: [platform.node() or "this host"] * spec.num_ranks for spec in graph.executors}
@@ -97,7 +91,7 @@ def settle_weight_edges(
             source, sink = executors[channel.source], executors[channel.sink]
             process = "controller" if config.run.runtime == "inline" else ""
             name, reason = choose_transport(
-                _places(source, hosts[source.name], process, ibverbs), _places(sink, hosts[sink.name], process, ibverbs)
+                _places(source, hosts[source.name], process), _places(sink, hosts[sink.name], process)
             )
             if config.schedule.colocated and name == "cuda_ipc":
                 name, reason = "shared_memory", f"the {source.name}'s weights wait in host memory"
@@ -172,12 +166,9 @@ def edge_copies_held(staleness: int, num_ticks: int, saves: Callable[[int], bool
     return most
 
 
-def _places(spec: ExecutorSpec, hosts: Sequence[str], process: str, ibverbs: Collection[str]) -> list[Place]:
+def _places(spec: ExecutorSpec, hosts: Sequence[str], process: str) -> list[Place]:
     devices = [device.strip() for device in spec.device.split(",")]
-    return [
-        Place(hosts[rank], devices[rank % len(devices)], process, hosts[rank] in ibverbs)
-        for rank in range(spec.num_ranks)
-    ]
+    return [Place(hosts[rank], devices[rank % len(devices)], process) for rank in range(spec.num_ranks)]
 
 
 def _version_bytes(config: RunConfig, dtype: str) -> float:

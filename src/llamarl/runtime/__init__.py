@@ -1,1 +1,1 @@
-"""Where executors live: Monarch processes, or the controller's own process."""
+"""Where executors live: processes of their own, or the controller's own process."""

@@ -1,6 +1,6 @@
 """The Protocol behind which every runtime stands: start executors, fire them, wait for whoever finishes next.
 
-``local`` runs executors in processes of their own, ``inline`` in the controller's process, ``monarch`` also on other hosts, and the
+``local`` runs executors in processes of their own, ``inline`` in the controller's process, and the
 simulator on a virtual clock. The controller's loop is the same for all.
 """
 

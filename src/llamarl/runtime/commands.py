@@ -8,7 +8,7 @@
     stack of the executor's thread  ◀─ WHERE   ◀─ diagnostics thread, while the executor works or hangs
 
 An executor's exception travels as a value (``RankFailure``). How the bytes get there is the link's business: frames on a socket
-(:mod:`llamarl.runtime.local`), or calls of Monarch's actors (:mod:`llamarl.runtime.monarch_hosts`).
+(:mod:`llamarl.runtime.local`).
 """
 
 from __future__ import annotations

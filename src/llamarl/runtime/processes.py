@@ -174,7 +174,6 @@ class ProcessRuntime:
             collective_timeout_s=self._collective_timeout_s,
             channel_factory=self._channel_factory,
             deterministic=self._deterministic,
-            on_hosts=() if self._networks is not None else self._launchers,
             networks=self._networks,
             journal=self._restarts,
             passes_parts=self._passes_parts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +43,6 @@ def plan_workers(
     collective_timeout_s: float,
     channel_factory: str,
     deterministic: bool,
-    on_hosts: Collection[str] = (),
     networks: Mapping[str, Sequence[Network]] | None = None,
     journal: bool = False,
     passes_parts: bool = False,
@@ -51,13 +50,12 @@ def plan_workers(
     """Executor name -> the plan of each of its ranks.
 
     Args:
-        on_hosts: Executors whose processes Monarch starts: only these can use its buffers.
         networks: Executor -> where each of its ranks is; None: the whole job is on one machine.
         journal: Whether executors keep a journal.
         passes_parts: Whether parts of ticks are passed on.
 
     Raises:
-        ConfigError: A name is used twice, a channel has an end that is no executor or cannot use its transport, or a count is
+        ConfigError: A name is used twice, a channel has an end that is no executor, or a count is
             below 1.
     """
     num_ranks = {spec.name: spec.num_ranks for spec in executors}
@@ -72,11 +70,6 @@ def plan_workers(
         for end in (channel.source, channel.sink):
             if end not in num_ranks:
                 raise ConfigError(f"channel {channel.name!r} ends at {end!r}, which is none of {sorted(num_ranks)}")
-            if channel.transport == "rdma" and end not in on_hosts:
-                raise ConfigError(
-                    f"channel {channel.name!r} goes by rdma, which reads through Monarch, but {end!r} runs on this machine "
-                    "without it: set schedule.transport to 'auto', or give both ends hosts (make_runtime('monarch', hosts=...))"
-                )
     plans = {}
     for spec in executors:
         own = tuple(channel for channel in channels if spec.name in (channel.source, channel.sink))
@@ -96,7 +89,7 @@ def plan_workers(
                 channel_factory=channel_factory,
                 deterministic=deterministic,
                 network=networks[spec.name][rank] if networks is not None else None,
-                journal=journal and spec.name not in on_hosts,
+                journal=journal,
                 passes_parts=passes_parts,
             )
             for rank in range(spec.num_ranks)

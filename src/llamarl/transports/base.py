@@ -79,8 +79,7 @@ class RemoteBuffer(Protocol):
         ``into`` lies in host memory for the control part, on the sink transport's ``device`` for the data part.
 
         Args:
-            fresh: The source's bytes of this moment. Otherwise they may be as old as the last ``forget``: a transport
-                that moves more than was asked for may hand out the rest later.
+            fresh: The source's bytes of this moment. Otherwise they may be those of an earlier ``expect``.
 
         Raises:
             ChannelError: The source is gone.
@@ -94,11 +93,6 @@ class RemoteBuffer(Protocol):
 
         Raises: As ``read``.
         """
-        ...
-
-    def ready_to_read(self, stop: int) -> int:
-        """How far the source must have written before the bytes up to ``stop`` are read, for nothing to be moved twice:
-        ``stop``, or the end of what moves together with them."""
         ...
 
     def forget(self) -> None:

@@ -19,7 +19,6 @@ TRANSPORTS = {
     "shared_memory": "llamarl.transports.shared_memory:SharedMemory",
     "cuda_ipc": "llamarl.transports.cuda_ipc:CudaIpc",
     "tcp": "llamarl.transports.tcp:Tcp",
-    "rdma": "llamarl.transports.rdma:Rdma",
 }
 """Name -> module and the common part of its two classes' names: ``...Source`` and ``...Sink``."""
 
@@ -59,17 +58,15 @@ class Place:
     """``cpu`` or ``cuda:0``."""
     process: str = ""
     """Ranks of one host with the same name here run in one process; empty: in one of its own."""
-    ibverbs: bool = False
-    """The host has an RDMA card, and the process a runtime that reads through it."""
 
 
 def choose_transport(sources: Sequence[Place], sinks: Sequence[Place]) -> tuple[str, str]:
-    """(name, reason): ``shared_memory``, ``cuda_ipc``, ``tcp`` or ``rdma``; one for the whole channel.
+    """(name, reason): ``shared_memory``, ``cuda_ipc`` or ``tcp``; one for the whole channel.
 
-    Hosts decide first: where any two ranks that may talk sit on different hosts, all use ``rdma`` if every one of them can,
-    else ``tcp``, which maps memory between those that share a host. On one host, GPUs on both sides use ``cuda_ipc``, anything
-    else ``shared_memory``; so do GPUs of one process, because CUDA opens no memory handle in the process that made it, and runs
-    in one process are for looking, not for speed.
+    Hosts decide first: where any two ranks that may talk sit on different hosts, all use ``tcp``,
+    which maps memory between those that share a host. On one host, GPUs on both sides use
+    ``cuda_ipc``, anything else ``shared_memory``; so do GPUs of one process, because CUDA opens no
+    memory handle in the process that made it, and runs in one process are for looking, not for speed.
 
     Raises:
         ValueError: A side has no ranks.
@@ -79,8 +76,6 @@ def choose_transport(sources: Sequence[Place], sinks: Sequence[Place]) -> tuple[
     hosts = sorted({place.host for place in (*sources, *sinks)})
     if len(hosts) > 1:
         where = f"ranks lie on {len(hosts)} hosts ({', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''})"
-        if all(place.ibverbs for place in (*sources, *sinks)):
-            return "rdma", f"{where}, all with RDMA cards"
         return "tcp", where
     shared = {place.process for place in sources} & {place.process for place in sinks} - {""}
     if shared:

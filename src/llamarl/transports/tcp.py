@@ -63,9 +63,6 @@ class TcpRemote:
         """As :meth:`llamarl.transports.remote_segment.RemoteSegment.take_seat`."""
         return self._segment.take_seat(mirror, deadline_s, gone)
 
-    def ready_to_read(self, stop: int) -> int:
-        return stop
-
     def forget(self) -> None:
         self._segment.forget()
 

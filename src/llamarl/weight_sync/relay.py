@@ -159,9 +159,6 @@ class _OwnMirror:
     def expect(self, offset: int, nbytes: int, deadline_s: float) -> bool:
         return False
 
-    def ready_to_read(self, stop: int) -> int:
-        return stop
-
     def forget(self) -> None:
         pass  # every read looks at the memory
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import time
 from dataclasses import replace
 from typing import NoReturn
@@ -95,16 +94,9 @@ class RemoteSlot:
         return None if mapped is None else mapped[self.handle.data_offset :]
 
     def checksum(self, block: int, clock: Clock) -> int:
-        """What the bytes of ``block`` must give. Waits until the source has written it, and what moves along with it."""
-        if self._known < len(self._ends):
-            written = self._remote.ready_to_read(self.handle.data_offset + self._ends[block]) - self.handle.data_offset
-            last = min(
-                bisect.bisect_left(self._ends, written), len(self._ends) - 1
-            )  # the one that ends there or behind
-            if (
-                last >= self._known
-            ):  # asked of the last one: that of ``block`` may be known before what moves along with it
-                self._follow(last, clock)
+        """What the bytes of ``block`` must give. Waits until the source has written it."""
+        if block >= self._known:
+            self._follow(block, clock)
         return int(self._checksums[block])
 
     def finish(self, clock: Clock) -> None:

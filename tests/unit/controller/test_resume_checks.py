@@ -93,27 +93,6 @@ def test_the_same_configuration_and_machine_go_on(
     assert len(executed) == 1
 
 
-def test_a_run_made_by_the_former_default_runtime_goes_on(
-    tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, describe = tmp_path / "run", run.description
-
-    def as_then(prepared: Any) -> dict[str, Any]:
-        described = describe(prepared)
-        described["config"]["run"]["runtime"] = "monarch"
-        return described
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "description", as_then)
-        checkpointed(run_dir, monkeypatch, platform_facts())
-    saved = run_dir / "config.toml"
-    saved.write_text(saved.read_text().replace('runtime = "inline"', 'runtime = "monarch"'))
-    assert 'runtime = "monarch"' in saved.read_text()
-    now = config(run_dir)
-    resume.resume_run(dataclasses.replace(now, run=dataclasses.replace(now.run, runtime="local")))
-    assert [call["resume_after_tick"] for call in executed] == [4]
-
-
 def test_a_prolonged_run_keeps_the_rate_that_it_was_started_with(
     tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,20 +54,12 @@ def test_ranks_on_several_hosts_take_tcp_and_the_hosts_are_named() -> None:
     edges = {edge.channel: edge for edge in found}
     assert (edges["weights"].transport, edges["weights"].reason) == ("tcp", "ranks lie on 2 hosts (a, b)")
     assert edges["eval_weights"].transport == "shared_memory"
-    _, found = settle_weight_edges(config, graph, hosts=hosts, ibverbs=["a", "b"])
-    assert {edge.channel: edge.transport for edge in found} == {"weights": "rdma", "eval_weights": "shared_memory"}
     with pytest.raises(ConfigError, match="'cuda_ipc' stays on one host, and ranks lie on 2 hosts"):
         settle_weight_edges(
             dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, transport="cuda_ipc")),
             graph,
             hosts=hosts,
         )
-
-
-def test_rdma_is_refused_on_one_machine_with_what_to_set_instead() -> None:
-    config = load_config(None, ["--schedule.transport", "rdma"])
-    with pytest.raises(ConfigError, match="schedule.transport 'rdma'.*set it to 'auto'"):
-        settled(config, {})
 
 
 @pytest.mark.parametrize(

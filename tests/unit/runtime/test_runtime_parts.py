@@ -22,12 +22,6 @@ def test_an_unknown_runtime_is_refused_with_the_nearest_name() -> None:
         make_runtime("lokal")
 
 
-def test_without_monarch_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'llamarl\[hosts\]'"):
-        make_runtime("monarch", hosts={"trainer": object()})
-
-
 def test_all_waits_between_a_failure_and_the_end_of_the_last_process_come_to_less_than_the_stated_ten_seconds() -> None:
     """docs/runtime.md: for what came with it, for executors to close, for processes to end, be killed and have their output read."""
     assert processes._FOLLOW_UP_S + processes._CLOSE_BUSY_S + END_S < 10.0

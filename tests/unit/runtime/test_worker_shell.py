@@ -343,11 +343,6 @@ def test_ranks_get_their_own_states_and_those_of_all_where_they_were_another_num
             [ChannelSpec(name="c", kind=ChannelKind.GATHER, source="a", sink="z")],
             "channel 'c' ends at 'z', which is none of",
         ),
-        (
-            [ExecutorSpec(name="a", factory="m:f"), ExecutorSpec(name="b", factory="m:f")],
-            [ChannelSpec(name="c", kind=ChannelKind.WEIGHTS, source="a", sink="b", transport="rdma")],
-            "channel 'c' goes by rdma, which reads through Monarch, but 'a' runs on this machine",
-        ),
     ],
 )
 def test_a_job_that_makes_no_sense_is_refused(

@@ -28,8 +28,6 @@ OTHER = Place("b", "cuda:0")
         ([GPU], [CPU], "shared_memory"),
         ([GPU], [GPU], "cuda_ipc"),
         ([GPU], [GPU, OTHER], "tcp"),
-        ([Place("a", "cuda:0", ibverbs=True)], [Place("b", "cuda:0", ibverbs=True)], "rdma"),
-        ([Place("a", "cuda:0", ibverbs=True)], [Place("b", "cuda:0", ibverbs=True), Place("c", "cpu")], "tcp"),
         ([Place("a", "cuda:0", "one")], [Place("a", "cuda:1", "one")], "shared_memory"),
         ([Place("a", "cuda:0", "one")], [Place("a", "cuda:1", "two")], "cuda_ipc"),
     ],

@@ -41,8 +41,6 @@ class Inventory:
     memory_bytes: int
     device_names: tuple[str, ...] = ()
     """Of its CUDA devices, as their driver calls them."""
-    ibverbs: bool
-    """Whether it has a card for RDMA."""
     scratch: str
     """Where its temporary files go."""
     scratch_free_bytes: int
@@ -95,7 +93,6 @@ def take_inventory(
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         device_names=_device_names(),
-        ibverbs=os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
         scratch=scratch,
         scratch_free_bytes=shutil.disk_usage(scratch).free,
         interface=interface_of(address),
