@@ -26,8 +26,7 @@ from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSen
 from llamarl.config import RunConfig, validate
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.expert_record import of_group
-from llamarl.engine.expert_stages import of_all_stages
+from llamarl.engine.expert_record import of_all_stages, of_group
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sequence import Sequence
 from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of
@@ -76,7 +75,7 @@ def experts(engine_ranks: EngineRanks, batch: list[Sequence]) -> dict[str, Any]:
     own = [of_group([s.experts]) for s in batch]
     own += [None if s.experts is None else s.experts.rows(len(s.tokens)) for s in batch]
     whole = of_all_stages(own, engine_ranks)
-    return {"experts": [None if rows is None else rows.tolist() for rows in whole] if engine_ranks.speaks else None}
+    return {"experts": [None if rows is None else rows.tolist() for rows in whole] if engine_ranks.is_leader else None}
 
 
 def longer(sequence: Sequence) -> Sequence:
@@ -238,7 +237,7 @@ def generate_over_kept_cache(
     plain = json.loads(json.dumps(state))
     again.load_kv_state(plain, tensors, {(s.prompt_index, s.sample_index): s for s in copies})
     told["kept, from a checkpoint"] = finish(again, copies)
-    if layout is None or not ranks.speaks:
+    if layout is None or not ranks.is_leader:
         return told
 
     later, alone = dict(make_model(family, seed=9).named_parameters()), sequences()

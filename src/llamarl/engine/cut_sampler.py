@@ -101,7 +101,7 @@ def sample_over_ranks(
             local[where], top_N[where], log_norm_N[where], [params[i] for i in rows], u_N[where], total[where],
             ranks=ranks, vocabulary=vocabulary,
         )  # fmt: skip
-        said[:, where] = chosen if ranks.leads else 0.0
+        said[:, where] = chosen if ranks.is_stage_leader else 0.0
     said = ranks.sum(said)
     ok_N = log_norm_N.isfinite() & said[1].isfinite()
     tokens, logprobs, raw_logprobs, ok = torch.cat([said, ok_N[None].double()]).tolist()

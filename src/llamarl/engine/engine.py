@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerBase
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.cut_sampler import sample_over_ranks
 from llamarl.engine.drafts import Drafter
-from llamarl.engine.expert_notes import forget_unread, note_prompts, note_tokens
 from llamarl.engine.kv_state import export_state, import_state
 from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
@@ -31,7 +30,7 @@ from llamarl.engine.sampler import Draws, sample
 from llamarl.engine.scheduler import Member, Scheduler, StepPlan
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.engine.token_ranks import sample_own
-from llamarl.engine.waves import Wave, Waves, sampled_rows
+from llamarl.engine.waves import Wave, Waves, forget_unread, note_prompts, note_tokens, sampled_rows
 from llamarl.models.parallel import ParallelLayout
 from llamarl.types import FinishReason
 

@@ -86,7 +86,7 @@ def make_environments(task: TaskConfig, layout: ParallelLayout | None) -> Enviro
     ranks = EngineRanks(layout)
     if ranks.alone:
         return EpisodePool(task)
-    return SharedEpisodes(EpisodePool(task) if ranks.speaks else None, ranks.share_bytes)
+    return SharedEpisodes(EpisodePool(task) if ranks.is_leader else None, ranks.share_bytes)
 
 
 def _pack(answer: Answer) -> bytes:

@@ -35,8 +35,8 @@ from llamarl.engine.expert_record import Experts, narrowed
 from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
-from llamarl.engine.stage_links import StageLinks
 from llamarl.engine.token_ranks import TokenRanks
+from llamarl.engine.waves import StageLinks
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.decoder import cache_shape, logit_scale, logit_softcap
 from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages

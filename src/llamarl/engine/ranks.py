@@ -8,11 +8,11 @@ its part of each of these: of its matrix products (tensor parallelism), or of th
     sums behind embedding, o_proj, down_proj                        one, and two a layer; or two exchanges a layer
     the draws                    see ``cut_sampler.py``             the only values that decide what comes next
     replies of environments      rank 0 asks ─▶ all                 between steps; see ``episode_ranks.py``
-    experts of stages' layers    each stage ─▶ rank 0               of complete groups; see ``expert_stages.py``
+    experts of stages' layers    each stage ─▶ rank 0               of complete groups; see ``expert_record.py``
     the newest weights           the oldest of what ranks have      between steps, under the latest weights
 
 The sums, and what the draws need, cross between the tensor-parallel ranks of a stage; the rest between all ranks of the engine,
-rank 0 being the first of the first stage. What pipeline stages hand on besides: ``stage_links.py``.
+rank 0 being the first of the first stage. What pipeline stages hand on besides: ``waves.py``.
 
 So ranks cannot drift apart, even if their sums differed in the last bit: every draw is made by one of them.
 """
@@ -55,14 +55,14 @@ class EngineRanks:
         return self._parts
 
     @property
-    def leads(self) -> bool:
+    def is_stage_leader(self) -> bool:
         """Whether this rank decides where one of its stage's must."""
         return self.rank == 0
 
     @property
-    def speaks(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is rank 0 of the engine, which decides where one of all must."""
-        return self.leads and self.stage == 0 and self.token_part == 0
+        return self.is_stage_leader and self.stage == 0 and self.token_part == 0
 
     @property
     def alone(self) -> bool:
@@ -103,7 +103,7 @@ class EngineRanks:
         """All ranks' ``values`` (of one shape), [ranks, ...], on rank 0; None on the others."""
         if self._group is None:
             return values[None]
-        parts = [torch.empty_like(values) for _ in range(self.size)] if self.leads else None
+        parts = [torch.empty_like(values) for _ in range(self.size)] if self.is_stage_leader else None
         dist.gather(values.contiguous(), parts, group=self._group, group_dst=0)
         return None if parts is None else torch.stack(parts)
 
@@ -126,10 +126,10 @@ class EngineRanks:
         """What ``make`` gives on rank 0, on every rank; the others wait for it as long as a collective may take."""
         if self.alone:
             return make()
-        made = make() if self.speaks else b""
+        made = make() if self.is_leader else b""
         length = self._told(torch.tensor([len(made)], dtype=torch.int64))
         values = torch.empty(int(length), dtype=torch.uint8)
-        if self.speaks:
+        if self.is_leader:
             values = torch.frombuffer(bytearray(made), dtype=torch.uint8) if made else values
         return self._told(values).numpy().tobytes()
 

@@ -36,8 +36,7 @@ from llamarl.config import RunConfig
 from llamarl.engine.base import Drains, KeepsKV, Parkable
 from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import EpisodeEngine, ReplyTimes, make_player
-from llamarl.engine.expert_record import of_group
-from llamarl.engine.expert_stages import of_all_stages
+from llamarl.engine.expert_record import of_all_stages, of_group
 from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sequence import Sequence as TokenSequence

@@ -53,7 +53,7 @@ class ThreadRanks(EngineRanks):
 
     def gather_on_leader(self, values: Tensor) -> Tensor | None:
         gathered = self.gather(values)
-        return gathered if self.leads else None
+        return gathered if self.is_stage_leader else None
 
     def from_leader(self, values: Tensor) -> Tensor:
         return values.copy_(self._meeting.exchange(self.rank, values)[0])

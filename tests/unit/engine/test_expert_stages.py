@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llamarl.engine.expert_record import ExpertRecord, Experts
-from llamarl.engine.expert_stages import layers_joined, of_all_stages
+from llamarl.engine.expert_record import ExpertRecord, Experts, layers_joined, of_all_stages
 from llamarl.engine.ranks import EngineRanks
 
 
