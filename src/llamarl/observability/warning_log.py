@@ -1,4 +1,4 @@
-"""``RUN/warnings.jsonl``: what the user was warned of, one JSON object a warning: ``step``, ``kind``, ``text``."""
+"""Writes and reads ``RUN/warnings.jsonl``: what the user was warned of, one JSON object a warning: ``step``, ``kind``, ``text``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import LlamaRLError
-from llamarl.observability.writing import append_all, cannot_write, replace_file
+from llamarl.observability.writing import cannot_write, replace_file
 
 __all__ = ["WARNINGS_FILE", "WarningLog", "read_warnings"]
 
@@ -24,8 +24,8 @@ class WarningLog:
             LlamaRLError: The folder cannot be read or written.
         """
         self.path = Path(run_dir) / WARNINGS_FILE
-        kept = [] if resume_after_tick is None else read_warnings(run_dir)
-        kept = [warning for warning in kept if warning["step"] <= (resume_after_tick or 0)]
+        last = -1 if resume_after_tick is None else resume_after_tick
+        kept = [warning for warning in read_warnings(run_dir) if warning["step"] <= last]
         self.said = frozenset(str(warning["kind"]) for warning in kept)
         """Kinds that were warned of before the resume."""
         try:
@@ -40,11 +40,8 @@ class WarningLog:
             LlamaRLError: The disk is full or not writable.
         """
         try:
-            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                append_all(file, _line({"step": step, "kind": kind, "text": text}))
-            finally:
-                os.close(file)
+            with open(self.path, "ab", buffering=0) as file:
+                file.write(_line({"step": step, "kind": kind, "text": text}))
         except OSError as error:
             raise cannot_write(self.path, error) from error
 

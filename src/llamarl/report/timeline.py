@@ -172,50 +172,45 @@ def timeline_columns(trace: Trace, channels: Sequence[Edge]) -> dict[str, Any]:
     gaps = find_gaps(trace, channels)
     began_s = min((slices[0].start_s for slices in trace.ticks.values() if slices), default=0.0)
 
-    def ms(at_s: float) -> float:
-        return round((at_s - began_s) * 1e3, _MS)
+    def ms(seconds: float) -> float:
+        return round(seconds * 1e3, _MS)
 
-    def length(slice_: Slice) -> float:
-        return round((slice_.end_s - slice_.start_s) * 1e3, _MS)
+    def places(of: Sequence[Slice] | Sequence[Gap], prefix: str = "") -> dict[str, list[Any]]:
+        return {
+            f"{prefix}tick": [one.tick for one in of],
+            f"{prefix}start": [ms(one.start_s - began_s) for one in of],
+            f"{prefix}length": [ms(one.end_s - one.start_s) for one in of],
+        }
 
     labels = sorted({span.label for spans in trace.spans.values() for span in spans})
     number = {label: position for position, label in enumerate(labels)}
     lanes = []
     for lane in trace.lanes:
-        ticks, spans = trace.ticks.get(lane, []), trace.spans.get(lane, [])
-        own = [gap for gap in gaps if gap.lane == lane]
+        spans, own = trace.spans.get(lane, []), [gap for gap in gaps if gap.lane == lane]
         lanes.append(
             {
                 "name": lane,
-                "tick": [s.tick for s in ticks],
-                "start": [ms(s.start_s) for s in ticks],
-                "length": [length(s) for s in ticks],
-                "span_tick": [s.tick for s in spans],
-                "span_label": [number[s.label] for s in spans],
-                "span_start": [ms(s.start_s) for s in spans],
-                "span_length": [length(s) for s in spans],
-                "gap_tick": [g.tick for g in own],
-                "gap_start": [ms(g.start_s) for g in own],
-                "gap_length": [round((g.end_s - g.start_s) * 1e3, _MS) for g in own],
-                "gap_cause": [g.cause_lane for g in own],
-                "gap_cause_tick": [g.cause_tick for g in own],
-                "gap_cause_end": [ms(g.cause_end_s) if g.cause_lane else None for g in own],
-                "gap_channel": [g.channel for g in own],
-                "gap_for_room": [g.for_room for g in own],
+                **places(trace.ticks.get(lane, [])),
+                **places(spans, "span_"),
+                "span_label": [number[span.label] for span in spans],
+                **places(own, "gap_"),
+                "gap_cause": [gap.cause_lane for gap in own],
+                "gap_cause_tick": [gap.cause_tick for gap in own],
+                "gap_cause_end": [ms(gap.cause_end_s - began_s) if gap.cause_lane else None for gap in own],
+                "gap_channel": [gap.channel for gap in own],
+                "gap_for_room": [gap.for_room for gap in own],
             }
         )
-    num_ticks = max((s[-1].tick + 1 for s in trace.ticks.values() if s), default=0)
-    told = forecast(trace, channels, num_ticks)
+    told = forecast(trace, channels, max((s[-1].tick + 1 for s in trace.ticks.values() if s), default=0))
     return {
         "lanes": lanes,
         "labels": labels,
-        "resumed": [[tick, ms(at)] for tick, at in trace.resumed],
-        "forecast": None
-        if told is None
-        else {
+        "resumed": [[tick, ms(at - began_s)] for tick, at in trace.resumed],
+        "forecast": told
+        and {
             "period_ms": told.period_s * 1e3,
             "cycle": list(told.cycle),
             "busy_ms": {lane: seconds * 1e3 for lane, seconds in told.busy_s.items()},
-            "starts_ms": {lane: [round(at * 1e3, _MS) for at in starts] for lane, starts in told.starts_s.items()},
+            "starts_ms": {lane: [ms(at) for at in starts] for lane, starts in told.starts_s.items()},
         },
     }
