@@ -57,7 +57,7 @@ class SharedEpisodes:
             return _pack(self._pool.wait(ask))
 
         reply = parse_reply(self._share(heard))
-        assert isinstance(reply, Answered), reply
+        assert isinstance(reply, Answered) and not isinstance(reply.answer, tuple), reply
         return reply.answer
 
     def wait_any(self, asks: Sequence[Ask]) -> None:

@@ -14,7 +14,7 @@ import functools
 import math
 import numbers
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llamarl.environments.config import TaskConfig, TaskSection
@@ -63,9 +63,12 @@ class Player:
             close_quietly(make())
         self._live: dict[tuple[Any, ...], _Live] = {}
 
-    def answer(self, request: Any) -> dict[str, Any]:
-        """The reply to (ask, keys of episodes that are no more asked about)."""
-        ask, released = request
+    def answer(self, ask: Ask, released: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+        """The reply to an ask.
+
+        Args:
+            released: Keys of episodes that are no more asked about.
+        """
         for key in released:
             self._close(key)
         if not ask.replies:

@@ -25,12 +25,12 @@ from llamarl.environments.episode import Observation, Step
 from llamarl.types import Failure, FailureKind, Score
 
 __all__ = [
+    "Answer",
     "Answered",
     "BrokenReply",
     "Frames",
     "Ready",
     "Refused",
-    "Verdicts",
     "pack_reply",
     "pack_request",
     "parse_reply",
@@ -59,24 +59,18 @@ class Refused:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class Verdicts:
-    """Outcomes of one job's samples, in their order."""
-
-    job: int
-    outcomes: tuple[Score | Failure, ...]
-    retire: bool
-    """The worker ends by its own wish, and another should take its place."""
+Answer = tuple[Score | Failure, ...] | Observation | Step | Failure
+"""Outcomes of a job's samples, in their order; or what an environment said."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What an environment said in one job."""
+    """What came of one job."""
 
     job: int
-    answer: Observation | Step | Failure
+    answer: Answer
     retire: bool
-    """As of ``Verdicts``."""
+    """The worker ends by its own wish, and another should take its place."""
 
 
 def pack_request(message: Any) -> bytes:
@@ -119,7 +113,7 @@ class Frames:
         return whole
 
 
-def parse_reply(frame: bytes) -> Ready | Refused | Verdicts | Answered:
+def parse_reply(frame: bytes) -> Ready | Refused | Answered:
     """A worker's reply, every value of it checked.
 
     Raises:
@@ -133,7 +127,7 @@ def parse_reply(frame: bytes) -> Ready | Refused | Verdicts | Answered:
             case {"kind": "refused", "cause": str(cause)}:
                 return Refused(cause)
             case {"kind": "verdicts", "job": int(job), "retire": bool(retire), "verdicts": list(verdicts)}:
-                return Verdicts(job, tuple(_outcome(verdict) for verdict in verdicts), retire)
+                return Answered(job, tuple(_outcome(verdict) for verdict in verdicts), retire)
             case {"kind": "answer", "job": int(job), "retire": bool(retire), "answer": dict(answer)}:
                 return Answered(job, _answer(answer), retire)
     except (ValueError, RecursionError) as error:

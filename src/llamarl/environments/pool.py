@@ -17,25 +17,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from llamarl.environments.config import TaskConfig, TaskSection
 from llamarl.environments.episodes import episode_score
-from llamarl.environments.messages import Answered, Verdicts, pack_request
+from llamarl.environments.messages import Answer
 from llamarl.environments.worker_pool import WorkerPool
-from llamarl.environments.worker_process import Job, WorkerProcess
+from llamarl.environments.worker_process import Job
 from llamarl.running_time import running_s
-from llamarl.types import Failure, FailureKind, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Prompt, Response, Score
 
 __all__ = ["RewardPool", "split_into_batches"]
 
-Sample = tuple[Prompt, tuple[str, ...], list[int]]
+_Sample = tuple[Prompt, tuple[str, ...], list[int]]
 """What a worker judges: prompt, the policy's words, and their tokens."""
-
-_MAX_KILLS = 3
-"""Of workers that judged the same samples: judges that take all memory are killed each time."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,9 +57,7 @@ def split_into_batches(groups: Sequence[Sequence[int]], size: int) -> list[tuple
 class RewardPool(WorkerPool):
     """Judges groups of responses in worker processes.
 
-    The constructor returns when every worker has made the task, so a wrong task fails here and not in the middle of a run.
-
-    Args:
+        Args:
         task_config: Task and pool settings.
         num_workers: Overrides ``task_config.pool.num_workers``.
         timeout_s: Overrides ``task_config.pool.timeout_s``.
@@ -77,6 +71,7 @@ class RewardPool(WorkerPool):
 
     title = "reward"
     busy_with = "judging"
+    redoes_exits = False
 
     def __init__(
         self,
@@ -92,18 +87,11 @@ class RewardPool(WorkerPool):
         judges = ", ".join(repr(part.function) for part in parts)
         self._judged = {label: bool(task.judges) for label, task in tasks.items()}
         self._judged_alone = bool(task_config.judges)
-        super().__init__(
-            pack_request(("judge", task_config, seed)),
-            task_config.pool,
-            timeout_s=timeout_s,
-            suspect=f" (it imports task.reward {judges})" if judges else "",
-        )
-        self._samples: list[Sample] = []
-        self._pending: deque[tuple[int, ...]] = deque()
-        self._outcomes: dict[int, Score | Failure] = {}
-        self._kills: Counter[tuple[int, ...]] = Counter()
         needed = any(not task.environment or task.judges for task in tasks.values() or (task_config,))
-        self.start((task_config.pool.num_workers if num_workers is None else num_workers) if needed else 0)
+        suspect = f" (it imports task.reward {judges})" if judges else ""
+        super().__init__(
+            ("judge", task_config, seed), task_config.pool, num_workers if needed else 0, timeout_s, suspect
+        )
 
     def score(self, groups: Sequence[Group], *, limit_s: float | None = None) -> list[Group]:
         """The same groups in the same order, every response with a ``Score`` or a ``Failure``.
@@ -119,8 +107,8 @@ class RewardPool(WorkerPool):
         """
         if self._closed:
             raise ValueError("the reward pool is closed")
-        self._samples, self._outcomes = [], {}
-        self._kills.clear()
+        samples: list[_Sample] = []
+        outcomes: dict[int, Score | Failure] = {}
         to_judge: list[list[int]] = []
         places: list[list[int | None]] = []
         for group in groups:
@@ -130,69 +118,70 @@ class RewardPool(WorkerPool):
                 if response.outcome is not None:
                     row.append(None)
                     continue
-                place = len(self._samples)
+                place = len(samples)
                 row.append(place)
                 if response.finish_reason in ("error", "cancelled"):
                     detail = f"generation ended with finish_reason {response.finish_reason!r}"
-                    self._outcomes[place] = Failure(kind="generation", detail=detail)
+                    outcomes[place] = Failure(kind="generation", detail=detail)
                 elif response.turns and not self._is_judged(group):
-                    self._outcomes[place] = episode_score(response.turns)
+                    outcomes[place] = episode_score(response.turns)
                 else:
                     to_judge[-1].append(place)
-                self._samples.append(_sample(group.prompt, response))
+                samples.append(_sample(group.prompt, response))
             places.append(row)
-        self._pending = deque()
+        batches: list[tuple[int, ...]] = []
         for label in dict.fromkeys(group.prompt.task if self._batch_sizes else "" for group in groups):
             of_task = [row for row, group in zip(to_judge, groups, strict=True) if label in ("", group.prompt.task)]
-            self._pending.extend(split_into_batches(of_task, self._batch_sizes.get(label, self._batch_size)))
-        end = math.inf if limit_s is None else running_s() + limit_s
-        self.watch()
-        while len(self._outcomes) < len(self._samples):
-            if running_s() >= end:
-                self._give_up(limit_s=limit_s)
-                break
-            self.turn(end)
+            batches += split_into_batches(of_task, self._batch_sizes.get(label, self._batch_size))
+        for batch, outcome in self._judge(batches, samples, limit_s):
+            outcomes.update(zip(batch, outcome, strict=True))
         scored = []
         for group, row in zip(groups, places, strict=True):
             responses = tuple(
-                response if place is None else replace(response, outcome=self._outcome(group, response, place))
+                response
+                if place is None
+                else replace(response, outcome=self._with_turns(group, response, outcomes[place]))
                 for response, place in zip(group.responses, row, strict=True)
             )
             scored.append(replace(group, responses=responses))
         return scored
 
-    def has_job(self, worker: WorkerProcess) -> bool:
-        return bool(self._pending)
+    def accepts(self, job: Job, answer: Answer) -> bool:
+        return isinstance(answer, tuple) and len(answer) == len(job.request)
 
-    def next_job(self, worker: WorkerProcess) -> tuple[Job, bytes]:
-        job = Job(next(self._job_numbers), self._pending.popleft())
-        return job, pack_request((job.number, [self._samples[sample] for sample in job.samples]))
-
-    def on_reply(self, worker: WorkerProcess, reply: Verdicts | Answered) -> bool:
-        job = worker.job
-        if not isinstance(reply, Verdicts) or job is None or len(reply.outcomes) != len(job.samples):
-            return False
-        self._outcomes.update(zip(job.samples, reply.outcomes, strict=True))
-        return True
-
-    def on_failed(self, worker: WorkerProcess, job: Job, kind: FailureKind, detail: str) -> None:
-        """Samples whose worker was killed are judged again, before all others."""
-        if kind == "crash" and worker.was_killed:
-            self._kills[job.samples] += 1
-            if self._kills[job.samples] < _MAX_KILLS:
-                self._pending.appendleft(job.samples)
-                return
-            first, *rest = detail.splitlines()
-            detail = "\n".join([f"{first} ({_MAX_KILLS} times in a row)", *rest])
-        self._outcomes.update((sample, Failure(kind=kind, detail=detail)) for sample in job.samples)
+    def _judge(
+        self, batches: Sequence[tuple[int, ...]], samples: Sequence[_Sample], limit_s: float | None
+    ) -> Iterator[tuple[tuple[int, ...], Sequence[Score | Failure]]]:
+        """The outcomes of every batch."""
+        self._queue.clear()
+        self._answers.clear()
+        self._deaths.clear()
+        for batch in batches:
+            self.put(batch, [samples[place] for place in batch])
+        end = math.inf if limit_s is None else running_s() + limit_s
+        self.watch()
+        while len(self._answers) < len(batches):
+            if running_s() >= end:  # a judge that hangs on every sample must not hold up the tick for ever
+                left = sum(len(batch) for batch in batches if batch not in self._answers)
+                detail = (
+                    f"{left} of {len(samples)} samples had no verdict after {limit_s:.1f} s, and were failed so that the tick "
+                    f"keeps its deadline (deadlines.step_s): raise task.pool.num_workers ({len(self._workers)}) or "
+                    f"deadlines.step_s, or lower task.pool.timeout_s ({self._timeout_s})"
+                )
+                _log.warning("reward pool: %s", detail)
+                self.fail_all("timeout", detail)
+                break
+            self.turn(end)
+        for batch in batches:
+            answer = self._answers.pop(batch)
+            yield batch, answer if isinstance(answer, tuple) else [answer] * len(batch)  # type: ignore[list-item]
 
     def _is_judged(self, group: Group) -> bool:
         """Whether functions of the user's own judge it."""
         return self._judged.get(group.prompt.task, self._judged_alone)
 
-    def _outcome(self, group: Group, response: Response, place: int) -> Score | Failure:
+    def _with_turns(self, group: Group, response: Response, verdict: Score | Failure) -> Score | Failure:
         """The verdict, and of an episode that was judged what the environment gave on the way."""
-        verdict = self._outcomes[place]
         if not response.turns or not self._is_judged(group) or isinstance(verdict, Failure):
             return verdict
         own = episode_score(response.turns)
@@ -200,26 +189,8 @@ class RewardPool(WorkerPool):
         parts = {name: own.parts.get(name, 0.0) + verdict.parts.get(name, 0.0) for name in names}
         return Score(value=own.value + verdict.value, parts=parts)
 
-    def _give_up(self, *, limit_s: float | None) -> None:
-        """Fail what has no verdict, so that a judge that hangs on every sample cannot hold up the tick for ever."""
-        num_samples = len(self._samples)
-        left = num_samples - len(self._outcomes)
-        detail = (
-            f"{left} of {num_samples} samples had no verdict after {limit_s:.1f} s, and were failed so that the tick keeps its "
-            f"deadline (deadlines.step_s): raise task.pool.num_workers ({len(self._workers)}) or deadlines.step_s, or lower "
-            f"task.pool.timeout_s ({self._timeout_s})"
-        )
-        _log.warning("reward pool: %s", detail)
-        for worker in list(self._workers):
-            if worker.job is not None:
-                self.fail_and_replace(worker, "timeout", detail)
-        self._outcomes.update(
-            (sample, Failure(kind="timeout", detail=detail)) for batch in self._pending for sample in batch
-        )
-        self._pending.clear()
 
-
-def _sample(prompt: Prompt, response: Response) -> Sample:
+def _sample(prompt: Prompt, response: Response) -> _Sample:
     """What a worker gets of a response: of an episode all its turns, the last of which is judged."""
     if not response.turns:
         return prompt, (response.text,), response.tokens.tolist()

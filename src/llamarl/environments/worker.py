@@ -188,8 +188,12 @@ def _judge(task: Task, episodes: Sequence[tuple[Prompt, Sequence[str], Sequence[
 class Work(Protocol):
     """What a worker is there for."""
 
-    def answer(self, request: Any) -> dict[str, Any]:
-        """The reply to one request; may raise what the user's code raises."""
+    def answer(self, request: Any, released: Sequence[Any]) -> dict[str, Any]:
+        """The reply to one request; may raise what the user's code raises.
+
+        Args:
+            released: What it holds live and will not be asked about again.
+        """
         ...
 
     def failed(self, request: Any, failure: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +214,7 @@ class _Judge:
         if isinstance(self._task, FunctionTask | MixtureTask | CodeTask):
             self._task.prepare()
 
-    def answer(self, request: Any) -> dict[str, Any]:
+    def answer(self, request: Any, released: Sequence[Any]) -> dict[str, Any]:
         return {"kind": "verdicts", "verdicts": _judge(self._task, request)}
 
     def failed(self, request: Any, failure: dict[str, Any]) -> dict[str, Any]:
@@ -247,11 +251,11 @@ def main() -> None:
         return
     pool.reply({"kind": "ready", "pid": os.getpid()})
     while True:
-        job, request = pool.read()
+        job, request, released = pool.read()
         pool.next_sample()
         retire = False
         try:
-            reply = work.answer(request)
+            reply = work.answer(request, released)
         except BaseException as error:
             if not pool.is_own():
                 if isinstance(error, SystemExit) and isinstance(error.code, int | None):

@@ -1,7 +1,10 @@
 """Worker processes that run a user's code, each under a time limit, and none of them trusted.
 
-    next_job ─▶ worker 0 ─┐                       what a kind of pool decides: which job a free worker gets,
-             ─▶ worker 1 ─┴─▶ on_reply, on_failed   and what comes of a reply, or of a worker that died or hung
+    put ─▶ [queue] ─▶ the worker that holds the job's home, else any free one ─▶ [answers] ─▶ take (by name)
+
+Two kinds of job: judge samples (``pool``), answer one reply of an episode (``episode_pool``). A job whose worker is over its
+time is failed and the worker replaced; one whose worker died is put again, before all others, where that may not have been its
+own fault. Nothing happens here between calls: ``turn`` reads what has come and hands out what waits.
 
 Workers are started by exec, not by fork, so a pool may live in a process with threads, CUDA or actors. Each has a guardian
 that ends it, and every process that it started, with the pool or with the process that owns the pool (see ``guardian``).
@@ -14,95 +17,80 @@ import logging
 import math
 import os
 import selectors
-from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Hashable
 from itertools import count
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from llamarl.environments.config import RewardPoolConfig
-from llamarl.environments.messages import Answered, BrokenReply, Ready, Refused, Verdicts
+from llamarl.environments.messages import Answer, Answered, BrokenReply, Ready, Refused, pack_request
 from llamarl.environments.worker_env import unset_names
 from llamarl.environments.worker_process import Job, WorkerProcess
 from llamarl.errors import DataError, DeadlineExceeded, ExecutorFailed
 from llamarl.running_time import running_s
-from llamarl.types import FailureKind
+from llamarl.types import Failure, FailureKind
 
 __all__ = ["WorkerPool"]
 
 _MAX_START_DEATHS = 3
 """Of replacements, one after the other in one place; the first worker of a place must start at once."""
+_MAX_DEATHS = 3
+"""Of workers at one job: one that takes all memory is killed each time."""
 
 _log = logging.getLogger(__name__)
 
 
-class WorkerPool(ABC):
-    """Workers, and the one loop that waits for them.
+class WorkerPool:
+    """Workers, their jobs, and the one loop that waits for them.
+
+    The constructor returns when all workers are ready, so that wrong code fails here and not in the middle of a run.
 
     Args:
         hello: The first request to each worker: what it shall be.
+        num_workers: Overrides ``config.num_workers``.
+        timeout_s: Overrides ``config.timeout_s``.
         suspect: Whose code may be to blame where a worker does not start, for errors.
 
     Raises:
         DataError: A worker refuses; carries its cause.
+        ExecutorFailed: A worker died while it started.
+        DeadlineExceeded: A worker took longer than ``startup_timeout_s`` to start.
     """
 
     title: ClassVar[str]
     """For errors: whose workers they are."""
     busy_with: ClassVar[str]
     """For errors: what took too long."""
+    redoes_exits: ClassVar[bool]
+    """Whether a job is put again also where its worker ended by itself; else only where SIGKILL ended it."""
 
-    def __init__(self, hello: bytes, config: RewardPoolConfig, *, timeout_s: float | None, suspect: str = "") -> None:
+    def __init__(
+        self, hello: Any, config: RewardPoolConfig, num_workers: int | None, timeout_s: float | None, suspect: str
+    ) -> None:
         self._timeout_s = config.timeout_s if timeout_s is None else timeout_s
         self._config = config
-        self._hello = hello
+        self._hello = pack_request(hello)
         self._suspect = suspect
-        self._job_numbers = count()
+        self._numbers = count()
+        self._queue: dict[Hashable, Job] = {}  # in order, as long as no worker has it
+        self._answers: dict[Hashable, Answer] = {}
+        self._deaths: Counter[Hashable] = Counter()
+        self._homes: dict[Hashable, int] = {}  # what a worker holds live -> the worker
+        self._released: dict[int, list[Hashable]] = {}  # worker -> what it may let go with its next job
         self._selector = selectors.DefaultSelector()
         self._workers: list[WorkerProcess] = []
         self._closed = False
         self._was_ready = False
-        self._start_deaths: dict[int, int] = {}  # place of a worker -> how often in a row it died while it started
+        self._start_deaths: Counter[int] = Counter()  # place of a worker -> how often in a row it died while it started
         self.num_replaced = 0
         """Workers killed or lost, and replaced, since the start."""
         if unset := unset_names(os.environ, config.pass_env):
             _log.warning(
                 "task.pool.pass_env: not set here, and so not in the %s workers: %s", self.title, ", ".join(unset)
             )
-
-    @abstractmethod
-    def has_job(self, worker: WorkerProcess) -> bool:
-        """Whether there is something for a free worker to do."""
-
-    @abstractmethod
-    def next_job(self, worker: WorkerProcess) -> tuple[Job, bytes]:
-        """What it does next, and the request that says so."""
-
-    @abstractmethod
-    def on_reply(self, worker: WorkerProcess, reply: Verdicts | Answered) -> bool:
-        """Take a reply to the worker's job; False where it is none, and is dropped."""
-
-    @abstractmethod
-    def on_failed(self, worker: WorkerProcess, job: Job, kind: FailureKind, detail: str) -> None:
-        """A job will have no reply."""
-
-    def on_replaced(self, worker: WorkerProcess) -> None:  # noqa: B027
-        """A worker is gone, with what it held; another has its number."""
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """Ids of the processes that run the user's code, for supervision and tests; those that still start are left out."""
-        return [worker.pid for worker in self._workers if worker.pid is not None]
-
-    def start(self, num_workers: int) -> None:
-        """Start workers and return when all are ready, so that wrong code fails here and not in the middle of a run.
-
-        Raises:
-            DataError: A worker refuses; carries its cause.
-            ExecutorFailed: A worker died while it started.
-            DeadlineExceeded: A worker took longer than ``startup_timeout_s`` to start.
-        """
         try:
-            for number in range(num_workers):
+            for number in range(config.num_workers if num_workers is None else num_workers):
                 self._workers.append(self._start(number))
             while not all(worker.ready for worker in self._workers):
                 self.turn()
@@ -110,6 +98,27 @@ class WorkerPool(ABC):
         except BaseException:
             self.close()
             raise
+
+    def put(self, name: Hashable, request: Any, home: Hashable = None) -> None:
+        """Queue a job.
+
+        Args:
+            home: The worker that gets it holds this live from then on, and gets all jobs with the same home.
+        """
+        self._queue[name] = Job(next(self._numbers), name, request, home)
+
+    def accepts(self, job: Job, answer: Answer) -> bool:
+        """Whether it is an answer to the job; else it is dropped."""
+        raise NotImplementedError
+
+    def is_over(self, answer: Answer) -> bool:
+        """Whether the worker holds the job's home no more after this answer."""
+        return False
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Ids of the processes that run the user's code, for supervision and tests; those that still start are left out."""
+        return [worker.pid for worker in self._workers if worker.pid is not None]
 
     def watch(self) -> None:
         """Give workers that still start their time from now on: nobody has looked at them since they were replaced."""
@@ -155,10 +164,13 @@ class WorkerPool(ABC):
                     self._expired(worker)
         self._hand_out()
 
-    def fail_and_replace(self, worker: WorkerProcess, kind: FailureKind, detail: str) -> None:
-        """Fail what a worker is busy with, and start another in its place."""
-        self._fail(worker, kind, detail)
-        self._replace(worker)
+    def fail_all(self, kind: FailureKind, detail: str) -> None:
+        """Fail every job, and replace the workers that are busy with one."""
+        for worker in list(self._workers):
+            if worker.job is not None:
+                self._fail(worker, kind, detail)
+        self._answers.update((name, Failure(kind=kind, detail=detail)) for name in self._queue)
+        self._queue.clear()
 
     def close(self) -> None:
         """End all workers. Safe to call twice."""
@@ -190,15 +202,23 @@ class WorkerPool(ABC):
 
     def _hand_out(self) -> None:
         for worker in list(self._workers):
-            if not worker.ready or worker.job is not None or not self.has_job(worker):
+            job = self._next_for(worker.number) if worker.ready and worker.job is None else None
+            if job is None:
                 continue
             if worker.died_idle():  # no job's fault
                 self._replace(worker)
                 continue
-            job, request = self.next_job(worker)
+            del self._queue[job.name]
+            if job.home is not None:
+                self._homes[job.home] = worker.number
+            request = pack_request((job.number, job.request, self._released.pop(worker.number, [])))
             worker.assign(job, request, self._timeout_s)
             worker.write()  # at once: nobody may turn to it for a while
             self._watch_jobs(worker)
+
+    def _next_for(self, number: int) -> Job | None:
+        """The first job that this worker may take: one whose home it holds, or nobody does."""
+        return next((job for job in self._queue.values() if self._homes.get(job.home, number) == number), None)
 
     def _watch_jobs(self, worker: WorkerProcess) -> None:
         """Look for replies, and for room where there is something to send."""
@@ -214,11 +234,13 @@ class WorkerPool(ABC):
                 self._selector.unregister(end)
 
     def _replace(self, worker: WorkerProcess) -> None:
+        """Start another in its place; what it held is made again, wherever it is asked for next."""
         self._forget(worker)
         worker.stop()
         self.num_replaced += 1
         self._workers[worker.number] = self._start(worker.number)
-        self.on_replaced(worker)
+        self._homes = {key: home for key, home in self._homes.items() if home != worker.number}
+        self._released.pop(worker.number, None)
 
     def _read(self, worker: WorkerProcess) -> None:
         try:
@@ -229,29 +251,30 @@ class WorkerPool(ABC):
         except BrokenReply as error:
             if not worker.ready:
                 raise self._did_not_start(worker, f"it sent what is no reply: {error}") from error
-            detail = f"the {self.title} worker sent what is no reply and was replaced: {error}"
-            self.fail_and_replace(worker, "crash", detail)
+            self._fail(worker, "crash", f"the {self.title} worker sent what is no reply and was replaced: {error}")
             return
         for reply in replies:
             self._replied(worker, reply)
 
-    def _replied(self, worker: WorkerProcess, reply: Ready | Refused | Verdicts | Answered) -> None:
+    def _replied(self, worker: WorkerProcess, reply: Ready | Refused | Answered) -> None:
         match reply:
             case Refused(cause):
-                if worker.ready:
-                    return  # nobody asked
-                raise DataError(cause)
+                if not worker.ready:  # else nobody asked
+                    raise DataError(cause)
             case Ready(pid):
                 worker.ready, worker.pid = True, pid
                 self._start_deaths.pop(worker.number, None)
-            case Verdicts() | Answered():
-                if worker.job is None or worker.job.number != reply.job or not self.on_reply(worker, reply):
-                    _log.debug(
-                        "%s pool: dropped the reply to job %d from worker %d", self.title, reply.job, worker.number
-                    )
+            case Answered(number, answer, retire):
+                job = worker.job
+                if job is None or job.number != number or not self.accepts(job, answer):
+                    _log.debug("%s pool: dropped a reply to job %d from worker %d", self.title, number, worker.number)
                     return
                 worker.job = None
-                if reply.retire:
+                self._deaths.pop(job.name, None)
+                if self.is_over(answer):
+                    self._homes.pop(job.home, None)
+                self._answers[job.name] = answer
+                if retire:
                     self._replace(worker)
 
     def _lost(self, worker: WorkerProcess) -> None:
@@ -259,14 +282,14 @@ class WorkerPool(ABC):
             self._replied(worker, reply)
             if self._workers[worker.number] is not worker:
                 return  # it had asked to be replaced
-        if not worker.ready:
-            deaths = self._start_deaths[worker.number] = self._start_deaths.get(worker.number, 0) + 1
-            cause = worker.stop()
-            if deaths >= _MAX_START_DEATHS or not (self._was_ready or worker.was_killed):
-                raise self._did_not_start(worker, cause)
-            self._replace(worker)  # one like it has started before, or somebody killed this one
+        cause = worker.stop()
+        if worker.ready:
+            self._fail(worker, "crash", f"the {self.title} worker {cause}")
             return
-        self.fail_and_replace(worker, "crash", f"the {self.title} worker {worker.stop()}")
+        self._start_deaths[worker.number] += 1
+        if self._start_deaths[worker.number] >= _MAX_START_DEATHS or not (self._was_ready or worker.was_killed):
+            raise self._did_not_start(worker, cause)
+        self._replace(worker)  # one like it has started before, or somebody killed this one
 
     def _did_not_start(self, worker: WorkerProcess, cause: str) -> ExecutorFailed:
         self._forget(worker)
@@ -281,9 +304,20 @@ class WorkerPool(ABC):
                 f"task.pool.startup_timeout_s={self._config.startup_timeout_s}: {worker.stop()}"
             )
         detail = f"{self.busy_with} took longer than timeout_s={self._timeout_s} s; its worker was replaced"
-        self.fail_and_replace(worker, "timeout", detail)
+        self._fail(worker, "timeout", detail)
 
     def _fail(self, worker: WorkerProcess, kind: FailureKind, detail: str) -> None:
-        if worker.job is not None:
-            job, worker.job = worker.job, None
-            self.on_failed(worker, job, kind, detail)
+        """Fail what a worker is busy with, or put it again, and start another in its place."""
+        job, worker.job = worker.job, None
+        if job is not None and kind == "crash" and (self.redoes_exits or worker.was_killed):
+            self._deaths[job.name] += 1
+            if self._deaths[job.name] < _MAX_DEATHS:
+                self._queue = {job.name: job, **self._queue}
+                job = None
+            else:
+                first, *rest = detail.splitlines()
+                detail = "\n".join([f"{first} ({_MAX_DEATHS} times in a row)", *rest])
+        if job is not None:
+            self._deaths.pop(job.name, None)
+            self._answers[job.name] = Failure(kind=kind, detail=detail)
+        self._replace(worker)

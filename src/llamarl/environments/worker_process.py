@@ -1,4 +1,4 @@
-"""A pool's side of one worker: its processes, its sockets, and what it is busy with."""
+"""The pool's side of one worker: its processes, its sockets, and what it is busy with."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from llamarl.environments.config import RewardPoolConfig
-from llamarl.environments.messages import Answered, BrokenReply, Frames, Ready, Refused, Verdicts, parse_reply
+from llamarl.environments.messages import Answered, BrokenReply, Frames, Ready, Refused, parse_reply
 from llamarl.environments.worker_env import worker_environment
 from llamarl.running_time import running_s
 
@@ -31,8 +31,11 @@ class Job:
 
     number: int
     """No other job of the pool has it."""
-    samples: tuple[int, ...] = ()
-    """Of a reward pool: what is judged."""
+    name: Hashable
+    """Of what is asked; its answer is kept under it."""
+    request: Any
+    home: Hashable
+    """What its worker holds live from then on; None is nothing."""
 
 
 class WorkerProcess:
@@ -96,7 +99,7 @@ class WorkerProcess:
         except OSError:
             self.outbox = memoryview(b"")
 
-    def read(self) -> list[Ready | Refused | Verdicts | Answered]:
+    def read(self) -> list[Ready | Refused | Answered]:
         """The replies that are whole with what has come.
 
         Raises:
@@ -113,7 +116,7 @@ class WorkerProcess:
             raise EOFError
         return [parse_reply(frame) for frame in self._frames.feed(piece)]
 
-    def read_rest(self) -> Iterator[Ready | Refused | Verdicts | Answered]:
+    def read_rest(self) -> Iterator[Ready | Refused | Answered]:
         """What a worker that has ended still answered."""
         with contextlib.suppress(EOFError, BrokenReply):
             while replies := self.read():

@@ -326,15 +326,15 @@ def test_episodes_live_beside_each_other_and_are_played_again(file: str) -> None
         return Ask(key=(key,), play=Play(task="", item=ITEM, seed=key), replies=replies, digests=digests)
 
     player, second = Player(config), Player(config)
-    assert player.answer((ask(1), []))["answer"]["observation"]["text"] == ""
-    answers = [player.answer((ask(key, (TWO_CALLS,)), []))["answer"]["step"] for key in (1, 2)]
+    assert player.answer(ask(1), [])["answer"]["observation"]["text"] == ""
+    answers = [player.answer(ask(key, (TWO_CALLS,)), [])["answer"]["step"] for key in (1, 2)]
     env = AgentProgram(f"{file}:tools")
     env.reset(ITEM, 1)
     digest = digest_of(env.step(TWO_CALLS))
     env.close()
-    ended = [p.answer((ask(1, (TWO_CALLS, "102"), (digest,)), []))["answer"]["step"] for p in (player, second)]
+    ended = [p.answer(ask(1, (TWO_CALLS, "102"), (digest,)), [])["answer"]["step"] for p in (player, second)]
     assert answers[0] == answers[1] and ended[0] == ended[1] and ended[0]["reward"] == 1.0
-    player.answer((ask(3), [(2,)]))  # releases what is left
+    player.answer(ask(3), [(2,)])  # releases what is left
 
 
 def test_an_environment_is_given_the_words_of_the_item_again_not_those_that_it_showed() -> None:

@@ -20,11 +20,11 @@ from llamarl.environments.failures import count_causes, failure_cause
 from llamarl.environments.functions import NotANumber, as_score
 from llamarl.environments.guardian import OutputTail
 from llamarl.environments.messages import (
+    Answered,
     BrokenReply,
     Frames,
     Ready,
     Refused,
-    Verdicts,
     pack_reply,
     parse_reply,
 )
@@ -48,7 +48,7 @@ def test_replies_are_read_with_every_bit_of_their_numbers() -> None:
     value = 0.1 + 0.2
     verdicts = [{"value": value, "parts": {"a": 5e-324}}, {"failed": "exception", "detail": "d"}]
     frame = pack_reply({"kind": "verdicts", "job": 3, "retire": True, "verdicts": verdicts})[8:]
-    assert parse_reply(frame) == Verdicts(
+    assert parse_reply(frame) == Answered(
         3, (Score(value=value, parts={"a": 5e-324}), Failure(kind="exception", detail="d")), True
     )
     assert parse_reply(pack_reply({"kind": "ready", "pid": 7})[8:]) == Ready(7)
