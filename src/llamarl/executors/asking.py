@@ -2,22 +2,30 @@
 
 EngineJudge   all questions into one engine, in order; seeds from (run, prompt, sample): the same bits in every run
 ServerJudge   a thread a question, at most ``concurrency`` at a time; attempts with pauses between them; a deadline each
+
+A server speaks the protocol of OpenAI's ``/chat/completions``. The client is the standard library's, behind the proxies of
+the environment: ``huggingface_hub.InferenceClient`` limits the silence between two bytes, not a request, bounds no reply,
+and sends the user's hub token to whatever server it is pointed at.
 """
 
 from __future__ import annotations
 
+import http.client
+import json
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from llamarl.engine.base import Engine
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.executors.chat_client import ChatClient, ChatFailed
 from llamarl.executors.config import JudgeConfig
-from llamarl.executors.rubric import score_in
+from llamarl.executors.conversations import score_in
 from llamarl.models.loading import load_tokenizer
 from llamarl.running_time import running_s
 from llamarl.seeding import derive_seed
@@ -26,6 +34,10 @@ __all__ = ["EngineJudge", "Question", "ServerJudge", "Verdict"]
 
 _JUDGE_SEED = 5
 _LONGEST_PAUSE_S = 30.0
+_MAX_REPLY_BYTES = 4 << 20
+_MAX_DETAIL = 300
+_PASSING_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""Of a server that may answer a moment later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +96,8 @@ class EngineJudge:
         """
         verdicts = self._round(questions, attempt=0)
         for attempt in range(1, self._config.attempts if self._config.temperature else 1):
-            again = [i for i, verdict in enumerate(verdicts) if verdict.score is None]
-            for i, new in zip(again, self._round([questions[i] for i in again], attempt=attempt), strict=True):
+            redo = [i for i, verdict in enumerate(verdicts) if verdict.score is None]
+            for i, new in zip(redo, self._round([questions[i] for i in redo], attempt=attempt), strict=True):
                 verdicts[i] = _together(verdicts[i], new)
         return verdicts
 
@@ -124,17 +136,35 @@ class EngineJudge:
                 score=None, cause=f"its engine refused the question: {refused or sequence.error}", requests=1
             )
         text = str(self._tokenizer.decode(sequence.tokens, skip_special_tokens=True))
-        score = score_in(text, self._config.score_pattern, self._config.score_range)
-        cause = "" if score is not None else _no_score(sequence.finish_reason == "length", self._config)
-        return Verdict(score=score, cause=cause, requests=1, prompt_tokens=read, completion_tokens=written)
+        cut = sequence.finish_reason == "length"
+        return _of_words(text, self._config, cut=cut, read=read, written=written)
+
+
+class _NoReply(Exception):
+    """A request came to nothing.
+
+    Attributes:
+        may_pass: Whether another attempt may do better.
+        wait_s: Seconds after which the server asks to be tried again; 0 where it does not say.
+        timed_out: Whether the time was up.
+    """
+
+    def __init__(self, detail: str, *, may_pass: bool, wait_s: float = 0.0, timed_out: bool = False) -> None:
+        super().__init__(detail)
+        self.may_pass, self.wait_s, self.timed_out = may_pass, wait_s, timed_out
 
 
 class ServerJudge:
     """A model behind a URL."""
 
-    def __init__(self, config: JudgeConfig, client: ChatClient) -> None:
+    def __init__(self, config: JudgeConfig, *, api_key: str = "") -> None:
+        """
+        Args:
+            api_key: Sent as a bearer token; never part of an error.
+        """
         self._config = config
-        self._client = client
+        self._url = f"{config.url.rstrip('/')}/chat/completions"
+        self._key = api_key
 
     def ask(self, questions: Sequence[Question], *, until_s: float) -> list[Verdict]:
         """Verdicts in order.
@@ -153,8 +183,14 @@ class ServerJudge:
         for attempt in range(self._config.attempts):
             if running_s() >= until_s:
                 break
-            new, may_pass, wait_s = self._attempt(question, attempt, until_s)
-            verdict = new if attempt == 0 else _together(verdict, new)
+            wait_s = 0.0
+            try:
+                new = self._verdict(self._post(question, attempt, until_s))
+                may_pass = True
+            except _NoReply as error:
+                new = Verdict(score=None, cause=str(error), timed_out=error.timed_out, requests=1)
+                may_pass, wait_s = error.may_pass, error.wait_s
+            verdict = _together(verdict, new)
             if verdict.score is not None or not may_pass:
                 break
             pause_s = max(min(self._config.backoff_s * 2**attempt, _LONGEST_PAUSE_S), wait_s)
@@ -163,48 +199,88 @@ class ServerJudge:
             time.sleep(pause_s)
         return verdict
 
-    def _attempt(self, question: Question, attempt: int, until_s: float) -> tuple[Verdict, bool, float]:
-        """What came of one request, whether another may do better, and how long the server asks to wait."""
-        messages = [{"role": "user", "content": question.text}]
+    def _post(self, question: Question, attempt: int, until_s: float) -> bytes:
+        """The body of the reply to one request, which waits for nothing beyond ``until_s``."""
+        body = {
+            "model": self._config.model,
+            "messages": [{"role": "user", "content": question.text}],
+            "temperature": self._config.temperature,
+            "max_tokens": self._config.max_new_tokens,
+            "seed": question.seed(attempt) >> 33,  # many servers take 31 bits
+        }
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(self._url, data=json.dumps(body).encode(), headers=headers, method="POST")
         try:
-            reply = self._client.ask(
-                messages,
-                until_s=until_s,
-                temperature=self._config.temperature,
-                max_tokens=self._config.max_new_tokens,
-                seed=question.seed(attempt) >> 33,  # many servers take 31 bits
-            )
-        except ChatFailed as error:
-            return (
-                Verdict(score=None, cause=str(error), timed_out=error.timed_out, requests=1),
-                error.may_pass,
-                error.wait_s,
-            )
-        score = score_in(reply.text, self._config.score_pattern, self._config.score_range)
-        cut = reply.completion_tokens >= self._config.max_new_tokens
-        verdict = Verdict(
-            score=score,
-            cause="" if score is not None else _no_score(cut, self._config),
-            requests=1,
-            prompt_tokens=reply.prompt_tokens,
-            completion_tokens=reply.completion_tokens,
-        )
-        return verdict, True, 0.0
+            with urllib.request.urlopen(request, timeout=max(until_s - running_s(), 0.001)) as response:
+                return _read(response, until_s)
+        except urllib.error.HTTPError as error:
+            said = self._clean(error.read(_MAX_DETAIL).decode(errors="replace"))
+            detail = f"{self._url} refused with status {error.code}: {said or error.reason}"
+            wait_s = _seconds(error.headers.get("Retry-After"))
+            raise _NoReply(detail, may_pass=error.code in _PASSING_STATUSES, wait_s=wait_s) from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise _NoReply(f"{self._url} gave no reply in time", may_pass=False, timed_out=True) from None
+            detail = f"{self._url} cannot be reached: {self._clean(str(reason) or type(reason).__name__)}"
+            raise _NoReply(detail, may_pass=True) from None
+
+    def _verdict(self, data: bytes) -> Verdict:
+        try:
+            said: Any = json.loads(data)
+            text = said["choices"][0]["message"]["content"]
+            usage = said.get("usage") or {}
+            read, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
+            if not isinstance(text, str):
+                raise TypeError("its content is no text")
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+            shown = self._clean(data[:_MAX_DETAIL].decode(errors="replace"))
+            detail = f"{self._url} sent what is no chat completion ({type(error).__name__}: {error}): {shown}"
+            raise _NoReply(detail, may_pass=True) from None
+        return _of_words(text, self._config, cut=written >= self._config.max_new_tokens, read=read, written=written)
+
+    def _clean(self, text: str) -> str:
+        """One short line, without the key."""
+        shown = " ".join(text.split())[:_MAX_DETAIL]
+        return shown.replace(self._key, "***") if self._key else shown
+
+
+def _read(response: Any, until_s: float) -> bytes:
+    data = bytearray()
+    while chunk := response.read1(1 << 16):
+        data += chunk
+        if len(data) > _MAX_REPLY_BYTES:
+            raise _NoReply(f"its reply is longer than {_MAX_REPLY_BYTES >> 20} MiB", may_pass=False)
+        if running_s() > until_s:
+            raise TimeoutError
+    return bytes(data)
+
+
+def _seconds(header: str | None) -> float:
+    """Of ``Retry-After``, where it is a number of seconds."""
+    try:
+        return max(0.0, min(float(header or 0), 3600.0))
+    except ValueError:
+        return 0.0
+
+
+def _of_words(text: str, config: JudgeConfig, *, cut: bool, read: int, written: int) -> Verdict:
+    """The verdict in what a model said."""
+    low, high = config.score_range
+    score = score_in(text, config.score_pattern, config.score_range)
+    cause = f"it named no score between {low:g} and {high:g} (judge.score_pattern)" if score is None else ""
+    if cause and cut:
+        cause += f", and was cut at judge.max_new_tokens = {config.max_new_tokens}"
+    return Verdict(score=score, cause=cause, requests=1, prompt_tokens=read, completion_tokens=written)
 
 
 def _together(before: Verdict, new: Verdict) -> Verdict:
     """The newer verdict, with what both cost."""
-    return Verdict(
-        score=new.score,
-        cause=new.cause,
-        timed_out=new.timed_out,
+    return replace(
+        new,
         requests=before.requests + new.requests,
         prompt_tokens=before.prompt_tokens + new.prompt_tokens,
         completion_tokens=before.completion_tokens + new.completion_tokens,
     )
-
-
-def _no_score(cut: bool, config: JudgeConfig) -> str:
-    low, high = config.score_range
-    why = f", and was cut at judge.max_new_tokens = {config.max_new_tokens}" if cut else ""
-    return f"it named no score between {low:g} and {high:g} (judge.score_pattern){why}"

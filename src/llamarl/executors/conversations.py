@@ -1,5 +1,6 @@
-"""What a model that judges is given to read: a question and a response through that model's own tokenizer.
+"""Renders what a model that judges reads, and finds the number in what it says. Pure.
 
+rubric    with {question}, {response}, {answer} ─▶ text ─▶ the judge's words ─▶ the last number found, between 0 and 1
 "chat"    [question or the item's messages, response] ─▶ its chat template ─▶ tokens
 "plain"   the prompt as the policy was given it + response ─▶ tokens
 "pair"    (question, response) ─▶ its tokenizer's form of two texts ─▶ tokens and which of the two each is of
@@ -7,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from llamarl.errors import ModelError
 from llamarl.types import Prompt, Response
 
-__all__ = ["Rendered", "TextFor", "conversation", "transcript"]
+__all__ = ["Rendered", "TextFor", "conversation", "fill", "score_in", "transcript"]
+
+_PLACES = re.compile(r"\{(question|response|answer)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +95,41 @@ class TextFor:
         """The tokens of one prompt with its response; whatever a chat template raises passes through."""
         if self.template == "chat":
             text = self._tokenizer.apply_chat_template(conversation(prompt, response), tokenize=False)
-            found = self._tokenizer(str(text), add_special_tokens=False)
+            found: Any = self._tokenizer(str(text), add_special_tokens=False)
         elif self.template == "plain":
             found = self._tokenizer(prompt.text + response.text)
         else:
             found = self._tokenizer(prompt.question or prompt.text, transcript(response))
-        return _rendered(found)
+        return Rendered(list(found["input_ids"]), list(found.get("token_type_ids") or ()))
 
 
-def _rendered(found: Mapping[str, Any]) -> Rendered:
-    return Rendered(list(found["input_ids"]), list(found.get("token_type_ids") or ()))
+def fill(rubric: str, prompt: Prompt, response: Response) -> str:
+    """The rubric with an item's question, the response and the reference answer in their places.
+
+    All places are filled at once: braces in a response are words, and put nothing else in.
+    """
+    parts = {"question": _question(prompt), "response": transcript(response), "answer": prompt.answer or ""}
+    return _PLACES.sub(lambda place: parts[place[1]], rubric)
+
+
+def _question(prompt: Prompt) -> str:
+    """The question; of a conversation, its turns, each after who said it."""
+    messages = prompt.metadata.get("messages")
+    if not messages:
+        return prompt.question or prompt.text
+    if len(messages) == 1:
+        return str(messages[0].get("content") or "")
+    return "\n\n".join(f"{message.get('role')}: {message.get('content') or ''}" for message in messages)
+
+
+def score_in(text: str, pattern: str, score_range: Sequence[float]) -> float | None:
+    """What ``text`` says as a share of the range; None where it names no number, or one outside."""
+    found = re.findall(pattern, text)
+    if not found:
+        return None
+    low, high = score_range
+    try:
+        number = float(found[-1])
+    except ValueError:
+        return None
+    return (number - low) / (high - low) if low <= number <= high else None

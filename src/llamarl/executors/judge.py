@@ -4,7 +4,7 @@ In: ``rated``, or ``completions``; out: ``judged``. Two kinds:
 
     path   a frozen model on this executor's own engine: greedy unless told otherwise, the same bits in every run
     url    a server that speaks OpenAI's protocol: threads, attempts, deadlines; what it says need not repeat, so what it said is
-           kept (``executors/verdict_log.py``) and a tick that is done again asks nobody twice
+           kept (``VerdictLog``) and a tick that is done again asks nobody twice
 
 No verdict is ever a zero: a judge that cannot be reached, runs out of time or names no score fails the sample with that cause.
 """
@@ -12,26 +12,26 @@ No verdict is ever a zero: a judge that cannot be reached, runs out of time or n
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from llamarl.checkpoint.run_identity import RunIdentity
+from llamarl.checkpoint.snapshot import canonical_json, checksum_bytes
 from llamarl.executors.asking import EngineJudge, Question, ServerJudge, Verdict
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
-from llamarl.executors.chat_client import ChatClient
 from llamarl.executors.config import JudgeConfig
+from llamarl.executors.conversations import fill
 from llamarl.executors.judging import to_judge, with_score
 from llamarl.executors.reward import JUDGING_SHARE
-from llamarl.executors.rubric import fill
-from llamarl.executors.verdict_log import VerdictLog
-from llamarl.observability.writing import Patience
+from llamarl.observability.writing import Patience, append_all
 from llamarl.running_time import running_s
 from llamarl.types import Failure, Group, Response
 
-__all__ = ["JudgeExecutor"]
+__all__ = ["JudgeExecutor", "VerdictLog"]
 
 
 class JudgeExecutor(Stateless, BaseExecutor):
@@ -50,7 +50,7 @@ class JudgeExecutor(Stateless, BaseExecutor):
             self.judge = EngineJudge(self.settings, device=self.context.device)
             return
         key = os.environ.get(self.settings.api_key_env, "") if self.settings.api_key_env else ""
-        self.judge = ServerJudge(self.settings, ChatClient(self.settings.url, self.settings.model, api_key=key))
+        self.judge = ServerJudge(self.settings, api_key=key)
         if self.context.run_dir is not None:
             self._folder = RunIdentity.of(self.context.run_dir)
             file = self.context.run_dir / "verdicts" / f"{self.name}-{self.context.rank}.jsonl"
@@ -113,26 +113,84 @@ class JudgeExecutor(Stateless, BaseExecutor):
         self.__dict__.pop("judge", None)
 
 
-def _what_decides(settings: JudgeConfig) -> list[Any]:
+def _what_decides(of: JudgeConfig) -> list[Any]:
     """Besides the words of a question, what a verdict hangs on."""
-    return [
-        settings.url,
-        settings.model,
-        settings.temperature,
-        settings.max_new_tokens,
-        settings.score_pattern,
-        list(settings.score_range),
-    ]
+    return [of.url, of.model, of.temperature, of.max_new_tokens, of.score_pattern, list(of.score_range)]
 
 
 def _metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
-    totals = Counter[str]()
-    for verdict in verdicts:
-        totals["judge/num_requests"] += verdict.requests
-        totals["judge/num_retries"] += max(0, verdict.requests - 1)
-        totals["judge/num_prompt_tokens"] += verdict.prompt_tokens
-        totals["judge/num_completion_tokens"] += verdict.completion_tokens
     failed = sum(verdict.score is None for verdict in verdicts)
-    names = ("num_requests", "num_retries", "num_prompt_tokens", "num_completion_tokens")
-    costs = {f"judge/{name}": float(totals[f"judge/{name}"]) for name in names}
-    return {"judge/num_scored": float(len(verdicts) - failed), "judge/num_failed": float(failed), **costs}
+    counts = {
+        "num_scored": len(verdicts) - failed,
+        "num_failed": failed,
+        "num_requests": sum(verdict.requests for verdict in verdicts),
+        "num_retries": sum(max(0, verdict.requests - 1) for verdict in verdicts),
+        "num_prompt_tokens": sum(verdict.prompt_tokens for verdict in verdicts),
+        "num_completion_tokens": sum(verdict.completion_tokens for verdict in verdicts),
+    }
+    return {f"judge/{name}": float(count) for name, count in counts.items()}
+
+
+class VerdictLog:
+    """What a judge behind a URL said to one rank, kept so that a tick that is done again gives the same rewards.
+
+    ``RUN/verdicts/NAME-RANK.jsonl``: {"question": checksum, "verdict": {...}, "checksum": of these} a line. A resumed run
+    does the ticks since its last checkpoint again; their responses are the same, bit for bit, so their questions are too. A
+    line that was torn by a crash is not used. Only scores are kept: what failed may be asked again.
+    """
+
+    def __init__(self, path: Path, *, asked_of: Sequence[Any], patience: Patience | None = None) -> None:
+        """
+        Args:
+            patience: With a disk that refuses verdicts; None: none.
+            asked_of: Plain values: which judge it is, and how it is asked. What another one said is not taken.
+        """
+        self._path = path
+        self._patience = patience or Patience()
+        self._asked_of = list(asked_of)
+        self._found: dict[str, Verdict] = {}
+        if path.is_file():
+            for line in path.read_bytes().split(b"\n"):
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record: Any = json.loads(line)
+            checksum = record.pop("checksum")
+            if checksum_bytes(canonical_json(record)) == checksum:
+                self._found[record["question"]] = Verdict(**record["verdict"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return  # torn, or not of this release: it is asked again
+
+    def get(self, question: Question) -> Verdict | None:
+        """What was said to it; None where nothing was."""
+        return self._found.get(self._key(question))
+
+    def keep(self, verdicts: Iterable[tuple[Question, Verdict]]) -> None:
+        """Add scores, and return when they are on the disk.
+
+        Raises:
+            LlamaRLError: The disk is full or not writable.
+        """
+        lines = []
+        for question, verdict in verdicts:
+            if verdict.score is not None:
+                key = self._key(question)
+                self._found[key] = verdict
+                record = {"question": key, "verdict": dataclasses.asdict(verdict)}
+                lines.append(json.dumps({**record, "checksum": checksum_bytes(canonical_json(record))}))
+        if not lines:
+            return
+        data = ("\n" + "\n".join(lines) + "\n").encode()  # the line before may be torn
+
+        def write() -> None:
+            self._path.parent.mkdir(exist_ok=True)
+            with open(self._path, "ab", buffering=0) as file:
+                append_all(file.fileno(), data)
+                os.fsync(file.fileno())
+
+        self._patience.write(self._path, write)
+
+    def _key(self, question: Question) -> str:
+        """Of its words and its place in the run: two responses that read the same are asked about on their own."""
+        return checksum_bytes(canonical_json([self._asked_of, question.text, list(question.seed_parts)]))

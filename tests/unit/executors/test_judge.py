@@ -28,8 +28,8 @@ from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.config import JudgeConfig
+from llamarl.executors.conversations import fill, score_in
 from llamarl.executors.judge import JudgeExecutor
-from llamarl.executors.rubric import fill, score_in
 from llamarl.types import Failure, Group, Response, Score
 
 PATTERN = JudgeConfig().score_pattern
@@ -242,6 +242,25 @@ def test_a_slow_server_costs_its_deadline_and_no_more() -> None:
     for response in responses:
         assert isinstance(response.outcome, Failure) and response.outcome.kind == "timeout"
         assert "gave no reply in time" in response.outcome.detail
+
+
+def test_a_server_that_sends_a_little_at_a_time_costs_its_deadline_too() -> None:
+    """A limit on the silence between two bytes would let it go on."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def drip() -> None:
+            with listening.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n")
+                for _ in range(200):
+                    connection.sendall(b" ")
+                    time.sleep(0.05)
+
+        threading.Thread(target=drip, daemon=True).start()
+        started = time.monotonic()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        (response,), _ = judge(executor(url=url, model="m", deadline_s=0.3), respond("four"))
+    assert time.monotonic() - started < 5
+    assert isinstance(response.outcome, Failure) and response.outcome.kind == "timeout"
 
 
 def test_no_more_requests_than_allowed_are_under_way_at_once() -> None:
