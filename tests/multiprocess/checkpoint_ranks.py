@@ -7,12 +7,12 @@ import errno
 import os
 import signal
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rank_processes import join_group
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
 from trainer_ranks import share
@@ -76,9 +76,7 @@ def rank_folder(root: Path, rank: int) -> Path:
 def main(rank: int, world: int, what: str, folder: Path) -> None:
     torch.set_num_threads(1)
     if world > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/{what}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-        )
+        join_group(rank, world, f"{folder}/{what}")
     {"resume": resume, "reshard": reshard, "die": die}[what](rank, folder)
     if world > 1:
         dist.destroy_process_group()

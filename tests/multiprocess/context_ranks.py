@@ -9,13 +9,13 @@ import dataclasses
 import json
 import sys
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from rank_processes import join_group
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
@@ -142,10 +142,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("error", message="Slicing a flattened dim")
     if world > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,
-            timeout=timedelta(seconds=120),
-        )  # fmt: skip
+        join_group(rank, world, f"{folder}/rendezvous{world}")
     for case in cases:
         family, named, kind = case.split(":")
         out = folder / "-".join((family, named) if kind == "train" else (family, named, kind))

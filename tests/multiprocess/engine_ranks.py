@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_processes import join_group
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "models"))
@@ -103,10 +103,7 @@ def main(rank: int, world: int, folder: Path, families: list[str]) -> None:
     torch.set_num_threads(1)
     layout = None
     if world > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,
-            timeout=timedelta(seconds=120),
-        )  # fmt: skip
+        join_group(rank, world, f"{folder}/rendezvous{world}")
         layout = make_layout(fsdp=1, tp=world, device="cpu", keys=("generator.dp", "generator.tp"))
     for family in families:
         (folder / f"{family}-{world}-{rank}.json").write_text(json.dumps(generate(folder, family, layout)))

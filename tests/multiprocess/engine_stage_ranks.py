@@ -10,12 +10,12 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_processes import join_group
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engine_ranks import make_model, sequences
@@ -259,10 +259,7 @@ def main(mesh: tuple[int, int], rank: int, folder: Path, families: list[str]) ->
     pp, tp = mesh
     layout = None
     if mesh != ALONE:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous{pp}x{tp}", rank=rank, world_size=pp * tp,
-            timeout=timedelta(seconds=120),
-        )  # fmt: skip
+        join_group(rank, pp * tp, f"{folder}/rendezvous{pp}x{tp}")
         config = recipe(folder / families[0], mesh)
         (replica,) = replicas_of(config, pp * tp)
         layout = generator_layout(config, "cpu", replica)

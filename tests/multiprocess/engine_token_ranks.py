@@ -9,12 +9,12 @@ import copy
 import json
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_processes import join_group
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -210,10 +210,7 @@ def main(mesh: Mesh, rank: int, folder: Path, families: list[str]) -> None:
     cp, tp = mesh
     layout = None
     if mesh != ALONE:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous{cp}x{tp}", rank=rank, world_size=cp * tp,
-            timeout=timedelta(seconds=120),
-        )  # fmt: skip
+        join_group(rank, cp * tp, f"{folder}/rendezvous{cp}x{tp}")
         config = recipe(folder / families[0], mesh)
         (replica,) = replicas_of(config, cp * tp)
         layout = generator_layout(config, "cpu", replica)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_processes import join_group
 
 from llamarl.data.config import DataConfig
 from llamarl.data.prompts import PromptStream
@@ -38,13 +38,7 @@ def main(rank: int, axis: str, folder: Path) -> None:
     torch.set_num_threads(1)
     layout = None
     if axis:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/rendezvous-{axis}",
-            rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=60),
-        )
+        join_group(rank, 2, f"{folder}/rendezvous-{axis}")
         layout = make_layout(fsdp=1, **{"tp": 1, axis: 2}, device="cpu", keys=("dp", "tp", "pp", "cp"))  # type: ignore[arg-type]
     task = TaskConfig(
         name="episodes",

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_processes import join_group
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import load_config
@@ -24,10 +24,7 @@ def main(rank: int, folder: Path, dp: int, tp: int) -> None:
     torch.set_num_threads(1)
     world = dp * tp
     if world > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous-{dp}x{tp}", rank=rank, world_size=world,
-            timeout=timedelta(seconds=60),
-        )  # fmt: skip
+        join_group(rank, world, f"{folder}/rendezvous-{dp}x{tp}")
     settings = {
         "run.dir": "unused", "evaluation.dp": dp, "evaluation.tp": tp, "evaluation.num_prompts": 7,
         "evaluation.samples_per_prompt": 2, "generator.sampling.max_new_tokens": 12,

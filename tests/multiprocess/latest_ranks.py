@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_processes import join_group
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "executors"))
 from test_generator_in_flight import generator, recipe, run
@@ -33,9 +33,7 @@ def main(rank: int, axis: str, folder: Path) -> None:
     folder = folder / (axis or "alone")
     folder.mkdir(exist_ok=True)
     if axis:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-        )
+        join_group(rank, 2, folder / "rendezvous")
     made = run(generator(config, rank=rank), asked)
     events = [event for _, event in made]
     told = [[response.tokens.tolist() for group in groups for response in group.responses] for groups, _ in made]

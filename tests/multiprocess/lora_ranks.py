@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_processes import join_group
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
@@ -68,10 +68,7 @@ def _keep(trainer: Trainer, out: Path, what: str) -> None:
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     if world > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,
-            timeout=timedelta(seconds=120),
-        )  # fmt: skip
+        join_group(rank, world, f"{folder}/rendezvous{world}")
         assert callable(building.load_model)  # so that this replaces what is called
         building.load_model = _refuse_whole_model  # type: ignore[assignment]
     for case in cases:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_processes import join_group
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
@@ -105,10 +105,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("error", message="Slicing a flattened dim")
     if world > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,
-            timeout=timedelta(seconds=120),
-        )  # fmt: skip
+        join_group(rank, world, f"{folder}/rendezvous{world}")
         assert callable(building.load_model) and callable(
             building.load_value_model
         )  # so that these replace what is called

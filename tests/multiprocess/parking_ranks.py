@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_processes import join_group
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
@@ -66,9 +66,7 @@ def compare(folder: Path, fsdp: int, tp: int, dtype: str, offload: bool) -> dict
 
 def main(rank: int, world: int, folder: Path, cases: list[tuple[int, int, str, bool]]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
+    join_group(rank, world, folder / "rendezvous")
     found = [compare(folder / "model", *case) for case in cases]
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

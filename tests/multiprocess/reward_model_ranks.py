@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from rank_processes import join_group
 
 from llamarl.trainer import building
 from llamarl.trainer.reward_scoring import RewardScorer
@@ -37,10 +37,7 @@ def _refuse_whole_model(*args: object, **kwargs: object) -> NoReturn:
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     if world > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world,
-            timeout=timedelta(seconds=120),
-        )  # fmt: skip
+        join_group(rank, world, f"{folder}/rendezvous{world}")
         building.load_reward_model = _refuse_whole_model  # type: ignore[assignment]
     for case in cases:
         family, sizes = case.split(":")

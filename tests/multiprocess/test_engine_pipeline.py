@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_command import SERVER
+from rank_processes import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import engine_stage_ranks
@@ -23,8 +23,8 @@ MESHES = {
 }
 """Stages and tensor-parallel ranks -> models of three layers, their ends tied or not."""
 CASES = [(mesh, family) for mesh, families in MESHES.items() for family in families]
-LONG = {((3, 1), "qwen3")}
-"""A sparse model shows three stages as well."""
+LONG = {((2, 1), "llama"), ((3, 1), "qwen3")}
+"""Others show as many stages as well."""
 ASKED = [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES]
 FURTHER_CASES = [case for case in CASES if engine_stage_ranks.FURTHER.get(case[0]) == case[1]]
 Case = tuple[tuple[int, int], str]
@@ -44,19 +44,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for mesh in (ALONE, *MESHES):
         families = [family for family in every if mesh == ALONE or (mesh, family) in asked]
         num_ranks = mesh[0] * mesh[1]
-        ranks = [
-            SERVER.Process(target=engine_stage_ranks.main, args=(mesh, rank, folder, families))
-            for rank in range(num_ranks)
-        ]
-        for rank in ranks:
-            rank.start()
-        try:
-            for rank in ranks:
-                rank.join(timeout=120)
-            assert [rank.exitcode for rank in ranks] == [0] * num_ranks  # a rank's traceback is in the captured stderr
-        finally:
-            for rank in ranks:
-                rank.kill()
+        run_ranks(engine_stage_ranks.main, [(mesh, rank, folder, families) for rank in range(num_ranks)], limit_s=120)
 
     def said(mesh: tuple[int, int], family: str) -> list[dict[str, Any]]:
         return [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_command import SERVER
+from rank_processes import run_ranks
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -35,18 +35,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         make_model(family).save_pretrained(folder / family)
     for world in (1, 2, 8):
         families = [family for family, size in asked.items() if world in (1, size)]
-        ranks = [
-            SERVER.Process(target=engine_ranks.main, args=(rank, world, folder, families)) for rank in range(world)
-        ]
-        for rank in ranks:
-            rank.start()
-        try:
-            for rank in ranks:
-                rank.join(timeout=120)
-            assert [rank.exitcode for rank in ranks] == [0] * world  # a rank's traceback is in the captured stderr
-        finally:
-            for rank in ranks:
-                rank.kill()
+        run_ranks(engine_ranks.main, [(rank, world, folder, families) for rank in range(world)], limit_s=120)
     return {
         family: [
             json.loads((folder / f"{family}-{name}.json").read_text())

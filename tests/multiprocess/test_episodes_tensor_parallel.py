@@ -6,26 +6,21 @@ import json
 import sys
 from pathlib import Path
 
-from forked_command import SERVER
+from rank_processes import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import episode_rank_program
 
 
 def test_two_ranks_hear_the_same_replies_and_play_what_one_plays_alone(tmp_path: Path) -> None:
-    ranks = [
-        SERVER.Process(target=episode_rank_program.main, args=(rank, axis, tmp_path))
-        for axis, rank in (("", 0), ("tp", 0), ("tp", 1), ("pp", 0), ("pp", 1), ("cp", 0), ("cp", 1))
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        for rank in ranks:
-            rank.join(timeout=120)
-        assert [rank.exitcode for rank in ranks] == [0] * 7  # a rank's traceback is in the captured stderr
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(
+        episode_rank_program.main,
+        [
+            (rank, axis, tmp_path)
+            for axis, rank in (("", 0), ("tp", 0), ("tp", 1), ("pp", 0), ("pp", 1), ("cp", 0), ("cp", 1))
+        ],
+        limit_s=120,
+    )
     alone = json.loads((tmp_path / "-0.json").read_text())
     assert sum(len(sequence["turns"]) for sequence in alone) > 2 * len(alone)
     assert [sequence["reason"] for sequence in alone].count("error") == 1  # a failure is heard by all too

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_command import SERVER
+from rank_processes import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import evaluator_ranks
@@ -17,16 +17,7 @@ SIZES = ((2, 2), pytest.param(3, 1, marks=pytest.mark.long), pytest.param(1, 4, 
 
 
 def _run(folder: Path, dp: int, tp: int) -> list[dict[str, Any]]:
-    ranks = [SERVER.Process(target=evaluator_ranks.main, args=(rank, folder, dp, tp)) for rank in range(dp * tp)]
-    for rank in ranks:
-        rank.start()
-    try:
-        for rank in ranks:
-            rank.join(timeout=120)
-        assert [rank.exitcode for rank in ranks] == [0] * (dp * tp)  # a rank's traceback is in the captured stderr
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(evaluator_ranks.main, [(rank, folder, dp, tp) for rank in range(dp * tp)], limit_s=120)
     return [json.loads((folder / f"{dp}x{tp}-{rank}.json").read_text()) for rank in range(dp * tp)]
 
 

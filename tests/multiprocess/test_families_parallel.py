@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_command import SERVER
+from rank_processes import run_ranks
 from safetensors.torch import load_file
 
 HERE = Path(__file__).resolve().parent
@@ -27,16 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FAMILIES:
         tiny_model(family, "eager").save_pretrained(folder / family)
     for world, cases in ((1, [f"{family}:fsdp" for family in FAMILIES]), (2, CASES)):
-        ranks = [SERVER.Process(target=family_ranks.main, args=(rank, world, folder, cases)) for rank in range(world)]
-        for rank in ranks:
-            rank.start()
-        try:
-            for rank in ranks:
-                rank.join(timeout=240)
-            assert [rank.exitcode for rank in ranks] == [0] * world  # a rank's traceback is in the captured stderr
-        finally:
-            for rank in ranks:
-                rank.kill()
+        run_ranks(family_ranks.main, [(rank, world, folder, cases) for rank in range(world)], limit_s=240)
     return folder
 
 

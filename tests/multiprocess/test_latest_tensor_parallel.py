@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_command import SERVER
+from rank_processes import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import latest_ranks
@@ -18,16 +18,7 @@ def test_ranks_swap_together_when_the_last_of_them_has_the_version_and_a_log_rep
     tmp_path: Path, axes: tuple[str, ...]
 ) -> None:
     places = [("", 0), *((axis, rank) for axis in axes for rank in range(2))]
-    ranks = [SERVER.Process(target=latest_ranks.main, args=(rank, axis, tmp_path)) for axis, rank in places]
-    for rank in ranks:
-        rank.start()
-    try:
-        for rank in ranks:
-            rank.join(timeout=120)
-        assert [rank.exitcode for rank in ranks] == [0] * len(places)  # a rank's traceback is in the captured stderr
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(latest_ranks.main, [(rank, axis, tmp_path) for axis, rank in places], limit_s=120)
     alone, *both = (json.loads((tmp_path / (axis or "alone") / f"{rank}.json").read_text()) for axis, rank in places)
     for first, second in zip(both[::2], both[1::2], strict=True):
         assert [event["swaps"] for event in first["events"]] == [

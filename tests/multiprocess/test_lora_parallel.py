@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_command import SERVER
+from rank_processes import run_ranks
 from safetensors.torch import load_file
 
 HERE = Path(__file__).resolve().parent
@@ -50,16 +50,7 @@ def _world(sizes: str) -> int:
 
 
 def _launch(folder: Path, world: int, cases: list[str]) -> None:
-    ranks = [SERVER.Process(target=lora_ranks.main, args=(rank, world, folder, cases)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    try:
-        for rank in ranks:
-            rank.join(timeout=300)
-        assert [rank.exitcode for rank in ranks] == [0] * world  # a rank's traceback is in the captured stderr
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(lora_ranks.main, [(rank, world, folder, cases) for rank in range(world)], limit_s=300)
 
 
 @pytest.fixture(scope="module")

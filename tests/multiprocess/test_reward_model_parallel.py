@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_command import SERVER
+from rank_processes import run_ranks
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -20,16 +20,7 @@ SIZES = ("2x1x1", "1x2x1", "1x1x2", "2x2x1", "2x1x2")
 
 
 def launch(folder: Path, world: int, cases: list[str]) -> None:
-    ranks = [SERVER.Process(target=reward_model_ranks.main, args=(r, world, folder, cases)) for r in range(world)]
-    for rank in ranks:
-        rank.start()
-    try:
-        for rank in ranks:
-            rank.join(timeout=240)
-        assert [rank.exitcode for rank in ranks] == [0] * world  # a rank's traceback is in the captured stderr
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(reward_model_ranks.main, [(r, world, folder, cases) for r in range(world)], limit_s=240)
 
 
 @pytest.fixture(scope="module")

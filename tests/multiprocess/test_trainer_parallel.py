@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_command import SERVER
+from rank_processes import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -48,16 +48,7 @@ def _world(sizes: str) -> int:
 
 
 def _launch(folder: Path, world: int, cases: list[str]) -> None:
-    ranks = [SERVER.Process(target=trainer_ranks.main, args=(rank, world, folder, cases)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    try:
-        for rank in ranks:
-            rank.join(timeout=240)
-        assert [rank.exitcode for rank in ranks] == [0] * world  # a rank's traceback is in the captured stderr
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(trainer_ranks.main, [(rank, world, folder, cases) for rank in range(world)], limit_s=240)
 
 
 @pytest.fixture(scope="module")

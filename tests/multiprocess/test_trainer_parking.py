@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_command import SERVER
+from rank_processes import run_ranks
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "unit" / "trainer"))
@@ -25,16 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, list[
     """[rank][case] -> what each tick of it showed."""
     folder = tmp_path_factory.mktemp("parking")
     write_model(folder / "model", "llama")
-    ranks = [SERVER.Process(target=parking_ranks.main, args=(rank, WORLD, folder, CASES)) for rank in range(WORLD)]
-    for rank in ranks:
-        rank.start()
-    try:
-        for rank in ranks:
-            rank.join(timeout=240)
-        assert [rank.exitcode for rank in ranks] == [0] * WORLD  # a rank's traceback is in the captured stderr
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(parking_ranks.main, [(rank, WORLD, folder, CASES) for rank in range(WORLD)], limit_s=240)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 

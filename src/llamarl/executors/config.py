@@ -176,7 +176,8 @@ class GeneratorConfig:
     rollouts (``kept_kv``). With "keep" the cache also lives on from tick to tick and is part of checkpoints."""
 
     quantization: Literal["none", "int8", "fp8"] = "none"
-    """Weights of the linear layers: "none", "int8" (CPU), "fp8" (CUDA). Rebuilt from every weight version."""
+    """Weights of the linear layers: "none", "int8" (CPU; no faster than "none" where the processor has no
+    VNNI instructions), "fp8" (CUDA). Rebuilt from every weight version."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
 
