@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
+import llamarl
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sampler import sample
@@ -86,3 +89,13 @@ def test_rotary_factors_that_depend_on_the_batch_are_refused(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="longrope"):
         load_model(tmp_path, dtype=torch.float32, attention="llamarl_paged")
+
+
+def test_nothing_executable_is_opened_by_a_path_that_a_folder_or_configuration_names() -> None:
+    """A run's folder may come from a stranger. The process's own C library is opened, and nothing else."""
+    sources = [path.read_text(encoding="utf-8") for path in Path(llamarl.__file__).parent.rglob("*.py")]
+    opened = [name for text in sources for name in re.findall(r"(?:CDLL|cdll\.\w+|load_library)\(\s*([^,)]*)", text)]
+    assert opened and set(opened) == {"None"}
+    for key in ("library", "kernels"):
+        with pytest.raises(ValidationError, match=key):
+            EngineConfig(**{key: "a_library.so"})  # type: ignore[arg-type]
