@@ -341,7 +341,7 @@ def test_a_watched_run_is_seen_growing_and_its_end_too(tmp_path: Path, open_page
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        page = open_page(f"http://127.0.0.1:{server.server_port}/").open("summary/0")
+        page = open_page(server.url).open("summary/0")
         assert "Stopped after 2 of 3 ticks" in page.text()
         for name in ("metrics.jsonl", "trace.json", "rollouts/tick_000002.jsonl"):
             (folder / name).write_bytes((longer / name).read_bytes())

@@ -43,6 +43,7 @@ SMALL = {
     "generator.threads": 1,
     "trainer.threads": 1,
     "trainer.skip_zero_advantage": "false",  # as when the record was made
+    "optimizer.min_lr_ratio": 0.0,  # as when the record was made
     "evaluation.every": 2,
     "evaluation.num_prompts": 8,
     "observability.console": '"none"',

@@ -10,11 +10,12 @@ from llamarl.cli.report import add_runs, max_bytes_of, open_runs
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
-Serves the page of llamarl report at 127.0.0.1, and keeps it up to date while the run goes on. Only this machine reaches it;
-to look from another, forward the port: ssh -L 8765:127.0.0.1:8765 HOST. The run itself is only read, never touched.
+Serves the page of llamarl report at 127.0.0.1, and keeps it up to date while the run goes on. Only this machine reaches it, and only
+who has the address that it prints: a random token in it keeps out other users. To look from another machine, forward the port:
+ssh -L 8765:127.0.0.1:8765 HOST. The run itself is only read, never touched.
 
   llamarl watch runs/tiny                  prints the address to open; Ctrl-C ends it
-  llamarl watch runs/a runs/b --port 8765  runs side by side, at an address that stays
+  llamarl watch runs/a runs/b --port 8765  runs side by side, at a port that stays
 
 The page looks for news every few seconds, and keeps the view, the scroll position and what you are typing."""
 
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     runs = WatchedRuns(open_runs(args.runs), max_bytes_of(args))
     runs.blocks()
     with make_server(runs, args.port) as server:
-        print(f"{runs.title}: http://127.0.0.1:{server.server_port}/  (Ctrl-C ends it)", flush=True)
+        print(f"{runs.title}: {server.url}  (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

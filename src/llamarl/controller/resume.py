@@ -183,7 +183,6 @@ def resume_run(config: RunConfig) -> None:
                 f"{run_dir} is complete at {plural(checkpoint.tick + 1, 'tick')}; raise --run.num_ticks to prolong it"
             )
             return
-        _tell_of_a_rate_of_zero(prepared.config, run_dir)
         store.clean(after_tick=checkpoint.tick)
         _go_on(prepared, folder, after_tick=checkpoint.tick, load_from=checkpoint.path)
 
@@ -206,16 +205,6 @@ def _go_on(prepared: Prepared, folder: RunFolder, *, after_tick: int, load_from:
 def _is_done(run_dir: Path, config: RunConfig) -> bool:
     """Whether a run without a checkpoint has reached its last tick and all that this one writes is whole."""
     return num_rows(run_dir) == config.run.num_ticks and not incomplete_products(run_dir, config)
-
-
-def _tell_of_a_rate_of_zero(config: RunConfig, run_dir: Path) -> None:
-    optimizer = config.optimizer
-    if optimizer.schedule != "constant" and not optimizer.min_lr_ratio and config.run.num_ticks > optimizer.decay_ticks:
-        print(
-            f"optimizer.schedule {optimizer.schedule!r} has fallen to 0 at tick {optimizer.decay_ticks}: the ticks after it change "
-            f"no weight. To go on learning, start a new run with {reached_policy(run_dir)}",
-            file=sys.stderr,
-        )
 
 
 def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepared, run_dir: Path, made: Path) -> None:

@@ -1,29 +1,41 @@
-"""``llamarl watch``: the page of a run that goes on, served to this machine alone.
+"""``llamarl watch``: the page of a run that goes on, served to one user of this machine.
 
-    browser ──state──▶ which blocks there are, each with a digest    every few seconds
+    browser ──/?token=...──▶ a cookie that holds the token, and on to /
+            ──state──▶ which blocks there are, each with a digest    every few seconds
             ──block/0/metrics──▶ those that changed, when their view is open
 
-The folder is read again when somebody asks and the last reading is older than ``READ_EVERY_S``; nothing runs otherwise.
+Other users of the machine reach the port too: without the token, which is printed once and random, they get nothing. A request
+has ``REQUEST_S`` to arrive and its answer as long to be taken, and at most ``MAX_CONNECTIONS`` are open at a time. The
+folder is read again when somebody asks and the last reading is older than ``READ_EVERY_S``; nothing runs otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import hmac
 import json
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.report.page import charting_script, make_page, numbered
 from llamarl.report.run_data import RunReader
 
-__all__ = ["READ_EVERY_S", "WatchedRuns", "make_server"]
+__all__ = ["MAX_CONNECTIONS", "READ_EVERY_S", "REQUEST_S", "WatchServer", "WatchedRuns", "make_server"]
 
 READ_EVERY_S = 2.0
+REQUEST_S = 10.0
+MAX_CONNECTIONS = 16
 _HOST = "127.0.0.1"
 _LOCAL = ("127.0.0.1", "localhost")
 
@@ -62,7 +74,54 @@ class WatchedRuns:
         }
 
 
-def make_server(runs: WatchedRuns, port: int) -> ThreadingHTTPServer:
+class WatchServer(ThreadingHTTPServer):
+    """Bounds its connections in number and time. What comes above the bound is closed at once.
+
+    Attributes:
+        token: What a request must bring.
+    """
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.token = secrets.token_urlsafe(32)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(address, handler)
+
+    @property
+    def url(self) -> str:
+        """The address to open, token included."""
+        return f"http://{_HOST}:{self.server_port}/?token={self.token}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # there is no thread to be had
+            self._free.release()
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: socket.socket, client_address: Any) -> None:  # type: ignore[override]
+        # One byte now and then would renew a socket's own limit for ever.
+        end = threading.Timer(2 * REQUEST_S, _end, [request])
+        end.daemon = True
+        end.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            end.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a connection that broke: the terminal is the user's."""
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def make_server(runs: WatchedRuns, port: int) -> WatchServer:
     """A server on 127.0.0.1, bound and not yet serving.
 
     Args:
@@ -73,13 +132,48 @@ def make_server(runs: WatchedRuns, port: int) -> ThreadingHTTPServer:
     """
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = REQUEST_S
+        server: WatchServer
+
         def do_GET(self) -> None:
             host = self.headers.get("Host", "").rsplit(":", 1)[0]
             if host not in _LOCAL:  # another site's name that was made to point here
                 self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this server answers to 127.0.0.1 alone")
                 return
+            address = urlsplit(self.path)
+            given = parse_qs(address.query).get("token", [""])[0]
+            if address.path == "/" and self._is_token(given):
+                self._let_in(given)
+            elif self._is_token(self._cookie()):
+                self._answer_with(address.path)
+            else:
+                self._answer(HTTPStatus.FORBIDDEN, "text/plain", "open the address that llamarl watch has printed")
+
+        def _is_token(self, given: str) -> bool:
+            return hmac.compare_digest(given.encode(errors="replace"), self.server.token.encode())
+
+        def _cookie(self) -> str:
             try:
-                self._route(self.path.split("?", 1)[0])
+                found = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name())
+            except CookieError:
+                return ""
+            return found.value if found is not None else ""
+
+        def _cookie_name(self) -> str:
+            return f"llamarl-{self.server.server_port}"  # a browser keeps one jar for all ports of a host
+
+        def _let_in(self, token: str) -> None:
+            """Send the browser on to an address that shows no token."""
+            self.send_response(HTTPStatus.SEE_OTHER)
+            self.send_header("Location", "/")
+            self.send_header("Set-Cookie", f"{self._cookie_name()}={token}; Path=/; HttpOnly; SameSite=Strict")
+            self.send_header("Referrer-Policy", "no-referrer")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def _answer_with(self, path: str) -> None:
+            try:
+                self._route(path)
             except LlamaRLError as error:
                 self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", str(error))
 
@@ -109,7 +203,7 @@ def make_server(runs: WatchedRuns, port: int) -> ThreadingHTTPServer:
             """Say nothing: the terminal is the user's."""
 
     try:
-        return ThreadingHTTPServer((_HOST, port), Handler)
+        return WatchServer((_HOST, port), Handler)
     except OSError as error:
         raise ConfigError(
             f"--port {port}: cannot be listened on ({error.strerror}); leave it out for a free one"

@@ -202,8 +202,8 @@ class OptimizerConfig:
     """Tick by which a falling rate is down. 0: the length that the run was started with, which its config.toml then says; a
     run that is prolonged or repeated in part keeps it, so that its bits do not depend on where it stops."""
 
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Final rate over ``lr``, for ``linear`` and ``cosine``."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Final rate over ``lr``, for ``linear`` and ``cosine``. With 0 the last tick changes no weight."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

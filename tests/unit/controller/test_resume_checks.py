@@ -94,7 +94,7 @@ def test_the_same_configuration_and_machine_go_on(
 
 
 def test_a_prolonged_run_keeps_the_rate_that_it_was_started_with(
-    tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointed(tmp_path / "run", monkeypatch, dict(platform_facts()))
     assert load_config(tmp_path / "run" / "config.toml").optimizer.decay_ticks == 100
@@ -102,7 +102,6 @@ def test_a_prolonged_run_keeps_the_rate_that_it_was_started_with(
     resume.resume_run(dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=200)))
     assert len(executed) == 1
     assert load_config(tmp_path / "run" / "config.toml").optimizer.decay_ticks == 100
-    assert "'cosine' has fallen to 0 at tick 100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_ticks", [5, 4])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,8 +15,9 @@ from made_run import MadeRun
 
 from llamarl.cli.main import main
 from llamarl.errors import ConfigError
+from llamarl.report import server as server_module
 from llamarl.report.page import decode_block
-from llamarl.report.server import READ_EVERY_S, WatchedRuns, make_server
+from llamarl.report.server import MAX_CONNECTIONS, READ_EVERY_S, WatchedRuns, WatchServer, make_server
 
 Get = Callable[..., tuple[int, str]]
 
@@ -33,21 +36,72 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def get(run: Path) -> Iterator[Get]:
+def served(run: Path) -> Iterator[WatchServer]:
     server = make_server(WatchedRuns([run], 5_000_000), 0)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
-
-    def ask(path: str, host: str = "") -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
-        connection.request("GET", path, headers={"Host": host} if host else {})
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
-
-    yield ask
+    yield server
     server.shutdown()
     server.server_close()
     thread.join(timeout=10)
+
+
+def answer_to(server: WatchServer, path: str, headers: dict[str, str]) -> tuple[http.client.HTTPResponse, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer, text
+
+
+@pytest.fixture
+def get(served: WatchServer) -> Get:
+    """Asks as the page does, with the cookie that the printed address gave."""
+    first, _ = answer_to(served, served.url.partition(str(served.server_port))[2], {})
+    assert (first.status, first.headers["Location"]) == (303, "/")
+    cookie, *limits = first.headers["Set-Cookie"].split("; ")
+    assert {"HttpOnly", "SameSite=Strict"} <= set(limits)
+
+    def ask(path: str, host: str = "") -> tuple[int, str]:
+        answer, text = answer_to(served, path, {"Cookie": cookie, **({"Host": host} if host else {})})
+        return answer.status, text
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/state", "/block/0/config", "/charts.js", "/?token=", "/?token=guess", "/state?token=%00"]
+)
+@pytest.mark.parametrize("cookie", ["", "llamarl-PORT=guess", "llamarl-PORT=", "llamarl-1=TOKEN", "\x00=;;"])
+def test_who_does_not_have_the_printed_address_is_shown_nothing(served: WatchServer, path: str, cookie: str) -> None:
+    headers = {"Cookie": cookie.replace("PORT", str(served.server_port)).replace("TOKEN", served.token)}
+    answer, text = answer_to(served, path, headers if cookie else {})
+    assert (answer.status, text) == (403, "open the address that llamarl watch has printed")
+
+
+def test_each_server_has_a_token_of_its_own(served: WatchServer, run: Path) -> None:
+    with make_server(WatchedRuns([run], 5_000_000), 0) as other:
+        assert other.token != served.token and len(other.token) >= 32
+
+
+def test_requests_that_never_end_are_ended_and_too_many_are_closed_at_once(
+    served: WatchServer, get: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "REQUEST_S", 0.3)
+    monkeypatch.setattr(served.RequestHandlerClass, "timeout", 0.3)
+    before = threading.active_count()
+    half = [socket.create_connection(("127.0.0.1", served.server_port), timeout=10) for _ in range(4 * MAX_CONNECTIONS)]
+    for connection in half[:MAX_CONNECTIONS]:
+        connection.sendall(b"GET /state HTTP/1.0\r\nX: ")
+    assert all(connection.recv(1) == b"" for connection in half)  # each is closed, and none of them answered
+    until = time.monotonic() + 5.0
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+    assert get("/state")[0] == 200
+    for connection in half:
+        connection.close()
 
 
 def test_every_block_that_the_state_names_is_served(get: Get) -> None:

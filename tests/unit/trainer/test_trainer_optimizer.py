@@ -18,7 +18,7 @@ def test_learning_rate_by_hand() -> None:
     assert [learning_rate(warm, k, None) for k in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     linear = OptimizerConfig(lr=2.0, schedule="linear", min_lr_ratio=0.5)
     assert [learning_rate(linear, k, 5) for k in range(6)] == [2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
-    cosine = OptimizerConfig(lr=1.0, warmup_ticks=1, schedule="cosine")
+    cosine = OptimizerConfig(lr=1.0, warmup_ticks=1, schedule="cosine", min_lr_ratio=0.0)
     assert learning_rate(cosine, 0, 4) == 0.5
     ends = OptimizerConfig(lr=2.0, schedule="linear", min_lr_ratio=0.5, decay_ticks=5)
     assert [learning_rate(ends, k, 9) for k in range(7)] == [
@@ -31,6 +31,12 @@ def test_learning_rate_by_hand() -> None:
         1.0,
     ]  # not the run's length
     assert [learning_rate(cosine, k, 4) for k in (1, 2, 3)] == pytest.approx([1.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_last_tick_of_every_schedule_trains_unless_a_recipe_asks_for_a_rate_of_zero(schedule: str) -> None:
+    config = OptimizerConfig(lr=2.0, schedule=schedule)  # type: ignore[arg-type]
+    assert learning_rate(config, 99, 100) == pytest.approx(2.0 if schedule == "constant" else 0.2)
 
 
 def test_a_falling_schedule_needs_an_end() -> None:
