@@ -81,6 +81,8 @@ class WatchServer(ThreadingHTTPServer):
         token: What a request must bring.
     """
 
+    request_queue_size = 128
+
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self.token = secrets.token_urlsafe(32)
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
