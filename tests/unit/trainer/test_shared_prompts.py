@@ -9,6 +9,7 @@ from training_fixtures import make_groups, write_model
 from transformers import AutoConfig
 
 from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model
 from llamarl.trainer.batch import make_microbatch, make_sequences
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
@@ -47,8 +48,8 @@ def test_a_step_with_shared_prompts_has_the_same_gradient_and_computes_fewer_tok
     separate, shared = metrics
     saved = separate.pop("tokens/computed") - shared.pop("tokens/computed")
     assert shared == pytest.approx(separate, rel=2e-5)
-    if budget == 4096:  # prompts of 3, 4 and 5 tokens; 3, 4 and 4 responses train
-        assert saved == 2 * 3 + 3 * 4 + 3 * 5
+    if budget == 4096:  # prompts of 3, 4 and 4 tokens; 3, 4 and 4 responses train
+        assert saved == 2 * 3 + 3 * 4 + 3 * 4
 
 
 def test_a_response_sees_its_own_prompt_and_nothing_of_its_siblings(tmp_path: Path) -> None:
@@ -71,6 +72,24 @@ def test_a_response_sees_its_own_prompt_and_nothing_of_its_siblings(tmp_path: Pa
     for changed, affected in sees.items():
         moved = (hidden(changed) - base).abs().amax(dim=-1) > 1e-6
         assert set(np.flatnonzero(moved.numpy())) == affected
+
+
+def test_a_response_sees_its_own_prompt_and_not_another_of_the_same_length(tmp_path: Path) -> None:
+    """Responses of both groups share a padded batch."""
+    model = load_model(write_model(tmp_path / "model"), dtype=torch.float32, attention="llamarl_shared_prompts")
+    units = SharedPrompts(((2, (2, 1)), (2, (2,)), (2, (1, 2))))
+    ids = torch.arange(5, 5 + units.num_tokens)[None]  # rows: 0 1 │ 2 3 │ 4, then 5 6 │ 7 8, then 9 10 │ 11 │ 12 13
+
+    def hidden(ids: torch.Tensor, packed: object, positions: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model.base_model(
+                input_ids=ids, position_ids=positions, packed_sequences=packed, use_cache=False
+            ).last_hidden_state[0]  # fmt: skip
+
+    together = hidden(ids, units, units.position_ids("cpu"))
+    for rows in ([0, 1, 2, 3], [0, 1, 4], [5, 6, 7, 8], [9, 10, 11], [9, 10, 12, 13]):
+        alone = hidden(ids[:, rows], PackedSequences.of([0, len(rows)]), torch.arange(len(rows))[None])
+        torch.testing.assert_close(together[rows], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_models_with_windows_or_caps_are_left_alone() -> None:

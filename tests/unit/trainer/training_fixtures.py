@@ -92,11 +92,11 @@ def make_response(
 def make_groups(
     num_groups: int = 3, group_size: int = 4, seed: int = 0, max_response: int = 12, failed: bool = True
 ) -> list[Group]:
-    """Groups with uneven lengths, masked tokens, behaviour log-probs near log(1 / 8) and one failed sample."""
+    """Groups with uneven lengths but two or more prompts of one length, masked tokens, behaviour log-probs near log(1 / 8) and one failed sample."""
     rng = np.random.default_rng(seed)
     groups = []
     for p in range(num_groups):
-        prompt = Prompt(index=p, tokens=rng.integers(3, VOCABULARY, 3 + p).astype(np.int32), text="")
+        prompt = Prompt(index=p, tokens=rng.integers(3, VOCABULARY, 3 + min(p, 1)).astype(np.int32), text="")
         responses = []
         for s in range(group_size):
             n = int(rng.integers(1, max_response + 1))
