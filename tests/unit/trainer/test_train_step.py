@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_fixtures import make_groups, make_response, write_model
+from training_fixtures import make_groups, make_response, with_reference, write_model
 from transformers import AutoModelForCausalLM
 
 from llamarl.algorithms.config import AlgorithmConfig
@@ -409,6 +409,33 @@ def test_skipping_zero_advantages_changes_no_gradient(model_folder: Path) -> Non
     only_equal = _trainer(model_folder).train([groups[1]], 0)
     assert only_equal["grad_norm"] == only_equal["tokens/computed"] == 0.0 and only_equal["step/empty"] == 0.0
     assert not {"entropy", "mismatch/kl", "ratio/mean", "ratio/max"} & only_equal.keys()  # nobody looked
+
+
+@pytest.mark.parametrize("term", ["entropy_coef", "kl_coef"])
+def test_responses_without_advantage_still_learn_from_an_entropy_bonus_and_from_kl(
+    model_folder: Path, term: str
+) -> None:
+    """The library's own forward, one response at a time: the mean over tokens of -c H(pi), or of c k3(pi, reference)."""
+    group = make_groups(failed=False)[1]
+    equal = tuple(dataclasses.replace(r, outcome=Score(value=0.5)) for r in group.responses)
+    (group,) = with_reference([dataclasses.replace(group, responses=equal)], shift=0.3)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
+    total = sum(int(r.loss_mask.sum()) for r in group.responses)
+    for response in group.responses:
+        ids = torch.tensor(np.concatenate([group.prompt.tokens, response.tokens]), dtype=torch.int64)[None]
+        rows = len(group.prompt.tokens) - 1 + np.flatnonzero(response.loss_mask)
+        log_p = torch.log_softmax(model(ids).logits[0, rows], dim=-1)
+        if term == "entropy_coef":
+            loss = (log_p.exp() * log_p).sum()
+        else:
+            kept = torch.tensor(response.tokens[response.loss_mask], dtype=torch.int64)
+            policy = log_p.gather(1, kept[:, None])[:, 0]
+            ratio = torch.tensor(response.reference_logprobs[response.loss_mask]) - policy  # type: ignore[index]
+            loss = (ratio.exp() - ratio - 1).sum()
+        (0.1 * loss / total).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    metrics = _trainer(model_folder, algorithm=AlgorithmConfig(**{term: 0.1})).train([group], 0)  # type: ignore[arg-type]
+    assert norm > 1e-3 and metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
 def test_a_loss_of_the_users_own_sees_every_response(model_folder: Path, tmp_path: Path) -> None:
