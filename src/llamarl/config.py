@@ -166,6 +166,21 @@ class RunConfig:
                 found += [(f"executors.{name}.settings.{key}", path) for key, path in seen if (key, path) not in found]
         return found
 
+    @property
+    def named_code(self) -> list[tuple[str, str, Literal["import path", "program", "consent"]]]:
+        """(key, value, kind) of everything by which a configuration makes a run execute what is not llamarl's: the one table of it.
+        ``resume``, ``fork`` and ``replay`` refuse these where a run's folder says them (``refuse_code_of_a_run``)."""
+        found: list[tuple[str, str, Literal["import path", "program", "consent"]]] = []
+        found += [(key, path, "import path") for key, path in self.own_code]
+        if self.hosts.start != "running" and self.hosts.command != HostsConfig().command:
+            found.append(("hosts.command", self.hosts.command, "program"))
+        if self.model.trust_remote_code:
+            found.append(("model.trust_remote_code", "true", "consent"))
+        for name, own in self.executors.items():
+            if own.settings.get("model", {}).get("trust_remote_code"):
+                found.append((f"executors.{name}.settings.model.trust_remote_code", "true", "consent"))
+        return found
+
     def for_executor(self, name: str) -> RunConfig:
         """The recipe as an executor sees it: with the ``settings`` of its own, if it has any. Unlike replicas are of the job's own
         generator alone."""

@@ -34,6 +34,19 @@ class Blow:
     draws: tuple[float, ...]
     """One a victim, in [0, 1): its place among those that may be struck."""
 
+    def rows_before(self, found: int, last: int) -> int:
+        """Count the rows that a run has written when the clock of this blow starts.
+
+        A process that was just resumed finds the rows of earlier ones, and at its start there is little but itself to strike. So every
+        second blow waits for a row of its own, and falls in mid-run.
+
+        Args:
+            found: Rows that the process found when it started.
+            last: The latest row after which any blow falls: the run has ticks beyond it.
+        """
+        at_start = self.draws[0] * 16 % 1 < 0.5
+        return self.rows if at_start or found > last else max(self.rows, found + 1)
+
     def describe(self) -> str:
         what = {"kill": "SIGKILL", "hang": "SIGSTOP", "cut": "cut"}[self.kind]
         return f"{what} {self.delay_s:.2f} s after row {self.rows}"

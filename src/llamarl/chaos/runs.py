@@ -137,6 +137,7 @@ def _strike_until_end(
     """Until the process has ended; takes from ``ahead`` what has fallen. Whether the controller was struck."""
     reached: dict[int, float] = {}  # rows -> when there were as many
     struck, look_s = False, 0.0
+    found, last = num_rows(run_dir), max((blow.rows for blow in ahead), default=0)
     while process.poll() is None:
         now = time.monotonic()
         if now >= look_s:  # those who come after the last blow are to be gone at the end too
@@ -151,7 +152,8 @@ def _strike_until_end(
         since = reached.setdefault(rows, now)
         for earlier in range(rows):
             reached.setdefault(earlier, since)
-        if ahead and rows >= ahead[0].rows and now >= reached[ahead[0].rows] + ahead[0].delay_s:
+        after = ahead[0].rows_before(found, last) if ahead else 0
+        if ahead and rows >= after and now >= reached[after] + ahead[0].delay_s:
             there = reach.there(process.pid)
             pids = {target.pid for target in there if not target.is_host}
             seen |= pids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from llamarl.cli.streams import outlive_the_console
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
     outlive_the_console()
     overrides = list(args.overrides)
-    hosts = _hosts(args)
+    hosts = _hosts(args, overrides)
     if args.standby is not None:
         overrides.append(f"--hosts.standby={args.standby}")
     if args.fork and not args.resume:
@@ -150,13 +151,17 @@ def _supervise(args: argparse.Namespace, overrides: list[str]) -> int:
     return supervise(words, overrides, run_dir, max_restarts=recovery.max_restarts, window_s=recovery.window_s)
 
 
-def _hosts(args: argparse.Namespace) -> list[str]:
+def _hosts(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
     """What --hosts and --on set, as overrides."""
     from llamarl.errors import ConfigError
     from llamarl.runtime.config import host_settings
 
     if args.hosts is not None and not args.hosts.strip():  # such as a variable of the shell that is not set
         raise ConfigError("--hosts names no host; --hosts here runs on this machine alone")
+    if args.hosts and any(word.startswith(("--hosts.on", "--hosts.workers")) for word in overrides):
+        raise ConfigError(
+            "--hosts and --hosts.on say the same in two ways: with --hosts, put executors on hosts by --on NAME=HOSTS"
+        )
     try:
         given = host_settings(args.hosts or "", args.on)
     except ValueError as error:
@@ -197,10 +202,10 @@ def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
 
 def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) -> int:
 
-    from llamarl.config import load_config
+    from llamarl.config import load_config, read_settings
     from llamarl.controller.preflight import find_missing
     from llamarl.controller.replay import replay_folder, replay_run
-    from llamarl.controller.resume import refuse_command
+    from llamarl.controller.resume import refuse_code_of_a_run
     from llamarl.controller.run import plan_run
     from llamarl.errors import ConfigError
 
@@ -211,8 +216,9 @@ def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     if not (source / "config.toml").is_file():
         raise ConfigError(f"--replay: {source} holds no run (no config.toml)")
     into = ["--run.dir", json.dumps(replay_folder(source), ensure_ascii=False)]
-    config = load_config(source / "config.toml", [*into, *overrides, *hosts], [find_missing])
-    refuse_command(config, source, given=any(word.startswith("--hosts.command") for word in overrides))
+    words = [*into, *overrides, *hosts]
+    refuse_code_of_a_run(load_config(source / "config.toml", words), source, read_settings(None, overrides))
+    config = load_config(source / "config.toml", words, [find_missing])
     if args.dry_run:
         print(plan_run(config, every_key=args.every_key))
         return 0

@@ -35,9 +35,8 @@ from llamarl.controller.settings import RESHARDABLE, differences, explain, setti
 from llamarl.errors import ConfigError
 from llamarl.import_path import source_file
 from llamarl.plural import plural
-from llamarl.runtime.config import HostsConfig
 
-__all__ = ["begun_config", "plan_resume", "refuse_command", "resume_run"]
+__all__ = ["begun_config", "plan_resume", "refuse_code_of_a_run", "resume_run"]
 
 
 def begun_config(run_dir: Path, given: Mapping[str, Any]) -> RunConfig:
@@ -58,23 +57,8 @@ def begun_config(run_dir: Path, given: Mapping[str, Any]) -> RunConfig:
     hosts = given.get("hosts")
     if isinstance(hosts, Mapping) and "workers" in hosts:  # other hosts: what was put on the former ones is forgotten
         merged["hosts"] = {**merged.get("hosts", {}), "on": hosts.get("on", {})}
+    refuse_code_of_a_run(validate(merged), run_dir, given)  # before anything that it names is looked at, and imported
     config = validate(merged, [find_missing])
-    refuse_command(config, run_dir, given=_is_set(given, "hosts.command"))
-    for key, path in config.own_code:
-        if not _is_set(given, key):
-            _refuse_code_of_a_run(key, path, run_dir)
-    for name in ("", *config.executors):
-        key = f"executors.{name}.settings.model.trust_remote_code" if name else "model.trust_remote_code"
-        own = (
-            config.executors[name].settings.get("model", {})
-            if name
-            else {"trust_remote_code": config.model.trust_remote_code}
-        )
-        if own.get("trust_remote_code") and not _is_set(given, key):
-            raise ConfigError(
-                f"{key} is true in {run_dir / CONFIG_FILE}: a run's folder may come from somebody else, so give "
-                f"your consent yourself: --{key} true"
-            )
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(run_dir)))
 
 
@@ -87,20 +71,32 @@ def _is_set(given: Mapping[str, Any], key: str) -> bool:
     return True
 
 
-def refuse_command(config: RunConfig, run_dir: Path, *, given: bool) -> None:
-    """Raises ConfigError if a run's folder, which may come from somebody else, names a program to start on hosts.
+def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, Any]) -> None:
+    """Refuse what a run's folder, which may come from somebody else, names to be run: whatever ``RunConfig.named_code`` lists.
 
     Args:
-        given: The user has named it now.
+        given: What the user has set now; a key in it is the user's own.
+
+    Raises:
+        ConfigError: Code inside the folder, a program to start on hosts, or consent to a model's own code.
     """
-    if config.hosts.start != "running" and config.hosts.command != HostsConfig().command and not given:
-        raise ConfigError(
-            f"hosts.command is {config.hosts.command!r} in {run_dir / CONFIG_FILE}: a run's folder may come from somebody else, so "
-            f"name it yourself: --hosts.command {config.hosts.command!r}"
-        )
+    saved = run_dir / CONFIG_FILE
+    for key, value, kind in config.named_code:
+        if _is_set(given, key):
+            continue
+        if kind == "import path":
+            _refuse_code_inside(key, value, run_dir)
+        elif kind == "program":
+            raise ConfigError(
+                f"{key} is {value!r} in {saved}: a run's folder may come from somebody else, so name it yourself: --{key} {value!r}"
+            )
+        else:
+            raise ConfigError(
+                f"{key} is true in {saved}: a run's folder may come from somebody else, so give your consent yourself: --{key} true"
+            )
 
 
-def _refuse_code_of_a_run(key: str, path: str, run_dir: Path) -> None:
+def _refuse_code_inside(key: str, path: str, run_dir: Path) -> None:
     """A run's folder may come from somebody else: what lies in it is data, and none of it is run unless the user names it."""
     source = source_file(path, key)
     if source is not None and source.resolve().is_relative_to(run_dir):

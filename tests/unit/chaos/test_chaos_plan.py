@@ -53,3 +53,11 @@ def test_cuts_leave_the_moments_of_a_seed_s_kills_as_they_are() -> None:
     more = plan_blows(num_ticks=20, tick_s=0.5, kills=20, hangs=5, cuts=7, seed=3)
     assert [b for b in more if b.kind != "cut"] == list(few)
     assert sum(len(b.draws) for b in more if b.kind == "cut") == 7
+
+
+def test_after_a_resume_half_of_the_blows_wait_for_a_row_of_the_new_process() -> None:
+    blows = plan_blows(num_ticks=20, tick_s=1.0, kills=200, hangs=0, seed=3)
+    last = max(blow.rows for blow in blows)
+    waiting = [blow.rows_before(10, last) for blow in blows if blow.rows <= 10]
+    assert 0.35 < waiting.count(11) / len(waiting) < 0.65
+    assert all(blow.rows_before(last + 1, last) == blow.rows for blow in blows)  # the run has no tick left to wait for

@@ -46,6 +46,12 @@ def test_hosts_of_nothing_do_not_mean_this_machine(capsys: pytest.CaptureFixture
     ]
 
 
+@pytest.mark.parametrize("word", ["--hosts.on.trainer=['a']", '--hosts.workers=["c"]'])
+def test_hosts_named_in_two_ways_are_refused_together(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    (line,) = refused(capsys, "train", RECIPE, "--hosts", "a,b", word, "--dry-run")
+    assert "--hosts and --hosts.on say the same in two ways" in line
+
+
 TOP_P = "Keep the smallest set of likeliest tokens with at least this probability; 1 keeps all"
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import tomli_w
 
 from llamarl.checkpoint import storage
 from llamarl.checkpoint.platform import platform_facts
@@ -15,7 +17,7 @@ from llamarl.config import RunConfig, load_config, save_config
 from llamarl.controller import resume, run
 from llamarl.controller.preflight import find_without_effect
 from llamarl.controller.products import incomplete_products
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
 from llamarl.runtime.journal import Resumed
 
@@ -263,6 +265,87 @@ def test_code_that_a_runs_own_configuration_asks_for_is_run_only_if_the_user_nam
     with pytest.raises(ConfigError, match="--model.trust_remote_code true"):
         resume.begun_config(tmp_path / "run", {})
     assert resume.begun_config(tmp_path / "run", {"model": {"trust_remote_code": True}}).model.trust_remote_code
+
+
+def test_a_replay_refuses_what_a_resume_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "evil.py").write_text("def score(*a):\n    return 1.0\n")
+    (tmp_path / "config.toml").write_text(f'[task]\nreward = "{tmp_path}/evil.py:score"\n')
+    assert main(["train", "--replay", str(tmp_path), "--dry-run"]) == 2
+    assert "is code inside the run's folder" in capsys.readouterr().err
+
+
+CODE = {
+    "task.name", "task.environment", "task.reward", "task.rewards.*.function",
+    "task.mixture.*.name", "task.mixture.*.environment", "task.mixture.*.reward", "task.mixture.*.rewards.*.function",
+    "algorithm.name", "algorithm.advantage", "generator.engine.name", "observability.sinks.*",
+    "executors.*.factory", "executors.*.settings.*",
+}  # fmt: skip
+"""Keys that may hold an import path: each is to be in ``RunConfig.named_code``."""
+NO_CODE = {
+    # folders, files and addresses that are read as data
+    "model.path", "critic.path", "judge.path", "reference.path", "reward_model.path", "run.dir", "hosts.key", "hosts.tls_ca",
+    "hosts.tls_cert", "hosts.tls_key", "hosts.workers.*", "hosts.standby", "judge.url", "task.data", "task.eval_data",
+    "task.train_file", "task.eval_file", "task.mixture.*.data", "task.mixture.*.eval_data", "task.mixture.*.train_file",
+    "task.mixture.*.eval_file",
+    # names, words and patterns
+    "judge.engine.name", "judge.name", "judge.model", "reward_model.name", "task.rewards.*.name", "task.mixture.*.rewards.*.name",
+    "task.mixture.*.label", "judge.api_key_env", "judge.rubric", "judge.score_pattern", "hosts.on.*", "hosts.on.*.*",
+    "hosts.port_range", "lora.targets.*", "generator.sampling.stop_strings.*", "task.pool.pass_env.*",
+    "task.mixture.*.pool.pass_env.*", "executors.*", "executors.*.reads.*", "executors.*.writes.*", "executors.*.delays.*",
+    # what an engine, environment or executor of one's own is given, and what built-in ones check
+    "generator.engine.options.*", "judge.engine.options.*", "executors.*.options.*",
+}  # fmt: skip
+NO_CODE_BY_NAME = {
+    "revision", "eval_revision", "split", "eval_split", "subset", "template", "device", "question_template", "response_prefix",
+    "system_prompt", "turn_template",
+}  # fmt: skip
+PROGRAMS = {"hosts.command"}
+
+
+def text_keys(hint: Any, key: str) -> Iterator[str]:
+    """Keys of a configuration whose values are free text, ``*`` for names that a user chooses."""
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
+        for field in dataclasses.fields(hint):
+            yield from text_keys(hints[field.name], f"{key}.{field.name}".strip("."))
+    elif hint in (str, Any):
+        yield key
+    elif get_origin(hint) is not Literal:
+        of_names = get_origin(hint) in (dict, list, tuple, Mapping, Sequence)
+        for argument in get_args(hint):
+            yield from text_keys(argument, f"{key}.*" if of_names else key)
+
+
+def test_every_key_that_holds_text_is_known_to_name_code_or_to_name_none() -> None:
+    """Whoever adds a key decides here, and adds one that names code to ``RunConfig.named_code``."""
+    found = set(text_keys(RunConfig, ""))
+    options = {key for key in found if "options.*" in key or "columns.*" in key}
+    left = {key for key in found - CODE - NO_CODE - PROGRAMS - options if key.rpartition(".")[2] not in NO_CODE_BY_NAME}
+    assert not left
+    assert found >= CODE | PROGRAMS
+
+
+@pytest.mark.parametrize("key", sorted(CODE - {"executors.*.settings.*"}))
+def test_code_in_a_runs_folder_is_refused_under_every_key_that_may_name_it(tmp_path: Path, key: str) -> None:
+    path = f"{tmp_path}/evil.py:Thing"
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')\nclass Thing: pass\n")
+    value: Any = path
+    parts = key.split(".")
+    if key.endswith("rewards.*.function"):
+        value, parts = [{"name": "a", "function": path}], parts[:-2]
+    elif key.endswith(".sinks.*"):
+        value, parts = [path], parts[:-1]
+    if "mixture" in parts:
+        kind = "episodes" if parts[3] == "environment" else "function"
+        data = {} if parts[3] in ("environment", "name") else {"data": f"{tmp_path}/rows.jsonl"}
+        value = [{"label": "one", "name": kind, **data, parts[3]: value}, {"label": "two", "name": "steps"}]
+        parts = ["task"]
+    for part in reversed([part.replace("*", "mine") for part in parts]):
+        value = {part: value}
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(value))
+    with pytest.raises(LlamaRLError) as raised:
+        resume.begun_config(tmp_path, {})
+    assert "is code inside the run's folder" in str(raised.value)
 
 
 def test_a_preset_put_on_top_of_a_run_brings_all_its_keys(tmp_path: Path) -> None:
