@@ -24,7 +24,7 @@ def math_files(folder: Path, text: str) -> dict[str, Any]:
     train, held_out = folder / "train.jsonl", folder / "eval.jsonl"
     train.write_text(text)
     held_out.write_text('{"question": "1+1=", "answer": "#### 2"}\n')
-    return {**MATH, "task.train_file": json.dumps(str(train)), "task.eval_file": json.dumps(str(held_out))}
+    return {**MATH, "task.data": json.dumps(str(train)), "task.eval_data": json.dumps(str(held_out))}
 
 
 CASES: dict[str, tuple[Any, int, list[str]]] = {
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Any, int, list[str]]] = {
         2,
         ["train.jsonl:2"],
     ),
-    "missing data file": ({**MATH, "task.train_file": '"no/such.jsonl"'}, 2, ["no/such.jsonl"]),
+    "missing data file": ({**MATH, "task.data": '"no/such.jsonl"'}, 2, ["no/such.jsonl"]),
     "prompt longer than the context": (
         lambda folder: math_files(folder, json.dumps({"question": "1+" * 4000 + "1=", "answer": "#### 2"}) + "\n"),
         2,

@@ -197,7 +197,7 @@ def _config(folder: Path, function: str, **pool: object) -> TaskConfig:
     (folder / "train.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     return TaskConfig(
         name="function",
-        train_file=str(folder / "train.jsonl"),
+        data=str(folder / "train.jsonl"),
         eval_fraction=0.0,
         reward=f"{folder}/judges.py:{function}",
         pool=RewardPoolConfig(**{"num_workers": 1, "timeout_s": 30.0} | pool),  # type: ignore[arg-type]

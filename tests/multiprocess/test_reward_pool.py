@@ -57,7 +57,7 @@ def config(tmp_path: Path) -> TaskConfig:
     (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     return TaskConfig(
         name="function",
-        train_file=str(tmp_path / "train.jsonl"),
+        data=str(tmp_path / "train.jsonl"),
         eval_fraction=0.0,
         reward=f"{tmp_path}/rewards.py:reward",
         pool=RewardPoolConfig(num_workers=2, timeout_s=10.0),

@@ -110,7 +110,7 @@ def test_mistakes_of_every_kind_and_section_are_listed_together() -> None:
         ({"generator": {"max_segments": "2", "oversubscription": 1.5}}, "generator.max_segments: expected an integer"),
         ({"generator": {"max_segmnts": 2, "oversubscription": 1.5}}, "generator.max_segmnts: unknown key"),
         ({"generator": {"max_segments": 0, "oversubscription": 1.5}}, "generator.max_segments must be >= 1"),
-        ({"task": {"name": 3, "train_file": "x.jsonl"}}, "task.name: expected text"),
+        ({"task": {"name": 3, "data": "x.jsonl"}}, "task.name: expected text"),
         ({"generator": {"group_size": True}, "trainer": {"selection": {"pairs": 5}}}, "generator.group_size: expected"),
     ],
 )
@@ -163,13 +163,13 @@ def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_tha
     def check(config: RunConfig) -> list[Mistake]:
         return [
             Mistake("model.path", f": no folder {config.model.path}"),
-            Mistake("task.train_file", f": no file {config.task.train_file}"),
+            Mistake("task.data", f": no file {config.task.data}"),
         ]
 
-    raw = {"run": {"seed": -1}, "model": {"path": "here"}, "task": {"train_file": 5}}
+    raw = {"run": {"seed": -1}, "model": {"path": "here"}, "task": {"data": 5}}
     assert lines_of(raw, [check]) == [
         "run.seed must be >= 0, got -1 (Every random choice of the run derives from it)",
-        "task.train_file: expected text, got 5 (int); text stands in quotes",
+        "task.data: expected text, got 5 (int); text stands in quotes",
         "model.path: no folder here",
     ]
 

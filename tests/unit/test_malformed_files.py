@@ -235,7 +235,7 @@ def render(file: Path) -> None:
 
 
 def whole_task(file: Path, **kind: str) -> None:
-    task = make_task(TaskConfig(train_file=str(file), eval_fraction=0.5, **kind), seed=0)  # type: ignore[arg-type]
+    task = make_task(TaskConfig(data=str(file), eval_fraction=0.5, **kind), seed=0)  # type: ignore[arg-type]
     for index in range(task.num_items("train") or 0):
         task.item("train", index)
 

@@ -13,7 +13,6 @@ from llamarl.api.functions import import_path_of
 from llamarl.api.run import Run
 from llamarl.config import RunConfig, known_keys, load_config
 from llamarl.errors import ConfigError
-from llamarl.models.hub import is_hub_id
 from llamarl.runtime.config import host_settings
 
 __all__ = ["dotted", "run_config", "train"]
@@ -22,15 +21,12 @@ _SHORT: Mapping[str, str] = {
     "model": "model.path",
     "task": "task.name",
     "reward": "task.reward",
-    "data": "task.train_file",
+    "data": "task.data",
     "dir": "run.dir",
     "seed": "run.seed",
     "num_ticks": "run.num_ticks",
 }
 """Words for the keys that every job is told."""
-
-
-_TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".json")
 
 
 def train(recipe: str | os.PathLike[str] | None = None, /, **settings: Any) -> Run:
@@ -74,11 +70,10 @@ def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any
     if isinstance(rewards := given.get("task.reward"), list):
         del given["task.reward"]
         given["task.rewards"] = [{"function": one} if isinstance(one, str) else one for one in rewards]
-    _place_data(given)
     if (
         given.keys() & {"task.reward", "task.rewards"}
         and "task.name" not in given
-        and (recipe is None or given.keys() & {"task.train_file", "task.data"})
+        and (recipe is None or "task.data" in given)
     ):
         given["task.name"] = "function"
     config = load_config(None if recipe is None else os.fspath(recipe), given, [find_missing, find_without_effect])
@@ -86,16 +81,6 @@ def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any
         name = _free_folder(Path(config.run.dir))
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(name)))
     return config
-
-
-def _place_data(given: dict[str, Any]) -> None:
-    """What ``data`` names is a file of lines, or a table for the package ``datasets``: a folder, or by its ending."""
-    named = given.get("task.train_file")
-    if not isinstance(named, str):
-        return
-    folder = os.path.isdir(os.path.expanduser(named))
-    if folder or not os.path.isfile(named) and is_hub_id(named) or named.endswith(_TABLES):
-        given["task.data"] = given.pop("task.train_file")
 
 
 def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:

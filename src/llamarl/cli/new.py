@@ -36,7 +36,7 @@ path = "bundled:tiny"  # your own: the folder of a Hugging Face model, or an id 
 
 [task]
 name = "function"
-train_file = {train_file}  # a share of its questions is held out for evaluation
+data = {data}  # a share of its questions is held out for evaluation
 reward = {reward}
 
 [schedule]
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         "recipe.toml": _RECIPE.format(
             folder=folder,
             run_dir=json.dumps(f"runs/{folder.resolve().name}", ensure_ascii=False),
-            train_file=json.dumps(str(folder / "questions.jsonl"), ensure_ascii=False),
+            data=json.dumps(str(folder / "questions.jsonl"), ensure_ascii=False),
             reward=json.dumps(f"{folder / 'reward.py'}:score", ensure_ascii=False),
         ),
         "questions.jsonl": "".join(json.dumps(question) + "\n" for question in _questions()),

@@ -17,7 +17,7 @@ from typing import TypeVar
 from llamarl.config import RunConfig
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import with_preset
-from llamarl.environments.tables import local_data
+from llamarl.environments.items import local_data
 from llamarl.models.folders import local_model_path
 from llamarl.models.hub import commit_of
 from llamarl.roles import MODEL_SECTIONS, present_roles
@@ -32,7 +32,7 @@ def pinned(config: RunConfig) -> RunConfig:
     package stands for; without weights yet.
 
     Raises:
-        ModelError, DataError: As ``models.folders.resolve_model_path`` and ``environments.tables.local_data``.
+        ModelError, DataError: As ``models.folders.resolve_model_path`` and ``environments.items.local_data``.
     """
     config = _with_data(config, lambda found, data: {**data, "revision": commit_of(found)})
     return _with_models(config, lambda found, model: {**model, "revision": commit_of(found)}, weights=False)

@@ -272,7 +272,7 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     if not check_prompts(config, folder) and config.evaluation.every:
         print(
             "nothing is held out, so this run is not evaluated: raise task.eval_fraction above 0 (two questions or more), or "
-            "give task.eval_file or task.eval_data",
+            "give task.eval_data",
             file=sys.stderr,
         )
         config, recorded = (_replace(one, "evaluation.every", 0) for one in (config, recorded))

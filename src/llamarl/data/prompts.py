@@ -197,7 +197,7 @@ class PromptStream:
             trained = self._task.num_items("train") or "of its"
             raise DataError(
                 f"task {self._task.name!r} holds out nothing to evaluate on: all {trained} items are trained on. Set "
-                "task.eval_fraction above 0, or give items of their own (task.eval_file, task.eval_data)"
+                "task.eval_fraction above 0, or give items of their own (task.eval_data)"
             )
         if not prompts and num_prompts > 0:
             raise DataError(

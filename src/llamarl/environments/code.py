@@ -21,15 +21,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llamarl.data.items import ItemSource, Split, TaskItem
+from llamarl.data.items import Split, TaskItem
 from llamarl.environments.code_items import code_item, last_program
 from llamarl.environments.code_options import CodeOptions
 from llamarl.environments.config import MixedTask, TaskConfig
-from llamarl.environments.jsonl import JsonlSplits
+from llamarl.environments.items import TableItems
 from llamarl.environments.sandbox import run
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult
 from llamarl.environments.sandbox.run import Kind
-from llamarl.environments.tables import TableSplits
 from llamarl.errors import DataError
 from llamarl.process_tree import hide_memory
 from llamarl.types import Prompt, Score
@@ -61,7 +60,7 @@ class Verdict:
 
 
 class CodeTask:
-    """Questions from JSONL or a table, whose answers are programs. Single-turn.
+    """Questions of a table whose answers are programs. Single-turn.
 
     Raises:
         DataError: Options or data are wrong.
@@ -77,11 +76,7 @@ class CodeTask:
             else CodeOptions.read(config.options, pool_timeout_s=pool.timeout_s, pool_memory_mb=pool.memory_limit_mb)
         )
         self._kind: Kind | None = None
-        self._items: ItemSource = (
-            _Lines(config.train_file, config.eval_file, code_item, seed=seed, eval_fraction=config.eval_fraction)
-            if config.train_file
-            else _Rows(config, code_item, seed=seed)
-        )
+        self._items = TableItems(config, code_item, seed=seed)
 
     def prepare(self) -> None:
         """Find out which box there is, where programs will be judged.
@@ -111,17 +106,6 @@ class CodeTask:
             return _score(Verdict(num_tests=1, num_passed=0, compiled=False), self._options.score, answered=False)
         verdict = judge_program(program, tests, self._options, entry_point=entry_point, kind=self._kind)
         return _score(verdict, self._options.score, answered=True)
-
-
-class _Lines(JsonlSplits):
-    name = "code"
-
-
-class _Rows(TableSplits):
-    name = "code"
-
-    def __init__(self, config: TaskConfig, to_item: Any, *, seed: int) -> None:
-        super().__init__(config, to_item, seed=seed)
 
 
 def _choose_box(named: str) -> Kind:

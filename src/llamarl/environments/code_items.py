@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from llamarl.data.items import TaskItem
-from llamarl.environments.functions import function_item
+from llamarl.environments.items import question_item
 from llamarl.errors import DataError
 
 __all__ = ["code_item", "last_program"]
@@ -63,7 +63,7 @@ def code_item(record: Mapping[str, Any], where: str) -> TaskItem:
     """
     if "tests" not in record:
         raise DataError(f"{where}: got fields {sorted(record)}, expected 'tests': {_FORMS}")
-    item = function_item(record, where)
+    item = question_item(record, where)
     entry_point = record.get("entry_point", "")
     if not isinstance(entry_point, str) or (entry_point and not entry_point.isidentifier()):
         raise DataError(f"{where}: field 'entry_point' is {entry_point!r:.60}, expected the name of a function")

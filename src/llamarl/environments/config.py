@@ -109,15 +109,9 @@ class TaskConfig:
     """The task's own options: those of the reasoning_gym dataset, of steps (min_terms, max_terms), of code (docs/code.md), or of
     your own task."""
 
-    train_file: str = ""
-    """JSONL file of training items, for math, function and code; or see data."""
-
-    eval_file: str = ""
-    """JSONL file of held-out items. Empty: eval_fraction of the training file's distinct questions are held out."""
-
     data: str = ""
-    """Table of training items, for math, gsm8k, function and code: a data set of the Hugging Face Hub (org/name), a folder of one,
-    or a file of parquet, arrow, CSV, JSON or JSONL. Needs the package datasets."""
+    """Training items, for math, gsm8k, function and code: a file of JSON lines (.jsonl), or with the package datasets a file of
+    parquet, arrow, CSV or JSON, a folder of them, or a data set of the Hugging Face Hub (org/name)."""
 
     revision: str = ""
     """Branch, tag or commit of a data set of the Hub; empty is main. The run's config.toml says the commit that it was."""
@@ -129,7 +123,7 @@ class TaskConfig:
     """Split of data that is trained on."""
 
     eval_data: str = ""
-    """Table of held-out items; empty: eval_split of data, or else eval_fraction of its distinct questions."""
+    """Held-out items, as data; empty: eval_split of data, or else eval_fraction of its distinct questions."""
 
     eval_split: str = ""
     """Split of held-out items, of eval_data or of data."""
@@ -213,38 +207,28 @@ class TaskConfig:
             yield Mistake("name", "reasoning_gym needs a dataset, such as reasoning_gym:chain_sum")
         if kind in BUILT_IN and kind != "reasoning_gym" and ":" in self.name:
             yield Mistake("name", f"{self.name!r}: only reasoning_gym takes a dataset after the colon")
-        if kind in ("function", "code") and not self.train_file and not self.data:
-            yield Mistake("train_file", f"must name a JSONL file, or data a table, as name is {self.name!r}", ("name",))
-        if self.train_file and self.data:
+        if kind in ("function", "code") and not self.data:
             yield Mistake(
-                "data", f"{self.data!r} and train_file {self.train_file!r}: give one of them", ("train_file",)
-            )
-        if self.eval_file and not self.train_file:
-            yield Mistake(
-                "eval_file", "goes with train_file; beside data there are eval_data and eval_split", ("data",)
+                "data", f"must name a file of JSON lines or another table, as name is {self.name!r}", ("name",)
             )
         of_tables = [
             name
-            for name in ("eval_data", "eval_split", "revision", "eval_revision", "subset", "columns", "template")
+            for name in (
+                "data",
+                "eval_data",
+                "eval_split",
+                "revision",
+                "eval_revision",
+                "subset",
+                "columns",
+                "template",
+            )
             if getattr(self, name)
         ]
-        of_tables += ["data"] * bool(self.data) + ["split"] * (self.split != "train")
-        if of_tables and (self.train_file or kind not in _OF_DATA):
+        of_tables += ["split"] * (self.split != "train")
+        if of_tables and kind not in _OF_DATA:
             yield Mistake(
-                of_tables[0],
-                f"is of a table, but name is {self.name!r}"
-                + (
-                    " and train_file is set: give the file as data"
-                    if self.train_file
-                    else ", which makes its own questions"
-                ),
-                ("name", "train_file"),
-            )
-        if kind not in _OF_DATA and (self.train_file or self.eval_file):
-            yield Mistake(
-                "train_file",
-                f"and eval_file must be empty, as name is {self.name!r}, which makes its own questions",
-                ("eval_file", "name"),
+                of_tables[0], f"is of a table, but name is {self.name!r}, which makes its own questions", ("name",)
             )
         if kind in ("math", "function", "gsm8k") and self.options:
             yield Mistake("options", f"must be empty, as name is {self.name!r}, got {sorted(self.options)}", ("name",))
@@ -337,7 +321,6 @@ class TaskSection(TaskConfig):
         defaults = TaskConfig()
         own = (
             "options",
-            "train_file",
             "data",
             "reward",
             "rewards",

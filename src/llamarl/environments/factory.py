@@ -83,17 +83,15 @@ def _make_questions(config: TaskConfig, seed: int) -> Task:
         from llamarl.environments.steps import StepsTask
 
         return StepsTask(config.options, seed=seed, eval_fraction=config.eval_fraction)
-    if kind == "reasoning_gym":
+    if kind in ("reasoning_gym", "countdown"):
         from llamarl.environments.reasoning_gym import ReasoningGymTask
 
         return ReasoningGymTask(
-            dataset, config.options, seed=seed, eval_fraction=config.eval_fraction, answer_from=config.answer_from
-        )
-    if kind == "countdown":
-        from llamarl.environments.reasoning_gym import ReasoningGymTask
-
-        return ReasoningGymTask(
-            "countdown", config.options, seed=seed, eval_fraction=config.eval_fraction, answer_from=config.answer_from
+            dataset or kind,
+            config.options,
+            seed=seed,
+            eval_fraction=config.eval_fraction,
+            answer_from=config.answer_from,
         )
     if kind == "code":
         from llamarl.environments.code import CodeTask
@@ -103,33 +101,21 @@ def _make_questions(config: TaskConfig, seed: int) -> Task:
         from llamarl.environments.openings import EpisodeItems
 
         return EpisodeItems()
-    if not config.train_file:
-        return _of_a_table(config, seed)
-    if kind in ("math", "gsm8k"):
-        from llamarl.environments.math import MathTask
+    config = with_preset(config)
+    if config.name == "function":
+        from llamarl.environments.functions import QuestionsTask
 
-        return MathTask(config.train_file, config.eval_file, seed=seed, eval_fraction=config.eval_fraction)
-    from llamarl.environments.functions import JsonlItems
+        return QuestionsTask(config, seed=seed)
+    from llamarl.environments.math import MathTask
 
-    return JsonlItems(config.train_file, config.eval_file, seed=seed, eval_fraction=config.eval_fraction)
+    return MathTask(config, seed=seed)
 
 
 def with_preset(config: T) -> T:
     """``config`` with the data that its name stands for, where it names none of its own."""
-    if config.data or config.train_file or config.name not in PRESETS:
+    if config.data or config.name not in PRESETS:
         return config
     return replace(config, **PRESETS[config.name])
-
-
-def _of_a_table(config: TaskConfig, seed: int) -> Task:
-    config = with_preset(config)
-    if config.name == "function":
-        from llamarl.environments.functions import TableItems
-
-        return TableItems(config, seed=seed)
-    from llamarl.environments.math import MathTable
-
-    return MathTable(config, seed=seed)
 
 
 def _users_task(config: TaskConfig, seed: int) -> Task:

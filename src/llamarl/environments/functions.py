@@ -1,4 +1,4 @@
-"""A user's own reward function, by import path, over JSONL items or over any bundled task's questions.
+"""A user's own reward function, by import path, over the items of a table or over any bundled task's questions.
 
 ``reward(prompt, response, answer) -> float``: the prompt's text, the response's text, the reference answer or None;
 ``calling`` says what else it may take. A finite real number (or a bool) is a score; a ``llamarl.types.Score`` is one with
@@ -10,18 +10,16 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from llamarl.data.items import Split, TaskItem, read_messages
+from llamarl.data.items import Split, TaskItem
 from llamarl.environments.base import Task
 from llamarl.environments.calling import Caller, CompletionsCaller, how_to_call
 from llamarl.environments.config import RewardPart, TaskConfig
-from llamarl.environments.jsonl import JsonlSplits, text_field
-from llamarl.environments.tables import TableSplits
+from llamarl.environments.items import TableItems, question_item
 from llamarl.import_path import check, import_user
 from llamarl.types import Prompt, Score
 
-__all__ = ["FunctionTask", "JsonlItems", "NotANumber", "RewardFailed", "TableItems", "as_score", "function_item"]
+__all__ = ["FunctionTask", "NotANumber", "QuestionsTask", "RewardFailed", "as_score"]
 
 
 class NotANumber(ValueError):
@@ -66,53 +64,16 @@ def _finite(what: str, value: object) -> float:
     return number
 
 
-def function_item(record: Mapping[str, Any], where: str) -> TaskItem:
-    """One line: ``question``, ``problem``, ``prompt`` (text) or ``messages`` (a conversation); ``answer`` if there is one.
-
-    The other fields become the item's metadata.
-
-    Raises:
-        DataError: No question, or a malformed conversation; names ``where``.
-    """
-    messages = None
-    if "messages" in record:
-        messages = read_messages(record, where)
-        question = "\n\n".join(message["content"] for message in messages)
-    else:
-        question = text_field(record, ("question", "problem", "prompt"), where)
-    answer = record.get("answer")
-    used = ("question", "problem", "prompt", "messages", "answer")
-    return TaskItem(
-        question=question,
-        answer=None if answer is None else text_field(record, ("answer",), where, trim=True),
-        metadata={key: value for key, value in record.items() if key not in used},
-        messages=messages,
-        where=where,
-    )
-
-
-class JsonlItems(JsonlSplits):
-    """Questions from JSONL without a judge of their own."""
-
-    name = "function"
-
-    def __init__(self, train_file: str, eval_file: str, *, seed: int, eval_fraction: float) -> None:
-        super().__init__(train_file, eval_file, function_item, seed=seed, eval_fraction=eval_fraction)
-
-    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
-        raise NotImplementedError("questions from JSONL have no judge: set task.reward")
-
-
-class TableItems(TableSplits):
-    """Questions from a table without a judge of their own."""
+class QuestionsTask(TableItems):
+    """Questions of a table without a judge of their own."""
 
     name = "function"
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
-        super().__init__(config, function_item, seed=seed)
+        super().__init__(config, question_item, seed=seed)
 
     def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
-        raise NotImplementedError("questions from a table have no judge: set task.reward")
+        raise NotImplementedError("questions of a table have no judge: set task.reward")
 
 
 class FunctionTask:

@@ -1,4 +1,4 @@
-"""Math word problems from JSONL, in the format of GSM8K or of MATH; answers compared by ``math-verify``.
+"""Math word problems, in the format of GSM8K or of MATH; answers compared by ``math-verify``.
 
 GSM8K: ``question``, and ``answer`` that ends in ``#### number``. MATH: ``problem``, and ``answer``, or a ``solution``
 whose last ``\\boxed{...}`` is the answer. ``answers.final_answers`` finds the answer in a response; it is right when it
@@ -13,20 +13,19 @@ from typing import Any
 from llamarl.data.items import ItemSource, Split, TaskItem
 from llamarl.environments.answers import final_answers, last_boxed, tidy
 from llamarl.environments.config import TaskConfig
-from llamarl.environments.jsonl import JsonlSplits, text_field
+from llamarl.environments.items import TableItems, text_field
 from llamarl.environments.math_equivalence import check_reference, equals_reference, is_words, why_unreadable
-from llamarl.environments.tables import TableSplits
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 
-__all__ = ["MathTable", "MathTask", "check_references", "judge_answer", "math_item"]
+__all__ = ["MathTask", "check_references", "judge_answer", "math_item"]
 
 MAX_BOXES = 8
 """Different ones that a response may hold; each must equal the reference, so more only cost time."""
 
 
 def math_item(record: Mapping[str, Any], where: str) -> TaskItem:
-    """One line of a GSM8K or MATH file. The other fields become the item's metadata, for a judge of the user's own.
+    """One record in the format of GSM8K or MATH. The other fields become the item's metadata, for a judge of the user's own.
 
     Raises:
         DataError: No question, or no answer in either format; names ``where``.
@@ -90,21 +89,8 @@ def judge_answer(response: str, reference: str) -> Score:
     return Score(value=float(correct), parts={"correct": float(correct), "answered": float(bool(given))})
 
 
-class MathTask(JsonlSplits):
+class MathTask(TableItems):
     """Single-turn: 1 for the right final answer, 0 for another, for none, and for one beyond the judge's limits."""
-
-    name = "math"
-
-    def __init__(self, train_file: str, eval_file: str, *, seed: int, eval_fraction: float) -> None:
-        super().__init__(train_file, eval_file, math_item, seed=seed, eval_fraction=eval_fraction)
-
-    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
-        """Score the last turn against ``prompt.answer``; ``parts`` tells wrong answers from missing ones."""
-        return _judge_last(prompt, turns)
-
-
-class MathTable(TableSplits):
-    """The same judge over a table; a row is what a line of a file is."""
 
     name = "math"
 
@@ -112,11 +98,7 @@ class MathTable(TableSplits):
         super().__init__(config, math_item, seed=seed)
 
     def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
-        """As ``MathTask``."""
-        return _judge_last(prompt, turns)
-
-
-def _judge_last(prompt: Prompt, turns: Sequence[str]) -> Score:
-    if prompt.answer is None:
-        raise ValueError(f"prompt {prompt.index} has no reference answer; the math task cannot judge it")
-    return judge_answer(turns[-1], prompt.answer)
+        """Score the last turn against ``prompt.answer``; ``parts`` tells wrong answers from missing ones."""
+        if prompt.answer is None:
+            raise ValueError(f"prompt {prompt.index} has no reference answer; the math task cannot judge it")
+        return judge_answer(turns[-1], prompt.answer)

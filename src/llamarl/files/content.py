@@ -24,7 +24,7 @@ from llamarl.reading import user_path
 
 __all__ = ["Content", "content_of", "paths_in", "provide", "same_there", "with_paths"]
 
-_KEYS = frozenset({"path", "data", "eval_data", "train_file", "eval_file"})
+_KEYS = frozenset({"path", "data", "eval_data"})
 """Keys of a recipe that name a model's folder or a data file, in whatever section; code is told by its form."""
 
 

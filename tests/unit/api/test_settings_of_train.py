@@ -61,15 +61,3 @@ def test_a_reward_with_data_makes_a_function_task(tmp_path: Path) -> None:
     config = run_config(None, {"data": tmp_path / "q.jsonl", "reward": f"{tmp_path}/r.py:f"})
     assert config.task.name == "function"
     assert run_config("tiny", {"reward": f"{tmp_path}/r.py:f"}).task.name == "steps"
-
-
-def test_data_is_a_file_of_lines_or_a_table_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "r.py").write_text("def f(prompt, response, answer):\n    return 0.0\n")
-    (tmp_path / "tables").mkdir()
-    (tmp_path / "tables" / "train.csv").write_text("Problem,Result\n" + "".join(f"{n}?,{n}\n" for n in range(40)))
-    columns = {"columns": {"question": "Problem", "answer": "Result"}}
-    for named in ("tables/train.csv", "tables"):
-        task = run_config(None, {"data": named, "reward": "r.py:f", "task": columns}).task
-        assert (task.name, task.train_file) == ("function", "") and task.data.endswith(named)
-        assert dict(task.columns) == columns["columns"]

@@ -255,8 +255,8 @@ def test_everything_missing_is_found_and_named_by_its_key(tmp_path: Path) -> Non
         "critic": {"path": f"{tmp_path}/critic, which no executor reads"},
         "task": {
             "name": "function",
-            "train_file": f"{tmp_path}/train.jsonl",
-            "eval_file": f"{tmp_path}/eval.jsonl",
+            "data": f"{tmp_path}/train.jsonl",
+            "eval_data": f"{tmp_path}/eval.jsonl",
             "reward": f"{tmp_path}/mine.py:score",
         },
         "run": {"seed": -1},
@@ -265,7 +265,7 @@ def test_everything_missing_is_found_and_named_by_its_key(tmp_path: Path) -> Non
         validate(raw, [find_missing])
     heads = [line.split(" ")[3].rstrip(":") for line in str(caught.value).splitlines()[1:]]
     assert heads == [
-        "run.seed", "model.path", "reference.path", "task.train_file", "task.eval_file", "task.reward",
+        "run.seed", "model.path", "reference.path", "task.data", "task.eval_data", "task.reward",
     ]  # fmt: skip
 
 
@@ -278,7 +278,7 @@ def questions(folder: Path, *lengths: int, **sections: Any) -> RunConfig:
     train.write_text("\n".join(lines) + "\n")
     held.write_text('{"question": "1+1=", "answer": "2"}\n')
     raw = {
-        "task": {"name": "math", "train_file": str(train), "eval_file": str(held)},
+        "task": {"name": "math", "data": str(train), "eval_data": str(held)},
         "schedule": {"prompts_per_step": 1},
         "generator": {"sampling": {"max_new_tokens": 200}},
         **sections,

@@ -121,7 +121,7 @@ weight = 2.0
 [[task]]
 name = "function"
 label = "sums"
-train_file = "q.jsonl"
+data = "q.jsonl"
 reward = "judge.py:judge"
 reward_batch_size = 2
 eval_fraction = 0.3

@@ -12,6 +12,7 @@ import pytest
 from llamarl.data.config import DataConfig
 from llamarl.data.items import Split, TaskItem
 from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream
+from llamarl.environments.config import TaskConfig
 from llamarl.environments.math import MathTask
 from llamarl.errors import DataError
 from llamarl.seeding import _splitmix64, derive_seed
@@ -158,9 +159,9 @@ def test_no_eval_prompt_within_the_limit_is_an_error_that_names_it() -> None:
 def test_a_split_that_held_nothing_out_is_told_as_that_and_not_as_prompts_too_long(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text('{"question": "1+1?", "answer": "2"}\n')
-    stream = PromptStream(MathTask(str(file), "", seed=0, eval_fraction=0.1), Letters(), DataConfig(), 0)
+    stream = PromptStream(MathTask(TaskConfig(name="math", data=str(file)), seed=0), Letters(), DataConfig(), 0)
     assert stream.eval_prompts(0) == [] and not stream.holds_out
-    told = "'math' holds out nothing to evaluate on: all 1 items are trained on. Set task.eval_fraction.*task.eval_file"
+    told = "'math' holds out nothing to evaluate on: all 1 items are trained on. Set task.eval_fraction.*task.eval_data"
     with pytest.raises(DataError, match=told):
         stream.eval_prompts(5)
 

@@ -122,14 +122,14 @@ def test_every_mistake_of_the_options_is_told() -> None:
 
 def test_a_run_without_a_box_says_so_and_no_other_does() -> None:
     def section(**task: Any) -> TaskSection:
-        return validate({"task": {"name": "code", "train_file": "a.jsonl", **task}}).task
+        return validate({"task": {"name": "code", "data": "a.jsonl", **task}}).task
 
     assert "is NO BOX" in warning_of_no_box(section(options={"box": "plain"}))
     assert warning_of_no_box(section(options={"box": "auto"})) == warning_of_no_box(section()) == ""
 
 
 def test_a_code_task_needs_questions() -> None:
-    with pytest.raises((ConfigError, ValueError), match="must name a JSONL file"):
+    with pytest.raises((ConfigError, ValueError), match="must name a file of JSON lines"):
         TaskConfig(name="code")
 
 
@@ -360,7 +360,7 @@ def config(tmp_path: Path, **options: Any) -> TaskConfig:
     file = tmp_path / "train.jsonl"
     file.write_text(json.dumps({"question": "q", "tests": TESTS}) + "\n")
     pool = RewardPoolConfig(timeout_s=15.0, memory_limit_mb=2048)
-    return TaskConfig(name="code", train_file=str(file), eval_fraction=0.0, options=options, pool=pool)
+    return TaskConfig(name="code", data=str(file), eval_fraction=0.0, options=options, pool=pool)
 
 
 def test_hostile_answers_are_zero_and_the_pools_worker_goes_on(boxes: None, tmp_path: Path) -> None:
@@ -455,8 +455,8 @@ def test_without_a_box_the_pool_refuses_to_start_and_says_what_to_do(
 
 def test_a_judge_of_the_users_own_may_judge_questions_of_code(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def score(prompt, response, metadata): return float(len(metadata['tests']))\n")
-    file = config(tmp_path).train_file
-    own = TaskConfig(name="code", train_file=file, eval_fraction=0.0, reward=f"{tmp_path}/own.py:score")
+    file = config(tmp_path).data
+    own = TaskConfig(name="code", data=file, eval_fraction=0.0, reward=f"{tmp_path}/own.py:score")
     with RewardPool(own, seed=0) as pool:
         (scored,) = pool.score([group(dict(make_task(own, 0).item("train", 0).metadata), "x")])
     outcome = scored.responses[0].outcome

@@ -230,9 +230,9 @@ def test_references_that_the_library_cannot_parse_are_told_before_the_run(tmp_pa
         {"question": f"Q{i}", "answer": answer} for i, answer in enumerate(["12", "x^2", "+ / \\le", "\\text{east}"])
     ]
     file.write_text("\n".join(map(json.dumps, rows)))
-    task = TaskConfig(name="math", train_file=str(file), eval_fraction=0.0)
+    task = TaskConfig(name="math", data=str(file), eval_fraction=0.0)
     with pytest.raises(DataError, match=r"train.jsonl:3: answer .*math-verify cannot parse it\nno answer could equal"):
-        check_reward(validate({"task": {"name": "math", "train_file": str(file)}}))
+        check_reward(validate({"task": {"name": "math", "data": str(file)}}))
     file.write_text("\n".join(map(json.dumps, rows[:2] + rows[3:])))
     check_references(make_task(task, 0))
 

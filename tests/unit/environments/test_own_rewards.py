@@ -131,7 +131,7 @@ def test_none_is_a_reward_that_does_not_apply(module: str) -> None:
 def test_workers_judge_so_and_know_the_tokens(module: str, tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text('{"question": "3+4?", "answer": "7"}\n{"question": "1+1?", "answer": "2"}\n')
     judges = [RewardPart(function=f"{module}:lengths", weight=0.5), RewardPart(function=f"{module}:right")]
-    config = TaskConfig(name="function", train_file=str(tmp_path / "q.jsonl"), rewards=judges, eval_fraction=0.0)
+    config = TaskConfig(name="function", data=str(tmp_path / "q.jsonl"), rewards=judges, eval_fraction=0.0)
     tokens = np.array([5, 6, 7])
     response = Response(
         prompt_index=0, sample_index=0, tokens=tokens, behavior_logprobs=np.zeros(3, np.float32),
@@ -149,7 +149,7 @@ def test_recipes_and_python_name_several(module: str, tmp_path: Path) -> None:
         f"""
         [task]
         name = "function"
-        train_file = "{tmp_path}/q.jsonl"
+        data = "{tmp_path}/q.jsonl"
         [[task.rewards]]
         function = "judges.py:format"
         weight = 0.5

@@ -54,7 +54,7 @@ def test_a_task_of_the_users_own_is_named_by_import_path(file: Path) -> None:
 
 def test_metadata_are_the_other_fields_of_a_line_of_math_too(tmp_path: Path) -> None:
     (tmp_path / "math.jsonl").write_text('{"problem": "1 + 1", "solution": "It is \\\\boxed{2}.", "level": 1}\n')
-    config = TaskConfig(name="math", train_file=str(tmp_path / "math.jsonl"), eval_fraction=0.0)
+    config = TaskConfig(name="math", data=str(tmp_path / "math.jsonl"), eval_fraction=0.0)
     item = make_task(config, seed=0).item("train", 0)
     assert (item.answer, item.metadata) == ("2", {"solution": "It is \\boxed{2}.", "level": 1})
 

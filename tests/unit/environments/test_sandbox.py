@@ -269,7 +269,7 @@ program, tests = json.loads(sys.stdin.read())
 with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
     print(json.dumps({"question": "q", "tests": tests}), file=file, flush=True)
     options = {"box": "plain", "memory_mb": 1024, "packages": False}
-    task = make_task(TaskConfig(name="code", train_file=file.name, eval_fraction=0.0, options=options), 0)
+    task = make_task(TaskConfig(name="code", data=file.name, eval_fraction=0.0, options=options), 0)
     task.prepare()
     prompt = Prompt(index=0, tokens=np.zeros(0, np.int32), text="q", metadata=dict(task.item("train", 0).metadata))
     score = task.respond(prompt, [f"```python\\n{program}\\n```"])

@@ -20,7 +20,7 @@ from llamarl.config import RunConfig  # noqa: E402
 from llamarl.controller.model_sources import local, pinned  # noqa: E402
 from llamarl.environments.config import TaskConfig, TaskSection  # noqa: E402
 from llamarl.environments.factory import make_task, task_mistakes  # noqa: E402
-from llamarl.environments.tables import TableSplits  # noqa: E402
+from llamarl.environments.items import TableItems  # noqa: E402
 
 ROWS = [{"problem": f"What is {n} + 1?", "solution": f"It is \\boxed{{{n + 1}}}.", "level": n} for n in range(12)]
 
@@ -63,7 +63,7 @@ def write_json(path: Path) -> Path:
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "a.parquet": write_parquet, "a.arrow": write_arrow, "a.csv": write_csv, "a.tsv": write_csv,
-    "a.jsonl": write_lines, "a.json": write_json,
+    "a.json": write_json,
 }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def mistakes(**task: Any) -> str:
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_kind_of_file_gives_the_items_that_lines_of_json_give(name: str, tmp_path: Path) -> None:
     lines = make_task(
-        TaskConfig(name="math", train_file=str(write_lines(tmp_path / "lines.jsonl")), eval_fraction=0.4), seed=3
+        TaskConfig(name="math", data=str(write_lines(tmp_path / "lines.jsonl")), eval_fraction=0.4), seed=3
     )
     table = make_task(TaskConfig(name="math", data=str(WRITERS[name](tmp_path / name)), eval_fraction=0.4), seed=3)
     for split in ("train", "eval"):
@@ -112,7 +112,9 @@ def test_columns_splits_and_a_template_go_by_name(tmp_path: Path) -> None:
 def test_wrong_names_are_told_with_the_nearest_and_all_that_there_are(tmp_path: Path) -> None:
     file, folder = str(write_parquet(tmp_path / "a.parquet")), tmp_path / "set"
     wrong = mistakes(name="math", data=file, columns={"question": "problm"})
-    assert wrong.startswith(f"task.columns.question: {file} has no column 'problm'; did you mean 'problem'? it has ")
+    assert wrong.startswith(
+        f"task.columns.question: {file} [train] has no column 'problm'; did you mean 'problem'? it has "
+    )
     assert "problem, solution, level" in wrong
     write_parquet(folder / "train.parquet")
     write_parquet(folder / "test.parquet")
@@ -123,7 +125,7 @@ def test_wrong_names_are_told_with_the_nearest_and_all_that_there_are(tmp_path: 
     wrong = mistakes(name="function", reward="json:dumps", data=file, columns={"answer": "problem"})
     assert "task.columns:" in wrong and "it has problem, solution, level. Say which holds the question" in wrong
     assert "no file or folder" in mistakes(name="math", data=str(tmp_path / "none.parquet"))
-    assert "ends in '.xlsx', expected one of .parquet" in mistakes(
+    assert "ends in '.xlsx', expected one of .jsonl, .parquet" in mistakes(
         name="math", data=str(write_lines(tmp_path / "a.xlsx"))
     )
     (tmp_path / "bad.json").write_text("{")
@@ -135,12 +137,12 @@ def test_wrong_names_are_told_with_the_nearest_and_all_that_there_are(tmp_path: 
 def test_without_the_package_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     words = mistakes(name="math", data=str(write_parquet(tmp_path / "a.parquet")))
-    assert "needs the package datasets: pip install 'llamarl[datasets]', or give JSONL by task.train_file" in words
+    assert "needs the package datasets: pip install 'llamarl[datasets]', or give JSON lines (.jsonl)" in words
 
 
 def test_a_table_is_opened_only_where_items_are_asked_for(tmp_path: Path) -> None:
     task = make_task(TaskConfig(name="math", data="no/such/table"), seed=0)  # as a reward worker makes it
-    assert isinstance(task, TableSplits)
+    assert isinstance(task, TableItems)
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def _file(path: Path, *lines: object) -> str:
 def test_math_reads_both_formats_and_compares_answers_as_mathematics(tmp_path: Path) -> None:
     boxed = {"problem": "Boxed only?", "solution": "First \\boxed{1}, so \\boxed{x^2+1}"}
     train = _file(tmp_path / "train.jsonl", GSM8K, MATH, "", boxed)
-    task = make_task(TaskConfig(name="math", train_file=train, eval_fraction=0.0), 0)
+    task = make_task(TaskConfig(name="math", data=train, eval_fraction=0.0), 0)
     assert task.num_items("train") == 3
     items = [task.item("train", i) for i in range(3)]
     assert [item.answer for item in items] == ["1000", "\\frac{1}{2}", "x^2+1"]
@@ -189,7 +189,7 @@ def test_math_reads_both_formats_and_compares_answers_as_mathematics(tmp_path: P
     ("lines", "words"),
     [
         ([], "got an empty file"),
-        ([GSM8K, '{"question": '], r":2: not JSON .*, got '\{\"question\":', expected one JSON object"),
+        ([GSM8K, '{"question": '], r":2: not JSON .*, got '\{\"question\":'; give one JSON object a line"),
         ([GSM8K, "[1]"], ":2: got list"),
         ([{"question": "Q"}], r":1: got fields \['question'\], expected one of \['solution'\]"),
         ([{"text": "Q", "answer": "1"}], r":1: got fields .* expected one of \['question', 'problem'\]"),
@@ -204,7 +204,7 @@ def test_a_malformed_line_is_named_with_what_was_got_and_expected(
 ) -> None:
     train = _file(tmp_path / "train.jsonl", *lines)
     with pytest.raises(DataError, match=words) as caught:
-        make_task(TaskConfig(name="math", train_file=train), 0)
+        make_task(TaskConfig(name="math", data=train), 0).num_items("train")
     assert train in str(caught.value)
 
 
@@ -213,9 +213,9 @@ def test_lines_end_at_newlines_alone_and_a_byte_order_mark_is_passed_over(tmp_pa
     text = '{"question": "one\u2028two\u0085\x1c\x0c", "answer": "1"}'
     train.write_bytes(b"\xef\xbb\xbf" + f'{text}\r\n{{"question": "three", "answer": "3"}}\n'.encode())
     with pytest.raises(DataError, match="train.jsonl:1"):  # control characters are no JSON; U+2028 and U+0085 are
-        make_task(TaskConfig(name="math", train_file=str(train), eval_fraction=0.0), 0)
+        make_task(TaskConfig(name="math", data=str(train), eval_fraction=0.0), 0).num_items("train")
     train.write_bytes(train.read_bytes().replace(b"\x1c\x0c", b""))
-    task = make_task(TaskConfig(name="math", train_file=str(train), eval_fraction=0.0), 0)
+    task = make_task(TaskConfig(name="math", data=str(train), eval_fraction=0.0), 0)
     assert [task.item("train", i).question for i in range(2)] == ["one\u2028two\u0085", "three"]
     assert [task.item("train", i).where for i in range(2)] == [f"{train}:1", f"{train}:2"]
 
@@ -223,26 +223,42 @@ def test_lines_end_at_newlines_alone_and_a_byte_order_mark_is_passed_over(tmp_pa
 def test_every_mistake_of_a_task_is_told(tmp_path: Path) -> None:
     config = TaskConfig(
         name="function",
-        train_file=_file(tmp_path / "train.jsonl", "{"),
-        eval_file=f"{tmp_path}/eval.jsonl",
+        data=_file(tmp_path / "train.jsonl", "{"),
+        eval_data=f"{tmp_path}/eval.jsonl",
         reward=f"{tmp_path}/mine.py:score",
     )
     mistakes = list(task_mistakes(config, 0))
-    assert [mistake.key for mistake in mistakes] == ["task.train_file", "task.eval_file", "task.reward"]
+    assert [mistake.key for mistake in mistakes] == ["task.data", "task.eval_data", "task.reward"]
     lines = [str(mistake) for mistake in mistakes]
-    assert "train.jsonl:1: not JSON" in lines[0] and "eval.jsonl cannot be read" in lines[1]
+    assert "train.jsonl:1: not JSON" in lines[0] and "no file or folder" in lines[1] and "eval.jsonl" in lines[1]
     assert not list(task_mistakes(TaskConfig(), 0))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere.jsonl cannot be read"):
-        make_task(TaskConfig(name="math", train_file=str(tmp_path / "nowhere.jsonl")), 0)
+    with pytest.raises(DataError, match="task.data: no file or folder .*nowhere.jsonl"):
+        make_task(TaskConfig(name="math", data=str(tmp_path / "nowhere.jsonl")), 0).num_items("train")
+
+
+def test_columns_and_a_template_go_by_name_in_lines_too(tmp_path: Path) -> None:
+    train = _file(tmp_path / "train.jsonl", {"text": "1+1", "result": 2, "level": 1})
+    lines = {"name": "math", "data": train, "eval_fraction": 0.0, "template": "Q: {question}"}
+    item = make_task(TaskConfig(**lines, columns={"question": "text", "answer": "result"}), 0).item("train", 0)
+    assert (item.question, item.answer, dict(item.metadata)) == ("Q: 1+1", "2", {"level": 1})
+    for columns, words in (({"question": "txt"}, "task.columns.question: .*:1 has no column 'txt'; did you mean 'text'"),
+                           ({"question": "text"}, "task.data: .*:1: .* expected one of"),):  # fmt: skip
+        with pytest.raises(DataError, match=words):
+            make_task(TaskConfig(**lines, columns=columns), 0).num_items("train")
+    _file(tmp_path / "train.jsonl", {"text": "1+1", "result": 2}, {"text": "1+2", "answer": 3})
+    with pytest.raises(DataError, match=":2: got fields .* expected 'result', which task.columns names"):
+        make_task(TaskConfig(**lines, columns={"question": "text", "answer": "result"}), 0).num_items("train")
+    with pytest.raises(DataError, match="task.split: .* has no split 'test'"):
+        make_task(TaskConfig(name="math", data=train, split="test"), 0).num_items("train")
 
 
 def test_a_question_stays_as_it_was_written_and_what_is_compared_is_trimmed(tmp_path: Path) -> None:
     train = _file(tmp_path / "train.jsonl", {"question": " a3 b9 =\n", "answer": " 12\n"})
-    own = {"name": "function", "reward": "json:dumps", "train_file": train, "eval_fraction": 0.0}
-    for config in (TaskConfig(name="math", train_file=train, eval_fraction=0.0), TaskConfig(**own)):
+    own = {"name": "function", "reward": "json:dumps", "data": train, "eval_fraction": 0.0}
+    for config in (TaskConfig(name="math", data=train, eval_fraction=0.0), TaskConfig(**own)):
         item = make_task(config, 0).item("train", 0)
         assert (item.question, item.answer) == (" a3 b9 =\n", "12")
 
@@ -250,27 +266,27 @@ def test_a_question_stays_as_it_was_written_and_what_is_compared_is_trimmed(tmp_
 def test_white_space_at_the_ends_makes_no_other_question(tmp_path: Path) -> None:
     held = _file(tmp_path / "eval.jsonl", {"question": f"{MATH['problem']}\n", "answer": "1"})
     train = _file(tmp_path / "train.jsonl", GSM8K, MATH)
-    task = make_task(TaskConfig(name="math", train_file=train, eval_file=held), 0)
+    task = make_task(TaskConfig(name="math", data=train, eval_data=held), 0)
     assert [task.item("train", i).question for i in range(task.num_items("train") or 0)] == ["How many?"]
     lines = [{"question": f"Q{i}" + end, "answer": "1"} for i in range(200) for end in ("", "\n")]
-    both = make_task(TaskConfig(name="math", train_file=_file(tmp_path / "twice.jsonl", *lines), eval_fraction=0.2), 0)
+    both = make_task(TaskConfig(name="math", data=_file(tmp_path / "twice.jsonl", *lines), eval_fraction=0.2), 0)
     asked = {both.item("eval", i).question.strip() for i in range(both.num_items("eval") or 0)}
     assert both.num_items("eval") == 2 * len(asked) > 0
 
 
-def test_training_questions_that_the_eval_file_holds_are_left_out(tmp_path: Path) -> None:
+def test_training_questions_that_the_eval_data_holds_are_left_out(tmp_path: Path) -> None:
     train = _file(tmp_path / "train.jsonl", GSM8K, MATH)
     held = _file(tmp_path / "eval.jsonl", MATH)
-    task = make_task(TaskConfig(name="math", train_file=train, eval_file=held), 0)
+    task = make_task(TaskConfig(name="math", data=train, eval_data=held), 0)
     assert [task.item("train", i).question for i in range(task.num_items("train") or 0)] == ["How many?"]
     with pytest.raises(DataError, match="disjoint"):
-        make_task(TaskConfig(name="math", train_file=held, eval_file=held), 0)
+        make_task(TaskConfig(name="math", data=held, eval_data=held), 0).num_items("train")
 
 
 def test_a_share_of_distinct_questions_is_held_out_and_duplicates_stay_together(tmp_path: Path) -> None:
     lines = [{"question": f"Q{i % 500}", "answer": str(i % 500)} for i in range(1000)]
     train = _file(tmp_path / "train.jsonl", *lines)
-    task = make_task(TaskConfig(name="math", train_file=train, eval_fraction=0.2), 0)
+    task = make_task(TaskConfig(name="math", data=train, eval_fraction=0.2), 0)
     sides = {
         split: {task.item(split, i).question for i in range(task.num_items(split) or 0)}  # type: ignore[arg-type]
         for split in ("train", "eval")
@@ -285,7 +301,7 @@ def test_a_users_function_judges_its_own_items_or_a_bundled_tasks(tmp_path: Path
     path = f"{tmp_path}/mine.py:score"
     record = {"messages": [{"role": "user", "content": "Say ab"}], "answer": "ab", "level": 3}
     train = _file(tmp_path / "train.jsonl", record)
-    task = make_task(TaskConfig(name="function", train_file=train, eval_fraction=0.0, reward=path), 0)
+    task = make_task(TaskConfig(name="function", data=train, eval_fraction=0.0, reward=path), 0)
     item = task.item("train", 0)
     assert (item.question, item.answer, item.metadata) == ("Say ab", "ab", {"level": 3})
     assert item.messages == ({"role": "user", "content": "Say ab"},)
@@ -377,15 +393,13 @@ def test_anything_else_is_not_a_number(value: object) -> None:
     [
         ({"name": "chess"}, "name must be"),
         ({"name": "reasoning_gym"}, "needs a dataset"),
-        ({"name": "function", "reward": "json:dumps"}, "train_file must name a JSONL file, or data a table"),
-        ({"name": "math", "train_file": "x.jsonl", "data": "x.parquet"}, "give one of them"),
+        ({"name": "function", "reward": "json:dumps"}, "data must name a file of JSON lines"),
         ({"name": "steps", "data": "x.parquet"}, "data is of a table"),
-        ({"name": "math", "train_file": "x.jsonl", "columns": {"question": "q"}}, "columns is of a table"),
+        ({"name": "steps", "columns": {"question": "q"}}, "columns is of a table"),
         ({"reward": "json:dumps", "rewards": [RewardPart(function="json:loads")]}, "rewards and reward"),
         ({"rewards": [RewardPart(function="json:f"), RewardPart(function="re:f")]}, "more than one is called 'f'"),
         ({"rewards": [RewardPart(function="json:f", weight=0.0)]}, "every weight is 0"),
-        ({"name": "steps", "train_file": "x.jsonl"}, "train_file and eval_file must be empty"),
-        ({"name": "function", "train_file": "x.jsonl"}, "reward must name"),
+        ({"name": "function", "data": "x.jsonl"}, "reward must name"),
         ({"reward": "no_colon"}, "module:function"),
         ({"eval_fraction": 1.0}, "eval_fraction"),
         ({"pool": {"timeout_s": 0}}, "timeout_s"),

@@ -1,0 +1,363 @@
+"""Items from tables: a file of JSON lines, another file (parquet, arrow, CSV, JSON), a folder of them, or a data set of the Hub.
+
+    task.data ──.jsonl──────────────────────────────▶ lines, read at once ──────────────────▶ row ─┐
+        │                                                                                          ├─columns─▶ item
+        └──Hub: fetched by commit──▶ files ──datasets──▶ Arrow on disk, memory-mapped ──▶ row ─────┘
+
+JSON lines need no other package, and every mistake in them is named by file and line before a run. Anything else needs
+``datasets``: rows are read one at a time, by index, from a file that all processes map; only the questions are looked through,
+once, to divide them. A reward worker, which asks for no item, reads nothing at all.
+
+Where an evaluation table or split is named, a training question that also stands in it is left out. Else a share of the
+distinct questions is held out by a hash of their words. White space at the ends of a question is kept, but makes it no other
+question.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.data.items import Split, TaskItem, read_messages, split_questions
+from llamarl.environments.config import TaskConfig
+from llamarl.errors import DataError, FileError, Mistake, ModelError
+from llamarl.models.hub import fetch_dataset, is_hub_id
+from llamarl.reading import parse_json, read_lines, user_path
+
+__all__ = ["TableItems", "local_data", "question_item", "text_field"]
+
+_log = logging.getLogger(__name__)
+
+_LINES = ".jsonl"
+_READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    ".parquet": ("parquet", {}),
+    ".arrow": ("arrow", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".json": ("json", {}),
+}
+"""Ending of a file -> who reads it in ``datasets``, and how."""
+
+_QUESTIONS = ("question", "problem", "prompt", "messages")
+_BATCH = 1000
+
+ToItem = Callable[[Mapping[str, Any], str], TaskItem]
+"""Makes an item of one record; the second argument, which names its place, is for errors."""
+
+
+def text_field(record: Mapping[str, Any], names: tuple[str, ...], where: str, *, trim: bool = False) -> str:
+    """The first of ``names`` that the record has, as text; numbers are written out.
+
+    Args:
+        trim: Without white space at its ends, for what is compared. A question stays as it was written.
+
+    Raises:
+        DataError: It has none of them, or the value is neither text nor a number, or blank.
+    """
+    for name in names:
+        if name in record:
+            value = record[name]
+            finite = not isinstance(value, float) or math.isfinite(value)
+            if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not finite:
+                raise DataError(f"{where}: field {name!r} is {type(value).__name__} {value!r:.60}, expected text")
+            text = str(value)
+            if not text.strip():
+                raise DataError(f"{where}: field {name!r} is blank, expected text")
+            return text.strip() if trim else text
+    raise DataError(f"{where}: got fields {sorted(record)}, expected one of {list(names)}")
+
+
+def question_item(record: Mapping[str, Any], where: str) -> TaskItem:
+    """A record's question or conversation, and its answer if there is one; the other fields become the item's metadata.
+
+    Raises:
+        DataError: No question, or a malformed conversation; names ``where``.
+    """
+    messages = None
+    if "messages" in record:
+        messages = read_messages(record, where)
+        question = "\n\n".join(message["content"] for message in messages)
+    else:
+        question = text_field(record, ("question", "problem", "prompt"), where)
+    answer = record.get("answer")
+    return TaskItem(
+        question=question,
+        answer=None if answer is None else text_field(record, ("answer",), where, trim=True),
+        metadata={key: value for key, value in record.items() if key not in (*_QUESTIONS, "answer")},
+        messages=messages,
+        where=where,
+    )
+
+
+def local_data(named: str, revision: str, key: str) -> str:
+    """The path itself, or the folder of a data set that is named by its id on the Hub, which is fetched.
+
+    Raises:
+        DataError: There is no such file, folder or data set, or it cannot be fetched.
+    """
+    try:
+        path = user_path(named, key)
+    except FileError as error:
+        raise DataError.at(key, f": {error}") from error
+    if os.path.exists(path):
+        if revision:
+            raise DataError.at(
+                f"{key.replace('data', '')}revision",
+                f": {revision!r} is of a data set of the Hugging Face Hub, but {key} {named!r} is here, where there are none: "
+                "leave it out",
+                key,
+            )
+        return named
+    if not is_hub_id(named) or path.suffix in (_LINES, *_READERS):
+        raise DataError.at(
+            key, f": no file or folder {path}; give one, or the id of a data set of the Hugging Face Hub (org/name)"
+        )
+    try:
+        return str(fetch_dataset(named, revision, key=key))
+    except ModelError as error:
+        raise DataError(str(error), mistakes=error.mistakes) from error
+
+
+class TableItems:
+    """The train and eval items of one or two tables; an ``ItemSource`` but for its name. Opened when first asked.
+
+    Raises:
+        DataError: From ``num_items`` and ``item``: no such table, split or column, an empty table, or a record that is no item.
+    """
+
+    def __init__(self, config: TaskConfig, to_item: ToItem, *, seed: int) -> None:
+        self._config = config
+        self._to_item = to_item
+        self._seed = seed
+
+    def num_items(self, split: Split) -> int | None:
+        return len(self._splits[split][1])
+
+    def item(self, split: Split, index: int) -> TaskItem:
+        table, rows = self._splits[split]
+        item = table.item(int(rows[index]))
+        template = self._config.template
+        return dataclasses.replace(item, question=template.replace("{question}", item.question)) if template else item
+
+    @cached_property
+    def _splits(self) -> dict[Split, tuple[_Table, npt.NDArray[np.int64]]]:
+        config = self._config
+        wanted = [(config.data, config.split, "task.data", "task.split", config.revision)]
+        if config.eval_data or config.eval_split:
+            revision = config.eval_revision if config.eval_data else config.revision
+            wanted.append(
+                (config.eval_data or config.data, config.eval_split, "task.eval_data", "task.eval_split", revision)
+            )
+        tables: list[_Table] = []
+        problems: list[Mistake] = []
+        for arguments in wanted:
+            try:
+                tables.append(self._open(*arguments))
+            except DataError as error:
+                problems += error.mistakes
+        if problems:
+            raise DataError("\n".join(map(str, problems)), mistakes=problems)
+        train = tables[0]
+        every = np.arange(len(train.questions), dtype=np.int64)
+        if len(tables) == 1:
+            held = np.array(
+                split_questions(train.questions, seed=self._seed, fraction=config.eval_fraction), dtype=bool
+            )
+            return {"train": (train, every[~held]), "eval": (train, every[held])}
+        evaluated = tables[1]
+        known = set(evaluated.questions)
+        kept = np.fromiter((q not in known for q in train.questions), bool, len(every))
+        if not kept.any():
+            raise DataError.at(
+                "task.eval_data" if config.eval_data else "task.eval_split",
+                f": every question of {train.name} is also in {evaluated.name}; the splits must be disjoint",
+                "task.data",
+            )
+        if not kept.all():
+            _log.warning("%s: left out %d items that %s holds too", train.name, int((~kept).sum()), evaluated.name)
+        return {"train": (train, every[kept]), "eval": (evaluated, np.arange(len(evaluated.questions), dtype=np.int64))}
+
+    def _open(self, named: str, split: str, key: str, split_key: str, revision: str) -> _Table:
+        config = self._config
+        lines = named.endswith(_LINES)
+        if not lines and importlib.util.find_spec("datasets") is None:
+            raise DataError.at(
+                key,
+                f" {named!r} needs the package datasets: pip install 'llamarl[datasets]', or give JSON lines (.jsonl)",
+            )
+        path = Path(local_data(named, revision, key)).expanduser()
+        if path.is_file() and config.subset:
+            raise DataError.at(
+                "task.subset", f": {config.subset!r} is of a data set of several, but {path} is one file: leave it out"
+            )
+        if lines:
+            _choose(split, ("train",), named, split_key)
+            return _Lines(path, named, config.columns, self._to_item, key)
+        splits = _load(path, config.subset, key)
+        name = _choose(split, tuple(splits), named, split_key)
+        if not len(splits[name]):
+            raise DataError.at(split_key, f": split {name!r} of {named} has no row")
+        return _Mapped(f"{named} [{name}]", splits[name], config.columns, self._to_item)
+
+
+class _Table(Protocol):
+    """Rows of one table."""
+
+    name: str
+    """For people."""
+
+    @property
+    def questions(self) -> Sequence[str]:
+        """Of every row, without white space at the ends."""
+        ...
+
+    def item(self, row: int) -> TaskItem: ...
+
+
+class _Lines:
+    """A file with one JSON object a line; blank lines are passed over.
+
+    Raises:
+        DataError: The file is missing, unreadable or has no items, or a line is no JSON object of the right form.
+    """
+
+    def __init__(self, file: Path, name: str, columns: Mapping[str, str], to_item: ToItem, key: str) -> None:
+        self.name = name
+        self._items: list[TaskItem] = []
+        try:
+            for where, line in read_lines(file):
+                record = parse_json(line, where, big_integers=True)
+                if not isinstance(record, dict):
+                    shown = f"{type(record).__name__} {line.strip()[:80]!r}"
+                    raise DataError(f"{where}: got {shown}, expected a JSON object")
+                if not self._items:
+                    _check_columns(columns, list(record), where)
+                self._items.append(to_item(_record(record, columns, where), where))
+        except FileError as error:
+            raise DataError.at(key, f": {error}; give one JSON object a line, UTF-8") from error
+        except DataError as error:
+            raise error if error.mistakes[0].key else DataError.at(key, f": {error}") from error
+        if not self._items:
+            raise DataError.at(key, f": {file}: got an empty file, expected one JSON object a line")
+
+    @cached_property
+    def questions(self) -> Sequence[str]:
+        return [item.question.strip() for item in self._items]
+
+    def item(self, row: int) -> TaskItem:
+        return self._items[row]
+
+
+class _Mapped:
+    """Rows that ``datasets`` maps into memory."""
+
+    def __init__(self, name: str, rows: Any, columns: Mapping[str, str], to_item: ToItem) -> None:
+        self.name = name
+        self._rows, self._columns, self._to_item = rows, columns, to_item
+        _check_columns(columns, rows.column_names, name)
+
+    def item(self, row: int) -> TaskItem:
+        where = f"{self.name} row {row}"
+        record = _record(self._rows[row], self._columns, where)
+        return self._to_item({k: v for k, v in record.items() if v is not None and _is_plain(v)}, where)
+
+    @cached_property
+    def questions(self) -> Sequence[str]:
+        columns, have = self._columns, self._rows.column_names
+        taken = {columns[role]: role for role in _QUESTIONS if role in columns}
+        taken = taken or {name: name for name in _QUESTIONS if name in have and name not in columns.values()}
+        if not taken:
+            raise DataError.at(
+                "task.columns",
+                f": {self.name} has no column {' or '.join(map(repr, _QUESTIONS))}; it has {', '.join(have)}. Say which holds "
+                f"the question: columns = {{ question = {have[0]!r} }}",
+                "task.data",
+            )
+        found: list[str] = []
+        for batch in self._rows.select_columns(list(taken)).iter(_BATCH):
+            for index in range(len(next(iter(batch.values())))):
+                record = {role: batch[column][index] for column, role in taken.items()}
+                item = question_item(
+                    {k: v for k, v in record.items() if v is not None}, f"{self.name} row {len(found)}"
+                )
+                found.append(item.question.strip())
+        return found
+
+
+def _check_columns(columns: Mapping[str, str], have: Sequence[str], name: str) -> None:
+    for role, column in columns.items():
+        if column not in have:
+            raise DataError.at(f"task.columns.{role}", f": {name} has no column {column!r}{_near(column, have)}")
+
+
+def _record(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
+    """A row under the names that tasks know."""
+    if columns and (missing := [column for column in columns.values() if column not in row]):
+        raise DataError(f"{where}: got fields {sorted(row)}, expected {missing[0]!r}, which task.columns names")
+    named = {role: row[column] for role, column in columns.items()}
+    return {**named, **{name: row[name] for name in row if name not in columns.values() and name not in named}}
+
+
+def _load(path: Path, subset: str, key: str) -> Mapping[str, Any]:
+    """The splits of a folder or file."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    if path.is_dir():
+        source: tuple[Any, ...] = (str(path), subset or None)
+        options: dict[str, Any] = {}
+    else:
+        if path.suffix not in _READERS:
+            raise DataError.at(
+                key, f": {path} ends in {path.suffix!r}, expected one of {', '.join((_LINES, *_READERS))}"
+            )
+        reader, options = _READERS[path.suffix]
+        source, options = (reader,), {**options, "data_files": str(path)}
+    try:
+        return datasets.load_dataset(*source, **options)  # type: ignore[no-any-return]
+    except Exception as error:  # of a dozen readers, each with errors of its own
+        innermost: BaseException = error
+        while innermost.__cause__ is not None:
+            innermost = innermost.__cause__
+        text = str(error if "onfig" in str(error) else innermost).partition("\nExample")[0].replace("\n", " ")
+        if "corresponds to no data" in text:  # in the words of datasets
+            raise DataError.at(key, f": {path} has no row") from error
+        at = "task.subset" if "onfig name" in text or "BuilderConfig" in text else key
+        raise DataError.at(
+            at, f": {path} cannot be read as a table: {type(innermost).__name__}: {text:.500}"
+        ) from error
+
+
+def _choose(wanted: str, splits: Sequence[str], named: str, key: str) -> str:
+    if wanted in splits:
+        return wanted
+    if len(splits) == 1 and wanted in ("", "train"):  # a folder of test data alone, say
+        return splits[0]
+    if not wanted:
+        raise DataError.at(key, f" must name a split of {named}: it has {', '.join(splits)}")
+    raise DataError.at(key, f": {named} has no split {wanted!r}{_near(wanted, splits)}")
+
+
+def _near(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; {f'did you mean {near[0]!r}? ' if near else ''}it has {', '.join(known)}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON has such a value: images, sounds, bytes and dates are left out of an item."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, bool, int)) or (isinstance(value, float) and math.isfinite(value))
