@@ -61,7 +61,6 @@ _RULES = tuple(
         (r"(?<![\w*)\]}])\*(?=[^\s*])([^*\n]*[^\s*])\*(?![\w*({\\])", r"\1"),
         (r"(?<!\w)_(?=[^\s_])([^_\n{}]*[^\s_])_(?!\w)", r"\1"),
         (r"^(?:[ \t]*(?:>|\|))*[ \t]*(?:[-*•]\s+|#{1,3}\s+|#{5,6}\s+)?(?:\d{1,2}[.)]\s+(?=[A-Z]))?", ""),
-        (r"[ \t]*\|[ \t]*$|^-{3,}[ \t]*$", ""),
         (r"(?<=[^\W\d]) *\| *(?=[-$\d])|(?<![<=])=>", ": "),
         # LaTeX: boxes without braces, spaces, words, degrees, percent, separators.
         (r"\\(?:boxed|fbox)\s*(?:([-+]?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)|([A-Za-z])(?![A-Za-z]))", r"\\boxed{\1\2}"),
@@ -71,7 +70,6 @@ _RULES = tuple(
         (r"(?<!\\)\\(?:[,;:! ]|q?quad\b)", " "),
         (r"\\[dtc]frac", r"\\frac"),
         (rf"{_TEXT}\s*\{{([^{{}}]*)\}}(?:\s*\^\s*(?:[0-9]|\{{[0-9]\}}))?", _words_of),
-        (rf"{_TEXT}\s*\{{([^{{}}]*)\}}", _words_of),
         (r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\{?\b[CF]\b\}?)?|\\degree\b", " "),
         (r"\s*\\?%|\s*\b(?:percent(?:age)?|per cent|pct)\b(?!\s*points)", "%"),
         (r"(?<=\d) ?(?=(?:[cmk]m|k?g|mg|hrs?|mins?|secs?|lbs?|oz|ft|mph|kmph|km/h|m/s|m[lL]|cents?|am|pm|yrs?)\b)", " "),

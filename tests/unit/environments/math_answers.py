@@ -417,6 +417,7 @@ RIGHT: list[tuple[str, str]] = [
     (".0000672", "\\boxed{6.72 \\times 10^{-5}}"),
     ("1000", "We get 10^3"),
     ("1024", "\\boxed{2^{10}}"),
+    ("1024", "The answer is 2**10."),
     ("120", "\\boxed{5!}"),
     # Expressions.
     ("3\\sqrt{13}", "\\boxed{\\sqrt{117}}"),
