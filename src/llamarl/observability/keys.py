@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 REPLICA_KEY = "time/replica_{}_s"
-"""Of each unlike replica of the generator, by its number."""
+"""Of each replica of a generator of several kinds, by its number."""
 
 OverRanks = Literal["sum", "mean", "max", "min", "same"]
 """How the values of an executor's ranks become one: ``same`` is one value that any of them may report, since it stands for

@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,9 @@ from llamarl.tick_parts import AHEAD
 __all__ = ["Recorder", "ReportLike", "TENSORBOARD_FOLDER", "WEIGHT_SYNC_SPAN"]
 
 TENSORBOARD_FOLDER = "tensorboard"
+
+_TRAINER = "trainer"
+"""The executor whose ticks are the run's steps."""
 
 WEIGHT_SYNC_SPAN = "weight_sync"
 """Spans whose label begins with this add up to ``time/weight_sync_s``."""
@@ -83,9 +87,7 @@ class Recorder:
         *,
         job: JobDescription | None = None,
         run_config: Mapping[str, Any] | None = None,
-        trainer: str = "trainer",
         group_baseline: bool = True,
-        console: ConsoleReporter | None = None,
         written_until: int = -1,
         disk_s: float = 0.0,
     ) -> None:
@@ -96,23 +98,16 @@ class Recorder:
             resume_after_tick: Tick of the checkpoint from which the run goes on; -1 if it had none yet; None if it is new.
             job: What runs where, for the head of the console.
             run_config: The resolved configuration, for Weights & Biases.
-            trainer: Executor whose ticks are the run's steps.
             group_baseline: Whether a group whose rewards are all equal gives no gradient, for the warnings.
             written_until: Tick of which the files of ranks (rollouts) stay, though its rows are written again: beyond
                 ``resume_after_tick`` where the run goes on from its journal.
-            console: Where to show; made from ``config`` if None.
             disk_s: Seconds for which a row waits for a disk that refuses it.
 
         Raises:
             ConfigError: A new run in a folder that holds one, or an extra that is not installed.
             LlamaRLError: The folder cannot be written.
         """
-        if trainer not in executors:
-            raise ValueError(
-                f"no executor {trainer!r} among {', '.join(executors)}: name the one whose ticks are steps"
-            )
         self.run_dir = Path(run_dir)
-        self._trainer = trainer
         self._log = MetricsLog(self.run_dir, resume_after_tick, patience=Patience(disk_s))
         self._warnings = WarningLog(self.run_dir, resume_after_tick)
         self._findings = NewFindings(group_baseline=group_baseline, rows=self._log.rows, said=self._warnings.said)
@@ -131,7 +126,7 @@ class Recorder:
         if config.wandb:
             self._sinks.append(WandbSink(self.run_dir, run_config))
         self._sinks += [
-            UserSink(path, self.run_dir, run_config or {}, resume_after_tick, self._tell_of_a_sink)
+            UserSink(path, self.run_dir, run_config or {}, resume_after_tick, partial(self.warn, kind="sink"))
             for path in config.sinks
         ]
         self._join: TickJoin[_Timed] = TickJoin(executors, 0 if resume_after_tick is None else resume_after_tick + 1)
@@ -144,7 +139,7 @@ class Recorder:
         description = job or JobDescription(title=self.run_dir.name, lanes=lanes)
         if job is not None:
             write_job(self.run_dir, job)
-        self.console = console or ConsoleReporter(config, description, num_ticks, done=len(self._log.rows))
+        self.console = ConsoleReporter(config, description, num_ticks, done=len(self._log.rows))
         self._report_gap(resume_after_tick)
         self._last_row: Mapping[str, Any] | None = self._log.rows[-1] if self._log.rows else None
         self._closed = False
@@ -182,7 +177,7 @@ class Recorder:
         self.message(f"warning, tick {tick}: {text}")
 
     def restarted(self, tick: int, text: str) -> None:
-        """Note that an executor was brought up again, before its ``tick``."""
+        """Note that an executor was restarted before its ``tick``."""
         self._keep_warning(tick, "restart", text)
         self.message(f"tick {tick}: {text}")
 
@@ -264,9 +259,6 @@ class Recorder:
             if cause not in said:
                 self.message(f"rewards fail, from tick {row['step']}: {cause}")
 
-    def _tell_of_a_sink(self, tick: int, text: str) -> None:
-        self.warn(tick, "sink", text)
-
     def _keep_warning(self, tick: int, kind: str, text: str) -> None:
         try:
             self._warnings.write(tick, kind, text)
@@ -304,7 +296,7 @@ class Recorder:
             at_work = [*ahead, (report.started_s, report.finished_s)]
             row[f"time/{name}_s"] = sum(end - start for start, end in at_work)
             row[f"idle/{name}"] = idle_share(at_work, (before, report.finished_s))
-            if name == self._trainer:
+            if name == _TRAINER:
                 row["time/step_s"] = report.finished_s - before
             weight_sync_s += sum(
                 end - start for label, start, end in report.spans if label.startswith(WEIGHT_SYNC_SPAN)

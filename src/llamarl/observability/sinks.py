@@ -47,17 +47,17 @@ class UserSink:
         run_dir: Path,
         config: Mapping[str, Any],
         resume_after_tick: int | None,
-        tell: Callable[[int, str], None],
+        warn: Callable[..., None],
     ) -> None:
         """
         Args:
-            tell: Shows and keeps a line for the user, given the tick.
+            warn: Shows and keeps a line for the user: called with ``tick`` and ``text``.
 
         Raises:
             ConfigError: It cannot be imported or made, or lacks a method: nothing has been lost yet.
         """
         self._where = f"observability.sinks {import_path!r}"
-        self._tell = tell
+        self._warn = warn
         self._failed = False
         self._tick = 0 if resume_after_tick is None else resume_after_tick + 1
         try:
@@ -90,7 +90,7 @@ class UserSink:
             if not self._failed:
                 text += ". It gets no more rows; metrics.jsonl has them all"
             self._failed = True
-            self._tell(self._tick, text)
+            self._warn(tick=self._tick, text=text)
 
 
 class TensorBoardSink:

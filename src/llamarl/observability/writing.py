@@ -75,12 +75,12 @@ class Patience:
         """
         rest = memoryview(data)
 
-        def go_on() -> None:
+        def write_rest() -> None:
             nonlocal rest
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
 
-        self.write(path, go_on)
+        self.write(path, write_rest)
 
     def replace(self, path: Path, data: bytes) -> None:
         """A file whole or not at all; its folder is made, but not that one's.
@@ -89,11 +89,11 @@ class Patience:
             LlamaRLError: As ``write``.
         """
 
-        def go_on() -> None:
+        def write_file() -> None:
             path.parent.mkdir(exist_ok=True)
             replace_file(path, data, writer=self.writer)
 
-        self.write(path, go_on)
+        self.write(path, write_file)
 
 
 class CannotWrite(LlamaRLError):

@@ -68,21 +68,8 @@ def test_a_line_sums_up_its_rows() -> None:
     ]
     lines = text.RowTable(["generator", "trainer"], 10).lines(two)
     heading, values = lines[-2].split(), lines[-1].split("  ")
-    assert heading == [
-        "tick",
-        "reward",
-        "stale",
-        "no-signal",
-        "ratio-clip",
-        "length",
-        "cut",
-        "tokens/s",
-        "s/tick",
-        "failed",
-        "generator",
-        "trainer",
-        "left",
-    ]
+    names = "tick reward stale no-signal ratio-clip length cut tokens/s s/tick failed generator trainer left"
+    assert heading == names.split()
     assert [v.strip() for v in values if v.strip()] == [
         "4", "0.625", "1.0 / 3", "50 %", "–", "–", "75 %", "1,234", "2.00", "2", "10 %", "50 %", "0:12",
     ]  # fmt: skip
