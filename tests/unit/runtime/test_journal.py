@@ -121,6 +121,27 @@ def test_only_a_beginning_of_what_counted_is_read(tmp_path: Path, trouble: str, 
     assert ticks(read_journal(tmp_path, "mine")) == BOTH[:left]
 
 
+def test_a_file_torn_or_altered_at_any_place_ends_what_is_read(tmp_path: Path) -> None:
+    """As a machine's death leaves it: cut off, or with its length and other bytes."""
+    write(tmp_path, 2)
+    path = tmp_path / JOURNAL_FOLDER / f"{2:012d}"
+    whole = path.read_bytes()
+    start = read_journal(tmp_path, "mine")[2].offset
+    places = sorted({*range(0, 30), start - 1, start, start + 1, *range(30, len(whole), 37), len(whole) - 1})
+    for place in places:
+        path.write_bytes(whole[:place])
+        assert ticks(read_journal(tmp_path, "mine")) == BOTH[:2], f"cut at {place}"
+        path.write_bytes(whole[:place] + bytes(len(whole) - place))
+        if whole[place:].strip(b"\0"):
+            assert ticks(read_journal(tmp_path, "mine")) == BOTH[:2], f"zeros from {place}"
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert ticks(read_journal(tmp_path, "mine")) == BOTH[:2], f"altered at {place}"
+    path.write_bytes(whole + b"\0")
+    assert ticks(read_journal(tmp_path, "mine")) == BOTH[:2]
+    path.write_bytes(whole)
+    assert ticks(read_journal(tmp_path, "mine")) == BOTH[:4]
+
+
 def test_what_a_checkpoint_contains_is_removed_and_all_at_the_end(tmp_path: Path) -> None:
     write(tmp_path, 3, saved=0)
     assert ticks(read_journal(tmp_path, "mine")) == BOTH[2:]
