@@ -33,6 +33,7 @@ __all__ = [
     "read_object",
     "read_text",
     "read_toml",
+    "refuse_pipes",
     "user_path",
 ]
 
@@ -112,6 +113,23 @@ def open_regular(path: str | os.PathLike[str], *, max_bytes: int | None = _MAX_B
         raise FileError(f"{_named(path)} cannot be read ({error.strerror})") from error
     finally:
         os.close(descriptor)
+
+
+def refuse_pipes(folder: Path) -> None:
+    """Refuse a folder that holds a pipe or a device, or a link to one, at any depth: whoever opens one may wait for ever.
+
+    Raises:
+        FileError: Names the first.
+    """
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)
+            try:
+                kind = stat.S_IFMT(os.stat(path).st_mode)
+            except OSError:  # a link to nothing, or gone by now
+                continue
+            if kind in (stat.S_IFIFO, stat.S_IFCHR, stat.S_IFBLK):
+                raise FileError(f"{_named(path)} is {_KINDS[kind]}, expected a file")
 
 
 def read_bytes(path: str | os.PathLike[str], *, max_bytes: int | None = _MAX_BYTES) -> bytes:

@@ -35,6 +35,7 @@ from llamarl.controller.settings import RESHARDABLE, differences, explain, setti
 from llamarl.errors import ConfigError
 from llamarl.import_path import source_file
 from llamarl.plural import plural
+from llamarl.reading import refuse_pipes
 
 __all__ = ["begun_config", "plan_resume", "refuse_code_of_a_run", "resume_run"]
 
@@ -79,7 +80,9 @@ def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, A
 
     Raises:
         ConfigError: Code inside the folder, a program to start on hosts, or consent to a model's own code.
+        FileError: A pipe or a device in the folder.
     """
+    refuse_pipes(run_dir)
     saved = run_dir / CONFIG_FILE
     for key, value, kind in config.named_code:
         if _is_set(given, key):

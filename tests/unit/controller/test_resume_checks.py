@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -265,6 +266,25 @@ def test_code_that_a_runs_own_configuration_asks_for_is_run_only_if_the_user_nam
     with pytest.raises(ConfigError, match="--model.trust_remote_code true"):
         resume.begun_config(tmp_path / "run", {})
     assert resume.begun_config(tmp_path / "run", {"model": {"trust_remote_code": True}}).model.trust_remote_code
+
+
+@pytest.mark.parametrize(
+    "place", ["journal/000000000000", "checkpoints/tick_000001/generator/rank_0/generator.json", "run_id", "link"]
+)
+def test_a_pipe_anywhere_in_a_runs_folder_is_refused_and_holds_nobody_up(
+    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    pipe = tmp_path / "pipe" if place == "link" else run_dir / place
+    pipe.parent.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(exist_ok=True)
+    os.mkfifo(pipe)
+    if place == "link":
+        (run_dir / place).symlink_to(pipe)
+    (run_dir / "config.toml").write_text("")
+    for verb in ("--resume", "--replay"):
+        assert main(["train", verb, str(run_dir), "--dry-run"]) == 2
+        assert f"{run_dir / place} is a pipe, expected a file" in capsys.readouterr().err
 
 
 def test_a_replay_refuses_what_a_resume_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
