@@ -322,8 +322,7 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
     if config.recovery.straggler_multiple and config.run.runtime == "inline":
         yield Mistake(
             "recovery.straggler_multiple",
-            "starts slow ticks a second time in further processes, but run.runtime is 'inline', which runs everything in one: set it "
-            "to 0, or run.runtime to 'local'",
+            "ends slow processes, but run.runtime is 'inline', which has one: set it to 0, or run.runtime to 'local'",
             ("run.runtime",),
         )
     if config.hosts.wanted and config.run.runtime == "inline":

@@ -88,7 +88,7 @@ ELSEWHERE = {
     **dict.fromkeys(("hosts.standby", "hosts.standby_after_s"), "test_standby.py"),
     **dict.fromkeys(("evaluation.dp", "evaluation.tp"), "test_ranks_of_the_evaluator_change_no_bit"),
     "hosts.absent_after_s": "test_survival_on_hosts.py",
-    **dict.fromkeys(("recovery.straggler_multiple", "recovery.straggler_least_s"), "test_survival.py"),
+    "recovery.straggler_multiple": "test_survival.py",
     "observability.wandb": "needs an account",
 }
 """And those that another test changes, or none can."""

@@ -206,33 +206,15 @@ def test_a_disk_without_room_for_a_checkpoint_and_then_for_a_line_costs_neither_
     )
 
 
-def test_whoever_of_two_attempts_at_a_slow_tick_is_ready_first_the_bits_are_those_of_the_undisturbed_run(
+def test_a_rank_that_is_slow_at_a_tick_is_ended_and_the_bits_are_those_of_the_undisturbed_run(
     llamarl: CommandLine, tmp_path: Path, undisturbed: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    twins = {"recovery.straggler_multiple": 3, "recovery.straggler_least_s": 1, "run.cores": 16}
-    threads = dict.fromkeys(("generator.threads", "trainer.threads", "evaluation.threads"), 1)
-    assert (undisturbed / "config.toml").read_text().count("\nthreads = 1\n") == len(threads), "they decide bits"
-    every = {"checkpoint.every": 1, "checkpoint.keep": 0}  # whoever is first, its state alone is saved
-    run = llamarl.start(run_dir, {**SETTINGS, **every, **threads, **twins})
+    run = llamarl.start(run_dir, {**SETTINGS, "recovery.straggler_multiple": 3})
     wait_for_rows(run, run_dir, 4)
     kill(run, "generator", number=signal.SIGSTOP)
-    told(run, "'generator': the second attempt is ready and counts")
-    slow = ranks(run.pid)["reward"]
-    os.kill(slow, signal.SIGSTOP)
-    told(run, r"'reward' has been at tick \d .* s: it is started a second time")
-    os.kill(slow, signal.SIGCONT)
     said, _ = run.communicate(timeout=240)
     assert run.returncode == 0, said
-    assert "'reward': the first attempt is ready and counts" in said, said
-    assert "brought up again" not in said and "could not be written" not in said, said
+    assert re.search(r"'generator' .*gave no answer within [\d.]+ s; brought up again", said), said
     assert what_counts(run_dir) == what_counts(undisturbed)
-    saved, expected = checkpoints(run_dir), checkpoints(undisturbed)
-    assert expected and {path: saved[path] for path in expected} == expected
-    assert {path.split("/")[1] for path in saved} == {f"tick_{tick:06d}" for tick in range(10)}
-    last = {key: value for row in rows(run_dir) for key, value in row.items() if "_twin" in key}
-    assert last["recovery/generator_twin_wins"] >= 1 and last["recovery/reward_twins"] >= 1
-
-
-def told(run: Started, line: str) -> None:
-    wait_until(lambda: run.poll() is not None or re.search(line, run.out) is not None, limit_s=60, what=line)
+    assert checkpoints(run_dir) == checkpoints(undisturbed)

@@ -66,8 +66,6 @@ class Sink(_Counter):
 class SlowDoubler(Doubler):
     """Rank 0 of the processes with which the run begins does not come to the end of one tick."""
 
-    may_have_twin = True
-
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         if tick == SLOW_TICK and self.context.incarnation == 0 and self.context.rank == 0:
             time.sleep(600)
@@ -76,8 +74,6 @@ class SlowDoubler(Doubler):
 
 class SlowSink(Sink):
     """The process with which the run begins does not come to the end of a later one."""
-
-    may_have_twin = True
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         if tick == LATER_SLOW_TICK and self.context.incarnation == 0:

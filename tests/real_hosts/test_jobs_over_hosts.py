@@ -272,36 +272,6 @@ def test_a_rank_that_is_killed_and_a_host_that_is_cut_off_for_good_change_no_bit
     wait_for_none_left(three)
 
 
-def test_a_tick_on_a_host_that_is_cut_off_is_done_on_a_spare_one_before_the_silence_is_told(
-    folder: Path, key: Path, three: list[NamespaceHost]
-) -> None:
-    words = ("tiny", *SMALL, "--run.num_ticks", "12", "--checkpoint.every", "0", "--generator.threads", "1")
-    train(folder / "all-fast", *words)
-    run_dir = folder / "one-slow"
-    where = ("--on", "generator=0", "--on", "reward=1", "--on", "trainer=1", "--on", "evaluator=1")
-    slow = (
-        "--recovery.straggler_multiple",
-        "3",
-        "--recovery.straggler_least_s",
-        "1",
-        "--deadlines.host_silence_s",
-        "20",
-    )
-    controller = begin(train_words(run_dir, *words, *where, *slow, hosts=three, key=key), run_dir)
-    while (run_dir / "metrics.jsonl").read_text().count("\n") < 5:
-        assert controller.poll() is None, controller.communicate()
-        time.sleep(0.1)
-    three[0].cut_off()
-    said, errors = controller.communicate(timeout=200.0)
-    assert controller.returncode == 0, errors
-    assert_same_run(folder / "all-fast", run_dir)
-    texts = [json.loads(line)["text"] for line in (run_dir / "warnings.jsonl").read_text().splitlines()]
-    assert [text for text in texts if f"it is started a second time on {three[2].at}," in text], texts
-    assert "'generator': the second attempt is ready and counts" in texts
-    assert not [text for text in texts if "brought up again" in text], said
-    wait_for_none_left(three)
-
-
 def test_replicas_come_to_a_spare_host_once_it_reaches_the_trainer_and_are_replaced_when_it_is_cut_off(
     folder: Path, key: Path, three: list[NamespaceHost]
 ) -> None:

@@ -90,12 +90,8 @@ class RecoveryConfig:
     """Seconds over which restarts are counted."""
 
     straggler_multiple: Annotated[NonNegativeFloat, NO_BITS] = 0.0
-    """A tick that takes longer than so many times what ticks of its executor usually take is started a second time beside the first,
-    where run.cores leaves cores, or over hosts on another one that has some; who is ready first counts, with the same bits. 0: none
-    is. Not trainer and critic, not on GPUs."""
-
-    straggler_least_s: Annotated[PositiveFloat, NO_BITS] = 10.0
-    """Seconds below which no tick takes too long."""
+    """A rank whose tick takes longer than so many times the median of its executor's last ticks, and 10 s at least, is ended, and the
+    tick done again as after any death, to the same bits. 0: none is. Not trainer and critic, which would repeat earlier ticks."""
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())

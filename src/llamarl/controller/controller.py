@@ -33,7 +33,6 @@ The standard job at tick k, with s = ``schedule.max_staleness``; nobody waits fo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,10 +46,10 @@ from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking, before_the_first_tick
 from llamarl.controller.orders import Orders, SavedTicks
 from llamarl.controller.replacing import Replacing
-from llamarl.controller.twins import Twins
+from llamarl.controller.stragglers import Stragglers
 from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.base import Death, News, ProcessesDied, Report, Rescales, Restarts, RunsTwins, Runtime
+from llamarl.runtime.base import Death, News, ProcessesDied, Report, Rescales, Restarts, Runtime
 
 __all__ = ["Checkpoints", "Journal", "Observer", "Scaling", "run_graph"]
 
@@ -125,7 +124,7 @@ def run_graph(
     replacing: Replacing | None = None,
     journal: Journal | None = None,
     scaling: Scaling | None = None,
-    twins: Twins | None = None,
+    stragglers: Stragglers | None = None,
 ) -> None:
     """Run every executor of ``graph`` from ``first_tick`` to ``num_ticks``, then return. The caller closes the runtime.
 
@@ -133,7 +132,7 @@ def run_graph(
         needs: Where decisions are known beforehand (a replay): see ``Marking``.
         journal: Gets each report that counts.
         replacing: Brings executors up again whose processes died, where the runtime can; None: a death ends the run.
-        twins: Starts ticks that take too long a second time, where there is ``replacing``.
+        stragglers: Says which ticks take too long, where there is ``replacing``; whoever is at one is ended and does it again.
         scaling: Asked before orders are given, where there is ``replacing``.
 
     Raises:
@@ -171,7 +170,6 @@ def run_graph(
     for name, done in marking.done_ticks.items():
         if done > first_tick and not any(report.executor == name and report.journal for report in resumed):
             orders.again(name, first_tick)
-    beside = runtime if twins is not None and isinstance(runtime, RunsTwins) else None
     stop = ""
     while not marking.finished:
         if checkpoints and checkpoints.overdue() and (cut := _next_cut(marking)) < marking.num_ticks:
@@ -181,26 +179,26 @@ def run_graph(
             if spec is not None:
                 replacing.rescale(runtime, spec, marking.done_ticks[spec.name])
                 saves.again(spec.name, marking.done_ticks[spec.name])
+                if stragglers is not None:
+                    stragglers.restarted(spec.name, marking.done_ticks[spec.name])
         for firing in marking.ready():
             orders.give(firing)
         try:
-            if twins is not None and beside is not None:
-                oldest = orders.oldest()
-                twins.listen(beside, marking, orders, orders.since_s[oldest] + deadlines.step_s)
-            report = _wait(runtime, marking, orders, deadlines.step_s)
+            limits_s = {}
+            if stragglers is not None and restarts is not None and replacing is not None and replacing.has_room():
+                limits_s = stragglers.limits_s(marking.busy, restarts.replaceable())
+            report = _wait(runtime, marking, orders, deadlines.step_s, limits_s)
         except (ProcessesDied, _NoAnswer) as error:
             if restarts is None or replacing is None:
                 raise
-            deaths = error.deaths if isinstance(error, ProcessesDied) else (error.as_death(restarts, deadlines.step_s),)
-            if twins is not None and beside is not None:
-                twins.outlived(beside, marking, orders, deaths, now_s=time.monotonic())
+            deaths = error.deaths if isinstance(error, ProcessesDied) else (error.as_death(restarts),)
             _tell_of_checkpoints(restarts, checkpoints, journal, wait=True)
             readers = error.readers if isinstance(error, ProcessesDied) else ()
             for redo in replacing.bring_back(restarts, marking, error, deaths, orders.ages_s(), readers=readers):
                 saves.again(redo.executor, redo.first_tick)
                 orders.again(redo.executor, redo.first_tick)
-                if twins is not None:
-                    twins.begun_anew(marking, [redo.executor])
+                if stragglers is not None:
+                    stragglers.restarted(redo.executor, redo.next_tick)
             continue
         has_counted = report.tick < marking.done_ticks[report.executor]
         if has_counted:
@@ -208,8 +206,8 @@ def run_graph(
                 marking.put_back(name, report.tick, handles)
         else:
             report = report if replacing is None else replacing.told_of(report)
-            if twins is not None and beside is not None:
-                report = twins.settle(beside, marking, report)
+            if stragglers is not None:
+                stragglers.note(marking.busy[report.executor], report.finished_s - report.started_s)
             marking.complete(report.executor, report.tick, report.outputs)
             if journal is not None:
                 journal.append(report)
@@ -322,26 +320,35 @@ def _tell_of_checkpoints(
 class _NoAnswer(DeadlineExceeded):
     """An executor has not answered to an order in time."""
 
-    def __init__(self, message: str, executor: str, tick: int) -> None:
+    def __init__(self, message: str, executor: str, tick: int, limit_s: float) -> None:
         super().__init__(message)
-        self.executor, self.tick = executor, tick
+        self.executor, self.tick, self.limit_s = executor, tick, limit_s
 
-    def as_death(self, runtime: Restarts, limit_s: float) -> Death:
+    def as_death(self, runtime: Restarts) -> Death:
         """It is ended, and counts as having died."""
-        return runtime.overdue(self.executor, f"tick {self.tick}", limit_s)
+        return runtime.overdue(self.executor, f"tick {self.tick}", self.limit_s)
 
 
-def _wait(runtime: Runtime, marking: Marking, orders: Orders, step_s: float) -> Report:
-    """The next report; the limit runs from the oldest order that is still out."""
-    oldest = orders.oldest()
+def _wait(
+    runtime: Runtime, marking: Marking, orders: Orders, step_s: float, limits_s: Mapping[str, float] = {}
+) -> Report:
+    """The next report; the limit runs from the order whose time is over first.
+
+    Args:
+        limits_s: Executors that have less than ``step_s`` for the tick at which they are.
+    """
+    limits = {name: min(step_s, limits_s.get(name, step_s)) for name in orders.since_s}
+    late = min(limits, key=lambda name: orders.since_s[name] + limits[name])
     try:
-        return runtime.wait(max(0.0, orders.since_s[oldest] + step_s - runtime.now()))
+        return runtime.wait(max(0.0, orders.since_s[late] + limits[late] - runtime.now()))
     except DeadlineExceeded as error:
-        age, tick = runtime.now() - orders.since_s[oldest], orders.tick[oldest]
+        age, tick = runtime.now() - orders.since_s[late], orders.tick[late]
+        key = "deadlines.step_s" if limits[late] == step_s else "recovery.straggler_multiple x the median"
         raise _NoAnswer(
-            f"the controller waited {age:.0f} s for {oldest!r} to finish tick {tick} "
-            f"(limit deadlines.step_s = {step_s:g} s). {error}\nWho waits for whom:\n{marking.describe()}\n"
-            f"Raise deadlines.step_s if this tick is merely slow; else look at {oldest!r}'s output above.",
-            oldest,
+            f"the controller waited {age:.0f} s for {late!r} to finish tick {tick} "
+            f"(limit {key} = {limits[late]:g} s). {error}\nWho waits for whom:\n{marking.describe()}\n"
+            f"Raise deadlines.step_s if this tick is merely slow; else look at {late!r}'s output above.",
+            late,
             tick,
+            limits[late],
         ) from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from llamarl.channels.base import ChannelSpec
 from llamarl.checkpoint.platform import joint_facts, platform_facts
 from llamarl.config import RunConfig
-from llamarl.controller.host_places import HostPlaces, Seconds
+from llamarl.controller.host_places import HostPlaces
 from llamarl.controller.job_files import JobFiles, folder_answers, open_job_files
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.executors.base import ExecutorSpec
@@ -280,10 +280,9 @@ class JobHosts:
         """
         on_hosts = {name: ranks for name, ranks in self.where.items() if ranks[0] >= 0}
         on_lost = files.lose if files is not None else lambda host: None
-        seconds = self._seconds()
         specs = self.placement.executors if self.placement is not None else ()
         self.launcher = launcher = HostLauncher(
-            self.workers.workers, self.where, self.key, on_lost, spares=restarts, seconds=seconds.where, specs=specs
+            self.workers.workers, self.where, self.key, on_lost, spares=restarts, specs=specs
         )
         self.places = places = HostPlaces(
             self.where,
@@ -294,7 +293,6 @@ class JobHosts:
             self.network,
             allow_unlike=self.config.hosts.allow_unlike,
             told_s=2 * self.config.deadlines.host_silence_s,
-            seconds=seconds,
         )
         return ProcessRuntime(
             collective_timeout_s=self.config.deadlines.collective_s,
@@ -304,20 +302,6 @@ class JobHosts:
             restarts=restarts,
             resumed=resumed,
         )
-
-    def _seconds(self) -> Seconds:
-        assert self.placement is not None and self.controllers is not None, "ranks have their places"
-        members = self.placement.colocated.members if self.placement.colocated is not None else ()
-        return Seconds(
-            threads={spec.name: spec.threads for spec in self.placement.executors},
-            here=self.controllers,
-            never=dict.fromkeys(members, "it takes turns with others (schedule.colocated)"),
-        )
-
-    def why_no_second(self, executor: str) -> str:
-        """Why a second attempt at the tick that an executor is at has room on none of the hosts; empty: it has on one."""
-        assert self.places is not None, "ticks are started a second time in a job that runs"
-        return self.places.why_no_second(executor)
 
     def clocks(self) -> dict[str, tuple[float, float]]:
         """Host -> how far its clock is ahead of the controller's, and by how much that may be wrong; seconds."""

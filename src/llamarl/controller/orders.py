@@ -85,14 +85,6 @@ class Orders:
         """Nothing is out to it any more."""
         self.since_s.pop(executor, None)
 
-    def renew(self, executor: str) -> None:
-        """Its order is with other processes from now on."""
-        self.since_s[executor] = self._runtime.now()
-
-    def oldest(self) -> str:
-        """Who has been at work longest."""
-        return min(self.since_s, key=lambda name: self.since_s[name])
-
     def ages_s(self) -> Mapping[str, float]:
         """Executor at work -> since when."""
         return {name: self._runtime.now() - at_s for name, at_s in self.since_s.items()}

@@ -85,8 +85,6 @@ class Recovery:
         self._incarnations: dict[str, int] = {}
         self._given: dict[str, int] = {}
         """Executor -> the highest incarnation that was given to processes of it."""
-        self._twins: dict[str, int] = {}
-        """Executor whose tick is done twice at once -> incarnation of the second attempt."""
         self._restarts: dict[str, int] = {}
         self._attempts: list[_Attempt] = []
 
@@ -101,39 +99,8 @@ class Recovery:
 
     def renew(self, executor: str) -> int:
         """The incarnation of processes that an executor gets though none of it died."""
-        self._twins.pop(executor, None)
         self._incarnations[executor] = self._next(executor)
         return self._incarnations[executor]
-
-    def twin(self, executor: str) -> int | None:
-        """The incarnation of the second attempt at its tick, if there is one."""
-        return self._twins.get(executor)
-
-    def begin_twin(self, executor: str) -> int:
-        """The incarnation of processes that do the tick at which an executor is once more, beside the present ones."""
-        assert executor not in self._twins, "a tick is started a second time once"
-        self._twins[executor] = self._next(executor)
-        return self._twins[executor]
-
-    def keep(self, executor: str, incarnation: int) -> None:
-        """Of two attempts this one goes on; what the other still says is ignored."""
-        assert incarnation in (self.incarnation(executor), self._twins[executor])
-        del self._twins[executor]
-        self._incarnations[executor] = incarnation
-
-    def outlived(self, marking: Marking, deaths: Sequence[Death], *, now_s: float) -> dict[str, int]:
-        """Executors with two attempts of which just one has died -> the incarnation of the other. The first attempt's death is
-        remembered, so that a cause that comes again, or too often, ends the run as ever."""
-        found = {}
-        for name, twin in self._twins.items():
-            both = {self.incarnation(name), twin}
-            died = {death.incarnation: death for death in deaths if death.executor == name}
-            if len(both & died.keys()) == 1:
-                (found[name],) = both - died.keys()
-                if found[name] == twin:
-                    death = died[self.incarnation(name)]
-                    self._attempts.append(_Attempt(now_s, marking.done_ticks[name], death))
-        return found
 
     def _next(self, executor: str) -> int:
         self._given[executor] = self._given.get(executor, 0) + 1
@@ -145,7 +112,7 @@ class Recovery:
         Args:
             held: Whether its tokens, and the state after its tick, outlive the process that made them.
         """
-        return held and incarnation in (self.incarnation(executor), self._twins.get(executor))
+        return held and incarnation == self.incarnation(executor)
 
     def decide(
         self, marking: Marking, deaths: Sequence[Death], *, replaceable: Mapping[str, int], now_s: float
@@ -216,11 +183,10 @@ class Recovery:
             if name not in replaceable:
                 return f"{name!r} is not brought up again: its host is gone, or what it held is not held elsewhere"
         same = next((attempt for attempt in attempts if self._repeats(attempt)), None)
-        recent = [attempt for attempt in self._attempts if now_s - attempt.at_s <= self._window_s]
         if same is not None:
             often = "third" if same.death.from_outside else "second"
             why = f"the same death at the same tick for the {often} time: it would come again"
-        elif len(recent) + len(attempts) > self._max_restarts:
+        elif self._recent(now_s) + len(attempts) > self._max_restarts:
             why = (
                 f"more than recovery.max_restarts = {self._max_restarts} restarts within "
                 f"recovery.window_s = {self._window_s:g} s"
@@ -229,6 +195,13 @@ class Recovery:
             return ""
         lines = [attempt.line(now_s) for attempt in (*self._attempts, *attempts)]
         return "\n".join([f"{why}. Deaths of this run:", *lines])
+
+    def has_room(self, now_s: float) -> bool:
+        """Whether there may be one more restart within ``window_s``."""
+        return self._recent(now_s) < self._max_restarts
+
+    def _recent(self, now_s: float) -> int:
+        return sum(now_s - attempt.at_s <= self._window_s for attempt in self._attempts)
 
     def _repeats(self, attempt: _Attempt) -> bool:
         """Whether it would come again. A crash of its own accord, once repeated, will be. A signal from outside may meet the same

@@ -108,6 +108,10 @@ class Replacing:
             runtime.replace(name, incarnation=redo.incarnation, first_tick=redo.first_tick)
         return tuple(redos)
 
+    def has_room(self) -> bool:
+        """Whether one more death would be answered by a restart."""
+        return self._recovery.has_room(time.monotonic())
+
     def rescale(self, runtime: Rescales, spec: ExecutorSpec, first_tick: int) -> None:
         """Start an executor that is not at work anew, with other ranks and the state after ``first_tick - 1``."""
         self._moved[spec.name] = time.monotonic()

@@ -48,7 +48,6 @@ from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, Sources, resca
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.standby import Standby, check_standby, open_standby
 from llamarl.controller.stragglers import Stragglers
-from llamarl.controller.twins import Twins, never_twice
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
 from llamarl.environments.code_options import warning_of_no_box
 from llamarl.errors import ConfigError, LlamaRLError, ModelError, NothingTrained, RunFolderLost, RunStopped
@@ -327,8 +326,6 @@ def _settle(recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, 
     graph, weight_edges = settle_weight_edges(config, graph, hosts=placement.hosts or None)
     _tell_of_a_long_warmup(config)
     _tell_of_micro_batches(config, folder)
-    for name, why in never_twice(graph, placement.colocated).items() if config.recovery.straggler_multiple else ():
-        print(f"recovery.straggler_multiple: no tick of {name!r} is started a second time: {why}", file=sys.stderr)
     if config.trainer.activation_offload and config.trainer.device == "cpu":
         print(
             "trainer.activation_offload does nothing on a CPU: activations are in host memory anyway", file=sys.stderr
@@ -533,7 +530,7 @@ def execute(
             needs=needs,
             replacing=replacing,
             journal=journal,
-            twins=_twins(prepared, rule, recorder),
+            stragglers=Stragglers(multiple=multiple) if (multiple := config.recovery.straggler_multiple) else None,
             scaling=None if replacing is None else _scaling(prepared, folder, recorder, checkpoints),
         )
         checkpoints.close()
@@ -591,17 +588,6 @@ def _scaling(prepared: Prepared, folder: RunFolder, recorder: Recorder, checkpoi
         return rescaled(prepared.local, prepared.graph, replicas, prepared.hosts, sources)
 
     return Scaling(folder.path, plan, took_effect, recorder.message)
-
-
-def _twins(prepared: Prepared, rule: Recovery, recorder: Recorder) -> Twins | None:
-    """None where no tick is started a second time."""
-    recovery = prepared.config.recovery
-    if not recovery.straggler_multiple:
-        return None
-    stragglers = Stragglers(multiple=recovery.straggler_multiple, least_s=recovery.straggler_least_s)
-    hosts = prepared.hosts
-    room = prepared.placement.why_no_room if hosts is None else lambda name, others: hosts.why_no_second(name)
-    return Twins(rule, stragglers, room, recorder.straggled)
 
 
 def _replacing(config: RunConfig, rule: Recovery, recorder: Recorder) -> Replacing | None:

@@ -1,54 +1,67 @@
-"""When a tick takes too long, compared with what ticks of its executor usually take. Pure.
+"""Which rank takes too long at a tick, compared with earlier ticks of its executor.
 
-seconds of an executor's last ticks ─▶ median ─▶ times recovery.straggler_multiple, and a floor ─▶ seconds after which a tick straggles
+seconds of the last ticks ─▶ median x recovery.straggler_multiple ─▶ the limit of the tick that is out, after which its
+executor is ended and does the tick again, as after any death
+
+Only executors whose state before the tick is held are ended, so no other tick is repeated (trainer
+and critic never are), and none for being slow at a tick that follows a start of their processes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping
 from statistics import median
 
-__all__ = ["MIN_TICKS", "WINDOW", "Stragglers", "straggles_after_s"]
+from llamarl.controller.marking import Firing
+
+__all__ = ["LEAST_S", "MIN_TICKS", "WINDOW", "Stragglers"]
 
 MIN_TICKS = 3
 """Ticks that must have been seen before any is said to take too long."""
 WINDOW = 20
 """How many of the last ones are looked at."""
-
-
-def straggles_after_s(seconds: Sequence[float], *, multiple: float, least_s: float) -> float | None:
-    """Seconds after which a tick takes too long; None: too few have been seen.
-
-    Args:
-        seconds: Of earlier ticks of its kind, oldest first.
-        multiple: Of their median.
-        least_s: Below this no tick takes too long.
-    """
-    if len(seconds) < MIN_TICKS:
-        return None
-    return max(least_s, multiple * median(seconds[-WINDOW:]))
+LEAST_S = 10.0
+"""Seconds below which no tick takes too long."""
 
 
 class Stragglers:
-    """What ticks usually take, by kind: those of one executor, with and without something to read.
+    """Knows how long ticks of each executor usually take.
 
     Args:
-        multiple, least_s: See :func:`straggles_after_s`.
+        multiple: Of the median; a tick that takes longer takes too long.
+        least_s: See ``LEAST_S``.
     """
 
-    def __init__(self, *, multiple: float, least_s: float) -> None:
+    def __init__(self, *, multiple: float, least_s: float = LEAST_S) -> None:
         self._multiple, self._least_s = multiple, least_s
-        self._seen: dict[Hashable, deque[float]] = {}
+        self._seen: dict[tuple[str, bool], deque[float]] = {}
+        self._started: dict[str, int] = {}
+        """Executor -> the first tick that its present processes count: it includes their start."""
 
-    def note(self, kind: Hashable, seconds: float) -> None:
-        """A tick has counted."""
-        self._seen.setdefault(kind, deque(maxlen=WINDOW)).append(seconds)
+    def note(self, firing: Firing, seconds: float) -> None:
+        """Remember how long a tick took."""
+        self._seen.setdefault(_kind(firing), deque(maxlen=WINDOW)).append(seconds)
 
-    def usual_s(self, kind: Hashable) -> float:
-        """The median of those that have been noted, of which there is one at least."""
-        return median(self._seen[kind])
+    def restarted(self, executor: str, tick: int) -> None:
+        """Let an executor take its time at the tick with which its new processes begin."""
+        self._started[executor] = tick
 
-    def after_s(self, kind: Hashable) -> float | None:
-        """Seconds after which a tick of this kind takes too long; None: that is not known yet."""
-        return straggles_after_s([*self._seen.get(kind, ())], multiple=self._multiple, least_s=self._least_s)
+    def limits_s(self, busy: Mapping[str, Firing], replaceable: Mapping[str, int]) -> dict[str, float]:
+        """Executor -> seconds after which its tick takes too long, for those that may be ended for it.
+
+        Args:
+            busy: Executor -> the tick that is out.
+            replaceable: Executor -> the first tick that it would do again.
+        """
+        limits = {}
+        for name, firing in busy.items():
+            seen = self._seen.get(_kind(firing), ())
+            if len(seen) >= MIN_TICKS and replaceable.get(name) == firing.tick > self._started.get(name, -1):
+                limits[name] = max(self._least_s, self._multiple * median(seen))
+        return limits
+
+
+def _kind(firing: Firing) -> tuple[str, bool]:
+    """Tell ticks with nothing to read apart, such as those of an evaluator between two evaluations."""
+    return firing.executor, any(handle is not None for handles in firing.inputs.values() for handle in handles)

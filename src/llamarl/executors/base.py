@@ -31,7 +31,6 @@ __all__ = [
     "StepResult",
     "TakesParts",
     "is_journaled",
-    "may_have_twin",
 ]
 
 
@@ -189,17 +188,6 @@ def is_journaled(executor: object) -> bool:
     order = type(executor).__mro__
     where = {name: i for i, kind in reversed([*enumerate(order)]) for name in ("journal", "save") if name in vars(kind)}
     return isinstance(executor, Journaled) and where["journal"] <= where.get("save", len(order))
-
-
-def may_have_twin(executor: object) -> bool:
-    """Whether two processes may do the same tick of it at once: it says so (``may_have_twin = True``), and so does a subclass that
-    does something else in ``step``. It then writes no file that is not whole at any moment, and asks nobody outside of the job."""
-    order = type(executor).__mro__
-    where = {
-        name: i for i, kind in reversed([*enumerate(order)]) for name in ("may_have_twin", "step") if name in vars(kind)
-    }
-    says_so = bool(getattr(executor, "may_have_twin", False))
-    return says_so and where["may_have_twin"] <= where.get("step", len(order))
 
 
 class Executor(Protocol):

@@ -39,7 +39,6 @@ _EVALUATION_SEED = 2
 class EvaluatorExecutor(Stateless, BaseExecutor):
     """Scores version 0 at tick 0, and version k + 1 at tick k where it is due."""
 
-    may_have_twin = True
     environments: Environments | None = None
     ranks: EvaluatorRanks | None = None
 

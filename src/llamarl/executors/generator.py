@@ -69,8 +69,6 @@ _OWN_PROMPTS = 1 << 25
 class GeneratorExecutor(BaseExecutor):
     """Samples groups of responses; in: ``weights``; out: ``completions``."""
 
-    may_have_twin = True
-
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
         super().__init__(config, context)
         generator, replicas = config.generator, replicas_of(config, context.num_ranks)

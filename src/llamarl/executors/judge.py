@@ -37,11 +37,6 @@ __all__ = ["JudgeExecutor", "VerdictLog"]
 class JudgeExecutor(Stateless, BaseExecutor):
     """Section ``judge``. A further one, ``[executors.NAME]``, has that section in its ``settings``."""
 
-    @property
-    def may_have_twin(self) -> bool:
-        """A server is asked once, and may say something else the second time."""
-        return bool(self.settings.path)
-
     def setup(self) -> None:
         self.settings = self.config.judge
         self._log: VerdictLog | None = None

@@ -19,8 +19,6 @@ __all__ = ["ReferenceExecutor"]
 class ReferenceExecutor(Stateless, BaseExecutor):
     """Scores groups; stateless between ticks, so a checkpoint of it is an empty folder."""
 
-    may_have_twin = True
-
     def setup(self) -> None:
         self.scorer = FrozenScorer(
             self.config.reference.path or self.config.model.path,

@@ -40,8 +40,6 @@ JUDGING_SHARE = 0.9
 class RewardExecutor(BaseExecutor):
     """Scores groups. Its only state between ticks are the spare groups of dynamic sampling, if that is on."""
 
-    may_have_twin = True
-
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
         super().__init__(config, context)
         self._patience: Patience | None = None

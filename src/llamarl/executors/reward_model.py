@@ -28,8 +28,6 @@ class RewardModelExecutor(Stateless, BaseExecutor):
     """Section ``reward_model``. A further one, ``[executors.NAME]``, has that section in its ``settings``; each of its
     ``ranks`` then holds the whole model and scores its share of the groups."""
 
-    may_have_twin = True
-
     def setup(self) -> None:
         self.settings = self.config.reward_model
         self.scorer = RewardScorer(

@@ -181,11 +181,6 @@ class Recorder:
         self._keep_warning(tick, "restart", text)
         self.message(f"tick {tick}: {text}")
 
-    def straggled(self, tick: int, text: str) -> None:
-        """Note that a tick took too long, and what was done."""
-        self._keep_warning(tick, "straggler", text)
-        self.message(f"tick {tick}: {text}")
-
     def sync(self) -> None:
         """Have the disk hold every row so far. Call it before a checkpoint is finished.
 

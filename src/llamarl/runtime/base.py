@@ -17,7 +17,7 @@ from llamarl.errors import ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 
 __all__ = [
-    "Death", "News", "Order", "ProcessesDied", "Report", "Rescales", "Restarts", "RunsTwins", "Runtime", "SetupReport",
+    "Death", "News", "Order", "ProcessesDied", "Report", "Rescales", "Restarts", "Runtime", "SetupReport",
 ]  # fmt: skip
 
 
@@ -33,9 +33,6 @@ class Order:
     """``latest`` in-channel name -> source tick -> handles, for the tokens on the edge that follow the one in ``inputs``."""
     save_to: Path | None = None
     """If set, each rank saves its state after this tick into ``save_to / executor / rank_N``."""
-    saves_late: bool = False
-    """Of a second attempt at a tick: the state is saved as the next order comes, which is given to the attempt that counts alone. So
-    it is never written beside the first one, into the same files."""
     saves: tuple[int, ...] = ()
     """Ticks from this one on whose states are saved while what this one makes may still lie on a delayed edge."""
     flush_saves: bool = False
@@ -181,36 +178,6 @@ class Rescales(Restarts, Protocol):
 
     def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
         """As ``replace``, with the ranks of ``spec`` in place of those that there were; all executors stand ready."""
-        ...
-
-
-@runtime_checkable
-class RunsTwins(Restarts, Protocol):
-    """One in which a second incarnation of an executor can do the tick that is out, beside the first."""
-
-    def now(self) -> float:
-        """As of ``Runtime``."""
-        ...
-
-    def heard_within(self, limit_s: float) -> bool:
-        """Whether there is something within ``limit_s`` seconds that ``wait`` would look at."""
-        ...
-
-    def may_have_twin(self, executor: str) -> bool:
-        """Whether the tick that is out to it may be done twice at once: its result depends on nothing but its inputs and the state
-        before it, which is held, and what two attempts write does not meet."""
-        ...
-
-    def begin_twin(self, executor: str, *, incarnation: int) -> str:
-        """Start a second incarnation with the state before the tick that is out, and give it the same order; returns at once.
-
-        Returns:
-            Its hosts, for people; empty: the job is on one machine.
-        """
-        ...
-
-    def keep(self, executor: str, incarnation: int) -> None:
-        """Of the two this one is the executor from now on. The other is ended when this returns, within seconds."""
         ...
 
 

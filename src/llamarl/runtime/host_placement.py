@@ -7,8 +7,8 @@ neighbouring numbers too, since these talk most. One that is given none goes who
 replicas may be given hosts kind by kind: ``generator_0`` are those of the first kind. All
 ranks of an executor get the same number of threads, the least that any of its hosts can give, because bits depend on it.
 
-While the job goes on a host may be gone (``stand_in``), an executor may get another number of ranks (``respread``), and a tick that
-is slow a second attempt (``second_hosts``): everyone else stays.
+While the job goes on a host may be gone (``stand_in``), an executor may get another number of ranks
+(``respread``): everyone else stays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.plural import plural
 from llamarl.runtime.placement import ColocatedGroup, Placement, place
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "given_again",
     "place_on_hosts",
     "respread",
-    "second_hosts",
     "spread",
     "stand_in",
     "unlike",
@@ -248,61 +246,6 @@ def respread(
             )
         ranks.append(min(free, key=order_of))
     return tuple(ranks)
-
-
-def second_hosts(
-    executor: str,
-    threads: Mapping[str, int],
-    here: Machine,
-    hosts: Sequence[Machine],
-    where: Mapping[str, Sequence[int]],
-    *,
-    seconds: Mapping[str, Sequence[int]] | None = None,
-    slow: Collection[int] = (),
-    gone: Collection[int] = (),
-) -> tuple[int, ...] | str:
-    """The host of each rank of a second attempt at an executor's tick, on CPUs: hosts with cores left for it, of those with no rank
-    that is slow the one with fewest ranks, which is filled before the next; one with a slow rank where no other has room. An
-    executor on the controller's machine has its second attempt on hosts, or else there.
-
-    All must be alike in what decides bits, whatever the job allows: which attempt is first must decide nothing.
-
-    Args:
-        threads: Executor -> cores of each of its ranks.
-        here: The controller's machine.
-        where: As :func:`spread` gives it.
-        seconds: The same of second attempts that there are.
-        slow: Where the ranks are that have not answered.
-        gone: Hosts that are not there.
-
-    Returns:
-        Or why there is no room, in words.
-    """
-    machines = {-1: here, **dict(enumerate(hosts))}
-    taken, used = Counter[int](), Counter[int]()
-    for ranks in (where, seconds or {}):
-        for name, own in ranks.items():
-            taken.update({host: threads[name] * num for host, num in Counter(own).items()})
-            used.update(own)
-    each, num_ranks, first = threads[executor], len(where[executor]), where[executor][0]
-
-    def why_not(host: int) -> str:
-        machine = machines[host]
-        if host in gone:
-            return f"{machine.name} is gone"
-        return next(iter(unlike([machines[first], machine], allow=False)), "")
-
-    def left(host: int) -> int:
-        return max(0, machines[host].cores - taken[host])
-
-    for candidates in [range(len(hosts)), *([[-1]] if first < 0 else [])]:
-        fit = [host for host in candidates if not why_not(host)]
-        order = sorted(fit, key=lambda host: (host in slow, used[host], host))
-        found = [host for host in order for _ in range(left(host) // each)]
-        if len(found) >= num_ranks:
-            return tuple(found[:num_ranks])
-    reasons = [why_not(host) or f"{machines[host].name} has {left(host)} left" for host in range(len(hosts))]
-    return f"that needs {plural(each * num_ranks, 'core')}, {each} a rank: {'; '.join(reasons)}"
 
 
 def given_again(ranks: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:

@@ -106,20 +106,6 @@ class Placement:
         threads = sum(spec.threads * spec.num_ranks for spec in self.executors if spec.name not in members)
         return threads + max((s.threads * s.num_ranks for s in self.executors if s.name in members), default=0)
 
-    def why_no_room(self, name: str, others: Sequence[str] = ()) -> str:
-        """Why an executor's ranks have no place a second time, beside all that there are and second ones of ``others``; empty: they
-        have one."""
-        assert not self.hosts, "over hosts they have one elsewhere: ``host_placement.second_hosts``"
-        spec = next(spec for spec in self.executors if spec.name == name)
-        if self.colocated is not None and name in self.colocated.members:
-            return "it takes turns with others (schedule.colocated)"
-        left = self.cores - self._num_threads()
-        left -= sum(spec.threads * spec.num_ranks for spec in self.executors if spec.name in others)
-        wanted = spec.threads * spec.num_ranks
-        if wanted <= left:
-            return ""
-        return f"that needs {_count(wanted, 'core')}, and {max(0, left)} of {self.cores} are left (run.cores, threads)"
-
     def on_machine(self, name: str) -> Placement:
         """What of it lies on one machine."""
         executors = []

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from llamarl.runtime.ranks import Launcher
 from llamarl.runtime.worker import RankReport, WorkerPlan
 from llamarl.transports.network import Network
 
-__all__ = ["Places", "SecondPlace"]
-
-
-@dataclass(frozen=True)
-class SecondPlace:
-    """Where a second attempt at a tick is."""
-
-    networks: Sequence[Network]
-    """Of each rank."""
-    launcher: Launcher | None
-    """Who starts its processes; None: they are on this machine."""
-    names: str
-    """Of its hosts, for people."""
+__all__ = ["Places"]
 
 
 class Places(Protocol):
@@ -41,23 +27,7 @@ class Places(Protocol):
         """Give ranks whose hosts are gone other hosts. Where each rank is now."""
         ...
 
-    def begin_second(self, executor: str, incarnation: int, late: Sequence[int]) -> SecondPlace:
-        """Give a second attempt at an executor's tick hosts, of which it is known that they have room.
-
-        Args:
-            late: Ranks of the first attempt that have not answered.
-        """
-        ...
-
-    def end_second(self, executor: str, incarnation: int, *, stays: bool) -> None:
-        """One of two attempts has ended.
-
-        Args:
-            stays: The second is the executor from now on; else it is the one that has ended.
-        """
-        ...
-
-    def prepare(self, executor: str, load_from: Path | None, incarnation: int) -> None:
+    def prepare(self, executor: str, load_from: Path | None) -> None:
         """Have the hosts of its ranks hold what these read, before they start; any thread.
 
         Raises:
@@ -66,7 +36,7 @@ class Places(Protocol):
         """
         ...
 
-    def bring_files(self, executor: str, report: RankReport, incarnation: int) -> None:
+    def bring_files(self, executor: str, report: RankReport) -> None:
         """Have what a rank has written into the run's folder in the controller's, before its report counts; any thread.
 
         Raises:

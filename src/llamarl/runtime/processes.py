@@ -59,8 +59,6 @@ _FOLLOW_UP_S = 0.3
 """After a first failure, how long to listen for the others that came with it, to name the cause and not a consequence."""
 _DEATH_TOLD_S = 5.0
 """After memory that somebody was reading has gone: how long to listen for the death that this follows from."""
-_READ_BY_ANYONE = ("shared_memory", "tcp")
-"""Transports whose source need not know who reads."""
 _CLOSE_IDLE_S = 10.0
 _CLOSE_BUSY_S = 0.5
 
@@ -75,14 +73,6 @@ class _Out:
     replies: list[RankReport] = field(default_factory=list)
     brought: list[Segment] = field(default_factory=list)
     """Memory of this process that they name, from other hosts."""
-
-
-@dataclass
-class _Twin:
-    """A second attempt at a tick that is out."""
-
-    incarnation: int
-    out: _Out
 
 
 class ProcessRuntime:
@@ -143,8 +133,6 @@ class ProcessRuntime:
         self._here: LocalLauncher | None = None
         """Who starts processes on this machine."""
         self._out: dict[tuple[str, int], _Out] = {}
-        self._twins: dict[str, _Twin] = {}
-        """Executor -> the second attempt at its tick."""
         self._failed = False
         self._closed = False
 
@@ -200,10 +188,10 @@ class ProcessRuntime:
         self._ranks.bring_up()
         return self.stand(deadline_s)
 
-    def _bring(self, executor: str, report: RankReport, incarnation: int) -> tuple[RankReport, Sequence[Segment]]:
+    def _bring(self, executor: str, report: RankReport) -> tuple[RankReport, Sequence[Segment]]:
         """What a rank made, to this machine; any thread."""
         if self._places is not None:
-            self._places.bring_files(executor, report, incarnation)
+            self._places.bring_files(executor, report)
         return bring(report, self._pull_deadline_s)
 
     def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
@@ -309,9 +297,7 @@ class ProcessRuntime:
                 raise DeadlineExceeded("\n".join([waited, *late]))
             if isinstance(answer.result, RankSetup):  # of one that is brought up again; its order is out, or will be
                 continue
-            twin = self._twins.get(answer.executor)
-            second = twin is not None and twin.incarnation == answer.incarnation
-            out = twin.out if twin is not None and second else self._out[answer.executor, answer.result.tick]
+            out = self._out[answer.executor, answer.result.tick]
             out.replies.append(answer.result)
             out.brought += answer.brought
             out.num_bytes += answer.num_bytes
@@ -321,86 +307,8 @@ class ProcessRuntime:
                 report = self._kept.take(whole) if self._restarts else whole
                 _close_all_of(out.brought)
                 if report is not None:  # else its process has died since, which is the next that is heard
-                    if not second:
-                        del self._out[answer.executor, answer.result.tick]
+                    del self._out[answer.executor, answer.result.tick]
                     return report
-
-    def heard_within(self, limit_s: float) -> bool:
-        """Whether there is something that ``wait`` would look at."""
-        event = self._next_event(self.now() + limit_s)
-        if event is not None:
-            self._pending.appendleft(event)
-        return event is not None
-
-    def may_have_twin(self, executor: str) -> bool:
-        """Whether the tick that is out to it may be done twice at once."""
-        out = next((out for (name, _), out in self._out.items() if name == executor), None)
-        apart = self._networks is not None
-        if out is None or executor in self._twins or (executor in self._launchers and not apart):
-            return False
-        if apart and (self._places is None or not self._kept.state(executor)):
-            return False
-        plan, order = self._plans[executor][0], out.order
-        alone = all(
-            (channel.source == executor and channel.kind is not ChannelKind.WEIGHTS)
-            or (channel.sink == executor and not channel.latest and channel.transport in _READ_BY_ANYONE)
-            for channel in plan.channels
-        )
-        return (
-            alone
-            and (order.save_to is None or not (apart or order.flush_saves))  # the second saves as its next order comes
-            and plan.spec.device == "cpu"
-            and all(setup.may_have_twin for setup in self._ready[executor])
-            and self.replaceable().get(executor) == order.tick
-        )
-
-    def begin_twin(self, executor: str, *, incarnation: int) -> str:
-        """Start a second attempt at the tick that is out."""
-        assert self._ranks is not None and not self._closed, "begin_twin needs a started runtime"
-        first = next(out for (name, _), out in self._out.items() if name == executor)
-        order = first.order
-        plans: Sequence[WorkerPlan] = [
-            dataclasses.replace(plan, incarnation=incarnation, makes_initial_tokens=False)
-            for plan in self._plans[executor]
-        ]
-        if states := self._kept.state(executor):
-            plans = with_states(plans, states, first_tick=order.tick)
-        on = ""
-        if self._places is None:
-            self._ranks.begin_twin(executor, tuple(plans), incarnation)
-        else:
-            late = {rank.rank for rank in self._ranks.of[executor]} - {report.rank for report in first.replies}
-            place = self._places.begin_second(executor, incarnation, sorted(late))
-            plans = [dataclasses.replace(plan, network=at) for plan, at in zip(plans, place.networks, strict=True)]
-            launcher = place.launcher or self._here
-            prepared = partial(_prepared, self._places, plans)
-            self._ranks.begin_twin(executor, tuple(plans), incarnation, launcher=launcher, prepared=prepared)
-            on = place.names
-        order = dataclasses.replace(order, saves_late=order.save_to is not None)
-        num_bytes = self._ranks.send(executor, f"tick {order.tick}", "run", order, twin=True)
-        self._twins[executor] = _Twin(incarnation, _Out(self.now(), num_bytes, order))
-        return on
-
-    def _forget_twin(self, executor: str) -> None:
-        """The second attempt has ended, whatever became of the first."""
-        twin = self._twins.pop(executor, None)
-        if twin is not None and self._places is not None:
-            self._places.end_second(executor, twin.incarnation, stays=False)
-
-    def keep(self, executor: str, incarnation: int) -> None:
-        """End one of two attempts; what it still says is ignored."""
-        assert self._ranks is not None, "keep needs a started runtime"
-        twin = self._twins.pop(executor)
-        self._ranks.keep(executor, twin=incarnation == twin.incarnation)
-        if self._places is not None:
-            self._places.end_second(executor, twin.incarnation, stays=incarnation == twin.incarnation)
-        if incarnation == twin.incarnation:
-            self._incarnations[executor] = incarnation
-            key = executor, twin.out.order.tick
-            self._out.pop(key, None)
-            if len(twin.out.replies) < len(self._ranks.of[executor]):  # else it has reported
-                self._out[key] = twin.out
-        self._failed = not self._standing
 
     def resumed(self) -> Sequence[Report]:
         """What counted before this controller began, with tokens that are held."""
@@ -440,7 +348,6 @@ class ProcessRuntime:
         """End what is left of an executor; which of its tokens were not whole."""
         assert self._ranks is not None, "stop needs a started runtime"
         self._ranks.stop(executor)
-        self._forget_twin(executor)
         self._out = {key: out for key, out in self._out.items() if key[0] != executor}
         self._failed = not self._standing
         return self._kept.torn(executor)
@@ -448,7 +355,6 @@ class ProcessRuntime:
     def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
         """Start an executor anew with the state after ``first_tick - 1``; returns at once."""
         assert self._ranks is not None and not self._closed, "replace needs a started runtime"
-        self._forget_twin(executor)
         self._out = {key: out for key, out in self._out.items() if key[0] != executor}
         self._incarnations[executor] = incarnation
         plans = [
@@ -545,10 +451,6 @@ class ProcessRuntime:
                     continue  # this process was stopped: the queue's own clock went on
             if event.incarnation == self._incarnations.get(event.executor, 0):
                 return event
-            twin = self._twins.get(event.executor)
-            if twin is not None and event.incarnation == twin.incarnation:
-                # Whatever ends a second attempt is no more than its end: the first is at work still, and says what is wrong.
-                return dataclasses.replace(event, died=True) if isinstance(event, RankFailure) else event
 
     def _late(self, executor: str, doing: str, sent_s: float, reported: Sequence[int]) -> str:
         """Who has not answered, since when, and where it is now."""
@@ -572,7 +474,7 @@ def _resumed_plans(plans: tuple[WorkerPlan, ...], resumed: Sequence[Report]) -> 
 
 def _prepared(places: Places, plans: Sequence[WorkerPlan]) -> list[WorkerPlan]:
     """Plans for the hosts where ranks are now, which hold what these read."""
-    places.prepare(plans[0].spec.name, plans[0].load_from, plans[0].incarnation)
+    places.prepare(plans[0].spec.name, plans[0].load_from)
     return [places.adapt(plan) for plan in plans]
 
 

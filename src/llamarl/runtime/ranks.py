@@ -113,8 +113,8 @@ class Answer:
     """Memory of this process that ``result`` names, to be closed when others hold it."""
 
 
-Bring = Callable[[str, RankReport, int], tuple[RankReport, Sequence[Segment]]]
-"""Copies what a report of an executor's incarnation names on another host to this one."""
+Bring = Callable[[str, RankReport], tuple[RankReport, Sequence[Segment]]]
+"""Copies what a report of an executor names on another host to this one."""
 
 
 @dataclass
@@ -163,15 +163,9 @@ class Ranks:
         self.events: queue.SimpleQueue[Answer | RankFailure] = queue.SimpleQueue()
         self.of = {name: [Rank(name, plan.rank) for plan in ranks] for name, ranks in plans.items()}
         """Executor -> its ranks, in order."""
-        self.twins: dict[str, list[Rank]] = {}
-        """Executor whose tick is done twice at once -> the ranks of the second attempt."""
         self._parts = PartsHeard(lambda executor: len(self.of[executor]))
         self._plans = plans
         self._launchers = dict(launchers)
-        self._twin_launchers: dict[str, Launcher] = {}
-        """Executor whose tick is done twice at once -> who started the second ones."""
-        self._all_launchers = set(launchers.values())
-        """Those of executors that have moved, too."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False
         self._output = OutputReader()
@@ -200,51 +194,20 @@ class Ranks:
         Args:
             prepared: Called first, on a thread: the plans as they are to be.
         """
-        old = [*self.of[executor], *self.twins.pop(executor, ())]
+        old = self.of[executor]
         now = [Rank(executor, plan.rank, incarnation) for plan in plans]
         self.of[executor] = now
         self._submit(self._replace(executor, plans, old, now, prepared))
 
     def stop(self, executor: str) -> None:
         """End what is left of an executor's processes; returns when they have ended, within five seconds."""
-        self._end_now([*self.of[executor], *self.twins.pop(executor, ())])
-
-    def begin_twin(
-        self,
-        executor: str,
-        plans: tuple[WorkerPlan, ...],
-        incarnation: int,
-        *,
-        launcher: Launcher | None = None,
-        prepared: Callable[[], Sequence[WorkerPlan]] | None = None,
-    ) -> None:
-        """Start more processes of an executor, beside those that there are; they may be told what to do at once.
-
-        Args:
-            launcher: Who starts them; None: who started those that there are.
-            prepared: As of ``replace``.
-        """
-        self.twins[executor] = [Rank(executor, plan.rank, incarnation) for plan in plans]
-        self._twin_launchers[executor] = launcher = launcher or self._launchers[executor]
-        self._all_launchers.add(launcher)
-        self._submit(self._bring_up(executor, plans, self.twins[executor], prepared, launcher))
-
-    def keep(self, executor: str, *, twin: bool) -> None:
-        """Of an executor's processes and those beside them, end the one or the other, as ``stop`` does."""
-        ended = beside = self.twins.pop(executor)
-        if twin:
-            ended, self.of[executor] = self.of[executor], beside
-            self._launchers[executor] = self._twin_launchers[executor]
-        self._end_now(ended)
-
-    def _end_now(self, ranks: Sequence[Rank]) -> None:
-        stopping = asyncio.run_coroutine_threadsafe(self._stop(ranks), self._loop)
+        stopping = asyncio.run_coroutine_threadsafe(self._stop(self.of[executor]), self._loop)
         with contextlib.suppress(TimeoutError):
             stopping.result(2 * _KILL_S + 1.0)
 
-    def send(self, executor: str, doing: str, method: str, argument: Any, *, twin: bool = False) -> int:
-        """Tell every rank of ``executor``, or of those beside them, to do something; returns the bytes sent."""
-        ranks = self.twins[executor] if twin else self.of[executor]
+    def send(self, executor: str, doing: str, method: str, argument: Any) -> int:
+        """Tell every rank of ``executor`` to do something; returns the bytes sent."""
+        ranks = self.of[executor]
         blobs = [command_blob(executor, rank.rank, doing, method, argument) for rank in ranks]
         for rank, blob in zip(ranks, blobs, strict=True):
             self._submit(self._command(rank, doing, blob))
@@ -295,7 +258,7 @@ class Ranks:
             self._kill_all(at_once=True)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_THREAD_S)
-            for launcher in self._all_launchers:
+            for launcher in set(self._launchers.values()):
                 launcher.close()
 
     # -- io thread: bringing up --
@@ -326,16 +289,14 @@ class Ranks:
         plans: Sequence[WorkerPlan],
         ranks: Sequence[Rank],
         prepared: Callable[[], Sequence[WorkerPlan]] | None = None,
-        launcher: Launcher | None = None,
     ) -> None:
-        launcher = launcher or self._launchers[name]
         labels = [name] if len(plans) == 1 else [f"{name} {plan.rank}" for plan in plans]
         try:
             if prepared is not None:
                 plans = await asyncio.to_thread(prepared)
             if any(rank.unwanted for rank in ranks):
                 return
-            links, rendezvous = await launcher.start(plans, labels, self._output)
+            links, rendezvous = await self._launchers[name].start(plans, labels, self._output)
         except Exception as error:
             failure = capture(name, 0, "start of its processes", error)
             lost = isinstance(error, ConnectionError)  # a host: as if its ranks had begun, and died with it
@@ -374,7 +335,7 @@ class Ranks:
         brought: Sequence[Segment] = ()
         if self.bring is not None and isinstance(result, RankReport):
             try:
-                result, brought = await asyncio.to_thread(self.bring, rank.executor, result, rank.incarnation)
+                result, brought = await asyncio.to_thread(self.bring, rank.executor, result)
             except LlamaRLError:
                 await asyncio.wait({rank.link.ended}, timeout=_TOLD_S)
                 if rank.dead:
@@ -387,8 +348,8 @@ class Ranks:
             self.events.put(Answer(rank.executor, result, len(reply), rank.incarnation, brought))
 
     def _pass_on(self, source: Rank, blob: bytes) -> None:
-        """A rank has sent a part of the tick that it is at: those who read it may work ahead. What a second attempt at a tick sends is
-        left out, and so is what is told while the job ends."""
+        """A rank has sent a part of the tick that it is at: those who read it may work ahead. What an earlier
+        incarnation sends is left out, and so is what is told while the job ends."""
         if self._ending or not any(source is rank for rank in self.of[source.executor]):
             return
         made: PartMade = cloudpickle.loads(blob)
@@ -464,7 +425,7 @@ class Ranks:
                 _kill(closing[task])
         if not orderly:  # there is nothing to wait for: who could close has closed
             self._kill_all()
-        stopping = [asyncio.ensure_future(launcher.stop()) for launcher in self._all_launchers]
+        stopping = [asyncio.ensure_future(launcher.stop()) for launcher in set(self._launchers.values())]
         await asyncio.wait(stopping, timeout=_STOP_S)
         self._kill_all()
         if alive := [rank.link.ended for rank in up if rank.link is not None and not rank.dead]:
@@ -490,7 +451,7 @@ class Ranks:
         self._loop.close()
 
     def _all(self) -> list[Rank]:
-        return [rank for ranks in (*self.of.values(), *self.twins.values()) for rank in ranks]
+        return [rank for ranks in self.of.values() for rank in ranks]
 
     def _kill_all(self, *, at_once: bool = False) -> None:
         for rank in self._all():

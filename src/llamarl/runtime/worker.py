@@ -36,7 +36,6 @@ from llamarl.executors.base import (
     KeepsTokens,
     TakesParts,
     is_journaled,
-    may_have_twin,
 )
 from llamarl.import_path import load_module, resolve
 from llamarl.runtime.base import News, Order
@@ -124,8 +123,6 @@ class RankSetup:
     initial_tokens: Mapping[str, Mapping[int, Handle]] = field(default_factory=dict)
     journaled: bool = False
     """Whether the state after each tick will be kept."""
-    may_have_twin: bool = False
-    """Whether a tick of it may be done by two processes at once."""
     why_unreached: str = ""
     """Why memory of the controller cannot be read from here; empty: it can, or nobody asked."""
 
@@ -289,8 +286,6 @@ class Worker:
         self._delays = {channel.name: channel.delay for channel in plan.channels}
         self._sinks = {channel.name: channel.sink for channel in plan.channels}
         self._saves = RankSaves(plan.spec.name, plan.rank, limit_s=plan.save_timeout_s, again=plan.incarnation > 0)
-        self._late: Order | None = None
-        """The tick before, if its state is not saved yet: see ``Order.saves_late``."""
         self._journaled = False
         self._journal: Segment | None = None
         """The state after the last tick."""
@@ -349,7 +344,6 @@ class Worker:
             rank=plan.rank,
             initial_tokens=tokens,
             journaled=self._journaled,
-            may_have_twin=self._journaled and may_have_twin(executor),
             why_unreached=_why_unreached(plan.controller) if plan.controller is not None else "",
         )
 
@@ -369,9 +363,6 @@ class Worker:
             return self._at_start(executor, order.tick, started_s)
         spans = self._ahead.get(order.tick, [])
         self._ahead = {tick: later for tick, later in self._ahead.items() if tick > order.tick}
-        if self._late is not None:
-            late, self._late = self._late, None
-            self._save(executor, late, spans)
         inputs: dict[str, Any] = {}
         for name, handles in order.inputs.items():
             if name in self._feeds:
@@ -393,9 +384,7 @@ class Worker:
             with _Span(self._label("send", name), spans):
                 outputs[name] = sender.send(order.tick, result.outputs[name])
         metrics = {key: float(value) for key, value in result.metrics.items()}
-        if order.saves_late:
-            self._late = order
-        elif order.save_to is not None:
+        if order.save_to is not None:
             self._save(executor, order, spans)
             if order.tick in self._saves.writing:
                 metrics[f"time/{order.executor}_save_s"] = spans[-1][2] - spans[-1][1]
@@ -416,7 +405,7 @@ class Worker:
             finished_s=time.monotonic(),
             stop=result.stop,
             failures=result.failures,
-            saving=self._saves.writing if self._late is None else (*self._saves.writing, self._late.tick),
+            saving=self._saves.writing,
             saved=self._saves.take(),
             unsaved=self._saves.take_unwritten(),
             files=files,

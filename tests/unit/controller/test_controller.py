@@ -166,7 +166,7 @@ def test_a_state_that_nobody_could_write_gives_its_checkpoint_up_when_all_have_p
 
 
 def test_a_state_that_is_still_to_be_written_gives_its_checkpoint_up_where_its_processes_are_replaced_first() -> None:
-    """A second attempt at a tick writes as its next order comes; that of a trainer, which repeats the tick, is written anew."""
+    """States are written in the background; that of a trainer, which repeats the tick, is written anew."""
     graph = job(1)
     names = [executor.name for executor in graph.executors]
     for first_tick, why in ((4, "generator ended before its state was written"), (3, "")):

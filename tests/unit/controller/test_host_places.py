@@ -11,7 +11,7 @@ import pytest
 from other_space import place
 
 from llamarl.config import RunConfig, validate
-from llamarl.controller.host_places import HostPlaces, Seconds
+from llamarl.controller.host_places import HostPlaces
 from llamarl.controller.job_hosts import JobHosts
 from llamarl.errors import ConfigError, TransferError
 from llamarl.executors.base import ExecutorSpec
@@ -45,7 +45,6 @@ def places(
     launcher: Launcher,
     files: Files | None = None,
     told_s: float = 0.0,
-    seconds: Seconds | None = None,
 ) -> HostPlaces:
     hosts = [Machine(name, 8, 0, {"llamarl": "1"}) for name in "abc"]
     unchecked: Any = (launcher, files)
@@ -57,7 +56,6 @@ def places(
         lambda host: place(("a", "b", "c", "here")[host]),
         allow_unlike=False,
         told_s=told_s,
-        seconds=seconds,
     )
 
 
@@ -82,14 +80,14 @@ def test_a_host_that_goes_while_files_are_sent_to_it_is_gone_like_any_other(tmp_
     launcher = Launcher()
     files = Files(launcher)
     found = places({"trainer": (1,)}, launcher, files)
-    found.prepare("trainer", tmp_path, 0)
+    found.prepare("trainer", tmp_path)
     assert files.sent == [("trainer", tmp_path, (1,))]
     files.takes_down = -1
     with pytest.raises(TransferError):  # it is there, and cannot take them
-        found.prepare("trainer", tmp_path, 0)
+        found.prepare("trainer", tmp_path)
     files.takes_down = 1
     with pytest.raises(ConnectionError, match="it did not come"):
-        found.prepare("trainer", tmp_path, 0)
+        found.prepare("trainer", tmp_path)
 
 
 def test_files_that_break_off_before_the_host_is_known_to_be_gone_are_a_loss_once_it_is(tmp_path: Path) -> None:
@@ -99,51 +97,13 @@ def test_files_that_break_off_before_the_host_is_known_to_be_gone_are_a_loss_onc
     found = places({"trainer": (1,)}, launcher, files, told_s=30.0)
     threading.Timer(0.1, launcher.lost.add, (1,)).start()
     with pytest.raises(ConnectionError, match="it did not come"):
-        found.prepare("trainer", tmp_path, 0)
+        found.prepare("trainer", tmp_path)
 
 
 def test_a_host_that_goes_after_it_was_asked_whether_there_is_another_keeps_its_ranks_which_then_do_not_start() -> None:
     where: dict[str, tuple[int, ...]] = {"generator": (0, 1)}
     assert places(where, Launcher(0, 1, 2)).settle("generator") == [place("a"), place("b")]
     assert where == {"generator": (0, 1)}
-
-
-def two_attempts(never: dict[str, str] | None = None) -> Seconds:
-    here = Machine("here", 8, 0, {"llamarl": "1"})
-    return Seconds(threads={"generator": 1, "trainer": 1, "reward": 8}, here=here, never=never or {})
-
-
-def test_a_second_attempt_is_elsewhere_until_one_of_the_two_has_ended(tmp_path: Path) -> None:
-    where = {"generator": (0, 1), "trainer": (1,), "reward": (-1,)}
-    launcher, seconds = Launcher(), two_attempts()
-    files = Files(launcher)
-    found = places(where, launcher, files, seconds=seconds)
-    assert found.why_no_second("generator") == ""
-    second = found.begin_second("generator", 4, late=[1])
-    assert (second.networks, second.launcher, second.names) == ([place("c"), place("c")], launcher, "c")
-    assert where["generator"] == (0, 1) and seconds.where == {("generator", 4): (2, 2)}
-    found.prepare("generator", None, 4)
-    found.prepare("generator", None, 0)
-    assert files.sent == [("generator", None, (2, 2)), ("generator", None, (0, 1))]
-    found.end_second("generator", 4, stays=False)
-    assert where["generator"] == (0, 1) and not seconds.where
-    found.begin_second("generator", 5, late=[0, 1])
-    found.end_second("generator", 5, stays=True)
-    assert where["generator"] == (2, 2) and not seconds.where
-
-
-def test_a_second_attempt_of_who_is_on_the_controllers_machine_is_there_where_no_host_has_room() -> None:
-    hosts_are_busy = {"generator": (0, 1, 2), "reward": (-1,), "trainer": (1,)}
-    seconds = two_attempts()
-    found = places(hosts_are_busy, Launcher(), seconds=seconds)
-    assert found.why_no_second("reward") == "that needs 8 cores, 8 a rank: a has 7 left; b has 6 left; c has 7 left"
-    free = places({**hosts_are_busy, "generator": (0,)}, Launcher(), seconds=seconds)
-    assert free.begin_second("reward", 1, late=[0]).names == "c"
-
-
-def test_who_takes_turns_has_no_second_attempt() -> None:
-    found = places({"generator": (0,)}, Launcher(), seconds=two_attempts({"generator": "it takes turns"}))
-    assert found.why_no_second("generator") == "it takes turns"
 
 
 def job_hosts(hosts: list[Machine], where: dict[str, tuple[int, ...]], config: RunConfig, *on_gpus: str) -> JobHosts:

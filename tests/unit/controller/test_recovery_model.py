@@ -11,8 +11,6 @@ The job: generator ─▶ reward or critic ─▶ trainer ─▶ (delay s + 1) g
     state       a number that says everything that it has ever read; held after each tick (generator, reward), or in checkpoints
                 alone (critic, trainer), in which case what it has read since the last one is held
 
-    twins       a second process of an executor at work, ``NAME*``, which does the same tick; it begins at any moment, once a tick
-
 A token, and a state, is a hash of all that went into it, so equal numbers mean equal bits.
 """
 
@@ -31,8 +29,6 @@ from llamarl.controller.marking import Marking
 from llamarl.controller.orders import Orders
 from llamarl.controller.recovery import Recovery
 from llamarl.controller.replacing import Replacing
-from llamarl.controller.stragglers import Stragglers
-from llamarl.controller.twins import Twins
 from llamarl.errors import ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Death, Order, Report, SetupReport
@@ -69,7 +65,6 @@ class World:
         saved: frozenset[int],
         num_moves: int = 0,
         far: frozenset[str] = frozenset(),
-        num_twins: int = 0,
     ) -> None:
         self.graph, self.due, self.far = graph, saved, far
         self.names = [spec.name for spec in graph.executors]
@@ -103,13 +98,7 @@ class World:
         """What has happened on the way here, of what does not happen in every run."""
         self.deaths_left = num_deaths
         self.moves_left, self.asked = num_moves, False
-        self.twins_left = num_twins
-        self.twins = self.new_twins()
         self.give()
-
-    def new_twins(self) -> Twins:
-        stragglers = Stragglers(multiple=2.0, least_s=1.0)
-        return Twins(self.recovery, stragglers, lambda name, others: "", lambda tick, text: None)
 
     def branch(self) -> World:
         other = copy(self)
@@ -123,13 +112,10 @@ class World:
         other.marking._tokens = {name: dict(tokens) for name, tokens in self.marking._tokens.items()}
         other.recovery = copy(self.recovery)
         other.recovery._incarnations = dict(self.recovery._incarnations)
-        for own in ("_given", "_twins", "_restarts"):
+        for own in ("_given", "_restarts"):
             setattr(other.recovery, own, dict(getattr(self.recovery, own)))
         other.recovery._attempts = list(self.recovery._attempts)
         other.replacing = Replacing(other.recovery)
-        other.twins = other.new_twins()
-        for own in ("_looked_at", "_began_s", "_counts"):
-            setattr(other.twins, own, dict(getattr(self.twins, own)))
         other.orders = Orders(other, other.marking, None)  # type: ignore[arg-type]
         other.orders._repeat, other.orders._begins = dict(self.orders._repeat), dict(self.orders._begins)
         other.orders.since_s = dict(self.orders.since_s)
@@ -138,8 +124,8 @@ class World:
     def key(self) -> tuple[object, ...]:
         return (
             frozenset(self.phase.items()), frozenset(self.state.items()), frozenset(self.words.items()), self.deaths_left,
-            self.moves_left, self.asked, self.twins_left, frozenset(self.recovery._twins.items()),
-            frozenset(self.recovery._given.items()), frozenset(self.twins._looked_at.items() if self.twins_left else ()),
+            self.moves_left, self.asked,
+            frozenset(self.recovery._given.items()),
             tuple(self.recovery.incarnation(name) for name in self.names), tuple(self.marking.done_ticks.values()),
             tuple(sorted((n, f.tick, str(f.inputs)) for n, f in self.marking.busy.items())),
             frozenset(self.sent.items()), frozenset(self.slots.items()), frozenset(self.marking._withdrawn),
@@ -159,9 +145,6 @@ class World:
                 yield self._after("die", name)
         if self.moves_left and not self.asked:
             yield self._after("ask")
-        for name in self.names:
-            if self.twins_left and self.may_begin_twin(name):
-                yield self._after("straggle", name)
         for slot, (_, _, whole) in self.slots.items():
             if not whole and self._lives(slot):
                 yield self._after("copied", slot)
@@ -254,38 +237,6 @@ class World:
         self._end(name)
         self.deaths_left -= 1
 
-    def may_begin_twin(self, name: str) -> bool:
-        firing = self.marking.busy.get(name)
-        if name not in JOURNALED or firing is None or name not in self.orders.since_s or firing.tick in self.due:
-            return False
-        return self.recovery.twin(name) is None and self.twins._looked_at.get(name, -1) < firing.tick
-
-    def straggle(self, name: str) -> None:
-        self.twins_left -= 1
-        self.twins.begin(self, self.marking, self.orders, name)
-
-    def begin_twin(self, name: str, *, incarnation: int) -> None:
-        twin, firing = f"{name}*", self.marking.busy[name]
-        assert twin not in self.phase, "three attempts at one tick"
-        self.phase[twin], self.state[twin], self.sent[twin] = SETUP, self.states[name, firing.tick - 1], 0
-        self.begins[twin], self.words[twin] = firing.tick, ()
-        self.order[twin] = Order(executor=name, tick=firing.tick, inputs=firing.inputs)
-
-    def keep(self, name: str, incarnation: int) -> None:
-        twin = f"{name}*"
-        second = incarnation == self.recovery.twin(name)
-        self._end(name if second else twin)
-        own = (self.phase, self.state, self.sent, self.begins, self.order)
-        for values in own:
-            value = values.pop(twin)  # type: ignore[attr-defined]
-            if second:
-                values[name] = value  # type: ignore[index]
-        self.words[name] += self.words.pop(twin)
-
-    def heard_within(self, limit_s: float) -> bool: ...
-
-    def may_have_twin(self, executor: str) -> bool: ...
-
     def ask(self) -> None:
         """For other ranks of the generator; the controller looks when it wakes next."""
         self.moves_left, self.asked = self.moves_left - 1, True
@@ -321,8 +272,7 @@ class World:
             self.hear_deaths([word])
             return
         _, name, incarnation, tick, outputs, state = word
-        pid = f"{name}*" if incarnation == self.recovery.twin(name) else name
-        lives = self.phase[pid] != DEAD  # for one of an earlier incarnation the rule must know by itself
+        lives = self.phase[name] != DEAD  # for one of an earlier incarnation the rule must know by itself
         if not self.recovery.counts(name, incarnation, held=lives):
             return
         if tick < self.marking.done_ticks[name]:
@@ -336,10 +286,7 @@ class World:
             assert (name, tick) not in self.counted, "a tick counted twice"
             values = (self.slots[slot][1] for _, handles in outputs for slot, _ in handles)
             self.counted[name, tick] = (state, *values)
-            firing, twin = self.marking.busy[name], self.recovery.twin(name)
-            self.twins.settle(self, self.marking, Report(executor=name, tick=tick, incarnation=incarnation))
-            if twin is not None:
-                self.met |= {SECOND if incarnation == twin else FIRST}
+            firing = self.marking.busy[name]
             self.marking.complete(name, tick, dict(outputs))
             if name in JOURNALED:
                 self.states = {at: s for at, s in self.states.items() if at[0] != name or at[1] <= self.last_saved}
@@ -362,22 +309,12 @@ class World:
 
     def hear_deaths(self, words: list[tuple[Any, ...]]) -> None:
         deaths = [Death(executor=n, incarnation=i, doing=doing, cause=cause) for _, n, i, doing, cause in words]
-        before = dict(self.recovery._twins)
-        self.twins.outlived(self, self.marking, self.orders, deaths, now_s=0.0)
-        for name in {death.executor for death in deaths} & before.keys():
-            if self.recovery.twin(name) is not None:
-                both = {self.recovery.incarnation(name), before[name]}
-                self.met |= {BOTH_DIE} if both <= {d.incarnation for d in deaths if d.executor == name} else set()
-            else:
-                second = self.recovery.incarnation(name) == before[name]
-                self.met |= {OUTLIVES_FIRST if second else OUTLIVES_SECOND}
         redos = self.replacing.bring_back(self, self.marking, ExecutorFailed("they died"), deaths, {})
         if len(redos) > len(deaths):
             self.met |= {"a reader of a version is brought up again"}
         for redo in redos:
             self.saves = {at: s for at, s in self.saves.items() if at[1] != redo.executor or at[0] < redo.first_tick}
             self.orders.again(redo.executor, redo.first_tick)
-            self.twins.begun_anew(self.marking, [redo.executor])
         self.give()
 
     # -- what the runtime does for it --
@@ -398,11 +335,6 @@ class World:
     def stop(self, name: str) -> frozenset[tuple[str, int]]:
         if self.phase[name] != DEAD:
             self._end(name)
-        if (twin := f"{name}*") in self.phase:
-            self._end(twin)
-            for values in (self.phase, self.state, self.sent, self.begins, self.order):
-                del values[twin]  # type: ignore[attr-defined]
-            self.words[name] += self.words.pop(twin)
         on_edges = {
             (channel, tick): slot
             for channel, tokens in self.marking._tokens.items()
@@ -436,10 +368,6 @@ class World:
     def saved(self, tick: int, folder: Path) -> None: ...
 
     def _me(self, name: str) -> tuple[str, int]:
-        if name.endswith("*"):
-            twin = self.recovery.twin(name[:-1])
-            assert twin is not None
-            return name[:-1], twin
         return name, self.recovery.incarnation(name)
 
     def _lives(self, slot: Slot) -> bool:
@@ -474,9 +402,6 @@ def explore(first: World) -> tuple[int, list[World], frozenset[str]]:
 BEFORE = "a version of before its first tick is made again"
 REPEATED, REMADE = "a tick that has counted is repeated", "a version is made again"
 FOLLOWED = "a reader of a version is brought up again"
-FIRST, SECOND = "the first attempt wins", "the second attempt wins"
-OUTLIVES_FIRST, OUTLIVES_SECOND = "the second attempt outlives the first", "the first attempt outlives the second"
-BOTH_DIE = "both attempts die"
 MOVED, MOVED_DEAD = "a generator gets other ranks", "a generator of whose death nobody has heard gets other ranks"
 
 
@@ -528,30 +453,6 @@ def test_whenever_a_generator_gets_other_ranks_and_whoever_dies_meanwhile_the_jo
     assert found == met
     assert {(end.deaths_left, end.moves_left) for end in ends} == {
         (deaths, moves) for deaths in range(num_deaths + 1) for moves in range(num_moves + 1)
-    }
-    for end in ends:
-        assert end.counted == undisturbed.counted
-        assert end.marking.done_ticks == undisturbed.marking.done_ticks
-
-
-@pytest.mark.parametrize(
-    ("num_deaths", "num_twins", "met"),
-    [
-        (0, 2, {FIRST, SECOND}),
-        (1, 1, {FIRST, SECOND, OUTLIVES_FIRST, OUTLIVES_SECOND, REPEATED, REMADE, FOLLOWED}),
-        (2, 1, {FIRST, SECOND, OUTLIVES_FIRST, OUTLIVES_SECOND, BOTH_DIE, REPEATED, REMADE, FOLLOWED}),
-    ],
-)
-def test_whenever_ticks_are_started_a_second_time_and_whoever_dies_the_job_ends_with_the_same_tokens(
-    num_deaths: int, num_twins: int, met: set[str]
-) -> None:
-    graph = job(0, "reward")
-    num_ticks = 2 if num_deaths < 2 else 1
-    _, (undisturbed, *_), _ = explore(World(graph, num_ticks, 0, frozenset()))
-    _, ends, found = explore(World(graph, num_ticks, num_deaths, frozenset(), num_twins=num_twins))
-    assert found - {REPEATED, REMADE, FOLLOWED} == met - {REPEATED, REMADE, FOLLOWED}
-    assert {(end.deaths_left, end.twins_left) for end in ends} == {
-        (deaths, twins) for deaths in range(num_deaths + 1) for twins in range(num_twins + 1)
     }
     for end in ends:
         assert end.counted == undisturbed.counted

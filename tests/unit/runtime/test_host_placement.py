@@ -15,7 +15,6 @@ from llamarl.runtime.host_placement import (
     given_again,
     place_on_hosts,
     respread,
-    second_hosts,
     spread,
     stand_in,
     unlike,
@@ -278,51 +277,3 @@ def test_a_resume_finds_room_where_the_replicas_are() -> None:
     assert given_again((1,), (0, 1)) == (1, 0)
     assert given_again((1, 1), ()) == () and given_again((1, 2), ()) == (1, 2)
     assert given_again((-1, -1), ()) == () and given_again((-1, -1), (-1,)) == (-1,)
-
-
-ONE_EACH = {"generator": 1, "reward": 1, "trainer": 2}
-JOB = {"generator": (0,), "reward": (1,), "trainer": (1,)}
-
-
-def test_a_second_attempt_goes_to_the_host_with_room_that_has_fewest_ranks() -> None:
-    hosts = [machine("a", 4), machine("b", 4), machine("c", 4)]
-    assert second_hosts("generator", ONE_EACH, machine("here"), hosts, JOB, slow=(0,)) == (2,)
-    assert second_hosts("reward", ONE_EACH, machine("here"), hosts, JOB, slow=(1,)) == (2,)
-    taken = {"reward": (2,), "trainer": (2, 2)}  # 5 of 4 cores
-    assert second_hosts("generator", ONE_EACH, machine("here"), hosts, JOB, seconds=taken, slow=(0,)) == (1,)
-
-
-def test_a_second_attempt_stays_on_a_slow_host_only_where_no_other_has_room() -> None:
-    hosts = [machine("a", 2), machine("b", 3)]
-    assert second_hosts("generator", ONE_EACH, machine("here"), hosts, JOB, slow=(0,)) == (0,), "b is full"
-    assert second_hosts("reward", ONE_EACH, machine("here"), hosts, JOB, slow=(1,)) == (0,)
-    two = {**JOB, "generator": (0, 1)}
-    larger = [machine("a", 3), machine("b", 8)]
-    assert second_hosts("generator", ONE_EACH, machine("here"), larger, two, slow=(1,)) == (0, 0), "rank 0 was not slow"
-    assert second_hosts("generator", ONE_EACH, machine("here"), larger, two, slow=(0,)) == (1, 1)
-
-
-def test_ranks_of_a_second_attempt_fill_a_host_before_the_next() -> None:
-    hosts = [machine("a", 2), machine("b", 5), machine("c", 2)]
-    where = {**JOB, "generator": (0, 0, 1)}
-    assert second_hosts("generator", ONE_EACH, machine("here"), hosts, where, slow=(0,)) == (2, 2, 1)
-    assert second_hosts("generator", ONE_EACH, machine("here"), hosts[:2], where, slow=(0,)) == (
-        "that needs 3 cores, 1 a rank: a has 0 left; b has 1 left"
-    )
-
-
-def test_a_second_attempt_does_not_go_to_a_host_that_is_gone_or_would_give_other_bits() -> None:
-    hosts = [machine("a", 1), machine("b", 3), machine("c", processor="arm"), machine("d")]
-    assert second_hosts("generator", ONE_EACH, machine("here"), hosts, JOB, slow=(0,), gone=(3,)) == (
-        "that needs 1 core, 1 a rank: a has 0 left; b has 0 left; processor: a has 'x86 avx2', c 'arm'; d is gone"
-    )
-
-
-def test_a_second_attempt_of_who_is_on_the_controllers_machine_goes_to_a_host_or_stays_there() -> None:
-    where = {**JOB, "reward": (-1,)}
-    assert second_hosts("reward", ONE_EACH, machine("here"), [machine("a"), machine("b")], where, slow=(-1,)) == (0,)
-    full = [machine("a", 1), machine("b", 2)]
-    assert second_hosts("reward", ONE_EACH, machine("here", 2), full, where, slow=(-1,)) == (-1,)
-    assert second_hosts("generator", ONE_EACH, machine("here", 2), full, where, slow=(0,)) == (
-        "that needs 1 core, 1 a rank: a has 0 left; b has 0 left"
-    ), "the controller's machine takes nobody who is on hosts"

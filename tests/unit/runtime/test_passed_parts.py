@@ -162,12 +162,12 @@ def test_where_parts_are_not_passed_on_none_is_sent(monkeypatch: pytest.MonkeyPa
     assert (told, worker._executor.took) == ([], [])  # type: ignore[union-attr]
 
 
-def test_the_controller_orders_the_sink_at_once_and_leaves_out_what_a_second_attempt_tells(
+def test_the_controller_orders_the_sink_at_once_and_leaves_out_what_an_earlier_incarnation_tells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = Ranks({}, {})
     source, second, sink = Rank("source", 0), Rank("source", 0, 1), Rank("sink", 0)
-    ranks.of, ranks.twins = {"source": [source], "sink": [sink]}, {"source": [second]}
+    ranks.of = {"source": [source], "sink": [sink]}
     ordered: list[tuple[Rank, str, Any]] = []
 
     def command(rank: Rank, doing: str, blob: bytes) -> None:

@@ -56,11 +56,14 @@ class Launcher:
 
 
 @pytest.mark.parametrize("prepares", [False, True])
-def test_a_second_attempt_that_is_ended_before_its_process_has_begun_never_does_anything(prepares: bool) -> None:
-    first, second = Launcher(), Launcher()
-    ranks = Ranks({"generator": ()}, {"generator": first})
-    first.let.set()
+def test_who_is_stopped_before_its_new_process_has_begun_never_does_anything(prepares: bool) -> None:
+    launcher = Launcher()
+    ranks = Ranks({"generator": ()}, {"generator": launcher})
+    launcher.let.set()
     ranks.bring_up()
+    assert launcher.begun.wait(30)
+    launcher.begun.clear()
+    launcher.let.clear()
     plans: Any = (SimpleNamespace(rank=0),)
     asked, answer = threading.Event(), threading.Event()
 
@@ -69,15 +72,15 @@ def test_a_second_attempt_that_is_ended_before_its_process_has_begun_never_does_
         answer.wait(30)
         return plans
 
-    ranks.begin_twin("generator", plans, 1, launcher=second, prepared=prepared if prepares else None)  # type: ignore[arg-type]
-    assert (asked if prepares else second.begun).wait(30)
-    ranks.keep("generator", twin=False)
+    ranks.replace("generator", plans, 1, prepared=prepared if prepares else None)
+    assert (asked if prepares else launcher.begun).wait(30)
+    ranks.stop("generator")
     answer.set()
-    second.let.set()
+    launcher.let.set()
     deadline = time.monotonic() + 30.0
-    while not prepares and not second.links and time.monotonic() < deadline:
+    while not prepares and not launcher.links and time.monotonic() < deadline:
         time.sleep(0.001)
     ranks.end(5.0, orderly=True)
-    assert len(second.links) == (0 if prepares else 1), "it is not even started where that can still be spared"
-    assert all(link.ended.done() and not link.told for link in second.links)
-    assert second.closed and ranks.events.empty()
+    assert len(launcher.links) == (0 if prepares else 1), "it is not even started where that can still be spared"
+    assert all(link.ended.done() and not link.told for link in launcher.links)
+    assert launcher.closed and ranks.events.empty()

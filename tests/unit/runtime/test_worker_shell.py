@@ -158,20 +158,6 @@ def test_a_save_in_the_background_is_reported_until_it_is_written(worker: Worker
     assert "No space left on device" in report.unsaved[9] and report.saving == () and 9 not in report.saved
 
 
-def test_a_second_attempt_saves_as_its_next_order_comes_and_says_until_then_that_it_is_not_written(
-    worker: Worker, tmp_path: Path
-) -> None:
-    worker.setup()
-    inputs = {"in": ("h",)}
-    late = worker.run(Order(executor="me", tick=5, inputs=inputs, save_to=tmp_path, saves_late=True))
-    assert late.saving == (5,) and late.saved == {}
-    assert not [call for call in CALLS if call[0] == "save"] and not any(tmp_path.iterdir())
-    CALLS.clear()
-    report = worker.run(Order(executor="me", tick=6, inputs=inputs))
-    assert [call[0] for call in CALLS] == ["save", "step"] and CALLS[0] == ("save", tmp_path / "me" / "rank_1", 5)
-    assert report.saving == () and list(report.saved) == [5]
-
-
 def test_of_ranks_that_could_not_write_the_first_is_named() -> None:
     def rank(number: int, **unsaved: str) -> RankReport:
         told = {int(tick[1:]): why for tick, why in unsaved.items()}

@@ -150,7 +150,6 @@ class HostLauncher:
         where: Executor -> for each of its ranks, which of ``workers`` has it. Looked at whenever one is started.
         on_lost: Told of a host that is gone, on the io thread.
         spares: Whether hosts without ranks are watched over too, as they may get some.
-        seconds: Executor and the incarnation of a second attempt at its tick -> as ``where``, for the ranks of that.
         specs: All executors that it will start, so that what several ranks of a host import is imported there once.
     """
 
@@ -162,7 +161,6 @@ class HostLauncher:
         on_lost: Callable[[int], None] = lambda host: None,
         *,
         spares: bool = False,
-        seconds: Mapping[tuple[str, int], Sequence[int]] | None = None,
         specs: Sequence[ExecutorSpec] = (),
     ) -> None:
         self._workers, self._where, self._key, self._on_lost = workers, where, key, on_lost
@@ -171,7 +169,6 @@ class HostLauncher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._spares, self._specs = spares, specs
-        self._seconds = {} if seconds is None else seconds
         self._opening: dict[int, asyncio.Task[HostConnection]] = {}
         self._connections: list[HostConnection] = []
         self._links: dict[int, dict[int, HostLink]] = {}
@@ -182,7 +179,7 @@ class HostLauncher:
     ) -> tuple[list[HostLink], str]:
         self._loop = asyncio.get_running_loop()
         name = plans[0].spec.name
-        hosts = self._seconds.get((name, plans[0].incarnation), self._where[name])
+        hosts = self._where[name]
         for host in range(len(self._workers)) if self._spares else ():
             self._connection(host)
         opened = await asyncio.gather(*(self._connection(host) for host in dict.fromkeys(hosts)))

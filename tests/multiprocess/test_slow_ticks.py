@@ -1,0 +1,54 @@
+"""A rank that takes far longer at a tick than its executor usually does, in a small job with numbers worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from counting_executors import LATER_SLOW_TICK, SLOW_TICK
+from death_job import NUM_TICKS, by_hand, graph
+
+from llamarl.controller.controller import run_graph
+from llamarl.controller.graph import Graph
+from llamarl.controller.recovery import Recovery, Redo
+from llamarl.controller.replacing import Replacing
+from llamarl.controller.stragglers import Stragglers
+from llamarl.runtime.base import Report
+from llamarl.runtime.make_runtime import make_runtime
+
+
+def test_a_rank_that_does_not_come_to_an_end_is_ended_and_its_tick_done_again_to_the_same_numbers() -> None:
+    whole = graph()
+    kinds = {"source": "Source", "doubler": "SlowDoubler", "sink": "SlowSink"}
+    executors = tuple(
+        replace(spec, factory=f"counting_executors:{kinds[spec.name]}", num_ranks=1 + (spec.name == "doubler"))
+        for spec in whole.executors
+    )
+    reports: list[Report] = []
+    redos: list[Redo] = []
+
+    class Observe:
+        def on_report(self, report: Report) -> None:
+            reports.append(report)
+
+    runtime = make_runtime("local", restarts=True)
+    try:
+        run_graph(
+            Graph(executors, whole.channels),
+            runtime,
+            num_ticks=NUM_TICKS,
+            seed=0,
+            observers=[Observe()],
+            replacing=Replacing(Recovery(max_restarts=2, window_s=60.0), redos.append),
+            stragglers=Stragglers(multiple=3.0, least_s=0.5),
+        )
+    finally:
+        runtime.close()
+    totals = [report.metrics["sink/total"] for report in reports if report.executor == "sink"]
+    assert totals == by_hand(NUM_TICKS)
+    assert [(redo.executor, redo.death.rank, redo.first_tick) for redo in redos] == [
+        ("doubler", 0, SLOW_TICK),
+        ("sink", 0, LATER_SLOW_TICK),
+    ]
+    assert all(redo.death.cause == "it gave no answer within 0.5 s" for redo in redos)
+    of = {report.tick: report.incarnation for report in reports if report.executor == "doubler"}
+    assert of == {tick: int(tick >= SLOW_TICK) for tick in range(NUM_TICKS)}
