@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.checkpoint.config import CheckpointConfig
-from llamarl.controller.config import DeadlineConfig, RecoveryConfig, ScheduleConfig, parts_mistakes
+from llamarl.controller.config import DeadlineConfig, RecoveryConfig, ScheduleConfig
 from llamarl.data.config import DataConfig
 from llamarl.engine.config import why_not_in_vllm
 from llamarl.environments.config import TaskSection
@@ -313,7 +313,6 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
         yield from _vllm_checks(config)
     yield from _batch_checks(config)
     yield from judging_mistakes(config)
-    yield from parts_mistakes(config)
     yield from wiring_mistakes(config)
     if config.task.has_environment:
         yield from _environment_checks(config)

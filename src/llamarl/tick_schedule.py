@@ -49,10 +49,8 @@ __all__ = [
     "constant_batches",
     "deadlines",
     "deliveries",
-    "leaving_so_far",
     "num_due",
     "num_startable",
-    "part_of",
     "plan_tick",
     "select_due",
     "slot_starts",
@@ -185,40 +183,6 @@ def select_due(
     completed_at[list(completion_order)] = np.arange(len(completion_order))
     moment, leaves = deliveries(due, completed_at, tick=tick, prompts_per_step=prompts_per_step, later=later)
     return None if moment == NEVER else np.flatnonzero(leaves).tolist()
-
-
-def leaving_so_far(
-    deadlines: npt.ArrayLike,
-    completion_order: Sequence[int],
-    *,
-    tick: int,
-    prompts_per_step: int,
-    later: Sequence[int] | None = None,
-) -> list[int]:
-    """Of the groups that are complete those that leave at ``tick`` whatever is complete later, in order of completion. Once the
-    tick can end these are the ones that :func:`select_due` names.
-
-    Args:
-        deadlines: [A], of each undelivered group, in order of admission; those of a tick stay as they are.
-        completion_order: Indices of the complete groups, in the order in which they were completed.
-        later: As of :func:`num_due`.
-    """
-    due = np.asarray(deadlines, np.int64)
-    count = int(num_due(due, tick=tick, prompts_per_step=prompts_per_step, later=later))
-    forced = set(urgency_order(due)[:count].tolist())
-    room, leaving = prompts_per_step - count, []
-    for index in completion_order:
-        if index not in forced:
-            room -= 1
-        if index in forced or room >= 0:
-            leaving.append(index)
-    return leaving
-
-
-def part_of(place: int, *, num_groups: int, parts: int) -> int:
-    """The part of its tick that the ``place``-th of ``num_groups`` groups belongs to, in order of completion: parts differ by one
-    group at most."""
-    return place * parts // num_groups
 
 
 # -- the whole tick, lengths known ------------------------------------------------------------------------------------

@@ -162,8 +162,6 @@ class Group:
 
     prompt: Prompt
     responses: tuple[Response, ...]
-    part: int = 0
-    """Of its tick, by when it was complete (``schedule.parts``)."""
     prompt_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
     """[P, sparse layers, k] of the prompt's tokens, where responses have ``routed_experts``: of the first member that has any."""
 

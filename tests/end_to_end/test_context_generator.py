@@ -30,7 +30,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "adapters": {"lora.rank": 3, "lora.hand_over": "adapter", "optimizer.lr": 3e-2, "optimizer.warmup_ticks": 0},
     "int8": {"generator.quantization": '"int8"'},
     "in turns with the trainer": {"schedule.colocated": "true"},
-    "in parts": {"schedule.parts": 2},
     "beside tensor parallelism": {},
     "replay of experts": {"model.path": '"bundled:tiny_moe"', "trainer.router": '"replay"'},
 }

@@ -23,7 +23,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "recipes",
             "config",
             "tick_schedule",
-            "tick_parts",
             "tick_shares",
             "user_folders",
         }

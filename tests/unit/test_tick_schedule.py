@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.executors.generator_shard import GeneratorShard
-from llamarl.tick_schedule import NEVER, deliveries, leaving_so_far, num_due, part_of, select_due
+from llamarl.tick_schedule import NEVER, deliveries, num_due, select_due
 from llamarl.tick_shares import Dealing
 
 
@@ -109,7 +109,6 @@ def test_no_deadline_is_missed_where_shares_make_counts_differ_from_tick_to_tick
                 complete.append(waiting.pop())
             assert len(chosen) == leaving
             assert all(tick - groups[i] <= max_segments - 1 for i in chosen)
-            assert set(leaving_so_far(due, complete, tick=tick, prompts_per_step=leaving, later=later)) == set(chosen)
             keep = [i for i in range(len(groups)) if i not in chosen]
             complete = [keep.index(i) for i in complete if i not in chosen]
             groups = [groups[i] for i in keep]
@@ -151,34 +150,3 @@ def test_a_group_of_which_no_moment_is_known_ends_no_tick() -> None:
     # Both are due at tick 4: the second must leave too, and nobody knows when it is complete.
     moment, _ = deliveries([4, 4], [3, NEVER], tick=4, prompts_per_step=2)
     assert moment == NEVER
-
-
-@given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**32))
-def test_who_leaves_is_known_group_by_group_before_the_tick_ends(prompts: int, max_segments: int, seed: int) -> None:
-    rng = random.Random(seed)
-    due = sorted(rng.choices(range(max_segments), k=prompts * max_segments))
-    while num_due(due, tick=0, prompts_per_step=prompts) > prompts:  # no tick would be left so
-        due = [min(late + 1, max_segments - 1) for late in due]
-        if min(due) == max_segments - 1:
-            break
-    order = list(range(len(due)))
-    rng.shuffle(order)
-    known: list[int] = []
-    for complete in range(len(order) + 1):
-        now = leaving_so_far(due, order[:complete], tick=0, prompts_per_step=prompts)
-        assert now[: len(known)] == known, "what was said is never taken back"
-        known = now
-        if (chosen := select_due(due, order[:complete], tick=0, prompts_per_step=prompts)) is not None:
-            assert sorted(known) == chosen
-            return
-    raise AssertionError("the tick never ended")
-
-
-def test_a_late_forced_group_keeps_its_place_free() -> None:
-    due = [0, 2, 2, 2]  # the first must leave now, one more may
-    assert leaving_so_far(due, [2, 3], tick=0, prompts_per_step=2) == [2]
-    assert leaving_so_far(due, [2, 3, 0], tick=0, prompts_per_step=2) == [2, 0]
-
-
-def test_parts_differ_by_one_group_at_most() -> None:
-    assert [part_of(place, num_groups=7, parts=3) for place in range(7)] == [0, 0, 0, 1, 1, 2, 2]

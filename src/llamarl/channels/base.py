@@ -54,8 +54,6 @@ class ChannelSpec:
     time. Else ``capacity + 1`` slots are written in turn."""
     elastic: bool = False
     """GATHER and SCATTER: the source's ranks may be another number from token to token. Their order says all."""
-    parts: int = 1
-    """Data only: above 1 a token may reach the sink in so many parts before it is whole (``schedule.parts``), besides itself."""
     sink_replicas: int = 1
     """Consecutive sink ranks that receive the same part of a SCATTER: the tensor- and context-parallel peers of one data-parallel
     rank."""

@@ -146,7 +146,6 @@ def write_plan(
         settings["hosts"] = {"workers": list(hosts)}
         if where := place_roles(plan, hardware, hosts):
             settings["hosts"]["on"] = where
-    _settle_parts(settings, config or {})
     for role in ("generator", "trainer"):
         if (config or {}).get(role, {}).get("device", "auto") not in ("auto", kind):
             settings[role]["device"] = kind
@@ -165,18 +164,3 @@ def write_plan(
     if "replicas" in own:  # unlike ones, in whose place the plan has alike ones
         config = {**(config or {}), "generator": {key: value for key, value in own.items() if key != "replicas"}}
     write_settings(path, config or {}, settings, header, plan.generator.demand.prompt_tokens)
-
-
-def _settle_parts(settings: dict[str, Any], config: dict[str, Any]) -> None:
-    """Leave ``schedule.parts`` at 1 where the rest of the recipe works on whole ticks."""
-    from llamarl.config import validate
-    from llamarl.errors import ConfigError
-
-    schedule = settings["schedule"]
-    if "parts" in config.get("schedule", {}):
-        schedule.setdefault("parts", 1)
-    if schedule.get("parts", 1) > 1:
-        try:
-            validate(merged(config, {"schedule": schedule}))
-        except ConfigError:
-            schedule["parts"] = 1

@@ -99,7 +99,7 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
     )
     how.add_argument(
         "--parts",
-        help="parts of a tick that are trained while others decode, such as 1,4 (default: the recipe's schedule.parts, else 1)",
+        help="parts of a tick that are trained while others decode, such as 1,4 (default: 1)",
     )
     how.add_argument(
         "--longest-first",

@@ -20,7 +20,6 @@ from typing import Any
 from llamarl.channels.base import ChannelKind
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import GROUP_BASELINES, RunConfig, changed_keys, save_config, to_plain
-from llamarl.controller.config import why_parts_gain_nothing
 from llamarl.controller.controller import run_graph
 from llamarl.controller.frozen_models import record_models
 from llamarl.controller.graph import Graph
@@ -332,8 +331,6 @@ def _settle(recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, 
         )
     if not config.evaluation.every and config.evaluation.dp * config.evaluation.tp > 1:
         print("evaluation.dp and evaluation.tp do nothing: evaluation.every is 0", file=sys.stderr)
-    if why := why_parts_gain_nothing(config):
-        print(f"schedule.parts {config.schedule.parts} makes no step shorter here: {why}", file=sys.stderr)
     return Prepared(recorded, config, graph, placement, weight_edges, hosts)
 
 

@@ -41,7 +41,6 @@ def _channel(name: str, source: Role, sink: Role, reads: Reads, config: RunConfi
         delay=reads.delay(config),
         capacity=reads.capacity(config),
         latest=reads.latest(config),
-        parts=1 if kind is ChannelKind.WEIGHTS else config.schedule.parts,
         elastic=source.name == "generator" and config.generator.shards > 0,
         sink_replicas=sink.size_of(config, spread & {"tp", "cp"}),
         sink_stages=sink.size_of(config, spread & {"pp"}),

@@ -9,7 +9,7 @@ so a test can drive one executor alone, with plain values and no channel, proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,6 @@ __all__ = [
     "KeepsTokens",
     "Stateless",
     "StepResult",
-    "TakesParts",
     "is_journaled",
 ]
 
@@ -80,10 +79,6 @@ class ExecutorContext:
     down."""
     incarnation: int = 0
     """A number that no earlier processes of this executor had in this run; one of these may still be at work."""
-    send_part: Callable[[int, int, Sequence[Any]], None] = lambda tick, part, items: None
-    """Has a part of the tick to come reach those who read this executor's data (:class:`TakesParts`), where the runtime passes parts
-    on: tick, number of the part, its items. The whole tick still goes with ``StepResult.outputs``. Called inside ``step`` or
-    ``take_part``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,20 +116,6 @@ class Feed(Protocol):
 
     def take(self, source_tick: int) -> Any:
         """The payload made at ``source_tick``, from tick - delay up to ``newest()``."""
-        ...
-
-
-@runtime_checkable
-class TakesParts(Protocol):
-    """An executor that can begin a tick with a part of what it will read (``schedule.parts``)."""
-
-    def take_part(self, tick: int, part: int, items: Sequence[Any]) -> bool:
-        """Work ahead on a part; called between two ticks, or never. What it makes must be used by ``step`` only where that finds
-        the same items in the whole tick, and must be what ``step`` would have made.
-
-        Returns:
-            Whether anything was done: not for a tick that is not its next one, nor for a part out of turn.
-        """
         ...
 
 

@@ -48,7 +48,6 @@ from llamarl.executors.device_lease import DeviceLease
 from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of, why_ranks_unfit
 from llamarl.executors.generator_shard import ActiveGroup, GeneratorShard, num_sampled, shards_of_rank
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
-from llamarl.executors.leaving_parts import LeavingParts
 from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.version_loader import Served, VersionLoader
 from llamarl.models.loading import load_tokenizer
@@ -101,8 +100,6 @@ class GeneratorExecutor(BaseExecutor):
         latest = self._weights is not None and self._weights.latest
         assert len(self.shards) == 1 or not (latest or self._keep_kv), "the configuration has been checked"
         self._latest_staleness = config.schedule.max_staleness if latest else None
-        self._leaving: LeavingParts | None = None
-        """Of this tick, where ``schedule.parts`` cuts it."""
         self._steps = 0  # engine steps of this tick
         self._swaps: list[tuple[int, int]] = []  # (engine step, version) of this tick
         self._sync_spans: list[tuple[str, float, float]] = []
@@ -156,14 +153,12 @@ class GeneratorExecutor(BaseExecutor):
         if weights is not None:
             self._take_weights(tick, weights)
         loaded = time.monotonic()
-        if self.config.schedule.parts > 1:
-            self._leaving = self._parts_of(tick)
         worked = [self._work(shard, tick, weights) for shard in self.shards]
         self._served.check()
         finished = time.monotonic()
         if self._lease is not None:
             self._lease.give_back()
-        shares = [self._to_groups(place, work.delivered) for place, work in enumerate(worked)]
+        shares = [list(map(self._to_group, work.delivered)) for work in worked]
         of_shards = [self._shard_metrics(groups, work, tick) for groups, work in zip(shares, worked, strict=True)]
         metrics = {
             "time/repack_s": sum(end - start for label, start, end in self._sync_spans if label == "repack"),
@@ -282,42 +277,13 @@ class GeneratorExecutor(BaseExecutor):
         """Decode until the groups to deliver are complete; take them out of the active ones."""
         first = self._steps
         self._enter(shard, tick)
-        num_complete = 0
         while (chosen := shard.deliverable(tick, self._deadlines(shard))) is None:
             if self._policy is not None and self._steps > first and self._take_weights(tick, weights):
                 self._enter(shard, tick)
-            if self._leaving is not None and len(shard.completed) > num_complete:
-                num_complete = len(shard.completed)
-                self._see_who_leaves(shard, tick)
             shard.heard_of(self.player.step())
             self._steps += 1
-        if self._leaving is not None:
-            self._see_who_leaves(shard, tick)
         self._leave_engine(shard)
         return shard.take(chosen)
-
-    def _parts_of(self, tick: int) -> LeavingParts:
-        def send(tick: int, part: int, groups: Sequence[Group]) -> None:
-            self.context.send_part(tick, part, groups if self._speaks else [])
-
-        return LeavingParts(
-            tick,
-            send,
-            num_parts=self.config.schedule.parts,
-            num_shards=len(self.shards),
-            groups_per_shard=self.shards[0].delivers(tick),  # several of a rank are alike
-            to_group=self._to_group,
-        )
-
-    def _see_who_leaves(self, shard: GeneratorShard, tick: int) -> None:
-        assert self._leaving is not None
-        self._leaving.leave(self.shards.index(shard), shard.leaving(tick, self._deadlines(shard)))
-
-    def _to_groups(self, place: int, delivered: Sequence[ActiveGroup]) -> list[Group]:
-        """What leaves of the rank's ``place``-th shard, in order of admission."""
-        return (
-            self._leaving.whole(place) if self._leaving is not None else [self._to_group(group) for group in delivered]
-        )
 
     def _deadlines(self, shard: GeneratorShard) -> list[int]:
         return shard.deadlines(latest_staleness=self._latest_staleness)

@@ -18,7 +18,7 @@ from typing import Any
 from llamarl.engine.expert_record import ExpertRecord
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episodes import load_episode, save_episode
-from llamarl.tick_schedule import NEVER, deadlines, leaving_so_far, select_due
+from llamarl.tick_schedule import NEVER, deadlines, select_due
 from llamarl.tick_shares import Dealing
 from llamarl.types import Prompt
 
@@ -160,17 +160,6 @@ class GeneratorShard:
         completed = self._completed_places()
         leaving, later = self.delivers(tick), self.delivers_after(tick, self._max_segments)
         return select_due(list(leave_by), completed, tick=tick, prompts_per_step=leaving, later=later)
-
-    def leaving(self, tick: int, leave_by: Sequence[int]) -> list[ActiveGroup]:
-        """The complete groups that leave in this tick whatever is complete later, in order of completion.
-
-        Args:
-            leave_by: As ``deadlines`` says, and as it says throughout the tick.
-        """
-        completed = self._completed_places()
-        leaving, later = self.delivers(tick), self.delivers_after(tick, self._max_segments)
-        places = leaving_so_far(list(leave_by), completed, tick=tick, prompts_per_step=leaving, later=later)
-        return [self.active[place] for place in places]
 
     def _completed_places(self) -> list[int]:
         """In ``active``, in order of completion."""

@@ -28,7 +28,6 @@ from llamarl.observability.ledger import failed_tokens
 from llamarl.observability.rollouts import write_rollouts
 from llamarl.observability.writing import Patience
 from llamarl.roles import ROLES
-from llamarl.tick_parts import PartsAhead, split_into_parts
 from llamarl.types import Failure, Group, Score
 
 __all__ = ["JUDGING_SHARE", "RewardExecutor", "part_means", "reward_metrics"]
@@ -46,7 +45,6 @@ class RewardExecutor(BaseExecutor):
         self._failed: list[tuple[float, Mapping[str, int]]] = []
         """Share of failed samples and their causes, of the last ticks."""
         self._stop = ""
-        self._ahead = PartsAhead[list[Group]]() if config.schedule.parts > 1 else None
         self._sampler: DynamicSampler | None = None
         if config.dynamic_sampling.enabled:
             self._sampler = DynamicSampler(
@@ -65,10 +63,7 @@ class RewardExecutor(BaseExecutor):
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
         limit_s = JUDGING_SHARE * self.config.deadlines.step_s
-        if self._ahead is None:
-            groups = self._judged(self.items_of(inputs), limit_s=limit_s)
-        else:
-            groups = self._judged_in_parts(self._ahead, tick, self.items_of(inputs), until=started + limit_s)
+        groups = self._judged(self.items_of(inputs), limit_s=limit_s)
         scored = time.monotonic()
         files: tuple[Path, ...] = ()
         run_dir, patience = self.context.run_dir, self._patience
@@ -92,26 +87,6 @@ class RewardExecutor(BaseExecutor):
             stop=self._stop,
             files=files,
         )
-
-    def take_part(self, tick: int, part: int, items: Sequence[Group]) -> bool:
-        """Judge a part before its tick comes, and send it on."""
-        if self._ahead is None or not self._ahead.is_next(tick, part):
-            return False
-        groups = self._judged(items, limit_s=JUDGING_SHARE * self.config.deadlines.step_s)
-        self._ahead.keep(tick, items, groups)
-        self.context.send_part(tick, part, groups)
-        return True
-
-    def _judged_in_parts(
-        self, ahead: PartsAhead[list[Group]], tick: int, groups: Sequence[Group], *, until: float
-    ) -> list[Group]:
-        """Part by part, whether parts came early or not: a judge may get several samples at once."""
-        parts = split_into_parts(groups, self.config.schedule.parts)
-        judged = ahead.take(tick, parts)
-        for part in parts[len(judged) :]:
-            judged.append(self._judged(part, limit_s=max(0.0, until - time.monotonic())))
-        in_turn = [iter(part) for part in judged]
-        return [next(in_turn[group.part]) for group in groups]
 
     def _judged(self, groups: Sequence[Group], *, limit_s: float) -> list[Group]:
         """The task's reward and what models before it said, added up (``executors/judging.py``)."""

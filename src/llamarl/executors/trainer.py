@@ -9,9 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,7 @@ from llamarl.observability.keys import own_metrics
 from llamarl.observability.trained_tokens import write_trained
 from llamarl.observability.writing import Patience
 from llamarl.roles import carries_version
-from llamarl.tick_parts import PartsAhead, split_into_parts
-from llamarl.trainer.batch import TrainingSequence
 from llamarl.trainer.narrowing import texts_of
-from llamarl.trainer.parts import PartOfStep
 from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
 from llamarl.trainer.token_log import TokenLog
@@ -62,15 +58,6 @@ class _Released(threading.Event):
         super().set()
 
 
-@dataclass(frozen=True, eq=False)
-class _PartAhead:
-    """A part that was done before its tick came."""
-
-    step: PartOfStep
-    tokens: Sequence[tuple[Sequence[TrainingSequence], torch.Tensor, torch.Tensor]]
-    """What is told to the tick's ``TokenLog``, where there is one."""
-
-
 class TrainerExecutor(BaseExecutor):
     """Owns the policy. Version v is the weights after v ticks."""
 
@@ -94,9 +81,6 @@ class TrainerExecutor(BaseExecutor):
         """Ticks to come after which the state is saved, as far as they are told."""
         self._lease: DeviceLease | None = None
         """Of a co-located job."""
-        self._ahead = PartsAhead[_PartAhead]()
-        self._groups_ahead = 0
-        """In the parts of the next tick that are done."""
 
     def setup(self) -> None:
         if self.context.run_dir is not None:
@@ -113,7 +97,6 @@ class TrainerExecutor(BaseExecutor):
             lora=self.config.lora,
             has_reference=self.config.has_reference,
             max_staleness=self.config.token_staleness_bound,
-            num_parts=self.config.schedule.parts,
         )
         self.trainer.before_update = self._wait_for_readers
         if self.config.schedule.colocated:
@@ -139,15 +122,9 @@ class TrainerExecutor(BaseExecutor):
         started = time.monotonic()
         groups: list[Group] = self.items_of(inputs)
         files: list[Path] = []
-        parts = split_into_parts(groups, self.config.schedule.parts)
-        log = TokenLog([group for part in parts for group in part]) if self._logs_tokens(tick) else None
+        log = TokenLog(groups) if self._logs_tokens(tick) else None
         self.trainer.on_tokens = log.add if log is not None else None
-        done = self._parts_that_are_done(tick, parts)
-        if log is not None:
-            for part in done:
-                for noted in part.tokens:
-                    log.add(*noted)
-        metrics = self._train(groups, tick, [part.step for part in done])
+        metrics = self._train(groups, tick)
         trained = time.monotonic()
         if log is not None and self.context.run_dir is not None:
             self._folder.check()
@@ -182,35 +159,10 @@ class TrainerExecutor(BaseExecutor):
         due = self.context.run_dir is not None and self.config.observability.rollouts_due(tick)
         return due and self.trainer.layout.speaks
 
-    def take_part(self, tick: int, part: int, items: Sequence[Group]) -> bool:
-        """Add a part's gradients before its tick comes."""
-        if (
-            self.config.schedule.parts == 1
-            or tick != self.trainer.policy_version
-            or not self._ahead.is_next(tick, part)
-        ):
-            return False
-        tokens: list[tuple[Sequence[TrainingSequence], torch.Tensor, torch.Tensor]] = []
-        self.trainer.on_tokens = (lambda *noted: tokens.append(noted)) if self._logs_tokens(tick) else None
-        step = self.trainer.train_part(items, first_group=self._groups_ahead)
-        self._groups_ahead += len(items)
-        self._ahead.keep(tick, items, _PartAhead(step, tokens))
-        return True
-
-    def _parts_that_are_done(self, tick: int, parts: Sequence[Sequence[Group]]) -> list[_PartAhead]:
-        """The first parts of a tick, if they were done as they are; their gradients are in place, and no others."""
-        num_done = self._ahead.num_done(tick)
-        done = self._ahead.take(tick, parts)
-        self._groups_ahead = 0
-        if len(done) == num_done:
-            return done
-        self.trainer.drop_parts()
-        return []
-
-    def _train(self, groups: list[Group], tick: int, done: Sequence[PartOfStep]) -> Mapping[str, float]:
+    def _train(self, groups: list[Group], tick: int) -> Mapping[str, float]:
         """The tick's optimizer steps; if training has diverged, the job is asked to stop."""
         try:
-            return self.trainer.train(groups, tick, done)
+            return self.trainer.train(groups, tick)
         except TrainingDiverged as error:
             self._stop = self._stop or str(error)
             return self.trainer.metrics

@@ -33,7 +33,6 @@ from llamarl.observability.trained_tokens import TRAINED_FOLDER
 from llamarl.observability.warning_log import WARNINGS_FILE, WarningLog
 from llamarl.observability.writing import CannotWrite, Patience
 from llamarl.plural import plural
-from llamarl.tick_parts import AHEAD
 
 __all__ = ["Recorder", "ReportLike", "TENSORBOARD_FOLDER", "WEIGHT_SYNC_SPAN"]
 
@@ -287,10 +286,8 @@ class Recorder:
             report = timed.report
             before = self._first_start_s if timed.previous_finish_s is None else timed.previous_finish_s
             before = min(before, report.started_s)
-            ahead = [(start, end) for label, start, end in report.spans if label == AHEAD]
-            at_work = [*ahead, (report.started_s, report.finished_s)]
-            row[f"time/{name}_s"] = sum(end - start for start, end in at_work)
-            row[f"idle/{name}"] = idle_share(at_work, (before, report.finished_s))
+            row[f"time/{name}_s"] = report.finished_s - report.started_s
+            row[f"idle/{name}"] = idle_share([(report.started_s, report.finished_s)], (before, report.finished_s))
             if name == _TRAINER:
                 row["time/step_s"] = report.finished_s - before
             weight_sync_s += sum(

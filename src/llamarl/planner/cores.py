@@ -14,21 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llamarl.planner.generation import GeneratorDemand, group_ends_s
 from llamarl.planner.hardware import Hardware
-from llamarl.planner.model_spec import ModelSpec
-from llamarl.planner.rooflines import GeneratorLayout
 from llamarl.planner.training import TrainerTime
-from llamarl.tick_schedule import part_of
 from llamarl.trainer.config import MOST_AT_ONCE
 
-__all__ = ["PARTS", "SIDE_BY_SIDE", "core_rate", "core_share", "finished_s", "parts_ready", "scaled", "shares_cores"]
+__all__ = ["SIDE_BY_SIDE", "core_rate", "core_share", "finished_s", "scaled", "shares_cores"]
 
 SIDE_BY_SIDE = 0.85
 """Of a core's rate, what it reaches while the others compute micro-batches too: they share cache and memory. SmolLM2-135M's
 trainer takes 50 s of two cores for what takes 40 to 45 s of one (docs/results.md, a step on two cores)."""
-PARTS = (1, 2, 4, 8)
-"""Values of ``schedule.parts`` that a plan tries."""
 
 
 def shares_cores(hardware: Hardware, devices: int) -> bool:
@@ -64,24 +58,6 @@ def finished_s(parts: Sequence[tuple[float, float]], *, cores: float, held: floa
         else:
             now = max(now, held_s) + (work - beside) / cores
     return now
-
-
-def parts_ready(
-    hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, demand: GeneratorDemand, parts: int, reward_s: float
-) -> list[tuple[float, float]]:
-    """For each part of a tick (``schedule.parts``): the second at which it is judged, and its share of the groups.
-
-    Groups are complete when their longest response is; rewards are judged in order, each part in its share of ``reward_s``.
-    """
-    ends = group_ends_s(hardware, model, layout, demand)
-    numbers = [part_of(place, num_groups=len(ends), parts=parts) for place in range(len(ends))]
-    judged, found = 0.0, []
-    for part in range(parts):
-        own = [end for end, number in zip(ends, numbers, strict=True) if number == part]
-        share = len(own) / len(ends)
-        judged = max(judged, own[-1]) + share * reward_s
-        found.append((judged, share))
-    return found
 
 
 def scaled(time: TrainerTime, factor: float) -> TrainerTime:

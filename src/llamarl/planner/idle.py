@@ -55,7 +55,7 @@ class Spare:
 
 def spare_of(plan: Plan, work: Workload, options: Options, hardware: Hardware) -> Spare | None:
     """Whether a trainer on fewer devices, beside the same generators, costs less than 1 % of a step."""
-    if plan.system != "separate" or plan.trainer.core_s or plan.parts > 1:
+    if plan.system != "separate" or plan.trainer.core_s:
         return None
     generator, devices, limit = plan.generator, plan.trainer.layout.devices, hardware.usable_memory_bytes
 

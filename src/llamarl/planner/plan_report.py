@@ -33,7 +33,7 @@ def system_title(plan: Plan) -> str:
         return "sync, one layout"
     if plan.system == "resharding":
         return "sync, re-sharding"
-    return f"separate, staleness {plan.max_staleness}" + (f", {plan.parts} parts" if plan.parts > 1 else "")
+    return f"separate, staleness {plan.max_staleness}"
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -195,10 +195,6 @@ def _details(plan: Plan, among: str) -> list[str]:
         f"  trainer    {where}: micro-batch {plural(t.layout.micro_batch, 'sequence')} a rank, {prompts_text(t)}, {recompute}"
         + waits[1]
     )
-    if plan.parts > 1:
-        lines.append(
-            f"  parts      {plan.parts}: what is complete is trained while the rest is decoded (schedule.parts)"
-        )
     parts = dataclasses.asdict(t.time)
     lines.append("             " + ", ".join(f"{k[:-2].replace('_', ' ')} {seconds_text(v)}" for k, v in parts.items()))
     for role, memory in (("generator", g.memory), ("trainer", t.memory)):
@@ -225,7 +221,6 @@ def plan_to_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
         "binds": plan.binds,
         "tokens_per_s": plan.tokens_per_s,
         "sync_s": plan.sync_s,
-        "parts": plan.parts,
         "bubble": plan.bubble,
         "cost_per_step": _cost(plan, price),
         "memory_limit_bytes": plan.memory_limit,

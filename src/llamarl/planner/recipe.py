@@ -127,7 +127,6 @@ def plan_settings(
             "prompts_per_step": work.total_sequences // work.group_size,
             "max_staleness": plan.max_staleness,
             "colocated": shared,
-            **({"parts": plan.parts} if plan.parts > 1 else {}),
         },
         "generator": {
             "group_size": work.group_size,

@@ -32,7 +32,7 @@ from llamarl.planner.choices import (
     trainer_choices,
     trainer_demand,
 )
-from llamarl.planner.cores import PARTS, finished_s, parts_ready, scaled, shares_cores
+from llamarl.planner.cores import finished_s, scaled, shares_cores
 from llamarl.planner.fitting import nothing_fits
 from llamarl.planner.generation import GeneratorDemand
 from llamarl.planner.hardware import Hardware
@@ -69,8 +69,6 @@ class Plan:
     """What sets the step time."""
     tokens_per_s: float
     memory_limit: float
-    parts: int = 1
-    """``schedule.parts``: the tick's groups are trained in so many parts, while later ones are still decoded."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -218,9 +216,7 @@ def best_separate(
     )
     period = max_cycle_mean(durations, edges)
     binds = period.cycle[0] if len(period.cycle) == 1 else "the whole round"
-    step_s, parts = period.period_s, 1
-    if max_staleness == 0:
-        step_s, parts = _in_parts(hardware, work, trainer, generator, sync, devices, whole_s=step_s)
+    step_s = period.period_s
     return Plan(
         system="separate",
         max_staleness=max_staleness,
@@ -232,7 +228,6 @@ def best_separate(
         binds=f"{binds}: {_part(trainer.time, generator, binds)}",
         tokens_per_s=_tokens_rate(work, step_s),
         memory_limit=hardware.usable_memory_bytes,
-        parts=parts,
     )
 
 
@@ -243,37 +238,6 @@ def _beside(trainer: TrainerChoice, generator: GeneratorChoice, sync_s: float, c
     busy_s = generator.time_s + sync_s
     elapsed_s = finished_s([(0.0, trainer.core_s)], cores=cores, held=generator.devices, held_s=busy_s)
     return replace(trainer, time=scaled(trainer.time, elapsed_s / trainer.time.total_s))
-
-
-def _in_parts(
-    hardware: Hardware,
-    work: Workload,
-    trainer: TrainerChoice,
-    generator: GeneratorChoice,
-    sync_s: float,
-    devices: int,
-    *,
-    whole_s: float,
-) -> tuple[float, int]:
-    """A synchronous step and the number of parts that its tick is best cut into: the fewest within 1% of the shortest.
-
-    A lone trainer rank on the generator's host takes parts; what no part shortens is the update.
-    """
-    best = whole_s, 1
-    if trainer.layout.devices > 1 or devices > hardware.device.devices_per_node:
-        return best
-    cores, held = (devices, generator.devices) if trainer.core_s else (1, 0)
-    update_s = trainer.time.optimizer_s + trainer.time.other_s
-    parts_s = (trainer.time.total_s - update_s) * cores
-    for parts in PARTS[1:]:
-        if parts * generator.replicas > work.prompts_per_step:
-            break
-        ready = parts_ready(hardware, work.model, generator.layout, generator.demand, parts, work.reward_s)
-        queue = [(sync_s + second, share * parts_s) for second, share in ready]
-        done_s = finished_s(queue, cores=cores, held=held, held_s=sync_s + generator.time_s)
-        if done_s + update_s < 0.99 * best[0]:
-            best = done_s + update_s, parts
-    return best
 
 
 def _part(time: TrainerTime, generator: GeneratorChoice, role: str) -> str:

@@ -1,8 +1,7 @@
 """Idle gaps of every executor, what each gap waited for, and the pace that the step-time model forecasts. Pure.
 
 An executor may begin tick k when its tick k - 1 is done, every channel into it holds the token of tick k - delay, and every
-channel out of it has room: its sink is done with tick k + delay - capacity. Of these, the last to happen ended the gap. What it
-did of its tick before that (``schedule.parts``) is no gap.
+channel out of it has room: its sink is done with tick k + delay - capacity. Of these, the last to happen ended the gap.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from llamarl.errors import GraphError
 from llamarl.observability.job_description import Edge
 from llamarl.observability.trace import Slice, Trace
 from llamarl.planner import step_time
-from llamarl.tick_parts import AHEAD
 
 __all__ = ["Forecast", "Gap", "channels_of", "find_gaps", "forecast", "timeline_columns"]
 
@@ -88,20 +86,10 @@ def find_gaps(trace: Trace, channels: Sequence[Edge]) -> list[Gap]:
         before_s = began_s
         for one in trace.ticks.get(lane, []):
             begin_s = max([before_s, *(at for _, at in trace.resumed if before_s <= at <= one.start_s)])
-            for part in _ahead_of(trace, lane, one, begin_s):
-                if part.start_s - begin_s > _SAME_MOMENT_S:
-                    gaps.append(Gap(lane=lane, tick=one.tick, start_s=begin_s, end_s=part.start_s))
-                begin_s = max(begin_s, part.end_s)
             if one.start_s - begin_s > _SAME_MOMENT_S:
                 gaps.append(_explained(lane, one, begin_s, channels, ends))
             before_s = one.end_s
     return gaps
-
-
-def _ahead_of(trace: Trace, lane: str, tick: Slice, begin_s: float) -> list[Slice]:
-    """What was done of a tick before it came (``schedule.parts``), since ``begin_s``, in order."""
-    spans = (span for span in trace.spans.get(lane, []) if span.label == AHEAD and span.tick == tick.tick)
-    return sorted((s for s in spans if begin_s <= s.end_s <= tick.start_s), key=lambda span: span.start_s)
 
 
 def _explained(

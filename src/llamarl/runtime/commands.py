@@ -4,7 +4,6 @@
     command_blob(..., "run", Order) ─▶ COMMAND ─▶ executor's thread: Obedient.obey ─▶ Worker
     RankReport or RankFailure       ◀─ COMMAND ◀─
     News                            ─▶ TELL    ─▶ diagnostics thread: Worker.tell, while the executor works
-    PartMade                        ◀─ PART    ◀─ executor's thread, inside a tick
     stack of the executor's thread  ◀─ WHERE   ◀─ diagnostics thread, while the executor works or hangs
 
 An executor's exception travels as a value (``RankFailure``). How the bytes get there is the link's business: frames on a socket
@@ -14,13 +13,11 @@ An executor's exception travels as a value (``RankFailure``). How the bytes get 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
 import cloudpickle
 
-from llamarl.runtime.passed_parts import PartMade
 from llamarl.runtime.worker import Worker, capture, stack_of
 
 __all__ = ["EXECUTOR_THREAD", "HEAD", "Kind", "Obedient", "command_blob", "frame"]
@@ -41,8 +38,6 @@ class Kind(IntEnum):
     """To the rank: pickled ``News``. From it: a pickled ``RankFailure`` if it could not be handed over, else empty."""
     WHERE = 3
     """To the rank: empty. From it: the calls that the executor's thread is in, as text."""
-    PART = 4
-    """From the rank, unasked: a pickled ``PartMade``."""
 
 
 def frame(kind: Kind, blob: bytes) -> bytes:
@@ -51,7 +46,7 @@ def frame(kind: Kind, blob: bytes) -> bytes:
 
 
 def command_blob(executor: str, rank: int, doing: str, method: str, argument: Any) -> bytes:
-    """An order to :class:`Obedient`: ``setup``, ``run``, ``take_part`` or ``close``. ``doing`` names it in a failure: ``tick 3``.
+    """An order to :class:`Obedient`: ``setup``, ``run`` or ``close``. ``doing`` names it in a failure: ``tick 3``.
 
     The argument is pickled inside the pickle: one that cannot be read in the worker is then reported like any failure.
     """
@@ -59,14 +54,9 @@ def command_blob(executor: str, rank: int, doing: str, method: str, argument: An
 
 
 class Obedient:
-    """Carries out commands in a rank's process.
+    """Carries out commands in a rank's process."""
 
-    Args:
-        tell_of_part: Called with a pickled ``PartMade`` when a part of a tick has been sent.
-    """
-
-    def __init__(self, tell_of_part: Callable[[bytes], None] | None = None) -> None:
-        self._tell_of_part = tell_of_part
+    def __init__(self) -> None:
         self._worker: Worker | None = None
         self._who = ("?", 0, "start of its process")
         self.closed = False
@@ -79,22 +69,15 @@ class Obedient:
         try:
             argument = cloudpickle.loads(argument)
             if method == "setup":
-                self._worker = Worker(argument, self._part_made if self._tell_of_part is not None else None)
+                self._worker = Worker(argument)
                 return cloudpickle.dumps(self._worker.setup())
             if method == "close":
                 self.closed = True
                 return cloudpickle.dumps(self._worker.close() if self._worker is not None else ())
-            assert method in ("run", "take_part") and self._worker is not None, f"{method} before setup"
-            if method == "take_part":
-                self._worker.take_part(argument)
-                return cloudpickle.dumps(None)
+            assert method == "run" and self._worker is not None, f"{method} before setup"
             return cloudpickle.dumps(self._worker.run(argument))
         except BaseException as error:  # also SystemExit: an executor does not decide that its process ends
             return cloudpickle.dumps(capture(executor, rank, doing, error))
-
-    def _part_made(self, made: PartMade) -> None:
-        assert self._tell_of_part is not None
-        self._tell_of_part(cloudpickle.dumps(made))
 
     def tell(self, blob: bytes) -> bytes:
         """Hand over pickled ``News``, on any thread; returns a pickled ``RankFailure`` if that failed, else nothing."""

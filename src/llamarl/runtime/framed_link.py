@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import Callable
 
 from llamarl.runtime.commands import HEAD, Kind, frame
 
@@ -19,7 +18,6 @@ class FramedLink:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.on_part: Callable[[bytes], None] = lambda made: None
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting: dict[Kind, collections.deque[asyncio.Future[bytes]]] = collections.defaultdict(collections.deque)
         self._greeted = False
@@ -60,9 +58,6 @@ class FramedLink:
                 blob = await reader.readexactly(size)
                 if number == Kind.HELLO:
                     self._greeted, self.pid = True, int(blob)
-                    continue
-                if number == Kind.PART:
-                    self.on_part(blob)
                     continue
                 answer = self._waiting[Kind(number)].popleft()
                 if not answer.done():  # who asked may have given up

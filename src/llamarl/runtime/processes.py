@@ -115,8 +115,6 @@ class ProcessRuntime:
         self._for_ranks: Segment | None = None
         """What ranks of other hosts try to read, to know whether they reach this process."""
         self._resumed = resumed if resumed is not None else Resumed()
-        self._passes_parts = networks is None and not self._launchers
-        """Between the processes of one machine alone."""
         self._plans: dict[str, tuple[WorkerPlan, ...]] = {}
         self._channels: tuple[ChannelSpec, ...] = ()
         self._kept = KeptTokens()
@@ -164,7 +162,6 @@ class ProcessRuntime:
             deterministic=self._deterministic,
             networks=self._networks,
             journal=self._restarts,
-            passes_parts=self._passes_parts,
         )
         if self._restarts and self._networks is not None:
             self._for_ranks = Segment(1)

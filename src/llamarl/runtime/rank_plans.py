@@ -45,14 +45,12 @@ def plan_workers(
     deterministic: bool,
     networks: Mapping[str, Sequence[Network]] | None = None,
     journal: bool = False,
-    passes_parts: bool = False,
 ) -> dict[str, tuple[WorkerPlan, ...]]:
     """Executor name -> the plan of each of its ranks.
 
     Args:
         networks: Executor -> where each of its ranks is; None: the whole job is on one machine.
         journal: Whether executors keep a journal.
-        passes_parts: Whether parts of ticks are passed on.
 
     Raises:
         ConfigError: A name is used twice, a channel has an end that is no executor, or a count is
@@ -90,7 +88,6 @@ def plan_workers(
                 deterministic=deterministic,
                 network=networks[spec.name][rank] if networks is not None else None,
                 journal=journal,
-                passes_parts=passes_parts,
             )
             for rank in range(spec.num_ranks)
         )

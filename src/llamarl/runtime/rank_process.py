@@ -62,7 +62,7 @@ def serve(control: socket.socket) -> None:
         except OSError:  # the controller is gone, and with it everybody who could be told
             os._exit(1)
 
-    obedient = Obedient(lambda made: send(Kind.PART, made))
+    obedient = Obedient()
 
     def listen() -> None:
         with control.makefile("rb") as stream:

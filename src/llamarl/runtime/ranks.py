@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 import cloudpickle
@@ -24,7 +23,6 @@ from llamarl.errors import LlamaRLError
 from llamarl.runtime.child_process import Killed
 from llamarl.runtime.commands import command_blob
 from llamarl.runtime.output import OutputReader
-from llamarl.runtime.passed_parts import PartMade, PartsHeard
 from llamarl.runtime.worker import RankFailure, RankReport, WorkerPlan, capture
 from llamarl.transports.segments import Segment
 
@@ -49,8 +47,6 @@ class Link(Protocol):
     """Where the process is, as the user calls it; empty: on this machine."""
     ended: asyncio.Future[str]
     """Done when the process has ended: its cause, in words."""
-    on_part: Callable[[bytes], None]
-    """To be called with a pickled ``PartMade`` that the rank has told of, where links carry such."""
 
     def here_s(self, there_s: float) -> float:
         """A time on the ``time.monotonic`` of the rank's machine on that of this one."""
@@ -163,7 +159,6 @@ class Ranks:
         self.events: queue.SimpleQueue[Answer | RankFailure] = queue.SimpleQueue()
         self.of = {name: [Rank(name, plan.rank) for plan in ranks] for name, ranks in plans.items()}
         """Executor -> its ranks, in order."""
-        self._parts = PartsHeard(lambda executor: len(self.of[executor]))
         self._plans = plans
         self._launchers = dict(launchers)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -304,7 +299,6 @@ class Ranks:
             return
         for rank, link in zip(ranks, links, strict=True):
             rank.link = link
-            link.on_part = partial(self._pass_on, rank)
         if any(rank.unwanted for rank in ranks):  # since it was begun to start them
             await self._stop(ranks)
             return
@@ -346,17 +340,6 @@ class Ranks:
             self.events.put(replace(result, incarnation=rank.incarnation))
         else:
             self.events.put(Answer(rank.executor, result, len(reply), rank.incarnation, brought))
-
-    def _pass_on(self, source: Rank, blob: bytes) -> None:
-        """A rank has sent a part of the tick that it is at: those who read it may work ahead. What an earlier
-        incarnation sends is left out, and so is what is told while the job ends."""
-        if self._ending or not any(source is rank for rank in self.of[source.executor]):
-            return
-        made: PartMade = cloudpickle.loads(blob)
-        order = self._parts.hear(source.executor, source.rank, source.incarnation, made)
-        for rank in self.of[made.executor] if order is not None else ():
-            doing = f"tick {made.tick}"
-            self._spawn(self._command(rank, doing, command_blob(rank.executor, rank.rank, doing, "take_part", order)))
 
     async def _tell(self, rank: Rank, blob: bytes) -> None:
         if rank.link is None:  # brought up again: its order has what was there, and news is never waited for

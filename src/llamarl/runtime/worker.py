@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, FetchesAhead, Handle, Receiver, Sender
 from llamarl.checkpoint.snapshot import FileRecord
-from llamarl.errors import ChannelError, ConfigError, DeadlineExceeded, LlamaRLError, SourceGone
+from llamarl.errors import ConfigError, LlamaRLError, SourceGone
 from llamarl.executors.base import (
     Elastic,
     Executor,
@@ -34,16 +34,13 @@ from llamarl.executors.base import (
     ExecutorSpec,
     Journaled,
     KeepsTokens,
-    TakesParts,
     is_journaled,
 )
 from llamarl.import_path import load_module, resolve
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.determinism import pin
 from llamarl.runtime.kept_states import MAX_STATE_BYTES, KeptState, read_state, write_state
-from llamarl.runtime.passed_parts import PartMade, PartOrder, parts_channel
 from llamarl.runtime.rank_saves import RankSaves, rank_folder, record_products
-from llamarl.tick_parts import AHEAD
 from llamarl.transports.network import Network, join
 from llamarl.transports.remote_segment import RemoteSegment
 from llamarl.transports.segments import Segment, SegmentHandle, is_elsewhere
@@ -102,8 +99,6 @@ class WorkerPlan:
     """Where its process is among the hosts of the job; None: the whole job is on one machine."""
     journal: bool = False
     """Whether the state after each tick is kept where it outlives this rank's process."""
-    passes_parts: bool = False
-    """Whether parts of ticks that this rank makes are passed on to those who read them."""
     incarnation: int = 0
     """How often the executor was brought up before in this run: what it finds of itself is from then."""
     makes_initial_tokens: bool = True
@@ -265,26 +260,16 @@ class TokenFeed:
 
 
 class Worker:
-    """One rank of one executor. All calls but ``tell`` must come from one thread.
+    """One rank of one executor. All calls but ``tell`` must come from one thread."""
 
-    Args:
-        part_made: Called when a part of a tick has been sent; None: nobody passes parts on.
-    """
-
-    def __init__(self, plan: WorkerPlan, part_made: Callable[[PartMade], None] | None = None) -> None:
+    def __init__(self, plan: WorkerPlan) -> None:
         self._plan = plan
-        self._part_made = part_made if plan.passes_parts else None
-        self._part_senders: dict[str, Sender] = {}
-        self._part_receivers: dict[str, Receiver] = {}
-        self._ahead: dict[int, list[tuple[str, float, float]]] = {}
-        """Tick to come -> spans in which parts of it were worked on."""
         self._executor: Executor | None = None
         self._senders: dict[str, Sender] = {}
         self._receivers: dict[str, Receiver] = {}
         self._feeds: dict[str, TokenFeed] = {}
         self._weight_channels = {channel.name for channel in plan.channels if channel.kind is ChannelKind.WEIGHTS}
         self._delays = {channel.name: channel.delay for channel in plan.channels}
-        self._sinks = {channel.name: channel.sink for channel in plan.channels}
         self._saves = RankSaves(plan.spec.name, plan.rank, limit_s=plan.save_timeout_s, again=plan.incarnation > 0)
         self._journaled = False
         self._journal: Segment | None = None
@@ -320,7 +305,6 @@ class Worker:
             options=spec.options,
             paths=plan.paths,
             incarnation=plan.incarnation,
-            send_part=self._send_part,
         )
         _take_device(context.device)
         self._executor = executor = factory(spec.config, context)
@@ -361,8 +345,7 @@ class Worker:
         started_s = time.monotonic()
         if order.tick < self._plan.first_tick:
             return self._at_start(executor, order.tick, started_s)
-        spans = self._ahead.get(order.tick, [])
-        self._ahead = {tick: later for tick, later in self._ahead.items() if tick > order.tick}
+        spans: list[tuple[str, float, float]] = []
         inputs: dict[str, Any] = {}
         for name, handles in order.inputs.items():
             if name in self._feeds:
@@ -419,27 +402,6 @@ class Worker:
         with _Span("save", spans):
             self._saves.finish(wait=True)  # two at once would hold two copies of the state
             self._saves.begin(executor, order.tick, self._here(order.save_to))
-
-    def take_part(self, order: PartOrder) -> None:
-        """Let the executor work ahead on a part. One that cannot be read any more is passed over: its tick will hold it."""
-        executor, receiver = self._executor, self._part_receivers.get(order.channel)
-        if receiver is None or not isinstance(executor, TakesParts):
-            return
-        started_s = time.monotonic()
-        try:
-            items = receiver.receive(order.handles, self._plan.pull_deadline_s)
-        except (ChannelError, DeadlineExceeded):
-            return
-        if executor.take_part(order.tick, order.part, items):
-            self._ahead.setdefault(order.tick, []).append((AHEAD, started_s, time.monotonic()))
-
-    def _send_part(self, tick: int, part: int, items: Sequence[Any]) -> None:
-        """See ``ExecutorContext``."""
-        for name, sender in self._part_senders.items():
-            assert self._part_made is not None
-            handle = sender.send(tick, items)
-            sink = self._sinks[name]
-            self._part_made(PartMade(executor=sink, channel=name, tick=tick, part=part, handle=handle))
 
     def _at_start(self, executor: Executor, tick: int, started_s: float) -> RankReport:
         """Make tokens once more that lay on delayed edges where this executor begins: those that went with earlier processes."""
@@ -501,12 +463,10 @@ class Worker:
         if self._closed:
             return ()
         self._closed = True
-        receivers = (*self._receivers.values(), *self._part_receivers.values())
-        closers: list[Callable[[], None]] = [r.close for r in receivers]
+        closers: list[Callable[[], None]] = [receiver.close for receiver in self._receivers.values()]
         if self._executor is not None:
             closers.append(self._executor.close)
-        senders = (*self._senders.values(), *self._part_senders.values())
-        closers.extend(s.close for s in senders)  # last: a sink may still read what was sent
+        closers.extend(sender.close for sender in self._senders.values())  # last: a sink may still read what was sent
         if self._journal is not None:
             closers.append(self._journal.close)
         closers.append(self._leave_process_group)
@@ -533,12 +493,6 @@ class Worker:
                 receiver = self._receivers[channel.name] = factory.make_receiver(channel, **ends)
                 if channel.latest:
                     self._feeds[channel.name] = TokenFeed(receiver, plan.pull_deadline_s)
-            if channel.parts > 1 and self._part_made is not None:
-                of_parts = parts_channel(channel, channel.parts)
-                if channel.source == plan.spec.name:
-                    self._part_senders[channel.name] = factory.make_sender(of_parts, **ends)
-                else:
-                    self._part_receivers[channel.name] = factory.make_receiver(of_parts, **ends)
 
 
 class _Span:

@@ -38,7 +38,6 @@ from llamarl.tick_schedule import (
     constant_batches,
     deadlines,
     num_startable,
-    part_of,
     plan_tick,
     urgency_order,
 )
@@ -431,7 +430,7 @@ class _Alike:
         steps = np.clip(np.take_along_axis(done, order, axis=1) - self._plans * _PLAN, 0, plan.stop[:, None])
         tokens = self._groups.length.sum(axis=2) + s.group_size * s.prompt_tokens
         tokens = np.take_along_axis(tokens, order, axis=1)
-        part = np.array([part_of(place, num_groups=self._deliver, parts=s.parts) for place in range(self._deliver)])
+        part = np.arange(self._deliver) * s.parts // self._deliver
         ready, counts = [], []
         for number in range(s.parts):
             last = int(np.flatnonzero(part == number)[-1])

@@ -87,7 +87,7 @@ class Scenario:
     oversubscription: float = 1.0
     parts: int = 1
     """Into how many parts a tick's groups are cut, in the order in which they are complete: each is judged and its gradients are
-    computed while later groups are still being decoded (``schedule.parts``)."""
+    computed while later groups are still being decoded."""
     longest_first: bool = False
     """Groups that a tick admits start in the order of their longest response, as if it were known; else as they come. It matters
     where there are fewer slots than sequences."""

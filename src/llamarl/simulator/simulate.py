@@ -24,8 +24,7 @@ from llamarl.runtime.base import Report
 from llamarl.simulator.costed import STALENESS_METRIC
 from llamarl.simulator.costed_generator import KIND_METRIC
 from llamarl.simulator.scenario import Failures, Scenario
-from llamarl.simulator.virtual_clock import Snapshots, VirtualClockRuntime
-from llamarl.tick_parts import AHEAD
+from llamarl.simulator.virtual_clock import AHEAD, Snapshots, VirtualClockRuntime
 
 __all__ = ["SimulationResult", "simulate"]
 

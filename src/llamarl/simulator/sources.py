@@ -70,7 +70,6 @@ def scenario_from_plan(plan: Plan, work: Workload, hardware: Hardware, options: 
         trainer=_trainer_cost(t.time, tokens),
         reward=RewardCost(tick_s=work.reward_s),
         max_staleness=plan.max_staleness,
-        parts=1 if t.core_s else plan.parts,  # parts on shared cores slow the generator's tail, which is not simulated
         max_segments=g.demand.max_segments if g.demand.partial else 1,
         oversubscription=options.oversubscription if g.demand.partial else 1.0,
         replicas=g.replicas,
@@ -178,7 +177,6 @@ def scenario_from_recipe(
         trainer=TrainerCost(tick_s=cost.tick_s / speed, token_s=cost.token_s / speed),
         reward=RewardCost(tick_s=work.reward_s),
         max_staleness=config.schedule.max_staleness,
-        parts=config.schedule.parts,
         **weights_policy(config),
         max_segments=g.max_segments,
         oversubscription=g.oversubscription,

@@ -20,12 +20,14 @@ from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorContext, ExecutorSpec
 from llamarl.import_path import resolve
 from llamarl.runtime.base import News, Order, Report, SetupReport
-from llamarl.tick_parts import AHEAD
 
 __all__ = ["RevisingExecutor", "Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
 
 Snapshots = dict[tuple[Path, str], Any]
 """(folder, executor) -> state. A virtual checkpoint lies in memory; its folder is only a name."""
+
+AHEAD = "ahead"
+"""Label of spans in which a part of a tick was done before the tick itself came."""
 
 
 @dataclass(frozen=True, kw_only=True)

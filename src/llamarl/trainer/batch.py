@@ -35,7 +35,6 @@ __all__ = [
     "make_microbatch",
     "make_sequences",
     "pack_sequences",
-    "parts_factor",
     "token_weight",
     "trainable",
     "training_sequence",
@@ -157,14 +156,11 @@ def make_sequences(
     groups: Sequence[Group],
     config: AlgorithmConfig,
     sum_over_ranks: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]] = lambda values: values,
-    *,
-    first_group: int = 0,
 ) -> list[TrainingSequence]:
     """The responses that train, in order. Failed responses and those without a trained token are left out.
 
     Args:
         sum_over_ranks: For advantages that look at the whole step: adds up over the ranks that hold its other groups.
-        first_group: Index of the first of ``groups`` among this rank's: those of a tick's other parts come before.
 
     Raises:
         ValueError: A response was never judged, a trained token has no finite behaviour log-prob, or the algorithm needs
@@ -177,7 +173,7 @@ def make_sequences(
         for response, advantage in zip(group.responses, advantages, strict=True):
             if trainable(response, config):
                 of_tokens = token_advantages(response, float(advantage), config)
-                sequences.append(training_sequence(group, response, float(advantage), first_group + index, of_tokens))
+                sequences.append(training_sequence(group, response, float(advantage), index, of_tokens))
     if config.has_critic and config.gae_normalize:
         normal = standardize([s.token_advantages for s in sequences if s.token_advantages is not None], sum_over_ranks)
         sequences = [
@@ -206,12 +202,6 @@ def token_weight(config: AlgorithmConfig, *, num_own_tokens: int, num_tokens: in
     if config.normalization == "sequence":
         return 1.0 / (num_sequences * num_own_tokens)
     return 1.0 / (num_sequences * config.normalization_constant)
-
-
-def parts_factor(config: AlgorithmConfig, *, num_tokens: int, num_sequences: int) -> float:
-    """What gradients and losses are multiplied by that were computed with the weights of a step of one token and one sequence, when
-    it is known how many the step has: ``token_weight`` is that of (1, 1) times this, to rounding."""
-    return 1.0 / (num_tokens if config.normalization == "token" else num_sequences)
 
 
 def make_microbatch(

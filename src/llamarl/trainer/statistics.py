@@ -62,31 +62,6 @@ class StepStatistics:
         oldest = torch.tensor(int(staleness.max(initial=0)), device=device)
         self._max_staleness = int(layout.max_over_data(oldest).item())
 
-    @classmethod
-    def joined(cls, parts: Sequence[StepStatistics], factor: float) -> StepStatistics:
-        """Of a step that was computed in parts, on one rank.
-
-        Args:
-            factor: What sums that carry the step's weights are multiplied by (``trainer.batch.parts_factor``).
-        """
-        first = parts[0]
-        step = cls([], 0, first._layout, first._device)
-        for part in parts:
-            step.num_tokens += part.num_tokens
-            step.num_sequences += part.num_sequences
-            step.num_aged += part.num_aged
-            step._sum_staleness += part._sum_staleness
-            step._max_staleness = max(step._max_staleness, part._max_staleness)
-            step.add(
-                part._sums,
-                num_computed=part._num_computed,
-                num_trained=part._num_observed,
-            )
-            step.add_experts(part._chosen_experts)
-        if "loss/policy" in step._sums:
-            step._sums["loss/policy"] = step._sums["loss/policy"] * factor
-        return step
-
     def add(
         self,
         values: Mapping[str, Tensor],

@@ -4,9 +4,7 @@
                                                                                       └─ all micro-batches, all ranks ─▶ AdamW
 
 Every token's weight in its step's mean is fixed before the step's first forward pass, from counts over the whole step and
-all ranks. So micro-batches simply add up: any split over them and over ranks gives the same gradient, to rounding. With
-``schedule.parts`` the counts are not known when the first part is computed: gradients are then scaled once, before the norm
-is taken (``trainer/parts.py``).
+all ranks. So micro-batches simply add up: any split over them and over ranks gives the same gradient, to rounding.
 
 Version v is the weights after v ticks, whatever happened in them. A step with a non-finite loss or gradient, or
 without a trained token, leaves weights and moments as they were; its tick still makes a version, so schedules and
@@ -36,7 +34,6 @@ from llamarl.models.parallel import make_layout
 from llamarl.models.repeatable import demanded
 from llamarl.observability.ledger import scored_tokens
 from llamarl.seeding import derive_seed
-from llamarl.tick_parts import split_into_parts
 from llamarl.trainer.batch import (
     Microbatch,
     TrainingSequence,
@@ -51,7 +48,6 @@ from llamarl.trainer.context_parallel import ContextRanks
 from llamarl.trainer.narrowing import KLText
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.optimizer import learning_rate
-from llamarl.trainer.parts import JoinedParts, PartOfStep, join_parts
 from llamarl.trainer.pipeline import Links, logprobs_of, make_links, run_stage
 from llamarl.trainer.pipeline_schedule import schedule
 from llamarl.trainer.policy import Policy
@@ -104,7 +100,6 @@ class Trainer(ShardedModel[Policy]):
         lora: LoraConfig | None = None,
         has_reference: bool = False,
         max_staleness: int | None = None,
-        num_parts: int = 1,
     ) -> None:
         """
         Args:
@@ -117,8 +112,6 @@ class Trainer(ShardedModel[Policy]):
             lora: With a rank, adapters are trained and the model is frozen.
             has_reference: Whether samples carry reference log-probs although ``algorithm.kl_coef`` is 0.
             max_staleness: A token older than so many versions ends the run; None: however old, it trains.
-            num_parts: Into how many parts a tick's groups are cut; above 1 on one rank only, with one optimizer step a tick and
-                advantages that look at one group.
 
         Raises:
             ModelError: The model cannot be trained, or not with this ``tp``, ``pp`` or ``cp``.
@@ -128,7 +121,6 @@ class Trainer(ShardedModel[Policy]):
         self.num_ticks = num_ticks
         self.seed = seed
         self.max_staleness = max_staleness
-        self.num_parts = num_parts
         self.policy_version = 0
         self.num_skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
@@ -183,13 +175,12 @@ class Trainer(ShardedModel[Policy]):
         )
         self._links = make_links(self.policy.model, layout, dtype=self.dtype, device=self.device)
 
-    def train(self, groups: Sequence[Group], tick: int, done: Sequence[PartOfStep] = ()) -> dict[str, float]:
+    def train(self, groups: Sequence[Group], tick: int) -> dict[str, float]:
         """All optimizer steps of a tick: version ``tick`` -> version ``tick + 1``.
 
         Args:
             groups: This data-parallel rank's scored groups; its tensor- and context-parallel peers and pipeline stages get the same
                 ones.
-            done: What ``train_part`` gave for the tick's first parts, whose gradients are in place.
 
         Returns:
             Metrics of the tick over all ranks; docs/trainer.md explains each.
@@ -205,22 +196,16 @@ class Trainer(ShardedModel[Policy]):
         assert not self.parking.parked, "the trainer is parked: call unpark first"
         self._check_versions(groups)
         lr = learning_rate(self.optimizer_config, tick, self.num_ticks)
-        joined: JoinedParts | None = None
-        planned: dict[str, float] = {}
-        if self.num_parts > 1:
-            joined = join_parts(self._all_parts(groups, done), self.algorithm)
-            steps, statistics = [joined.sequences], [joined.statistics]
-        else:
-            sequences = self._with_experts(make_sequences(groups, self.algorithm, self._sum_over_data))
-            steps, planned = self._plan_steps(groups, sequences, tick)
-            statistics = [StepStatistics(step, self.policy_version, self.layout, self.device) for step in steps]
+        sequences = self._with_experts(make_sequences(groups, self.algorithm, self._sum_over_data))
+        steps, planned = self._plan_steps(groups, sequences, tick)
+        statistics = [StepStatistics(step, self.policy_version, self.layout, self.device) for step in steps]
         planned |= self._token_counts(groups, steps)
         norms: list[float] = []  # of the steps with a trained token
         num_skipped = 0
         for step, counts in zip(steps, statistics, strict=True):
             if not counts.num_tokens:
                 continue
-            grad_norm, updated = self._update(step, counts, lr) if joined is None else self._update_by(joined, lr)
+            grad_norm, updated = self._update(step, counts, lr)
             norms.append(grad_norm)
             num_skipped += not updated
             self.num_skipped_in_a_row = 0 if updated else self.num_skipped_in_a_row + 1
@@ -260,12 +245,10 @@ class Trainer(ShardedModel[Policy]):
         self.weights.collect_gradients()
         return self._apply_gradients(loss, lr)
 
-    def _add_gradients(
-        self, sequences: list[TrainingSequence], statistics: StepStatistics, *, of_whole_step: bool = True
-    ) -> Tensor:
+    def _add_gradients(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> Tensor:
         """Forward and backward passes of all micro-batches; the sum of their losses, a scalar, 0 on another stage than the last."""
         loss = torch.zeros((), device=self.device)
-        microbatches = self._microbatches(self._worth_computing(sequences), statistics, of_whole_step)
+        microbatches = self._microbatches(self._worth_computing(sequences), statistics)
         if self._links is None:
             through = self._computed(microbatches)
         else:
@@ -291,19 +274,6 @@ class Trainer(ShardedModel[Policy]):
         self.weights.drop_gradients()
         return grad_norm, updated
 
-    def train_part(self, groups: Sequence[Group], *, first_group: int = 0) -> PartOfStep:
-        """Add a part's gradients to what is there. Nothing else changes, and ``drop_parts`` takes it back.
-
-        Args:
-            groups: Of the tick's next part.
-            first_group: Groups in its earlier parts.
-        """
-        self._check_versions(groups)
-        sequences = self._with_experts(make_sequences(groups, self.algorithm, first_group=first_group))
-        statistics = StepStatistics(sequences, self.policy_version, self.layout, self.device)
-        loss = self._add_gradients(sequences, statistics, of_whole_step=False)
-        return PartOfStep(sequences, statistics, loss)
-
     def _check_versions(self, groups: Sequence[Group]) -> None:
         check_token_versions(
             groups,
@@ -313,24 +283,6 @@ class Trainer(ShardedModel[Policy]):
             num_ranks=self.layout.fsdp,
             sum_over_ranks=self._sum_over_data,
         )
-
-    def drop_parts(self) -> None:
-        """Forget the gradients of parts."""
-        self.weights.drop_gradients()
-
-    def _all_parts(self, groups: Sequence[Group], done: Sequence[PartOfStep]) -> list[PartOfStep]:
-        """Those that are done, and the tick's others."""
-        parts = list(done)
-        split = split_into_parts(groups, self.num_parts)
-        for number in range(len(parts), self.num_parts):
-            parts.append(self.train_part(split[number], first_group=sum(map(len, split[:number]))))
-        return parts
-
-    def _update_by(self, joined: JoinedParts, lr: float) -> tuple[float, bool]:
-        """``_update`` of a step whose parts' gradients are in place."""
-        self.weights.collect_gradients()
-        self.weights.scale_gradients(joined.factor)
-        return self._apply_gradients(joined.loss, lr)
 
     def _with_experts(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         """The same sequences, each with what is to be replayed; one that another model sampled has nothing of the kind.
@@ -490,15 +442,15 @@ class Trainer(ShardedModel[Policy]):
         )
 
     def _microbatches(
-        self, sequences: list[TrainingSequence], statistics: StepStatistics, of_whole_step: bool
+        self, sequences: list[TrainingSequence], statistics: StepStatistics
     ) -> list[tuple[list[TrainingSequence], Microbatch]]:
         """Packed and weighted, each with the sequences that it is made of."""
         weights = [
             token_weight(
                 self.algorithm,
                 num_own_tokens=len(s.targets),
-                num_tokens=statistics.num_tokens if of_whole_step else 1,
-                num_sequences=statistics.num_sequences if of_whole_step else 1,
+                num_tokens=statistics.num_tokens,
+                num_sequences=statistics.num_sequences,
             )
             for s in sequences
         ]

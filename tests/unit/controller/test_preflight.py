@@ -224,8 +224,6 @@ def test_what_cannot_lie_in_stages_is_refused(tmp_path: Path) -> None:
         ConfigError, match="trainer.pp = 2: architecture 'gpt2' does not support pipeline stages.*set trainer.pp to 1"
     ):
         check_parallel_sizes(validate({"trainer": {"pp": 2, "device": "cpu"}}), tmp_path, cores=8)
-    with pytest.raises(ConfigError, match="schedule.parts is 2, but trainer.pp is 2, and several ranks pack each step"):
-        validate({"trainer": {"pp": 2}, "schedule": {"parts": 2}})
 
 
 def test_rows_are_cut_over_ranks_that_divide_the_heads() -> None:
