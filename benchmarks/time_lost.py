@@ -21,8 +21,10 @@ from typing import Any
 
 from harness import claim, write_report
 
-from llamarl.chaos.processes import targets
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from tools.chaos.processes import targets
 
 VICTIMS = ("generator", "reward", "trainer")
 SAVED_EVERY = 4

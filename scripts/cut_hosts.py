@@ -33,12 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llamarl.chaos.compare import differences
-from llamarl.chaos.plan import Blow, Target
-from llamarl.chaos.processes import targets
-from llamarl.chaos.runs import play
-from llamarl.chaos.trial import Trial, strike_and_compare
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
 from certificates import signed  # noqa: E402
@@ -47,6 +41,11 @@ from kill_runs import CASES as KILLED  # noqa: E402
 from kill_runs import PARTIAL  # noqa: E402
 from kill_runs import Case as Job  # noqa: E402
 from namespace_hosts import KEY, NamespaceHost, namespace_hosts, why_not  # noqa: E402
+from tools.chaos.compare import differences  # noqa: E402
+from tools.chaos.plan import Blow, Target  # noqa: E402
+from tools.chaos.processes import targets  # noqa: E402
+from tools.chaos.runs import play  # noqa: E402
+from tools.chaos.trial import Trial, strike_and_compare  # noqa: E402
 
 _LIMIT_S = 900.0
 _CLEAN_S = 90.0
@@ -82,7 +81,7 @@ CASES: Mapping[str, Case] = {
 
 @dataclass
 class CutHosts:
-    """Implements :class:`llamarl.chaos.processes.Reach` for hosts of namespaces. One of them is always left alone."""
+    """Implements :class:`tools.chaos.processes.Reach` for hosts of namespaces. One of them is always left alone."""
 
     hosts: Sequence[NamespaceHost]
     rng: random.Random

@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llamarl.chaos.compare import differences
-from llamarl.chaos.runs import play
-from llamarl.chaos.trial import Trial, strike_and_compare
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from tools.chaos.compare import differences  # noqa: E402
+from tools.chaos.runs import play  # noqa: E402
+from tools.chaos.trial import Trial, strike_and_compare  # noqa: E402
+
 _LIMIT_S = 1800.0
 _IN_VAIN = 10
 """Runs one after the other that end before anybody was struck: then no further one is begun."""

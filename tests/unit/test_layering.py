@@ -32,7 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"engine", "trainer", "weight_sync", "channels", "planner"}),
     frozenset({"executors"}),
     frozenset({"runtime", "controller"}),
-    frozenset({"simulator", "report", "chaos"}),
+    frozenset({"simulator", "report"}),
     frozenset({"api"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from llamarl.chaos.compare import differences
+from tools.chaos.compare import differences
 
 
 def make(folder: Path, **changes: Any) -> Path:

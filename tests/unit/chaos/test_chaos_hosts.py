@@ -8,10 +8,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tools.chaos.forwarder import Forwarder
+from tools.chaos.hosts import GivenHosts
+from tools.chaos.plan import Blow, Target
 
-from llamarl.chaos.forwarder import Forwarder
-from llamarl.chaos.hosts import GivenHosts
-from llamarl.chaos.plan import Blow, Target
 from llamarl.runtime.config import Worker
 
 WAIT_S = 10.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamarl.chaos.plan import Blow, Target, choose, plan_blows
+from tools.chaos.plan import Blow, Target, choose, plan_blows
 
 THERE = [Target(name=name, pid=pid) for pid, name in enumerate(("controller", "environments", "generator", "trainer"))]
 

@@ -136,7 +136,7 @@ def test_the_command_line_parts_settings_from_flags(
     assert simulations(capsys)[0]["replicas"] == 2
     with pytest.raises(SystemExit):
         main.main("plan tiny --generator.dp 2".split())
-    assert "(--section.key VALUE) are taken by train, eval, simulate, chaos" in capsys.readouterr().err
+    assert "(--section.key VALUE) are taken by train, eval, simulate" in capsys.readouterr().err
 
 
 def test_trace_and_picture_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from llamarl.chaos.plan import Blow, Target
+from tools.chaos.plan import Blow, Target
 
 __all__ = ["Reach", "ThisMachine", "alive", "descendants", "strike_processes", "targets", "wait_for_end"]
 

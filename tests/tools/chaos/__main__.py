@@ -1,28 +1,31 @@
-"""``llamarl chaos``: a recipe twice, once left alone and once under random deaths, hangs and lost hosts; do the bits agree?"""
+"""``python -m tools.chaos``: a recipe twice, once left alone and once under random deaths, hangs and lost hosts; do the bits agree?"""
 
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from llamarl.chaos.trial import Trial
-
-__all__ = ["add_parser", "run"]
+from llamarl.config import load_config
+from llamarl.controller.preflight import find_missing, find_without_effect
+from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.roles import present_roles
+from tools.chaos.hosts import hosts_for, why_not_these_hosts
+from tools.chaos.trial import Trial, try_recipe
 
 _DESCRIPTION = """\
 Runs a recipe twice on this machine: once undisturbed, once while its processes are killed (SIGKILL) and stopped (SIGSTOP) at random
 moments: ranks, environments, the controller; two at a time now and then. What dies is brought up again by the run itself, a controller
 by --resume. Then the two are compared: weights, rollouts and metrics (times apart), byte for byte.
 
-  llamarl chaos tiny --kills 10                     ten deaths in one run of the bundled recipe
-  llamarl chaos my.toml --kills 20 --hangs 5        hangs too: each is taken for dead at deadlines.step_s
-  llamarl chaos tiny --hosts 3 --cuts 2             over three workers, started here for the trial; two of them go
-  llamarl chaos my.toml --hosts a,b,c --cuts 1      over workers that you run: their links alone are cut
-  llamarl chaos tiny --only generator,reward        nobody else is struck
-  llamarl chaos tiny --run.num_ticks 12 --seed 7    keys of the recipe as for llamarl train; other moments
+  python -m tools.chaos tiny --kills 10                     ten deaths in one run of the bundled recipe
+  python -m tools.chaos my.toml --kills 20 --hangs 5        hangs too: each is taken for dead at deadlines.step_s
+  python -m tools.chaos tiny --hosts 3 --cuts 2             over three workers, started here for the trial; two of them go
+  python -m tools.chaos my.toml --hosts a,b,c --cuts 1      over workers that you run: their links alone are cut
+  python -m tools.chaos tiny --only generator,reward        nobody else is struck
+  python -m tools.chaos tiny --run.num_ticks 12 --seed 7    keys of the recipe as for llamarl train; other moments
 
 With --hosts both runs go over hosts, each executor to the one that has fewest. --hosts N starts workers on this machine, on the loopback and
 without shared memory, and ends them: --kills and --hangs strike their ranks too, and a host that is cut is killed at once, its worker and
@@ -34,16 +37,14 @@ Exit status 0: every bit is the undisturbed run's, and nothing of the runs is le
 reads the clock, differs from itself undisturbed: --again finds out. docs/survival.md says what is computed after a death, and why."""
 
 
-def add_parser(verbs: Any, full: bool = True) -> None:
-    parser = verbs.add_parser(
-        "chaos",
-        help="run a recipe under random deaths and say whether its bits are those of an undisturbed run",
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the command line and try; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.chaos",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.set_defaults(run=run, takes_overrides=True)
-    if not full:
-        return
     parser.add_argument("recipe", help="name of a bundled recipe, or a file")
     parser.add_argument(
         "--kills", type=int, help="processes that are killed (default 10; 0 with hosts that you name, or with --cuts)"
@@ -67,17 +68,16 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     parser.add_argument(
         "--limit", type=float, default=3600.0, metavar="S", help="seconds each run may take (default 3600)"
     )
+    args, args.overrides = parser.parse_known_args(argv)
+    try:
+        return run(args)
+    except LlamaRLError as error:
+        print(f"chaos: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises ConfigError for bad input, LlamaRLError where the undisturbed run fails."""
-    import sys
-    import tempfile
-
-    from llamarl.chaos.hosts import why_not_these_hosts
-    from llamarl.chaos.trial import Trial
-    from llamarl.errors import ConfigError
-
     if args.kills is None:
         named = args.hosts and not args.hosts.isdecimal()
         args.kills = 0 if named or args.cuts else 10
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     only = tuple(name for name in args.only.split(",") if name)
     _check(args.recipe, args.overrides, only)
     if not sys.platform.startswith("linux"):
-        raise ConfigError("llamarl chaos finds a run's processes in /proc: Linux only")
+        raise ConfigError("a run's processes are found in /proc: Linux only")
     if any(word.startswith("--run.dir") for word in args.overrides):
         raise ConfigError("run.dir: the runs get folders of their own; --keep DIR says where")
     trial = Trial(
@@ -123,11 +123,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(recipe: str, overrides: Sequence[str], only: Sequence[str]) -> None:
     """Raises ConfigError for a recipe that cannot be read, or a name that is nobody's in its job."""
-    from llamarl.config import load_config
-    from llamarl.controller.preflight import find_missing, find_without_effect
-    from llamarl.errors import ConfigError
-    from llamarl.roles import present_roles
-
     config = load_config(recipe, overrides, [find_missing, find_without_effect])
     names = [*(role.name for role in present_roles(config)), "controller", "environments"]
     if unknown := [name for name in only if name not in names]:
@@ -135,10 +130,11 @@ def _check(recipe: str, overrides: Sequence[str], only: Sequence[str]) -> None:
 
 
 def _try(trial: Trial, hosts: str, folder: Path, tell: Callable[[str], None]) -> int:
-    from llamarl.chaos.hosts import hosts_for
-    from llamarl.chaos.trial import try_recipe
-
     if not hosts:
         return try_recipe(trial, folder, tell)
     with hosts_for(hosts, folder) as reach:
         return try_recipe(trial, folder, tell, reach)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamarl.chaos.compare import differences
-from llamarl.chaos.plan import plan_blows
-from llamarl.chaos.processes import Reach
-from llamarl.chaos.runs import StruckRun, num_rows, play, play_struck
 from llamarl.errors import ConfigError
 from llamarl.observability.metrics import read_metrics
 from llamarl.plural import plural
+from tools.chaos.compare import differences
+from tools.chaos.plan import plan_blows
+from tools.chaos.processes import Reach
+from tools.chaos.runs import StruckRun, num_rows, play, play_struck
 
 __all__ = ["Trial", "strike_and_compare", "try_recipe"]
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llamarl.chaos.plan import Blow, Target, choose
-from llamarl.chaos.processes import Reach, ThisMachine, alive, wait_for_end
 from llamarl.errors import LlamaRLError
 from llamarl.observability.metrics import METRICS_FILE
 from llamarl.plural import plural
+from tools.chaos.plan import Blow, Target, choose
+from tools.chaos.processes import Reach, ThisMachine, alive, wait_for_end
 
 __all__ = ["Struck", "StruckRun", "num_rows", "play", "play_struck"]
 

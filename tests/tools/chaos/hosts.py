@@ -1,7 +1,7 @@
 """Hosts of a trial: workers on the loopback that the trial starts, or those of the user, whose links alone can be cut.
 
 --hosts 3        OwnHosts: ranks are killed and stopped there as here; a cut kills a worker and all below it, at once
---hosts a,b,c    GivenHosts: a cut ends what connects the controller with a worker (:mod:`llamarl.chaos.forwarder`); its ranks are
+--hosts a,b,c    GivenHosts: a cut ends what connects the controller with a worker (:mod:`tools.chaos.forwarder`); its ranks are
                  nobody's to kill from here
 """
 
@@ -19,13 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from llamarl.chaos.forwarder import Forwarder
-from llamarl.chaos.plan import Blow, Target
-from llamarl.chaos.processes import Reach, descendants, strike_processes, targets
 from llamarl.errors import ConfigError
 from llamarl.runtime.config import parse_workers
 from llamarl.runtime.hosts.worker_program import READY
 from llamarl.transports.run_key import new_key
+from tools.chaos.forwarder import Forwarder
+from tools.chaos.plan import Blow, Target
+from tools.chaos.processes import Reach, descendants, strike_processes, targets
 
 __all__ = ["GivenHosts", "Host", "OwnHosts", "hosts_for", "why_not_these_hosts"]
 
@@ -44,7 +44,7 @@ class Host(Protocol):
 
 
 class GivenHosts:
-    """Implements :class:`llamarl.chaos.processes.Reach`. The last host that is left is not cut off.
+    """Implements :class:`tools.chaos.processes.Reach`. The last host that is left is not cut off.
 
     Args:
         above: Processes of this machine below which ranks of the run are too.

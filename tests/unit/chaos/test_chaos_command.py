@@ -1,12 +1,11 @@
-"""What ``llamarl chaos`` refuses before it runs anything."""
+"""What ``tools.chaos`` refuses before it runs anything."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-
-from llamarl.cli.main import main
+from tools.chaos.__main__ import main
 
 
 @pytest.mark.parametrize(
@@ -38,10 +37,10 @@ def test_bad_input_is_refused_in_words(
 ) -> None:
     (tmp_path / "something").touch()
     monkeypatch.chdir(tmp_path)
-    assert main(["chaos", "tiny", *words]) == 2
+    assert main(["tiny", *words]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_recipe_that_is_not_there_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chaos", "no_such_recipe"]) == 2
+    assert main(["no_such_recipe"]) == 2
     assert "no_such_recipe" in capsys.readouterr().err
