@@ -7,12 +7,12 @@ from pathlib import Path
 
 from forked_command import ENVIRONMENT
 
+from llamarl.cli.train import start_fork_servers
 from llamarl.config import load_config
 from llamarl.controller import run as run_module
 from llamarl.controller.run import start_run
 from llamarl.errors import ExecutorFailed
-from llamarl.runtime.early_start import start_fork_servers
-from llamarl.runtime.fork_here import this_process_is_ours
+from llamarl.runtime.fork_here import allow_fork_of_this_process
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.transports.network import Network
 
@@ -22,7 +22,7 @@ __all__ = ["train"]
 def train(recipe: Path, words: list[str], networks: dict[str, list[Network]] | None, failure: Path) -> None:
     """To ``failure``: what an executor's failure said, or nothing."""
     os.environ.update(ENVIRONMENT)
-    this_process_is_ours()
+    allow_fork_of_this_process()
     run_module.make_runtime = lambda name, **_: ProcessRuntime(networks=networks)  # type: ignore[assignment]
     config, said = load_config(recipe, words), ""
     start_fork_servers(config)

@@ -26,7 +26,7 @@ from llamarl.controller.replacing import Replacing
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import children, local
 from llamarl.runtime.base import Report
-from llamarl.runtime.fork_here import this_process_is_ours
+from llamarl.runtime.fork_here import allow_fork_of_this_process
 from llamarl.runtime.make_runtime import make_runtime
 from llamarl.runtime.rank_environment import rank_environment
 
@@ -75,7 +75,7 @@ class _Totals:
 def play(seed: int, kills: int, out: Path) -> None:
     """One run; to ``out``: the sink's totals after each tick, and how many processes were struck."""
     os.environ.update(ENVIRONMENT)
-    this_process_is_ours()
+    allow_fork_of_this_process()
     children.shares_imports = local.shares_imports = lambda spec: True  # these import nothing that a fork may not have
     children.start_early(children.shared_modules(graph().executors, 1), rank_environment(1), may_be_a_fork=True)
     totals, struck = _run(seed, kills)

@@ -58,7 +58,7 @@ async def look():
 if IMPORTED_BEFORE:
     import torch
 if OURS:
-    fork_here.this_process_is_ours()
+    fork_here.allow_fork_of_this_process()
 asyncio.run(look())
 """
 

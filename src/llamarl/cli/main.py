@@ -29,9 +29,9 @@ _NEED_TEMPORARY_FILES = ("train", "eval", "generate", "worker")
 
 def command() -> int:
     """``llamarl`` as a process of its own; :func:`main` is for those who call it in theirs."""
-    from llamarl.runtime.fork_here import this_process_is_ours
+    from llamarl.runtime.fork_here import allow_fork_of_this_process
 
-    this_process_is_ours()
+    allow_fork_of_this_process()
     # torch and transformers make a million objects that stay: looking through them every 700 takes a seventh of a start
     gc.set_threshold(20_000, 10, 10)
     code = main()

@@ -6,10 +6,13 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.streams import outlive_the_console
 from llamarl.reading import user_path
+
+if TYPE_CHECKING:
+    from llamarl.config import RunConfig
 
 __all__ = ["add_parser", "run"]
 
@@ -117,8 +120,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"which recipe? llamarl train RECIPE.toml, --resume RUN_DIR or --replay RUN_DIR{hint}")
     config = load_config(args.recipe, [*overrides, *hosts], [find_missing, find_without_effect])
     if not args.dry_run:
-        from llamarl.runtime.early_start import start_fork_servers
-
         start_fork_servers(config)
     # Absolute, because executors in other processes must find the same files.
     from llamarl.controller.run import plan_run, start_run
@@ -128,6 +129,47 @@ def run(args: argparse.Namespace) -> int:
     else:
         start_run(config)
     return 0
+
+
+def start_fork_servers(config: RunConfig) -> None:
+    """Preload imports in fork servers while the recipe is checked. Says nothing of mistakes: the checks that follow do."""
+    from llamarl.controller.standard_graph import colocated_group, llamarl_graph
+    from llamarl.errors import LlamaRLError
+    from llamarl.runtime.children import shared_modules, start_early
+    from llamarl.runtime.placement import may_have_gpus, place
+    from llamarl.runtime.rank_environment import rank_environment
+
+    if config.run.runtime != "local" or config.hosts.wanted or may_have_gpus():
+        return
+    try:
+        graph = llamarl_graph(config)
+        cores = config.run.cores or None
+        placement = place(graph.executors, cores=cores, cuda_devices=0, colocated=colocated_group(config, graph))
+    except LlamaRLError:
+        return
+    of_model = modules_of_model(config.model.path)
+    threads = [spec.threads for spec in placement.executors for _ in range(spec.num_ranks)]
+    last = max(set(threads), key=threads.count)  # those that are started by themselves import meanwhile
+    for count in sorted(set(threads), key=lambda count: (count == last, count)):
+        modules, may_be_a_fork = shared_modules(placement.executors, count), count == last
+        start_early(modules, rank_environment(count), also=of_model, may_be_a_fork=may_be_a_fork)
+
+
+def modules_of_model(path: str) -> tuple[str, ...]:
+    """What loading this model imports, and makes, first; nothing for one that is not here yet, or no folder."""
+    import os
+
+    from llamarl.errors import LlamaRLError
+    from llamarl.models.folders import resolve_model_path
+    from llamarl.reading import read_object
+
+    if not path.startswith("bundled:") and not os.path.isdir(os.path.expanduser(path)):
+        return ()
+    try:
+        kind = str(read_object(resolve_model_path(path) / "config.json")["model_type"]).replace("-", "_")
+    except (LlamaRLError, KeyError, OSError):
+        return ()
+    return (f"transformers.models.{kind}.modeling_{kind}", "llamarl.models.first_load")
 
 
 def _supervise(args: argparse.Namespace, overrides: list[str]) -> int:

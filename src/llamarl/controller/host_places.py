@@ -1,6 +1,6 @@
 """Where the ranks of a job are once hosts of it have gone: for each another host, with all its ranks.
 
-connection to a host ends ─▶ launcher.lost ─▶ stand_in (pure) ─▶ settle: from now on its ranks are there
+connection to a host ends ─▶ launcher.lost ─▶ stand_in (pure) ─▶ relocate: from now on its ranks are there
                                                                  prepare: files that they read go there
 """
 
@@ -23,7 +23,7 @@ _LOOK_S = 0.05
 
 
 class HostPlaces:
-    """Implements :class:`llamarl.runtime.places.Places`.
+    """Implements :class:`llamarl.runtime.processes.Places`.
 
     Args:
         where: Executor -> the host of each rank, -1 for the controller's machine. Changed in place, as ``files`` and ``launcher`` have
@@ -57,7 +57,7 @@ class HostPlaces:
     def has_place(self, executor: str) -> bool:
         return all(self._other(host) is not None for host in self._lost(executor))
 
-    def settle(self, executor: str) -> Sequence[Network]:
+    def relocate(self, executor: str) -> Sequence[Network]:
         for host in self._lost(executor):
             other = self._other(host)
             if (

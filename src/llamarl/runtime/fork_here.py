@@ -3,7 +3,7 @@
     llamarl train ── imports torch, transformers, the executors ──┬── forks ──▶ fork server ── forks ──▶ ranks
                                                                   └── goes on with its checks, and controls
 
-Only a process that is ours from beginning to end may be forked: see :func:`this_process_is_ours`. What the libraries read from the
+Only a process that is ours from beginning to end may be forked: see :func:`allow_fork_of_this_process`. What the libraries read from the
 environment when they are imported must have been there: see :func:`ready`. The rest is given to the fork: its own variables, no
 descriptor but the streams and its socket, signals as a new process has them.
 """
@@ -22,9 +22,9 @@ import traceback
 from collections.abc import Collection, Mapping
 from typing import NoReturn
 
-from llamarl.runtime.fork_server import environment_is_free, serve_controller
+from llamarl.runtime.fork_server import serve_controller
 
-__all__ = ["ForkOfThis", "fork_this_process", "read_on_import", "ready", "this_process_is_ours"]
+__all__ = ["ForkOfThis", "fork_this_process", "read_on_import", "ready", "allow_fork_of_this_process"]
 
 _READ_ON_IMPORT = ("OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_", "NUMEXPR_")
 _NUMPY = "OPENBLAS_NUM_THREADS"
@@ -33,7 +33,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 _ours = False
 
 
-def this_process_is_ours() -> None:
+def allow_fork_of_this_process() -> None:
     """Say that this process runs one command and nothing else, so that it may be forked, and a fork of it end by itself."""
     global _ours
     _ours = True
@@ -113,7 +113,7 @@ def _serve(requests: int, controller: int, environment: Mapping[str, str]) -> No
     code = 1
     try:
         _like_a_new_process(requests, environment)
-        serve_controller(requests, controller)  # returns in a rank, when its executor is closed
+        serve_controller(requests, controller, owns_environment=True)  # returns in a rank, when its executor is closed
         atexit._run_exitfuncs()
         code = 0
     except SystemExit as ended:
@@ -141,7 +141,6 @@ def _like_a_new_process(requests: int, environment: Mapping[str, str]) -> None:
     os.close(nothing)
     os.environ.clear()
     os.environ.update(environment)
-    environment_is_free()
     with contextlib.suppress(AttributeError, OSError):  # another C library
         libc = ctypes.CDLL(None)
         if environment.get("MALLOC_MMAP_MAX_") == "0":

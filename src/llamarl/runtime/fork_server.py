@@ -28,7 +28,7 @@ from typing import NoReturn
 from llamarl.process_end import end_process
 from llamarl.process_tree import end_with_parent
 
-__all__ = ["ANSWER", "ENDED", "REFUSED", "STARTED", "environment_is_free", "main", "serve_controller"]
+__all__ = ["ANSWER", "ENDED", "REFUSED", "STARTED", "main", "serve_controller"]
 
 STARTED, ENDED, REFUSED = 0, 1, 2
 ANSWER = struct.Struct("<iii")
@@ -40,13 +40,16 @@ def main() -> None:
     serve_controller(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].strip().split(","))
 
 
-def serve_controller(requests: int, controller: int, modules: Iterable[str] = ()) -> None:
+def serve_controller(
+    requests: int, controller: int, modules: Iterable[str] = (), *, owns_environment: bool = False
+) -> None:
     """What :func:`main` does, also in a fork of the controller (runtime/fork_here.py).
 
     Args:
         requests: Descriptor of this end of the pair of packet sockets.
         controller: pid of the process that started this one.
         modules: To import first.
+        owns_environment: Whether the memory in which this process got its environment is read no more.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(controller)
@@ -56,10 +59,10 @@ def serve_controller(requests: int, controller: int, modules: Iterable[str] = ()
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # what is collected later does not touch, and so copy, the pages that are shared
-    serve(socket.socket(fileno=requests))
+    serve(socket.socket(fileno=requests), owns_environment=owns_environment)
 
 
-def serve(requests: socket.socket) -> None:
+def serve(requests: socket.socket, *, owns_environment: bool = False) -> None:
     """Fork a rank for each request; tell of those that have ended. Returns in a rank, when its executor is closed."""
     awake, wake = os.pipe()
     for fd in (awake, wake):
@@ -93,7 +96,7 @@ def serve(requests: socket.socket) -> None:
             server = os.getppid()
             requests.close()
             control, stdout, stderr = descriptors
-            return _become_rank(label.decode(), control, stdout, stderr, server)
+            return _become_rank(label.decode(), control, stdout, stderr, server, owns_environment)
         for fd in descriptors:
             os.close(fd)
 
@@ -109,7 +112,7 @@ def _tell_of_ended(requests: socket.socket, guards: set[int]) -> None:
                 os._exit(0)
 
 
-def _become_rank(label: str, control: int, stdout: int, stderr: int, server: int) -> None:
+def _become_rank(label: str, control: int, stdout: int, stderr: int, server: int, owns_environment: bool) -> None:
     """In a fork: what a process started by itself would find. Returns in the rank when its executor is closed."""
     from llamarl.runtime import rank_process
 
@@ -117,11 +120,11 @@ def _become_rank(label: str, control: int, stdout: int, stderr: int, server: int
     for pipe, fd in ((stdout, 1), (stderr, 2)):
         os.dup2(pipe, fd)
         os.close(pipe)
-    _show_as(["-P", "-m", rank_process.__name__, str(control), str(server), label])
+    _show_as(["-P", "-m", rank_process.__name__, str(control), str(server), label], owns_environment)
     rank_process.become(control, server)
 
 
-def _show_as(arguments: list[str]) -> None:
+def _show_as(arguments: list[str], owns_environment: bool) -> None:
     """What ``ps`` shows of this process: its command line lies in its own memory, and is written over there."""
     import ctypes
 
@@ -131,20 +134,11 @@ def _show_as(arguments: list[str]) -> None:
         start, end, after, last = (int(fields[n]) for n in (45, 46, 47, 48))  # of the arguments; of the environment
         words = [part.encode() for part in [sys.executable, *arguments]]
         shown = b"\0".join(words) + b"\0"
-        if _environment_is_free and len(shown) > end - start and after == end:
+        if owns_environment and len(shown) > end - start and after == end:
             # The kernel reads on into the environment where the arguments do not end with a zero, up to the first one.
             shown, end = b" ".join(words), last
         if 0 < start < end:
             ctypes.memmove(start, shown[: end - start - 1].ljust(end - start, b"\0"), end - start)
-
-
-def environment_is_free() -> None:
-    """Say that the memory in which this process got its environment is read no more: it has other copies."""
-    global _environment_is_free
-    _environment_is_free = True
-
-
-_environment_is_free = False
 
 
 def _wake(number: int, frame: object) -> None:

@@ -5,7 +5,7 @@
                       │            one that contains that tick is finished)
                       └─ state  ─▶ held until that of the executor's next tick is
 
-Only descriptors: nothing is copied, but what came from other hosts (:mod:`llamarl.runtime.brought`). Weights on another host are not
+Only descriptors: nothing is copied, but what came from other hosts (:mod:`llamarl.runtime.copy_to_controller`). Weights on another host are not
 held: they go with their process, and are made again. A report whose process has ended before its tokens could be
 held is not taken: its tick counts as not done (docs/survival.md).
 """

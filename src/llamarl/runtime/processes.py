@@ -26,17 +26,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 from llamarl.running_time import running_s
 from llamarl.runtime.base import Death, News, Order, ProcessesDied, Report, SetupReport
-from llamarl.runtime.brought import bring
+from llamarl.runtime.copy_to_controller import copy_to_controller
 from llamarl.runtime.journal import Resumed
 from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.runtime.local import LocalLauncher
-from llamarl.runtime.places import Places
 from llamarl.runtime.rank_plans import (
     combine_reports,
     combine_setups,
@@ -53,7 +53,7 @@ from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, Ran
 from llamarl.transports.network import Network
 from llamarl.transports.segments import Segment
 
-__all__ = ["ProcessRuntime"]
+__all__ = ["Places", "ProcessRuntime"]
 
 _FOLLOW_UP_S = 0.3
 """After a first failure, how long to listen for the others that came with it, to name the cause and not a consequence."""
@@ -73,6 +73,39 @@ class _Out:
     replies: list[RankReport] = field(default_factory=list)
     brought: list[Segment] = field(default_factory=list)
     """Memory of this process that they name, from other hosts."""
+
+
+class Places(Protocol):
+    """Hosts may go while the job runs; others then take their places."""
+
+    def adapt(self, plan: WorkerPlan) -> WorkerPlan:
+        """A rank's plan as the host needs it where the rank is now: folders and files have other paths there."""
+        ...
+
+    def has_place(self, executor: str) -> bool:
+        """Whether it can be brought up again: its hosts are there, or others for those that are not."""
+        ...
+
+    def relocate(self, executor: str) -> Sequence[Network]:
+        """Give ranks whose hosts are gone other hosts. Where each rank is now."""
+        ...
+
+    def prepare(self, executor: str, load_from: Path | None) -> None:
+        """Have the hosts of its ranks hold what these read, before they start; any thread.
+
+        Raises:
+            ConnectionError: One of them is gone, too.
+            LlamaRLError: One cannot take it.
+        """
+        ...
+
+    def bring_files(self, executor: str, report: RankReport) -> None:
+        """Have what a rank has written into the run's folder in the controller's, before its report counts; any thread.
+
+        Raises:
+            LlamaRLError: It did not come.
+        """
+        ...
 
 
 class ProcessRuntime:
@@ -189,7 +222,7 @@ class ProcessRuntime:
         """What a rank made, to this machine; any thread."""
         if self._places is not None:
             self._places.bring_files(executor, report)
-        return bring(report, self._pull_deadline_s)
+        return copy_to_controller(report, self._pull_deadline_s)
 
     def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
         """Wait until all executors stand ready; to be called again when those that died meanwhile have been replaced."""
@@ -236,7 +269,7 @@ class ProcessRuntime:
         if self._for_ranks is not None:
             for name, setups in self._ready.items():
                 for number, setup in enumerate(setups):
-                    setups[number], copies = bring(setup, max(0.0, until - self.now()))
+                    setups[number], copies = copy_to_controller(setup, max(0.0, until - self.now()))
                     brought += copies
                 stand = {**stand, name: combine_setups(name, setups)}
         self._kept.close()
@@ -368,7 +401,7 @@ class ProcessRuntime:
         if self._places is None:
             self._ranks.replace(executor, tuple(plans), incarnation)
         else:
-            networks = self._places.settle(executor)
+            networks = self._places.relocate(executor)
             plans = [dataclasses.replace(plan, network=at) for plan, at in zip(plans, networks, strict=True)]
             prepared = partial(_prepared, self._places, plans)
             self._ranks.replace(executor, tuple(plans), incarnation, prepared=prepared)

@@ -63,12 +63,12 @@ def test_all_ranks_of_a_host_that_is_gone_move_together_and_others_stay() -> Non
     where = {"generator": (0, 1), "trainer": (1, 1), "reward": (-1,)}
     launcher = Launcher()
     found = places(where, launcher)
-    assert found.settle("trainer") == [place("b"), place("b")], "nothing is gone"
+    assert found.relocate("trainer") == [place("b"), place("b")], "nothing is gone"
     launcher.lost.add(1)
     assert all(found.has_place(name) for name in where)
-    assert found.settle("trainer") == [place("c"), place("c")]
+    assert found.relocate("trainer") == [place("c"), place("c")]
     assert where == {"generator": (0, 2), "trainer": (2, 2), "reward": (-1,)}
-    assert found.settle("generator") == [place("a"), place("c")]
+    assert found.relocate("generator") == [place("a"), place("c")]
 
 
 def test_where_no_host_is_left_only_those_without_ranks_on_it_have_a_place() -> None:
@@ -102,7 +102,7 @@ def test_files_that_break_off_before_the_host_is_known_to_be_gone_are_a_loss_onc
 
 def test_a_host_that_goes_after_it_was_asked_whether_there_is_another_keeps_its_ranks_which_then_do_not_start() -> None:
     where: dict[str, tuple[int, ...]] = {"generator": (0, 1)}
-    assert places(where, Launcher(0, 1, 2)).settle("generator") == [place("a"), place("b")]
+    assert places(where, Launcher(0, 1, 2)).relocate("generator") == [place("a"), place("b")]
     assert where == {"generator": (0, 1)}
 
 

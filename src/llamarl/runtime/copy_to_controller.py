@@ -1,4 +1,4 @@
-"""What ranks of other hosts tell of, brought to this machine before their reports count: it then outlives rank and host.
+"""Copies what ranks of other hosts made to this machine before their reports count: it then outlives rank and host.
 
     report of a rank elsewhere ─┬─ tokens on data channels ─▶ copied into memory of this process ─▶ the same report, which names that
                                 ├─ state after the tick    ─▶ copied too
@@ -20,13 +20,13 @@ from llamarl.runtime.worker import RankReport, RankSetup
 from llamarl.transports.remote_segment import copy_of
 from llamarl.transports.segments import Segment, SegmentHandle, is_elsewhere
 
-__all__ = ["bring", "with_addresses"]
+__all__ = ["copy_to_controller", "with_addresses"]
 
 R = TypeVar("R", bound=RankReport | RankSetup)
 Move = Callable[[SegmentHandle], SegmentHandle]
 
 
-def bring(result: R, deadline_s: float) -> tuple[R, list[Segment]]:
+def copy_to_controller(result: R, deadline_s: float) -> tuple[R, list[Segment]]:
     """Copy what lies elsewhere; any thread. Closing the segments frees what nobody holds.
 
     Args:

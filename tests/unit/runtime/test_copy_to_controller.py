@@ -15,7 +15,7 @@ from llamarl.channels.data import DataReceiver, DataSender
 from llamarl.channels.weights import WeightsPayload, WeightsSender
 from llamarl.errors import ChannelError, SourceGone, WeightSyncError
 from llamarl.runtime.base import Report, SetupReport
-from llamarl.runtime.brought import bring
+from llamarl.runtime.copy_to_controller import copy_to_controller
 from llamarl.runtime.kept_states import read_state, write_state
 from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.runtime.rank_plans import combine_reports, deaths_alone, must_follow_from_a_death, readers_of_the_dead
@@ -63,7 +63,7 @@ def test_token_and_state_of_a_rank_elsewhere_are_read_on_any_host_after_it_has_g
     report, state = a_report(sender, 0)
     with being_at(CONTROLLER):
         kept = KeptTokens([NUMBERS], ["source", "sink"], ["source", "sink"])
-        brought, copies = bring(report, 5.0)
+        brought, copies = copy_to_controller(report, 5.0)
         taken = kept.take(combine_reports("source", [brought], controller_bytes=0))
         for copy in copies:
             copy.close()
@@ -90,12 +90,12 @@ def test_what_lies_on_this_machine_is_not_copied_and_what_is_not_held_goes() -> 
     with being_at(CONTROLLER):
         here = DataSender(NUMBERS, rank=0, num_source_ranks=1, num_sink_ranks=1, transport=TcpSource())
         setup = RankSetup(rank=0, initial_tokens={"numbers": {-1: here.send(-1, [7])}})
-        assert bring(setup, 5.0) == (setup, [])
+        assert copy_to_controller(setup, 5.0) == (setup, [])
         here.close()
     sender = DataSender(NUMBERS, rank=0, num_source_ranks=1, num_sink_ranks=1, transport=TcpSource())
     report, state = a_report(sender, 0)
     with being_at(CONTROLLER):
-        brought, copies = bring(report, 5.0)
+        brought, copies = copy_to_controller(report, 5.0)
         del copies
         gc.collect()
     with being_at(OTHER_HOST), pytest.raises(ChannelError):
@@ -110,7 +110,7 @@ def test_a_rank_that_has_gone_before_it_was_copied_is_told_as_such() -> None:
     sender.close()
     state.close()
     with being_at(CONTROLLER), pytest.raises(ChannelError, match="closed it"):
-        bring(report, 5.0)
+        copy_to_controller(report, 5.0)
 
 
 def test_versions_elsewhere_stay_where_they_are_and_all_of_them_go_with_their_process() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llamarl.runtime.early_start import modules_of_model
+from llamarl.cli.train import modules_of_model
 
 
 def test_a_models_code_is_named_by_its_config() -> None:
