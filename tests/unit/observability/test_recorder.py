@@ -73,19 +73,6 @@ def test_times_idle_shares_rates_and_bytes_of_two_ticks(tmp_path: Path) -> None:
     assert second["tokens_per_s/generated"] == 20.0
 
 
-def test_what_was_done_of_a_tick_before_it_came_is_part_of_its_time(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, QUIET, ("generator", "trainer"), 2)
-    for tick, start in enumerate((100.0, 110.0)):  # trainer at work from 2 to 3 and from 4 to 6, then from 8 to 10
-        ahead = (("ahead", start + 2, start + 3), ("ahead", start + 4, start + 6), ("train", start + 8, start + 10))
-        recorder.on_report(_Report("generator", tick, {}, start, start + 8))
-        recorder.on_report(_Report("trainer", tick, {}, start + 8, start + 10, ahead))
-    recorder.close()
-    for row in read_metrics(tmp_path):
-        assert row["time/trainer_s"] == 5.0
-        assert row["idle/trainer"] == pytest.approx(0.5)
-        assert row["time/step_s"] == 10.0
-
-
 def test_a_resumed_run_leaves_the_rows_of_an_uninterrupted_one_but_for_timing(tmp_path: Path) -> None:
     whole = Recorder(tmp_path / "whole", QUIET, EXECUTORS, 6)
     _run(whole, 0, 6)

@@ -66,13 +66,6 @@ def test_time_in_which_the_job_was_down_is_no_gap() -> None:
     ]
 
 
-def test_work_on_a_part_before_its_tick_is_no_gap_and_divides_the_one_it_lies_in() -> None:
-    trace = _trace([(0.0, 8.0)], [(8.0, 10.0)])
-    spans = {"trainer": [Slice(0, 2.0, 3.0, "ahead"), Slice(0, 4.0, 8.0, "ahead"), Slice(0, 8.0, 9.0, "train")]}
-    gaps = find_gaps(Trace(lanes=trace.lanes, ticks=trace.ticks, spans=spans), CHANNELS)
-    assert [(gap.lane, gap.start_s, gap.end_s) for gap in gaps] == [("trainer", 0.0, 2.0), ("trainer", 3.0, 4.0)]
-
-
 def test_the_forecast_is_the_step_time_model_of_the_median_ticks(tmp_path: Path) -> None:
     trace = read_trace(MadeRun().write(tmp_path / "run") / "trace.json")
     told = forecast(trace, JOB.edges, 6)
