@@ -160,7 +160,6 @@ class Scenario:
                     "prompts_per_step": self.prompts_per_step,
                     "max_staleness": self.max_staleness,
                     "weights": self.weights,
-                    "parts": self.parts,
                 },
                 "generator": {
                     "group_size": self.group_size,

@@ -15,14 +15,14 @@ from llamarl.planner.generation import GeneratorDemand, generator_tick_s, group_
 from llamarl.planner.hardware import Hardware, find_hardware, this_machine
 from llamarl.planner.lengths import lognormal
 from llamarl.planner.model_spec import find_model
-from llamarl.planner.plan_report import plan_to_dict, report_text
+from llamarl.planner.plan_report import report_text
 from llamarl.planner.recipe import plan_settings, recipe_text
 from llamarl.planner.rooflines import GeneratorLayout
-from llamarl.planner.search import Plan, best_resharding, best_separate, search_all
+from llamarl.planner.search import best_resharding, best_separate
 from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_memory, trainer_tick
 from llamarl.simulator.scenario import Scenario, durations_scenario
 from llamarl.simulator.simulate import simulate
-from llamarl.simulator.sources import on_shared_cores, scenario_from_plan, scenario_from_recipe
+from llamarl.simulator.sources import on_shared_cores, scenario_from_recipe
 
 
 def machine(cores: int) -> Hardware:
@@ -117,32 +117,6 @@ def test_groups_end_in_order_and_the_last_ends_the_tick() -> None:
     assert len(ends) == 8 and ends == sorted(ends)
     assert ends[-1] == pytest.approx(generator_tick_s(hardware, WORK.model, layout, demand))
     assert ends[0] > 0.1 * ends[-1]
-
-
-def in_parts() -> tuple[Hardware, Plan]:
-    """A synchronous job of two devices whose trainer works about as long as its generator."""
-    hardware = find_hardware("h100").with_efficiency(matmul=0.05, train_step_overhead_s=0.0)
-    work = replace(WORK, prompts_per_step=32)
-    return hardware, best_separate(hardware, work, replace(WHOLE, max_slots=16), 2, 0)
-
-
-def test_a_synchronous_plan_in_parts_is_what_the_simulation_gives() -> None:
-    hardware, plan = in_parts()
-    work = replace(WORK, prompts_per_step=32)
-    whole_s = plan.generator.time_s + plan.sync_s + plan.trainer.time.total_s
-    assert plan.parts > 1 and plan.step_s < 0.9 * whole_s
-    found = simulate(scenario_from_plan(plan, work, hardware, WHOLE, num_ticks=30))
-    assert plan.step_s == pytest.approx(found.step_s, rel=0.1)
-
-
-def test_parts_are_planned_for_a_lone_trainer_rank_and_no_asynchronous_job() -> None:
-    hardware, plan = in_parts()
-    assert plan_to_dict(plan)["parts"] == plan.parts
-    work = replace(WORK, prompts_per_step=32)
-    plans = search_all(hardware, work, WHOLE, 8, (0, 1))
-    for found in plans:
-        if found.parts > 1:
-            assert found.system == "separate" and found.max_staleness == 0 and found.trainer.layout.devices == 1
 
 
 def of_recipe(cores: int | None, **sections: dict[str, object]) -> Scenario:
