@@ -96,7 +96,7 @@ def _why_not_in_turns(config: dict[str, Any]) -> str:
     from llamarl.config import validate
     from llamarl.errors import ConfigError
 
-    turns = {"colocated": True, "max_staleness": 0, "weights": "exact", "parts": 1}
+    turns = {"colocated": True, "max_staleness": 0, "weights": "exact"}
     plain = {"schedule": turns, "generator": {"max_segments": 1, "oversubscription": 1.0}}
     try:
         validate(merged(config, plain))

@@ -125,8 +125,6 @@ def _write_recipe(
     from llamarl.planner.unlike_recipe import unlike_settings
 
     settings = unlike_settings(plan, model_path, options.oversubscription, hosts)
-    if "parts" in config.get("schedule", {}):
-        settings["schedule"]["parts"] = 1  # forecast with whole ticks
     for role in ("generator", "trainer"):
         if config.get(role, {}).get("device", "auto") not in ("auto", "cuda"):
             settings[role]["device"] = "cuda"

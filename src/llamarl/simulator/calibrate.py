@@ -145,7 +145,7 @@ def _only_steps(config: RunConfig, staleness: int, ticks: int, folder: Path) -> 
     raw["generator"] |= {"max_segments": 1, "oversubscription": 1.0}
     raw["run"] |= {"num_ticks": ticks, "dir": str(folder)}
     turns = config.schedule.colocated and staleness == 0
-    raw["schedule"] |= {"max_staleness": staleness, "colocated": turns, "parts": 1}
+    raw["schedule"] |= {"max_staleness": staleness, "colocated": turns}
     return validate(raw)
 
 
