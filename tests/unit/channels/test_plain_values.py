@@ -94,7 +94,7 @@ def test_what_is_not_plain_is_named() -> None:
         (["os.system", "true"], "names 'os.system'"),
         (["Score", "high", ["dict"]], "Score.value holds 'high'"),
         (["Score", 1.0], "no plain value|shorter|longer"),
-        (["Group", ["Score", 1.0, ["dict"]], ["tuple"], 0, None], "Group.prompt holds"),
+        (["Group", ["Score", 1.0, ["dict"]], ["tuple"], None], "Group.prompt holds"),
         ({"a": 1}, "a JSON object"),
     ],
 )
