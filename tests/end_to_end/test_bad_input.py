@@ -208,3 +208,16 @@ def test_code_in_a_model_folder_does_not_run_though_somebody_says_yes(llamarl: C
     assert done.returncode == 2 and "which is not run" in done.stderr and "model.trust_remote_code" in done.stderr
     assert "Traceback" not in done.stderr and "[y/N]" not in done.stdout
     assert not (tmp_path / "ran").exists() and not (tmp_path / "run").exists()
+
+
+def test_a_chat_template_that_takes_gigabytes_is_refused_by_a_dry_run_in_one_line(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(REPOSITORY / "src" / "llamarl" / "assets" / "tiny", folder)
+    (folder / "chat_template.jinja").write_text("{{ ('a' * 9) * 10**9 }}")  # jinja computes it while it compiles
+    words = ["train", str(RECIPE), "--dry-run", "--model.path", str(folder), "--run.dir", str(tmp_path / "run")]
+    done = llamarl.run(words, limit_s=40)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "chat template" in line]
+    assert str(folder) in line and "more than 512 MiB of memory" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +15,10 @@ import numpy.typing as npt
 
 from llamarl.data.config import DataConfig
 from llamarl.data.items import TaskItem
+from llamarl.data.template_trial import MAX_RENDERED_CHARS, why_template_is_refused
 from llamarl.errors import DataError
 
-__all__ = ["Tokenizer", "apply_template", "render_prompt", "uses_chat_template"]
+__all__ = ["Tokenizer", "apply_template", "check_templates", "render_prompt", "uses_chat_template"]
 
 
 TraceFunction = Callable[[FrameType, str, object], Any]
@@ -97,8 +99,9 @@ def apply_template(
         reply_follows: It ends with what the template puts before a reply of the policy.
 
     Raises:
-        DataError: The template refuses it.
+        DataError: The template refuses it, or breaks the limits of time, memory or size.
     """
+    check_templates(tokenizer)
     try:
         with _limited_time(_MAX_TEMPLATE_S):
             text = tokenizer.apply_chat_template(
@@ -111,7 +114,34 @@ def apply_template(
         raise DataError(
             f"the chat template refused {list(messages)!r:.1000}: {error}; try data.chat_template = 'none'"
         ) from error
+    if len(text) > MAX_RENDERED_CHARS:
+        raise DataError(
+            f"the chat template wrote {len(text):,} characters for {list(messages)!r:.1000}, expected at most "
+            f"{MAX_RENDERED_CHARS:,}; try data.chat_template = 'none'"
+        )
     return str(text)
+
+
+def check_templates(tokenizer: Tokenizer) -> None:
+    """Try a tokenizer's chat templates (one, or several by name) in a child process, before they are compiled in this one.
+
+    Raises:
+        DataError: One breaks the limits of time, memory or size.
+    """
+    given = tokenizer.chat_template
+    for template in given.values() if isinstance(given, Mapping) else [given]:
+        if isinstance(template, str) and (why := _refusal(template)):
+            folder = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+            raise DataError(
+                f"the chat template of {folder} (chat_template.jinja, or chat_template in tokenizer_config.json) is refused: "
+                f"{why}; mend it, or try data.chat_template = 'none'"
+            )
+
+
+@functools.cache
+def _refusal(template: str) -> str:
+    """Why a template is refused; tried once a process."""
+    return why_template_is_refused(template)
 
 
 def render_prompt(

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llamarl.data.chat import apply_template
 from llamarl.engine.base import Engine
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
@@ -126,8 +127,8 @@ class EngineJudge:
         if not getattr(self._tokenizer, "chat_template", None):
             return list(self._tokenizer(text)["input_ids"])
         messages = [{"role": "user", "content": text}]
-        rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(self._tokenizer(str(rendered), add_special_tokens=False)["input_ids"])
+        rendered = apply_template(self._tokenizer, messages)
+        return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
     def _verdict(self, sequence: TokenSequence, refused: str) -> Verdict:
         read, written = len(sequence.prompt_tokens), len(sequence.tokens)
