@@ -1,12 +1,11 @@
-"""What distance costs a job, what staleness hides of it, and whether the simulator knows: a generator far from its trainer.
+"""What distance costs a job, and what staleness hides of it: a generator far from its trainer.
 
     python benchmarks/distance.py --json distance.json                # as root; the bundled model, 50 ms and 100 Mbit/s
     python benchmarks/distance.py --generator-s 1.2 --trainer-s 1.2
 
 Two hosts are namespaces that share nothing (network, processes, mounts), joined by ``slow_link.py``: on one the controller, reward
 and trainer, on the other the generator. The same job runs synchronously and at staleness 1, over a link without limit or delay and
-over the slow one, in turn (A B A B); its bits are the same near and far. What a job loses is its mean step far minus near. The
-forecast takes the costs of ticks from the near runs alone, and what the link adds from the simulator.
+over the slow one, in turn (A B A B); its bits are the same near and far. What a job loses is its mean step far minus near.
 
 The model is real and so is all that travels; ticks last as long as ``--generator-s`` and ``--trainer-s`` say
 (``costed_executors.py``), longer than their work, so that what else the machine does is not in the result.
@@ -29,17 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import claim, spread, write_report
-from slow_link import Link, far_hosts, measured_link, parse_link
+from slow_link import far_hosts, measured_link, parse_link
 
-from llamarl.config import load_config
 from llamarl.observability.metrics import read_metrics
-from llamarl.planner.model_spec import find_model
 from llamarl.runtime.hosts.worker_program import READY
-from llamarl.simulator import links as simulated
-from llamarl.simulator.fitted_costs import fit_runs
-from llamarl.simulator.placed import apart, weight_bytes_of
-from llamarl.simulator.simulate import simulate
-from llamarl.simulator.sources import scenario_from_run
 
 KEY = bytes(range(32))
 WARM_UP = 4
@@ -110,22 +102,12 @@ def mean_step_s(folder: Path) -> float:
     return statistics.fmean(steps)
 
 
-def forecast_s(near: Path, link: Link, num_ticks: int) -> float:
-    """Of the far job, from a near run."""
-    config = load_config(near / "config.toml")
-    scenario = scenario_from_run(config, near, fit_runs([(config, near)]), num_ticks=max(60, num_ticks))
-    joined = simulated.Links(common=simulated.Link(bytes_per_s=link.bytes_per_s, round_trip_s=link.round_trip_s))
-    nbytes = weight_bytes_of(config, find_model(config.model.path).total_params)
-    return simulate(apart(scenario, WHERE, joined, controller="a", weight_bytes=nbytes)).step_s
-
-
 def distance(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Near and far, synchronous and at staleness 1."""
     link, near = parse_link(args.link), parse_link("none")
     os.environ |= {"COSTED_GENERATOR_S": str(args.generator_s), "COSTED_TRAINER_S": str(args.trainer_s)}
     flags = ["--run.num_ticks", str(args.ticks)]
     steps: dict[str, list[float]] = {f"{where} {level}": [] for level in (0, 1) for where in ("near", "far")}
-    forecasts: dict[int, list[float]] = {0: [], 1: []}
     links: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="llamarl-distance-") as made:
         for round_number in range(args.rounds):
@@ -138,10 +120,8 @@ def distance(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, A
                         run_job("tiny", hosts, folder, [*flags, "--schedule.max_staleness", str(level)])
                     steps[f"{where} {level}"].append(mean_step_s(folder))
                     print(f"{where} staleness {level}: {steps[f'{where} {level}'][-1]:.3f} s a step", flush=True)
-                forecasts[level].append(forecast_s(Path(made) / f"near-{level}-{round_number}", link, args.ticks))
     middle = {name: statistics.median(values) for name, values in steps.items()}
     lost = {level: middle[f"far {level}"] - middle[f"near {level}"] for level in (0, 1)}
-    predicted = {level: statistics.median(values) for level, values in forecasts.items()}
     results = {
         "link": link.words,
         "measured_link": links,
@@ -149,18 +129,9 @@ def distance(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, A
         "trainer_s": args.trainer_s,
         "step_s": {name: spread(values) for name, values in steps.items()},
         "lost_s": lost,
-        "forecast_s": {level: spread(values) for level, values in forecasts.items()},
     }
-    claims = [
-        claim("what staleness 1 loses of what the synchronous job loses", lost[1] / lost[0], 1 / 3, at_least=False),
-        *(
-            claim(
-                f"forecast of the far step at staleness {level} ({predicted[level]:.3f} s of {middle[f'far {level}']:.3f} s)",
-                abs(predicted[level] / middle[f"far {level}"] - 1.0), 0.15, at_least=False,
-            )
-            for level in (0, 1)
-        ),
-    ]  # fmt: skip
+    what = "what staleness 1 loses of what the synchronous job loses"
+    claims = [claim(what, lost[1] / lost[0], 1 / 3, at_least=False)]
     return results, claims
 
 

@@ -30,11 +30,12 @@ from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.executors.generator_ranks import generator_layout, replicas_of
-from llamarl.planner.generation import GeneratorDemand, generator_memory
-from llamarl.planner.hardware import find_hardware
-from llamarl.planner.lengths import constant
-from llamarl.planner.model_spec import spec_from_config
-from llamarl.planner.rooflines import GeneratorLayout
+from llamarl.forecast.costs import GeneratorLayout
+from llamarl.forecast.hardware import find_hardware
+from llamarl.forecast.lengths import constant
+from llamarl.forecast.memory import generator_memory
+from llamarl.forecast.model import spec_from_config
+from llamarl.forecast.ticks import GeneratorDemand
 
 GROUPS, GROUP_SIZE, BLOCK = 16, 4, 16
 WORKLOADS = {"prompts": (128, 64), "responses": (16, 112)}
@@ -106,7 +107,7 @@ def _rank(rank: int, folder: str, layout: GeneratorLayout, lengths: tuple[int, i
 def measure(folder: str, layout: GeneratorLayout, lengths: tuple[int, int]) -> list[dict[str, float]]:
     """Bytes of every rank."""
     spawn = multiprocessing.get_context("forkserver")
-    spawn.set_forkserver_preload(["llamarl.engine.engine", "llamarl.planner.generation"])  # imports torch once
+    spawn.set_forkserver_preload(["llamarl.engine.engine", "llamarl.forecast.memory"])  # imports torch once
     with tempfile.TemporaryDirectory() as out:
         ranks = [
             spawn.Process(target=_rank, args=(rank, folder, layout, lengths, out)) for rank in range(layout.devices)
@@ -135,7 +136,7 @@ def forecast(layout: GeneratorLayout, lengths: tuple[int, int], config: Mapping[
         total_sequences=GROUPS * GROUP_SIZE,
         slots=GROUPS * GROUP_SIZE,
     )
-    layout = dataclasses.replace(layout, precision="fp32", runnable=True)
+    layout = dataclasses.replace(layout, precision="fp32")
     found = dict(generator_memory(hardware, spec_from_config(config, "small"), layout, demand))
     return {**found, "sum": sum(found.values())}
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import time
@@ -29,7 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import harness
 
-from llamarl.planner.model_spec import find_config
+import llamarl
 from llamarl.transports.shared_memory import SharedMemorySink
 from llamarl.weight_sync.local_plan import copies_from_source, copies_to_sink
 from llamarl.weight_sync.manifest import Catalog, build_catalog
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--whole", type=int, nargs="*", default=[8, 64], help="also list the plan of all these ranks")
     parser.add_argument("--json")
     args = parser.parse_args()
-    _, config = find_config(MODEL)
+    config = json.loads((Path(llamarl.__file__).parent / "forecast" / "models.json").read_text())[MODEL]
     results: dict[str, Any] = {"all grows": {}, "one model": {}, "whole": {}}
     print(
         f"{'':14}{'ranks':>12}{'sink: s':>9}{'kB':>8}{'copies':>8}{'sources':>8}{'blocks: s':>10}{'GB in':>8}"

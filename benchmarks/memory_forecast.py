@@ -34,10 +34,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.planner.hardware import find_hardware
-from llamarl.planner.lengths import constant
-from llamarl.planner.model_spec import spec_from_config
-from llamarl.planner.training import TrainerDemand, TrainerLayout, trainer_memory
+from llamarl.forecast.hardware import find_hardware
+from llamarl.forecast.lengths import constant
+from llamarl.forecast.memory import trainer_memory
+from llamarl.forecast.model import spec_from_config
+from llamarl.forecast.ticks import TrainerDemand, TrainerLayout
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Prompt, Response, Score
@@ -253,7 +254,7 @@ def _rank(rank: int, world: int, folder: str, layout: TrainerLayout, sequences: 
 def measure(folder: str, layout: TrainerLayout, sequences: int, response: int = RESPONSE) -> list[dict[str, float]]:
     """Bytes of every rank."""
     spawn = multiprocessing.get_context("forkserver")
-    spawn.set_forkserver_preload(["llamarl.trainer.step", "llamarl.planner.training"])  # imports torch once
+    spawn.set_forkserver_preload(["llamarl.trainer.step", "llamarl.forecast.memory"])  # imports torch once
     with tempfile.TemporaryDirectory() as out:
         world = layout.devices
         ranks = [
@@ -276,7 +277,6 @@ def forecast(
     device = dataclasses.replace(hardware.device, weight_precisions=("fp32",), matmul_flops={"fp32": 1e12})
     hardware = dataclasses.replace(hardware, device=device)
     demand = demand_of(sequences, response)
-    layout = dataclasses.replace(layout, runnable=True)
     found = dict(trainer_memory(hardware, spec_from_config(config, "small"), layout, demand))
     parts = {name: found.pop(name) for name in ("parameters", "gradients", "optimizer")}
     return {**parts, "working": sum(found.values()), "sum": sum(parts.values()) + sum(found.values())}

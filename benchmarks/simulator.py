@@ -3,8 +3,7 @@
 1. Where nothing varies, the simulated period is the maximum cycle mean: 200 random duration triples, staleness 0 to 8.
 2. 16,384 devices (half generate, in replicas of 8), 131,072 responses a tick with a length each, 100 ticks: time and memory,
    with whole batches and with partial rollouts. Each in a process of its own, so that its peak memory is its own.
-3. 100,000 devices: 6,250 hosts of 8 generate, as many train; every version goes from host to host, a chain and below it a tree, over
-   links of 400 Gbit/s, of which every tenth host has a quarter.
+3. 100,000 devices: half generate, in 6,250 replicas of 8, 400,000 responses a tick, and one dies every half an hour.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ from typing import Any
 
 from harness import claim, write_report
 
-from llamarl.planner.hardware import find_hardware
-from llamarl.planner.lengths import lognormal
-from llamarl.planner.model_spec import find_model
-from llamarl.planner.rooflines import GeneratorLayout
-from llamarl.simulator.links import Link, Links, hand_over_s
-from llamarl.simulator.placed import apart, hosts_of_plan
-from llamarl.simulator.scenario import Scenario, durations_scenario
-from llamarl.simulator.simulate import simulate
-from llamarl.simulator.tick_costs import RooflineGeneratorCost, TrainerCost
+from llamarl.forecast.costs import GeneratorLayout
+from llamarl.forecast.hardware import find_hardware
+from llamarl.forecast.lengths import lognormal
+from llamarl.forecast.model import find_model
+from llamarl.forecast.scenario import Failures, RooflineGeneratorCost, Scenario, TrainerCost, durations_scenario
+from llamarl.forecast.simulate import simulate
 
 
 def main() -> None:
@@ -36,10 +32,12 @@ def main() -> None:
     parser.add_argument("--json", help="write the report here")
     parser.add_argument("--triples", type=int, default=200)
     parser.add_argument("--ticks", type=int, default=100, help="of the large simulation")
-    parser.add_argument("--scale", choices=("whole", "partial", "hosts"), help=argparse.SUPPRESS)
+    parser.add_argument("--scale", choices=("whole", "partial", "hundred"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.scale:
-        found = over_hosts(args.ticks) if args.scale == "hosts" else at_scale(args.scale == "partial", args.ticks)
+        found = (
+            hundred_thousand(args.ticks) if args.scale == "hundred" else at_scale(args.scale == "partial", args.ticks)
+        )
         print(json.dumps(found))
         return
     worst = theory_error(args.triples)
@@ -47,8 +45,8 @@ def main() -> None:
     large = {kind: in_own_process(kind, args.ticks) for kind in ("whole", "partial")}
     for kind, found in large.items():
         print(f"{kind}: {found['seconds']:.1f} s, {found['memory_gb']:.2f} GB", flush=True)
-    hosts = in_own_process("hosts", args.ticks)
-    print(f"hosts: {hosts}", flush=True)
+    hundred = in_own_process("hundred", args.ticks)
+    print(f"100,000 devices: {hundred}", flush=True)
     claims = [
         claim("theory = simulation where nothing varies, largest relative error", worst["error"], 0.01, at_least=False),
         claim(
@@ -58,9 +56,9 @@ def main() -> None:
             at_least=False,
         ),
         claim("16,384 devices, peak memory in GB", max(f["memory_gb"] for f in large.values()), 2.0, at_least=False),
-        claim(f"100,000 devices over links, {args.ticks} ticks, seconds", hosts["seconds"], 60.0, at_least=False),
+        claim(f"100,000 devices that fail, {args.ticks} ticks, seconds", hundred["seconds"], 60.0, at_least=False),
     ]
-    write_report(args.json, {"theory": worst, "scale": large, "hosts": hosts}, claims)
+    write_report(args.json, {"theory": worst, "scale": large, "hundred": hundred}, claims)
 
 
 def theory_error(triples: int) -> dict[str, Any]:
@@ -114,11 +112,11 @@ def at_scale(partial: bool, ticks: int) -> dict[str, Any]:
     }
 
 
-def over_hosts(ticks: int) -> dict[str, Any]:
+def hundred_thousand(ticks: int) -> dict[str, Any]:
     model, hardware = find_model("Llama-3.1-70B"), find_hardware("h100-sxm")
     began = time.perf_counter()
     scenario = Scenario(
-        title="100,000 devices on 12,500 hosts",
+        title="100,000 devices",
         prompts_per_step=25_000,
         group_size=16,
         lengths=lognormal(4096, 0.6),
@@ -129,29 +127,18 @@ def over_hosts(ticks: int) -> dict[str, Any]:
         slots=256,
         generator_devices=50_000,
         trainer_devices=50_000,
+        failures=Failures(device_mtbf_hours=50_000.0, restart_s=300.0, checkpoint_every=5),
         num_ticks=ticks,
     )
-    where = hosts_of_plan(scenario, 8)
-    fast, slow = (Link(bytes_per_s=rate, round_trip_s=2e-5) for rate in (50e9, 12.5e9))
-    hosts, trainers = where["generator"], where["trainer"]
-    pairs = {frozenset((trainers[0], host)): slow for host in hosts[::10]}
-    pairs |= {frozenset(hosts[n : n + 2]): slow for n in range(0, len(hosts) - 1, 10)}
-    nbytes = 2.0 * model.total_params
-    scenario = apart(
-        scenario, where, Links(common=fast, pairs=pairs), controller=trainers[0], weight_bytes=nbytes, by_tree=True
-    )
     result = simulate(scenario)
-    seconds = time.perf_counter() - began
-    even = hand_over_s(trainers, hosts, Links(common=fast), nbytes)
     return {
-        "seconds": seconds,
+        "seconds": time.perf_counter() - began,
         "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
         "responses_a_tick": scenario.prompts_per_step * scenario.group_size,
         "step_s": result.step_s,
         "theory_s": result.theory_s,
-        "weights_s": scenario.distances.weights_s,
-        "weights_s_with_even_links": max(even),
-        "weights_s_every_host_from_the_trainer": nbytes * len(hosts) / (len(trainers) * 50e9),
+        "failures": result.num_failures,
+        "lost_share": result.lost_share,
     }
 
 

@@ -4,7 +4,7 @@
     python benchmarks/weight_sync.py --sections one_to_one --models 135m --repeats 5
 
 Sections: ``one_to_one`` (one trainer process, one generator process), ``reshard`` (fsdp 2 x tp 2 to tp 2, and to two
-replicas), ``scaling`` (from the plan, to 16,384 ranks); between hosts see ``weight_sync_tcp.py``. With ``--run RUN_DIR``
+replicas); between hosts see ``weight_sync_tcp.py``. With ``--run RUN_DIR``
 also ``end_to_end``: what the hand-over cost in a run that was made before, by its trace. Every process computes on one
 thread. Alternatives run in turn in the same processes (A B A B); medians and quartiles are reported.
 """
@@ -28,9 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llamarl.planner.weight_traffic import MeshSide, report_transfer
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
-from llamarl.weight_sync.layout import Layout, ParameterSpec, Piece, Shard, mesh_layout, replicated_layout
+from llamarl.weight_sync.layout import Layout, ParameterSpec, Piece, mesh_layout, replicated_layout
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
 from llamarl.weight_sync.sink import Puller
 from llamarl.weight_sync.source import Publisher
@@ -383,26 +382,6 @@ def reshard_once(processes: Processes, what: str) -> list[dict[str, float]]:
 # ---- from the plan alone
 
 
-def scaling() -> dict[str, Any]:
-    """Model and ranks double together: layers and FSDP ranks on the one side, layers and pipeline of tp groups on the other."""
-    rows = []
-    started = time.monotonic()
-    for scale in (1, 2, 4, 8, 16, 32):
-        specs = {f"layers.{i}.weight": ParameterSpec((16384, 16384), "bfloat16") for i in range(8 * scale)}
-        source = MeshSide(mesh={"fsdp": 256 * scale}, placements={n: [Shard("fsdp", 0)] for n in specs})
-        sink = MeshSide(mesh={"tp": 256 * scale}, placements={n: [Shard("tp", 1)] for n in specs})
-        report = report_transfer(specs, source, sink)
-        rows.append(
-            {
-                "ranks": source.num_ranks + sink.num_ranks,
-                "model_GB": report.model_bytes / 1e9,
-                "sent_bytes_per_rank": float(report.sent_bytes.max()),
-                "received_bytes_per_rank": float(report.received_bytes.max()),
-            }
-        )
-    return {"rows": rows, "seconds": time.monotonic() - started}
-
-
 # ---- from a run's trace
 
 
@@ -459,7 +438,7 @@ def free_bytes() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the results")
-    parser.add_argument("--sections", nargs="+", default=["one_to_one", "reshard", "scaling"])
+    parser.add_argument("--sections", nargs="+", default=["one_to_one", "reshard"])
     parser.add_argument("--models", nargs="+", default=["135m", "1b"], choices=sorted(SHAPES), help="for one_to_one")
     parser.add_argument("--reshard-model", default="135m", choices=sorted(SHAPES))
     parser.add_argument("--repeats", type=int, default=7)
@@ -520,11 +499,6 @@ def main() -> int:
             )
             claims.append(claim(f"fsdp 2 x tp 2 to {label}: peak memory growth over a rank's own shards", growth, 1.1))
             print(f"reshard to {label}: {json.dumps(result)}")
-    if "scaling" in arguments.sections:
-        result = results["scaling"] = scaling()
-        per_rank = [row["sent_bytes_per_rank"] for row in result["rows"]]
-        claims.append(claim("bytes per rank to 16,384 ranks, most over least", max(per_rank) / min(per_rank), 1.0))
-        print(f"scaling: {json.dumps(result)}")
     if arguments.run is not None:
         result = results["end_to_end"] = end_to_end(arguments.run)
         name = f"{arguments.run.name}: hand-over's share of a step, by the trace"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from llamarl.simulator.goodput import HERD_DEATHS_PER_DEVICE_HOUR, Mortal, goodput, replaced, stopped
+from goodput import HERD_DEATHS_PER_DEVICE_HOUR, Mortal, goodput, replaced, stopped
 
 DEVICES = 16_384
 SAVE_S = 5.0

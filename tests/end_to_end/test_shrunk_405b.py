@@ -11,8 +11,8 @@ import torch
 from conftest import CommandLine, rows
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from llamarl.forecast.model import find_model
 from llamarl.models.folders import resolve_model_path
-from llamarl.planner.model_spec import find_model
 
 SHRINK = 128
 KV_HEADS = 2

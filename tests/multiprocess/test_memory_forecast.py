@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from memory_forecast import LONG, MODEL, PROMPT, SPARSE, LiveBytes, forecast, measure
 
-from llamarl.planner.training import TrainerLayout
+from llamarl.forecast.ticks import TrainerLayout
 
 SMALL = {
     **MODEL,

@@ -29,10 +29,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"algorithms", "data", "transports"}),
     frozenset({"models", "environments", "observability", "checkpoint", "files"}),
-    frozenset({"engine", "trainer", "weight_sync", "channels", "planner"}),
+    frozenset({"engine", "trainer", "weight_sync", "channels"}),
     frozenset({"executors"}),
     frozenset({"runtime", "controller"}),
-    frozenset({"simulator", "report"}),
+    frozenset({"forecast", "report"}),
     frozenset({"api"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
@@ -43,7 +43,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 
 def room_of(module: str) -> str | None:
     """``llamarl.engine.sampler`` -> ``engine``; a package's ``config.py`` belongs to the configuration's layer, and so do the
-    facts on models that the planner reads."""
+    facts on models that a forecast reads."""
     if module == "llamarl.models.support":
         return "config"
     parts = module.split(".")
@@ -93,7 +93,7 @@ def test_imports_point_one_way() -> None:
 LIGHT = (
     "llamarl.types",
     "llamarl.config",
-    "llamarl.planner.search",
+    "llamarl.forecast.search",
     "llamarl.models.folders",
     "llamarl.runtime.worker",
     "llamarl.runtime.local",

@@ -27,15 +27,18 @@ import tomli_w
 from llamarl.checkpoint.snapshot import canonical_json, checksum_bytes
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.checkpoint.written import record_files
-from llamarl.cli import generate, simulate
-from llamarl.cli.main import main
-from llamarl.config import load_config, to_plain
+from llamarl.cli import generate
+from llamarl.config import load_config
 from llamarl.data.chat import render_prompt
 from llamarl.data.config import DataConfig
 from llamarl.data.items import TaskItem
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task
 from llamarl.errors import LlamaRLError
+from llamarl.forecast.calibrate import fit_run, lengths_of_run
+from llamarl.forecast.hardware import this_machine
+from llamarl.forecast.lengths import read_lengths
+from llamarl.forecast.model import find_model
 from llamarl.import_path import check
 from llamarl.models.adapters import read_adapter_folder
 from llamarl.models.loading import context_length, load_model, load_tokenizer
@@ -45,15 +48,6 @@ from llamarl.observability.events import EventLog, TickEvent, event_platform, re
 from llamarl.observability.metrics import MetricsLog, read_metrics
 from llamarl.observability.rollouts import read_rollouts
 from llamarl.observability.trace import TraceWriter
-from llamarl.planner.calibration_cache import load_calibration, measured_elsewhere, save_calibration
-from llamarl.planner.hardware import find_hardware
-from llamarl.planner.lengths import read_lengths
-from llamarl.planner.model_spec import find_model
-from llamarl.planner.recipe import question_from_config
-from llamarl.simulator.calibrate import RecipeCalibration, keep_calibration, load_recipe_calibration
-from llamarl.simulator.fitted_costs import FittedCosts, fit_runs
-from llamarl.simulator.sources import scenario_from_run
-from llamarl.simulator.tick_costs import LinearGeneratorCost, RewardCost, TrainerCost
 from llamarl.trainer.storage import source_dtype
 
 ROUNDS = int(os.environ.get("LLAMARL_FUZZ_ROUNDS", "40"))
@@ -111,8 +105,7 @@ def written(name: str, text: str) -> Callable[[Path], Path]:
 
 
 def plain_run(folder: Path) -> object:
-    config = load_config(None, ["--generator.max_segments", "1", "--generator.oversubscription", "1.0"])
-    return scenario_from_run(config, folder, fit_runs([(config, folder)]))
+    return fit_run(load_config(None), folder, this_machine(), {"generator": 1, "trainer": 1})
 
 
 def resume_metrics(file: Path) -> None:
@@ -157,36 +150,6 @@ def checkpoint(folder: Path) -> Path:
         store.finish(0, {"me": record_files(state.parent, [state])}, {"config": {"run": {"seed": 1}}}).path
         / "manifest.json"
     )
-
-
-def plan_json(folder: Path) -> Path:
-    file = folder / "plan.json"
-    with open(file, "w") as out, contextlib.redirect_stdout(out):
-        assert main(["plan", "--model", "Llama-3.1-8B", "--hardware", "h100", "--devices", "16", "--json"]) == 0
-    return file
-
-
-def take_plan(file: Path) -> None:
-    names = (
-        "model devices prompts group_size prompt_tokens reward_s staleness precision max_segments hardware calibration"
-    )
-    args = argparse.Namespace(**dict.fromkeys([*names.split(), "response_tokens"]))
-    simulate._take_plan(args, file)
-
-
-def calibration(folder: Path) -> Path:
-    save_calibration(folder / "calibration.json", find_hardware("this-machine"), "tiny")
-    return folder / "calibration.json"
-
-
-def recipe_calibration(folder: Path) -> Path:
-    costs = FittedCosts(
-        generator=LinearGeneratorCost(step_s=0.01), trainer=TrainerCost(token_s=1e-4), reward=RewardCost(), round_s=0.0,
-        prompt_tokens=10, num_ticks=4, errors={"generator": 0.1}, jitter={"generator": 0.1, "trainer": 0.2},
-    )  # fmt: skip
-    found = RecipeCalibration(cores=2, in_turn=costs, together=costs, groups=((2, 3), (4, 5)))
-    keep_calibration(folder / "kept.json", found)
-    return folder / "kept.json"
 
 
 def in_model(name: str) -> Callable[[Path], Path]:
@@ -261,15 +224,12 @@ READERS = {
     "rollouts of a measured run": Reader(in_run("rollouts/tick_000003.jsonl"), lambda file: plain_run(file.parents[1])),
     "rollouts that a plan looks at": Reader(
         in_run("rollouts/tick_000003.jsonl"),
-        lambda file: question_from_config(to_plain(load_config(None)), file.parents[1]),
+        lambda file: lengths_of_run(file.parents[1]),
     ),
     "lengths": Reader(written("lengths.jsonl", '12\n{"response_tokens": [3, 4]}\n{"num_tokens": 9}\n'), read_lengths),
     "event log": Reader(events, resume_events),
     "trace": Reader(trace, lambda file: TraceWriter(file, ("generator",), resume_after_tick=1).close()),
     "checkpoint manifest": Reader(checkpoint, lambda file: CheckpointStore(file.parents[1]).verify(file.parent)),
-    "plan": Reader(plan_json, take_plan),
-    "calibration": Reader(calibration, lambda file: (measured_elsewhere(file, "it"), load_calibration(file))),
-    "recipe's calibration": Reader(recipe_calibration, load_recipe_calibration),
     "config.json": Reader(in_model("config.json"), look_at_model),
     "config.json of a whole model": Reader(in_model("config.json"), load_whole_model, rounds=0.25),
     "generation_config.json": Reader(in_model("generation_config.json"), load_whole_model, rounds=0.25),
@@ -350,7 +310,7 @@ def test_a_valid_file_is_read_also_with_a_byte_order_mark_and_windows_line_ends(
     file = reader.make(tmp_path)
     data = file.read_bytes()
     assert told(reader, file, "as written") is None or name == "weights' index"
-    people = {"recipe", "task's data", "prompts to generate", "lengths", "calibration"}
+    people = {"recipe", "task's data", "prompts to generate", "lengths"}
     if name in people:
         file.write_bytes(b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n"))
         assert told(reader, file, "as Windows writes it") is None

@@ -21,7 +21,7 @@ from llamarl.process_end import end_process
 __all__ = ["VERBS", "command", "main"]
 
 VERBS = (
-    "train", "recipes", "new", "eval", "generate", "export", "plan", "plan-sync", "simulate", "report", "watch", "scale", "worker", "doctor",
+    "train", "recipes", "new", "eval", "generate", "export", "plan", "simulate", "report", "watch", "scale", "worker", "doctor",
     "completion",
 )  # fmt: skip
 _NEED_TEMPORARY_FILES = ("train", "eval", "generate", "worker")

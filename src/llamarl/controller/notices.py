@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llamarl.config import RunConfig
 from llamarl.models.folders import resolve_model_path
-from llamarl.planner.weight_traffic import format_bytes
+from llamarl.plural import format_bytes
 from llamarl.roles import present_roles
 from llamarl.weight_sync.model_layouts import model_parameters
 

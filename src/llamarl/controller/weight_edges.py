@@ -17,10 +17,10 @@ from llamarl.controller.graph import Graph
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import resolve_model_path
-from llamarl.planner.weight_traffic import MeshSide, format_bytes, report_transfer
-from llamarl.plural import plural
+from llamarl.plural import format_bytes, plural
 from llamarl.roles import carries_version
 from llamarl.transports.table import Place, choose_transport
+from llamarl.weight_sync.layout import fullest_rank_bytes
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters
 from llamarl.weight_sync.stage_layouts import holding_stages
 
@@ -178,10 +178,6 @@ def _version_bytes(config: RunConfig, dtype: str) -> float:
         adapted = [spec.shape for name, spec in parameters.items() if name.split(".")[-2] in config.lora.targets]
         return float(sum(4 * config.lora.rank * sum(shape) for shape in adapted if len(shape) == 2))
     trainer = config.trainer
-    source = MeshSide(
-        mesh={"pp": trainer.pp, "fsdp": trainer.fsdp * trainer.cp, "tp": trainer.tp},
-        placements=fsdp_tp_placements(parameters),
-        stages=holding_stages(parameters, trainer.pp),
-    )
-    whole = MeshSide(mesh={"replica": 1}, placements={})
-    return float(report_transfer(parameters, source, whole).source_slot_bytes.max())
+    mesh = {"pp": trainer.pp, "fsdp": trainer.fsdp * trainer.cp, "tp": trainer.tp}
+    stages = holding_stages(parameters, trainer.pp)
+    return float(fullest_rank_bytes(parameters, mesh, fsdp_tp_placements(parameters), stages))

@@ -12,9 +12,9 @@ from statistics import median
 from typing import Any
 
 from llamarl.errors import GraphError
+from llamarl.forecast import step_time
 from llamarl.observability.job_description import Edge
 from llamarl.observability.trace import Slice, Trace
-from llamarl.planner import step_time
 
 __all__ = ["Forecast", "Gap", "channels_of", "find_gaps", "forecast", "timeline_columns"]
 

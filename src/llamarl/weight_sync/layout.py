@@ -32,6 +32,7 @@ __all__ = [
     "box_elements",
     "chunk_bounds",
     "dtype_bytes",
+    "fullest_rank_bytes",
     "intersect",
     "layout_of_rank",
     "mesh_layout",
@@ -278,3 +279,25 @@ def dtype_bytes(dtype: str) -> int:
         return _DTYPE_BYTES[dtype]
     except KeyError:
         raise PlanError(f"dtype {dtype!r} cannot be handed over; known: {', '.join(sorted(_DTYPE_BYTES))}") from None
+
+
+def fullest_rank_bytes(
+    parameters: Mapping[str, ParameterSpec],
+    mesh: Mapping[str, int],
+    placements: Mapping[str, Sequence[Shard]],
+    stages: Mapping[str, tuple[int, ...]],
+) -> int:
+    """Count the bytes of one version at the rank that holds most: of a stage the first, since chunks never grow.
+
+    Args:
+        mesh: Axis -> ranks along it; ``pp`` are the stages.
+        stages: Parameter -> the stages that hold it; not named: all.
+    """
+    held = [0] * mesh.get("pp", 1)
+    for name, spec in parameters.items():
+        box = whole_box(spec.shape)
+        for cut in placements.get(name, ()):
+            box = shard_box(box, cut.dim, part_of_rank(mesh[cut.axis], 0, cut.at_most)[0], 0)
+        for stage in stages.get(name, range(len(held))):
+            held[stage] += box_elements(box) * dtype_bytes(spec.dtype)
+    return max(held)

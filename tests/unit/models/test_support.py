@@ -34,6 +34,7 @@ from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import ConfigError, LlamaRLError, ModelError
 from llamarl.executors.self_check import find_differences
+from llamarl.forecast.model import find_model, tensor_parallel_sizes
 from llamarl.models.adapters import adapter_shapes, base_parameters
 from llamarl.models.decoder import adaptable_layers
 from llamarl.models.folders import read_model_config, resolve_model_path
@@ -43,8 +44,6 @@ from llamarl.models.router_replay import let_replay
 from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages
 from llamarl.models.support import FAMILIES, NOT_COMPUTED, USES, Use, why_unsupported
-from llamarl.planner.model_spec import find_model
-from llamarl.planner.rooflines import tensor_parallel_sizes
 from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.reward_scoring import RewardScorer

@@ -11,8 +11,7 @@ from test_random_layouts import full_values, slice_of_gathered, slices
 
 from llamarl.errors import PlanError
 from llamarl.models.sizes import fitting_sizes
-from llamarl.planner.weight_traffic import MeshSide, report_links, report_transfer
-from llamarl.weight_sync.layout import Layout, ParameterSpec, Shard, mesh_layout
+from llamarl.weight_sync.layout import Layout, ParameterSpec, Shard, box_elements, fullest_rank_bytes, mesh_layout
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters, tp_placements
 from llamarl.weight_sync.plan import plan_transfer
 
@@ -62,13 +61,10 @@ def test_parts_that_do_not_go_evenly_over_the_ranks_are_refused() -> None:
     specs, mesh = {"w": ParameterSpec((6,), "float32")}, {"tp": 3}
     with pytest.raises(PlanError, match="cannot be cut"):
         mesh_layout(specs, mesh, {"w": [Shard("tp", 0, 2)]})
-    side = MeshSide(mesh=mesh, placements={"w": [Shard("tp", 0, 2)]})
-    with pytest.raises(PlanError, match="cannot be cut"):
-        report_transfer(specs, side, side)
 
 
 def test_any_layout_of_a_model_is_handed_over_to_any_other_whole_and_counted_right() -> None:
-    """Random heads and meshes on both sides: every element arrives, once, with its value; forecasts count what plans move."""
+    """Random heads and meshes on both sides: every element arrives, once, with its value; the fullest rank holds what is said."""
     replicated = 0
     for seed in range(60):
         rng = random.Random(seed)
@@ -96,10 +92,7 @@ def test_any_layout_of_a_model_is_handed_over_to_any_other_whole_and_counted_rig
                 got[c.sink_tensor][slices(c.sink_slice)] = held[c.source_rank][c.source_tensor][slices(c.source_slice)]
             for name, value in expected.items():
                 np.testing.assert_array_equal(got[name], value, err_msg=f"seed {seed}, rank {rank}, {name}")
-        sides = [MeshSide(mesh=mesh, placements=cut) for mesh, cut in zip(meshes, cuts, strict=True)]
-        report, links = report_transfer(parameters, *sides), report_links(parameters, *sides)
-        np.testing.assert_array_equal(report.received_bytes, plan.received_bytes())
-        assert report.num_copies == len(plan.copies)
-        assert report.sent_bytes.sum() == pytest.approx(sum(plan.sent_bytes()))
-        assert links.num_links >= len(plan.link_bytes())  # copies of a part that several hold come from one of them
+        for layout, mesh, cut in zip((source, sink), meshes, cuts, strict=True):
+            sizes_of = [sum(4 * box_elements(piece.box) for piece in pieces) for pieces in layout.pieces]
+            assert fullest_rank_bytes(parameters, mesh, cut, {}) == max(sizes_of)
     assert replicated > 15

@@ -1,0 +1,265 @@
+"""What ``llamarl plan`` and ``llamarl simulate`` both ask: the flags of the job and of the devices, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llamarl.errors import PlanError
+from llamarl.reading import user_path
+
+if TYPE_CHECKING:
+    from llamarl.config import RunConfig
+    from llamarl.forecast.calibrate import Fit
+    from llamarl.forecast.hardware import Hardware
+    from llamarl.forecast.search import Options, Workload
+
+__all__ = ["Question", "add_devices", "add_job", "ask", "options_of", "refuse_flags", "staleness_levels"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a command line asks."""
+
+    work: Workload
+    options: Options
+    pools: list[tuple[Hardware, int]]
+    """Devices of each kind."""
+    model_path: str
+    recipe: Path | None = None
+    """That poses it, if one does."""
+    config: RunConfig | None = None
+    """That recipe, with its defaults and the command line's changes."""
+    fit: Fit | None = None
+    threads: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"generator": 1, "trainer": 1})
+    """CPU threads of a rank, as a run of the recipe would pin them."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+def add_job(parser: argparse.ArgumentParser, of: str) -> Any:
+    """Add the flags of the work of a step; returns the group, for a verb's own ones.
+
+    Args:
+        of: What the flags override, in words.
+    """
+    job = parser.add_argument_group(f"the job (overrides what {of} says)")
+    job.add_argument("--model", help="bundled shape (Llama-3.1-8B, Qwen3-30B-A3B, ...), HF folder, or config.json")
+    job.add_argument("--prompts", type=int, help="prompt groups a step (default 128)")
+    job.add_argument("--group-size", type=int, help="responses a prompt (default 16)")
+    job.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default 256)")
+    job.add_argument("--response-tokens", metavar="MEAN[:KIND[:k=v,...]]", help="see below (default 1024:lognormal)")
+    job.add_argument("--reward-s", type=float, help="seconds the rewards of a step take (default 0, or the run's)")
+    return job
+
+
+def add_devices(parser: argparse.ArgumentParser, *, kinds: bool = False) -> None:
+    """Add the flags of the devices.
+
+    Args:
+        kinds: ``--devices`` may name several kinds.
+    """
+    devices = parser.add_argument_group("the devices")
+    devices.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x, this-machine (default)")
+    many = "; or of several kinds: 128:h100-sxm,128:a100-80gb" if kinds else ""
+    devices.add_argument("--devices", help=f"how many (default for this-machine: its cores){many}")
+    devices.add_argument("--fit", type=Path, metavar="RUN", help="finished run that measured these devices")
+
+
+def refuse_flags(args: argparse.Namespace, *flags: str, because: str) -> None:
+    """Refuse what would otherwise be ignored.
+
+    Raises:
+        PlanError: One of the flags was given; it names them.
+    """
+    if given := [flag for flag in flags if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None]:
+        raise PlanError(f"{', '.join(given)}: {because}")
+
+
+def staleness_levels(text: str) -> list[int]:
+    """``--staleness 0,1,2``, ascending."""
+    try:
+        levels = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise PlanError(f"--staleness {text!r}: expected whole numbers joined by commas, for example 0,1,2,4") from None
+    if levels[0] < 0:
+        raise PlanError(f"--staleness must be >= 0 trainer ticks, got {levels[0]}; 0 is synchronous")
+    return levels
+
+
+def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
+    """The question that a source and flags pose.
+
+    Raises:
+        PlanError: It makes no sense.
+    """
+    from llamarl.forecast.lengths import parse_lengths
+    from llamarl.forecast.model import find_model
+    from llamarl.forecast.recipe import left_out
+    from llamarl.forecast.search import Workload
+
+    recipe, run_dir, config = _read_source(args, overrides)
+    model_path = args.model or (config.model.path if config else args.source)
+    if model_path is None:
+        raise PlanError("no model: give --model NAME_OR_FOLDER, a recipe, a run folder or a config.json")
+    notes: list[str] = []
+    pools = _pools(args, counted=config is None or args.verb == "plan")
+    threads = _threads(config) if config and pools[0][0].is_cpu else {"generator": 1, "trainer": 1}
+    fit = _fit(args, run_dir, pools[0][0]) if len(pools) == 1 else None
+    if fit:
+        pools = [(fit.hardware, pools[0][1])]
+        notes.append(f"fitted: {fit.text()}")
+    lengths, prompt_tokens = _lengths(args, config, run_dir, notes)
+    reward_s = args.reward_s if args.reward_s is not None else fit.reward_s if fit and run_dir else 0.0
+    if not 0 <= reward_s < math.inf:
+        raise PlanError(f"--reward-s: reward_s must be >= 0 seconds, got {reward_s}")
+    if config and (missing := left_out(config)):
+        notes.append(f"not counted: {', '.join(missing)}")
+
+    def pick(given: int | None, recipes: int | None, default: int) -> int:
+        return given if given is not None else recipes if recipes is not None else default
+
+    work = Workload(
+        model=find_model(model_path),
+        response=parse_lengths(args.response_tokens) if args.response_tokens else lengths,
+        prompts_per_step=pick(args.prompts, config.schedule.prompts_per_step if config else None, 128),
+        group_size=pick(args.group_size, config.generator.group_size if config else None, 16),
+        prompt_tokens=pick(args.prompt_tokens, prompt_tokens, 64 if config else 256),
+        reward_s=reward_s,
+        reference_model=getattr(args, "reference_model", False),
+    )
+    segments = pick(args.max_segments, config.generator.max_segments if config else None, 4)
+    return Question(
+        work=work,
+        options=options_of(args, segments),
+        pools=pools,
+        model_path=model_path,
+        recipe=recipe,
+        config=config,
+        fit=fit if run_dir else None,
+        threads=threads,
+        notes=notes,
+    )
+
+
+def options_of(args: argparse.Namespace, max_segments: int) -> Options:
+    """What a search may use."""
+    from llamarl.forecast.hardware import BYTES_PER_WEIGHT
+    from llamarl.forecast.search import Options
+
+    precisions = tuple(p.strip().lower() for p in args.precision.split(",")) if args.precision else ()
+    if unknown := [p for p in precisions if p not in BYTES_PER_WEIGHT]:
+        raise PlanError(f"--precision: unknown {', '.join(unknown)}; known are {', '.join(BYTES_PER_WEIGHT)}")
+    for flag, value in (("--max-segments", max_segments), ("--max-pipeline", args.max_pipeline)):
+        if value < 1:
+            raise PlanError(f"{flag} must be at least 1, got {value}")
+    return Options(
+        precisions=precisions,
+        max_segments=max_segments,
+        oversubscription=float(min(2, max_segments)),
+        max_pipeline=args.max_pipeline,
+    )
+
+
+def _read_source(
+    args: argparse.Namespace, overrides: Sequence[str]
+) -> tuple[Path | None, Path | None, RunConfig | None]:
+    """(recipe file, run folder, recipe with defaults) of the positional argument; None where it has none."""
+    if not args.source:
+        return None, None, None
+    path = user_path(args.source, "the source")
+    run_dir = path if (path / "config.toml").is_file() else None
+    recipe = path / "config.toml" if run_dir else path
+    if recipe.suffix != ".toml":
+        return None, None, None
+    from llamarl.config import load_config
+
+    return recipe, run_dir, load_config(recipe, list(overrides))
+
+
+def _pools(args: argparse.Namespace, *, counted: bool) -> list[tuple[Hardware, int]]:
+    """``--hardware`` and ``--devices``.
+
+    Args:
+        counted: Named hardware needs a number; False: a recipe's layout says it.
+    """
+    from llamarl.forecast.hardware import find_hardware
+
+    text = args.devices or ""
+    if ":" in text:
+        refuse_flags(args, "--hardware", "--fit", because="--devices names the kinds")
+        pairs = [part.split(":", 1) for part in text.split(",")]
+        if not all(len(pair) == 2 and pair[0].isdecimal() and int(pair[0]) for pair in pairs):
+            raise PlanError(f"--devices {text!r}: expected numbers of kinds, such as 128:h100-sxm,128:a100-sxm")
+        pools = [(find_hardware(kind), int(count)) for count, kind in pairs]
+        names = [hardware.device.name for hardware, _ in pools]
+        if len(set(names)) < len(names) or "this-machine" in names:
+            raise PlanError(f"--devices {text!r}: name each kind once, and none of them this machine")
+        return pools
+    hardware = find_hardware(args.hardware or "this-machine")
+    if text and not (text.isdecimal() and int(text)):
+        raise PlanError(
+            f"--devices {text!r}: expected a number of at least 1, or numbers of kinds: 128:h100-sxm,128:a100-sxm"
+        )
+    if counted and not text and not hardware.is_cpu:
+        raise PlanError(f"how many {hardware.device.name}? give --devices N, for example --devices 8")
+    return [(hardware, int(text) if text else hardware.device.devices_per_node)]
+
+
+def _threads(config: RunConfig) -> dict[str, int]:
+    """CPU threads of each role's ranks as a run on this machine would pin them."""
+    from llamarl.controller.standard_graph import llamarl_graph
+    from llamarl.roles import ROLES
+    from llamarl.runtime.placement import place
+
+    sections = {role.section: role.settings(config) for role in ROLES.values() if role.section}
+    on_cpu = dataclasses.replace(
+        config, **{name: dataclasses.replace(section, device="cpu") for name, section in sections.items()}
+    )
+    placed = place(llamarl_graph(on_cpu).executors, cores=config.run.cores or None, cuda_devices=0)
+    return {spec.name: spec.threads for spec in placed.executors if spec.name in ("generator", "trainer")}
+
+
+def _fit(args: argparse.Namespace, run_dir: Path | None, hardware: Hardware) -> Fit | None:
+    """The constants that a finished run measured of ``hardware``; None: no run was named."""
+    from llamarl.config import load_config
+    from llamarl.forecast.calibrate import fit_run
+
+    named = args.fit or (run_dir if run_dir and (run_dir / "metrics.jsonl").is_file() else None)
+    if named is None:
+        return None
+    folder = user_path(str(named), "--fit")
+    if not (folder / "config.toml").is_file():
+        raise PlanError(f"--fit {folder}: is no run's folder, which has a config.toml")
+    config = load_config(folder / "config.toml")
+    on_gpu = config.trainer.device == "cuda"
+    if on_gpu == hardware.is_cpu:
+        what = "GPUs: say which, --hardware h100-sxm --devices N" if on_gpu else "CPU cores: leave --hardware out"
+        if args.fit:
+            raise PlanError(f"--fit {folder}: that run was made on {what}")
+        return None
+    return fit_run(config, folder, hardware, _threads(config) if hardware.is_cpu else {"generator": 1, "trainer": 1})
+
+
+def _lengths(
+    args: argparse.Namespace, config: RunConfig | None, run_dir: Path | None, notes: list[str]
+) -> tuple[Any, int | None]:
+    """Response lengths and mean prompt tokens where the command line does not say them."""
+    from llamarl.forecast.calibrate import lengths_of_run
+    from llamarl.forecast.lengths import constant, parse_lengths
+
+    if config is None:
+        return parse_lengths("1024:lognormal"), None
+    if run_dir and (found := lengths_of_run(run_dir)):
+        notes.append(f"lengths measured in {run_dir / 'rollouts'}")
+        return found
+    limit = config.generator.sampling.max_new_tokens
+    if not args.response_tokens:
+        notes.append(
+            f"every response is taken to reach max_new_tokens ({limit}); --response-tokens or a run says better"
+        )
+    return constant(limit), None

@@ -1,0 +1,478 @@
+"""Shape of a decoder, read from a Hugging Face ``config.json``: parameters, work a token, cache a token.
+
+Dense and mixture-of-experts layers, grouped-query and latent (DeepSeek) attention. For experts two counts matter:
+*total* parameters fill memory and travel at a weight hand-over; *active* ones are multiplied for a token.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from llamarl.errors import FileError, ModelError, PlanError
+from llamarl.models.folders import read_model_config
+from llamarl.models.hub import is_hub_id
+from llamarl.models.sizes import fitting_sizes, layers_of_stages, whole_experts
+from llamarl.models.support import is_known, text_part, why_unsupported
+from llamarl.reading import read_object
+
+__all__ = [
+    "ModelSpec",
+    "StageLoad",
+    "context_parallel_sizes",
+    "expert_parallel_sizes",
+    "find_model",
+    "model_names",
+    "spec_from_config",
+    "stages_of",
+    "tensor_parallel_sizes",
+]
+
+_ASSETS = Path(__file__).resolve().parent.parent / "assets"
+_UNGATED = {
+    "apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_neox_japanese", "gptj",
+    "jais2", "nanochat", "nemotron", "openai-gpt", "opt", "persimmon", "phi", "starcoder2",
+}  # fmt: skip
+_QKV_BIAS = {"qwen2", "qwen2_moe"}
+_QK_NORM = {"qwen3", "qwen3_moe"}
+_RECURRENT = {
+    "mamba", "mamba2", "rwkv", "jamba", "falcon_mamba", "qwen3_next", "recurrent_gemma", "zamba2", "bamba", "xlstm",
+}  # fmt: skip
+_OTHER = {"hrm_text", "jetmoe", "moshi", "phi4_multimodal"}
+"""Kinds with parameters that their config names with the keys of a plain decoder: mixtures of attention heads, nested or repeated
+stacks, adapters of other modalities."""
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+    "num_experts_per_tok": ("moe_top_k", "moe_topk", "top_k_experts", "experts_per_token"),
+    "n_shared_experts": ("num_shared_experts",),
+    "shared_expert_intermediate_size": ("shared_intermediate_size",),
+    "first_k_dense_replace": ("num_dense_layers",),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+}
+_ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+_SUSPECT = re.compile(
+    r"expert|(^|_)moe(_|$)|mamba|^ssm_|conv(_|1d)|(^|_)conv$|^linear_(num|key|value|head|attn|conv)|hybrid|^lru_|^rwkv|recurrent"
+    r"|^(ffn|attn|linear_attn)_config$|^block_(configs|types)$|^layers_block_type$|^hidden_size_per_layer_input$"
+)
+"""Keys of experts, of layers that are not attention, and of nested shapes: read below, harmless, or the reader must refuse."""
+_READ = {
+    "num_experts", "num_experts_per_tok", "n_shared_experts", "shared_expert_intermediate_size", "moe_intermediate_size",
+    "is_moe", "enable_moe_block",
+}  # fmt: skip
+_HARMLESS = re.compile(
+    r"_?experts_implementation|moe_(router|aux|routed_scaling|renorm|norm_min|jitter|z_loss|apply_router)\w*|num_expert_groups?"
+    r"|(use|moe)_expert_bias|expert_selection_fn|\w*expert_(overlap|combination_strategy|parallel\w*)|enable_moe_fp32_combine"
+)
+"""Of the suspect keys, those that change how tokens are routed or computed, not what a layer holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer. Counts are exact for the families in ``models.json``."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of a dense layer's MLP."""
+    vocab: int
+    tied: bool
+    gated: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    """Routed experts of a sparse layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_expert_intermediate: int = 0
+    dense_layers: int = 0
+    """Layers of a sparse model that are dense all the same."""
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    """Above 0: latent attention, whose cache holds this many values (and ``rope_dim``) a token."""
+    rope_dim: int = 0
+    value_dim: int = 0
+    max_context: int = 0
+    cut_by_llamarl: bool = True
+    """llamarl's trainer and engine can cut its layers over tensor-parallel ranks; False: ``tp`` is 1 there."""
+    staged_by_llamarl: bool = True
+    """llamarl can cut its layers into pipeline stages; False: ``pp`` is 1 there."""
+    quantized_by_llamarl: bool = True
+    """llamarl's engine can serve it in int8 and fp8."""
+    rotary_by_length: bool = False
+    """Rotary frequencies follow the longest position of a call, so a row's tokens cannot be cut over ranks."""
+    shares_prompts: bool = True
+    """Every layer attends to all earlier tokens, with plain scores, so the trainer can compute a group's prompt once."""
+    unsupported: str = ""
+    """Why ``llamarl train`` does not run it, of ``models/support.py``; empty: it does."""
+
+    @property
+    def sparse_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def attention_params(self) -> int:
+        """Parameters of one layer's attention, its norms included."""
+        h = self.hidden
+        if self.kv_lora_rank:
+            query_dim = self.heads * (self.head_dim + self.rope_dim)
+            query = h * self.q_lora_rank + self.q_lora_rank * (query_dim + 1) if self.q_lora_rank else h * query_dim
+            latent = h * (self.kv_lora_rank + self.rope_dim) + self.kv_lora_rank
+            up = self.kv_lora_rank * self.heads * (self.head_dim + self.value_dim)
+            return query + latent + up + self.heads * self.value_dim * h
+        kv = self.kv_heads * self.head_dim
+        q = self.heads * self.head_dim
+        bias = q + 2 * kv if self.qkv_bias else 0
+        norms = 2 * self.head_dim if self.qk_norm else 0
+        return h * (q + 2 * kv) + q * h + bias + norms
+
+    def _mlp(self, width: int) -> int:
+        return (3 if self.gated else 2) * self.hidden * width
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one routed expert."""
+        return self._mlp(self.expert_intermediate)
+
+    @property
+    def sparse_fixed_params(self) -> int:
+        """Of one sparse layer's MLP, what every token uses: router and shared expert."""
+        return self.hidden * self.experts + self._mlp(self.shared_expert_intermediate) if self.experts else 0
+
+    @property
+    def routed_params(self) -> int:
+        """Parameters of all routed experts."""
+        return self.sparse_layers * self.experts * self.expert_params
+
+    @property
+    def dense_mlp_params(self) -> int:
+        return self._mlp(self.intermediate)
+
+    @property
+    def layer_params(self) -> float:
+        """Parameters of a layer, averaged over the layers."""
+        return (self.total_params - self.embedding_params - self.hidden) / self.layers
+
+    @property
+    def active_layer_params(self) -> float:
+        """Parameters that multiply one token in a layer, averaged over the layers."""
+        sparse = self.sparse_fixed_params + self.experts_per_token * self.expert_params
+        mlp = self.sparse_layers * sparse + (self.layers - self.sparse_layers) * self.dense_mlp_params
+        return self.attention_params + mlp / self.layers
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def head_params(self) -> int:
+        """The output projection, which multiplies every token."""
+        return self.vocab * self.hidden
+
+    def body_params(self, tp: int) -> float:
+        """Of all parameters but embedding and output layer, what one of ``tp`` tensor-parallel ranks of llamarl holds: an even
+        part, where ranks beyond the key-value heads hold copies of what these are made with."""
+        body = self.total_params - self.embedding_params
+        copies = max(1, tp // self.kv_shards)
+        if copies == 1 or self.kv_lora_rank:
+            return body / tp
+        heads = self.layers * 2 * self.kv_heads * self.head_dim * (self.hidden + self.qkv_bias)
+        return (body + (copies - 1) * heads) / tp
+
+    @property
+    def total_params(self) -> int:
+        sparse = self.sparse_fixed_params + self.experts * self.expert_params
+        mlp = self.sparse_layers * sparse + (self.layers - self.sparse_layers) * self.dense_mlp_params
+        return self.embedding_params + self.layers * (self.attention_params + 2 * self.hidden) + mlp + self.hidden
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that multiply one token, output projection included, input embedding (a look-up) not."""
+        return round(self.layers * self.active_layer_params) + self.head_params
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers a layer caches a token."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.rope_dim
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def kv_shards(self) -> int:
+        """Ranks a token's cache can be cut over; more tensor-parallel ranks hold copies."""
+        return 1 if self.kv_lora_rank else self.kv_heads
+
+    def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> float:
+        """Cache bytes of one token in all layers."""
+        return self.layers * self.kv_values_per_token * bytes_per_value
+
+    def attention_flops(self, context: float) -> float:
+        """FLOPs one query token spends in a layer on scores and values over ``context`` earlier tokens."""
+        if self.kv_lora_rank:
+            return 2.0 * context * self.heads * (self.head_dim + self.rope_dim + self.value_dim)
+        return 4.0 * context * self.heads * self.head_dim
+
+
+def _refuse_unread(config: Mapping[str, Any], name: str) -> None:
+    """Refuse a config with layers that the reader would silently take for dense attention layers.
+
+    Raises:
+        PlanError: Names the keys.
+    """
+    read = _READ.union(*(_ALIASES.get(key, ()) for key in _READ))
+    unread = [
+        f"{key} = {value!r}" if isinstance(value, bool | int | float | str) else key
+        for key, value in sorted(config.items())
+        if value  # absent, None, False, 0 and empty say that there is no such thing
+        and _SUSPECT.search(key)
+        and key not in read
+        and not _HARMLESS.fullmatch(key)
+        and not (key == "moe_layer_freq" and value == 1)  # every layer, as without it
+    ]
+    for key, known in (("layer_types", _ATTENTION_LAYERS), ("mlp_layer_types", {"dense", "sparse"})):
+        kinds = config.get(key)
+        if isinstance(kinds, list | tuple) and (strange := sorted({str(kind) for kind in kinds} - known)):
+            unread.append(f"{key} with {', '.join(strange)}")
+    if unread:
+        raise PlanError(
+            f"model {name}: config.json has {'; '.join(unread)}, which a forecast does not interpret: its memory and times "
+            "would be wrong; plan with dense or mixture-of-experts attention layers whose keys are those of Llama, Qwen, Mixtral "
+            "or DeepSeek"
+        )
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """Shape from the dictionary of a ``config.json``.
+
+    Raises:
+        PlanError: A recurrent or unknown layer kind, keys of experts or other layers that are not interpreted, or a key is
+            missing or not a positive number.
+    """
+    whole = config
+    if isinstance(config.get("text_config"), Mapping):
+        config = {**config["text_config"], "model_type": config["text_config"].get("model_type", "")}
+    kind = str(config.get("model_type", ""))
+    if kind in _RECURRENT:
+        raise PlanError(
+            f"model {name}: {kind} has recurrent layers, whose cost is not modelled; plan with a transformer"
+        )
+    if kind in _OTHER:
+        raise PlanError(f"model {name}: a forecast does not count the layers of {kind}; plan with a plain transformer")
+    _refuse_unread(config, name)
+
+    def read(key: str, default: int | None = None) -> int:
+        for candidate in (key, *_ALIASES.get(key, ())):
+            value = config.get(candidate)
+            if value is not None:
+                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 53:
+                    raise PlanError(f"model {name}: config.json {candidate} must be a number >= 0, got {value!r}")
+                return int(value)
+        if default is None:
+            raise PlanError(f"model {name}: config.json has no {key}; is it the config of a decoder language model?")
+        return default
+
+    hidden, heads = read("hidden_size"), read("num_attention_heads")
+    layers, vocab = read("num_hidden_layers"), read("vocab_size")
+    for key, value in (("hidden_size", hidden), ("num_attention_heads", heads), ("num_hidden_layers", layers)):
+        if value < 1:
+            raise PlanError(f"model {name}: config.json {key} must be at least 1, got {value}")
+    latent = read("kv_lora_rank", 0)
+    off = any(config.get(key) is False for key in ("is_moe", "enable_moe_block"))
+    experts = 0 if off else read("num_experts", 0)
+    intermediate = read("intermediate_size", read("n_inner", 4 * hidden))
+    expert_width = read("moe_intermediate_size", intermediate) if experts else 0
+    shared = read("shared_expert_intermediate_size", read("n_shared_experts", 0) * expert_width) if experts else 0
+    dense = read("first_k_dense_replace", 0) if experts else 0
+    if experts and isinstance(config.get("mlp_only_layers"), list):
+        dense += len(config["mlp_only_layers"])
+    if experts and isinstance(kinds := config.get("mlp_layer_types"), list | tuple):
+        dense = list(kinds).count("dense")
+    stride = max(1, read("decoder_sparse_step", 1))
+    if experts and stride > 1:
+        dense = layers - layers // stride
+    return ModelSpec(
+        name=name,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=read("num_key_value_heads", 1 if config.get("multi_query") else heads),
+        head_dim=read("qk_nope_head_dim", 0) if latent else read("head_dim", hidden // heads),
+        intermediate=intermediate,
+        vocab=vocab,
+        tied=bool(config.get("tie_word_embeddings", kind in {"gpt2", "gemma", "gemma2", "gemma3_text"})),
+        gated=kind not in _UNGATED,
+        qkv_bias=kind in _QKV_BIAS or bool(config.get("attention_bias", False)),
+        qk_norm=kind in _QK_NORM,
+        experts=experts,
+        experts_per_token=read("num_experts_per_tok") if experts else 0,
+        expert_intermediate=expert_width,
+        shared_expert_intermediate=shared,
+        dense_layers=min(dense, layers),
+        q_lora_rank=read("q_lora_rank", 0) if latent else 0,
+        kv_lora_rank=latent,
+        rope_dim=read("qk_rope_head_dim", 0) if latent else 0,
+        value_dim=read("v_head_dim", 0) if latent else 0,
+        max_context=read("max_position_embeddings", 0),
+        cut_by_llamarl=why_unsupported(whole, "tensor_parallel") is None,
+        staged_by_llamarl=why_unsupported(whole, "pipeline") is None,
+        quantized_by_llamarl=why_unsupported(whole, "int8") is None and why_unsupported(whole, "fp8") is None,
+        rotary_by_length=_follows_length(config),
+        shares_prompts=_attends_to_all(config, kind),
+        unsupported=why_unsupported(whole, "generate") or why_unsupported(whole, "train") or _undecided(whole),
+    )
+
+
+def _follows_length(config: Mapping[str, Any]) -> bool:
+    """As ``models.decoder.changes_with_length`` finds it; older files call the same ``rope_scaling`` and ``type``."""
+    ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    tables = (
+        [rope for rope in (ropes, *ropes.values()) if isinstance(rope, Mapping)] if isinstance(ropes, Mapping) else []
+    )
+    kinds = {str(rope.get("rope_type", rope.get("type", ""))) for rope in tables}
+    return any(kind in ("longrope", "su") or "dynamic" in kind for kind in kinds)
+
+
+def _attends_to_all(config: Mapping[str, Any], kind: str) -> bool:
+    """As ``trainer.shared_prompts.can_share_prompts`` finds it of the configuration that transformers makes of this one. Qwen's files
+    name a window that is used where they say so."""
+    if config.get("attn_logit_softcapping"):
+        return False
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list | tuple):
+        return all(one == "full_attention" for one in kinds)
+    return not (config.get("sliding_window") and config.get("use_sliding_window", not kind.startswith("qwen")))
+
+
+def _undecided(config: Mapping[str, Any]) -> str:
+    if is_known(config):
+        return ""
+    kind = text_part(config).get("model_type")
+    return f"whether it computes {kind!r}, the check before a run finds out: llamarl train RECIPE --dry-run"
+
+
+@lru_cache(maxsize=1)
+def _bundled() -> dict[str, dict[str, Any]]:
+    return json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def model_names() -> list[str]:
+    """Names of the bundled shapes."""
+    return list(_bundled())
+
+
+def find_model(model: str | Path) -> ModelSpec:
+    """A bundled shape by name, or the shape of a Hugging Face folder, a ``config.json``, ``bundled:NAME``, or a model of
+    the Hugging Face Hub, of which no weights are fetched.
+
+    Raises:
+        PlanError: Neither; the message gives the nearest name. Or the file is not a usable config.
+    """
+    text = str(model)
+    if text.startswith("bundled:"):
+        path = _ASSETS / text.removeprefix("bundled:")
+    else:
+        path = Path(os.path.expanduser(text))
+    if os.path.isdir(path):
+        path = path / "config.json"
+    if os.path.exists(path):
+        try:
+            config = read_object(path)
+        except FileError as error:
+            raise PlanError(f"model: {error}; give a config.json") from error
+        return spec_from_config(config, path.parent.name if path.name == "config.json" else path.stem)
+    by_key = {name.lower(): name for name in _bundled()}
+    key = text.rsplit("/", 1)[-1].lower()
+    key = key.removeprefix("meta-").removesuffix("-instruct").removesuffix("-base")
+    if key in by_key:
+        return spec_from_config(_bundled()[by_key[key]], by_key[key])
+    near = difflib.get_close_matches(key, by_key, n=1, cutoff=0.5)
+    hint = f"the nearest bundled shape is {by_key[near[0]]!r}; " if near else ""
+    if is_hub_id(text):
+        try:
+            return spec_from_config(read_model_config(text, weights=False), text.rsplit("/", 1)[-1])
+        except ModelError as error:
+            raise PlanError(f"{error}. As a shape: {hint}known are {', '.join(_bundled())}") from error
+    raise PlanError(
+        f"model {text!r} is neither a folder with a config.json nor a bundled shape: {hint}known are "
+        f"{', '.join(_bundled())}"
+    )
+
+
+def tensor_parallel_sizes(model: ModelSpec, limit: int) -> list[int]:
+    """Sizes up to ``limit`` that ``llamarl train`` takes, ascending; 1 alone for a model whose layers it does not cut."""
+    if not model.cut_by_llamarl:
+        return [1] if limit >= 1 else []
+    sizes = whole_experts(fitting_sizes(model.heads, model.kv_heads, model.intermediate), model.experts)
+    return [tp for tp in sizes if tp <= limit]
+
+
+def context_parallel_sizes(model: ModelSpec, tp: int, limit: int) -> list[int]:
+    """Ranks over which ``llamarl train`` cuts rows of tokens beside ``tp``: powers of two that share the query heads.
+
+    Args:
+        limit: Of ``tp`` times them.
+    """
+    if model.rotary_by_length:
+        return [1] if tp <= limit else []
+    return [2**i for i in range(limit.bit_length()) if tp * 2**i <= limit and model.heads % (tp * 2**i) == 0]
+
+
+def expert_parallel_sizes(model: ModelSpec, tp: int, shards: int) -> list[int]:
+    """Of ``shards`` ranks over which parameters are cut, how many can have different experts (``trainer.ep``)."""
+    if not model.experts:
+        return [1]
+    return [ep for ep in range(1, shards + 1) if shards % ep == 0 and model.experts % (tp * ep) == 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLoad:
+    """What a pipeline stage has of the model."""
+
+    layers: int
+    alive: int
+    """Micro-batches that it keeps at once."""
+    is_first: bool
+    is_last: bool
+
+    def end_params(self, model: ModelSpec) -> int:
+        """Parameters of embedding and output layer. A tied one lies on the first stage and on the last."""
+        if self.is_first and self.is_last:
+            return model.embedding_params
+        return model.head_params if self.is_first or self.is_last else 0
+
+    def params(self, model: ModelSpec, tp: int) -> float:
+        """Parameters of one tensor-parallel rank, before they are sharded."""
+        return model.body_params(tp) / model.layers * self.layers + self.end_params(model) / tp
+
+    def sharded_params(self, model: ModelSpec, *, tp: int, shards: int, ep: int = 1) -> float:
+        """Parameters of one rank, sharded: FSDP2 cuts experts along the first dimension, so of fewer experts than ranks
+        some ranks have one and others none."""
+        routed = model.routed_params / model.layers * self.layers / tp
+        if not routed:
+            return self.params(model, tp) / shards
+        own = model.experts / (tp * ep)
+        return (self.params(model, tp) - routed) / shards + routed / ep * math.ceil(own / (shards / ep)) / own
+
+
+def stages_of(num_layers: int, pp: int, micro_batches: int = 1) -> list[StageLoad]:
+    """The stages of a pipeline, as the trainer cuts the layers and one forward, one backward keeps micro-batches."""
+    return [
+        StageLoad(
+            layers=len(layers), alive=min(pp - stage, micro_batches), is_first=stage == 0, is_last=stage == pp - 1
+        )
+        for stage, layers in enumerate(layers_of_stages(num_layers, pp))
+    ]

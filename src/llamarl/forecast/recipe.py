@@ -1,0 +1,288 @@
+"""Between plans and recipes: what a recipe or a run asks of a forecast, and the recipe that a plan amounts to."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llamarl.algorithms.config import CRITIC_ADVANTAGES
+from llamarl.config import RunConfig, known_keys, validate
+from llamarl.data.config import DataConfig
+from llamarl.engine.config import QUANTIZATIONS, EngineConfig
+from llamarl.errors import ConfigError, PlanError
+from llamarl.forecast.memory import MARGIN
+from llamarl.forecast.search import GeneratorChoice, Plan, Workload, recommend, trainer_demand
+
+__all__ = ["NEEDS_FOLDER", "left_out", "model_folder", "plan_settings", "refuse_to_replace", "write_recipe"]
+
+_OURS = "Written by llamarl plan: "
+NEEDS_FOLDER = (
+    "{shape} is a shape without weights: set model.path to the Hugging Face folder that holds them, before training and before a "
+    "dry-run (llamarl train THIS --dry-run --model.path FOLDER)"
+)
+
+
+def left_out(config: RunConfig) -> list[str]:
+    """What a run does beside the work that a forecast counts."""
+    wanted = {
+        "the extra groups of dynamic_sampling": config.dynamic_sampling.enabled,
+        "the reference executor": config.reference.enabled or config.algorithm.kl_coef,
+        "the reward model": config.reward_model.path,
+        "the judge": config.judge.path,
+        "the critic": config.algorithm.advantage in CRITIC_ADVANTAGES,
+    }
+    return [name for name, asked in wanted.items() if asked]
+
+
+def model_folder(model_path: str) -> str | None:
+    """What a recipe may name as ``model.path``; None for a bundled shape, which has no weights."""
+    path = Path(model_path).expanduser()
+    if path.is_file():
+        return str(path.parent)
+    return model_path if path.is_dir() or model_path.startswith("bundled:") else None
+
+
+def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription: float) -> dict[str, dict[str, Any]]:
+    """Recipe sections that make llamarl run ``plan``; hybrid sharding becomes plain sharding over all data ranks.
+
+    On CPU cores each role is one process: the generator's threads are the cores that it was planned for, the trainer has what the
+    generator leaves.
+    """
+    cpu, t, demand = plan.hardware.is_cpu, plan.trainer.layout, plan.generator.demand
+    first = plan.generators[0]
+    one_kind = len(plan.generators) == 1 and first.is_even
+    threads = {"threads": plan.generator_devices} if cpu else {}
+    filling = {"threads": plan.devices} if cpu else {}
+    return {
+        "model": {"path": model_path},
+        "schedule": {
+            "prompts_per_step": work.prompts_per_step,
+            "max_staleness": plan.max_staleness,
+            "colocated": plan.colocated,
+        },
+        "generator": {
+            "group_size": work.group_size,
+            "max_segments": demand.max_segments,
+            "oversubscription": oversubscription if demand.partial else 1.0,
+            "dp": first.replicas if one_kind else 1,
+            "tp": first.layout.tp,
+            "pp": first.layout.pp,
+            "cp": 1,
+            "quantization": _quantization(first),
+            **threads,
+            "sampling": {"max_new_tokens": work.response.limit},
+            "engine": {
+                "dtype": "float32" if cpu else "bfloat16",
+                "max_sequences": first.demand.slots,
+                "kv_cache_bytes": _cache_bytes(first),
+            },
+            **({} if one_kind else {"shards": 0, "replicas": _replica_tables(plan.generators)}),
+        },
+        "trainer": {
+            "fsdp": t.data_ranks,
+            "tp": t.tp,
+            "pp": t.pp,
+            "cp": t.cp,
+            "ep": t.ep,
+            **filling,
+            "dtype": "float32" if cpu else "bfloat16",
+            "max_tokens_per_microbatch": trainer_demand(work).budget(t),
+            "share_prompts": t.share_prompts,
+            "activation_checkpointing": "full" if t.recompute else "none",
+        },
+    }
+
+
+def _quantization(choice: GeneratorChoice) -> str:
+    precision = choice.layout.precision
+    return "none" if precision == choice.hardware.device.train_precision else precision
+
+
+def _cache_bytes(choice: GeneratorChoice) -> int:
+    """The planned cache of a replica's rank and room for blocks half full, within what the margin leaves."""
+    cache = choice.memory["kv_cache"]
+    room = choice.hardware.usable_memory_bytes / (1.0 + MARGIN / 2) - sum(choice.memory.values())
+    return math.ceil(cache + max(0.0, min(0.25 * cache, room)))
+
+
+def _replica_tables(choices: Sequence[GeneratorChoice]) -> list[dict[str, Any]]:
+    """``[[generator.replicas]]`` of each kind; shares are the prompts of a replica, as whole numbers in their ratios."""
+    unit = math.lcm(*(choice.replicas // math.gcd(choice.replicas, choice.prompts) for choice in choices))
+    return [
+        {
+            "dp": choice.replicas,
+            "share": choice.prompts * unit // choice.replicas,
+            "tp": choice.layout.tp,
+            "pp": choice.layout.pp,
+            "quantization": _quantization(choice),
+            "max_sequences": choice.demand.slots,
+            "kv_cache_bytes": _cache_bytes(choice),
+        }
+        for choice in choices
+    ]
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def refuse_to_replace(path: Path) -> None:
+    """Refuse to write over a recipe that no plan has written.
+
+    Raises:
+        PlanError: The file is there.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not there; or writing it says why not
+        return
+    if text.strip() and not text.startswith(f"# {_OURS}"):
+        raise PlanError(
+            f"--recipe {path}: is there already, and no plan has written it; plan reads a recipe without the flag "
+            f"(llamarl plan {path}), and --recipe names the file that it writes: give another"
+        )
+
+
+def write_recipe(
+    path: Path,
+    plans: Sequence[Plan],
+    chosen: Plan,
+    work: Workload,
+    *,
+    model_path: str,
+    oversubscription: float,
+    config: dict[str, Any],
+    title: str,
+) -> Plan:
+    """Write the recipe of ``chosen``, or, where the recipe's other settings forbid turns, of the best plan that they allow.
+
+    Args:
+        config: Recipe as written whose other settings the new one keeps; empty: none.
+        title: Of the plan, for its first line, with ``{step}`` and ``{plan}``.
+
+    Returns:
+        The plan that was written.
+
+    Raises:
+        PlanError: llamarl does not run it, or the file cannot be written.
+    """
+    if work.model.unsupported:
+        raise PlanError(f"--recipe: llamarl train does not run this model: {work.model.unsupported}")
+    forbidden = _why_not_in_turns(config) if chosen.colocated and config else ""
+    if forbidden:
+        allowed = [plan for plan in plans if not plan.colocated]
+        if not allowed:
+            raise PlanError(f"--recipe: the recipe's other settings forbid turns: {forbidden}")
+        chosen = recommend(allowed)
+    kind = "cpu" if chosen.hardware.is_cpu else "cuda"
+    served = QUANTIZATIONS["native", kind]
+    if strange := {_quantization(choice) for choice in chosen.generators} - {"none", *served}:
+        raise PlanError(
+            f"--recipe: llamarl's engine does not serve {', '.join(sorted(strange))} there: leave --precision out"
+        )
+    folder = model_folder(model_path)
+    settings = plan_settings(chosen, work, folder or model_path, oversubscription)
+    for role in ("generator", "trainer"):
+        if config.get(role, {}).get("device", "auto") not in ("auto", kind):
+            settings[role]["device"] = kind
+    if chosen.colocated and "weights" in config.get("schedule", {}):
+        settings["schedule"]["weights"] = "exact"  # in turns no version arrives inside a tick
+    own = config.get("generator", {})
+    if "replicas" in own:  # in whose place the plan has its own
+        config = {**config, "generator": {key: value for key, value in own.items() if key != "replicas"}}
+    header = f"{_OURS}{title.format(step=f'{chosen.step_s:.4g} s')}"
+    node = chosen.hardware.device.devices_per_node
+    if not chosen.hardware.is_cpu and chosen.used > node:
+        header += f"\nIt takes hosts of {node} devices: llamarl train THIS --hosts A,B,... (docs/hosts.md)."
+    if len(chosen.generators) > 1:
+        names = ", ".join(f"generator_{n} on {c.hardware.device.name}" for n, c in enumerate(chosen.generators))
+        header += f"\nPlace the roles: hosts.on, trainer on {chosen.hardware.device.name}, {names}; hosts.allow_unlike."
+    if folder is None:
+        header += f"\n{NEEDS_FOLDER.format(shape=model_path)}"
+    whole = _merged(config, settings)
+    text = _recipe_text(_merged(whole, _raised_limits(whole, work.prompt_tokens)), set(known_keys()), header)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--recipe {path}: cannot write it: {error}") from error
+    return chosen
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with what ``over`` says, section by section."""
+    found = dict(base)
+    for key, value in over.items():
+        old = found.get(key)
+        found[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return found
+
+
+def _why_not_in_turns(config: dict[str, Any]) -> str:
+    """What else in a recipe keeps generator and trainer from taking turns; empty: nothing."""
+    turns = {"colocated": True, "max_staleness": 0, "weights": "exact"}
+    plain = {"schedule": turns, "generator": {"max_segments": 1, "oversubscription": 1.0}}
+    try:
+        validate(_merged(config, plain))
+    except ConfigError as error:
+        return str(error) if "schedule.colocated" in str(error) else ""
+    return ""
+
+
+def _raised_limits(recipe: Mapping[str, Any], prompt_tokens: int) -> dict[str, Any]:
+    """Settings that let a recipe have what was planned, where its limits, or the defaults, do not.
+
+    Args:
+        recipe: Nested, with the plan's settings.
+    """
+    raised: dict[str, Any] = {}
+    if prompt_tokens > recipe.get("data", {}).get("max_prompt_tokens", DataConfig.max_prompt_tokens):
+        raised["data"] = {"max_prompt_tokens": math.ceil(prompt_tokens)}
+    generator = recipe.get("generator", {})
+    engine = generator.get("engine", {})
+    most = max(table.get("max_sequences", 0) for table in (engine, *generator.get("replicas", ())))
+    if most > engine.get("max_batch_tokens", EngineConfig.max_batch_tokens):
+        raised["generator"] = {"engine": {"max_batch_tokens": most}}
+    return raised
+
+
+def _recipe_text(settings: Mapping[str, Any], known: Collection[str], header: str) -> str:
+    """TOML of the settings; those that this version's configuration does not know are left out.
+
+    Args:
+        known: Dotted keys that a recipe may hold.
+        header: First lines, without ``#``.
+    """
+    lines = [f"# {line}".rstrip() for line in header.splitlines()]
+
+    def write(section: str, values: Mapping[str, Any]) -> None:
+        own = {k: v for k, v in values.items() if not isinstance(v, Mapping) and not _are_tables(v)}
+        own = {k: v for k, v in own.items() if f"{section}.{k}" in known or section in known}
+        if own:
+            lines.extend(["", f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in own.items())])
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                write(f"{section}.{key}", value)
+            elif _are_tables(value):
+                for table in value:
+                    lines.extend(["", f"[[{section}.{key}]]", *(f"{k} = {_toml(v)}" for k, v in table.items())])
+
+    for section, values in settings.items():
+        write(section, values)
+    return "\n".join(lines) + "\n"
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, Mapping) for one in value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

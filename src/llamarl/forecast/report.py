@@ -1,0 +1,349 @@
+"""Plans and simulations as text and as JSON. Times that rest on a constant nobody measured stand behind a ``~``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llamarl.errors import PlanError
+from llamarl.forecast.hardware import Hardware
+from llamarl.forecast.memory import MARGIN
+from llamarl.forecast.scenario import Scenario
+from llamarl.forecast.search import GeneratorChoice, Plan, Workload, forecast_again, search_all
+from llamarl.forecast.simulate import SimulationResult
+from llamarl.observability.trace import TraceWriter
+from llamarl.plural import plural
+
+__all__ = ["plan_title", "plan_to_dict", "plans_text", "result_to_dict", "results_text", "save_trace"]
+
+_GUESSED = "~ guessed: the rates of this machine are assumed, times may be wrong several times over; a finished run measures it: llamarl plan RUN"
+_ESTIMATED = "~ estimated: rates are the maker's times published efficiencies; no time here was measured with llamarl"
+_FITTED = "forecast from constants fitted to a run of this machine; no time here was itself measured"
+
+
+def _is_estimated(hardware: Hardware) -> bool:
+    return hardware.device.assumed or bool(hardware.efficiency.estimates)
+
+
+def _legend(hardware: Hardware) -> str:
+    if hardware.device.assumed:
+        return _GUESSED
+    return _ESTIMATED if hardware.efficiency.estimates else _FITTED
+
+
+def seconds_text(value: float, *, estimated: bool = False) -> str:
+    """Three digits and the unit that suits them, behind a ``~`` where they are estimated."""
+    mark = "~" if estimated and value else ""
+    if value == 0:
+        return "0"
+    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (600.0, 1.0, "s"), (36000.0, 1 / 60, "min")):
+        if value < limit:
+            return f"{mark}{value * scale:.3g} {unit}"
+    return f"{mark}{value / 3600:.3g} h"
+
+
+def _bytes(value: float) -> str:
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of one width each, a rule under the first row."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def plan_title(plan: Plan) -> str:
+    """One name a plan, as tables and recipes show it."""
+    return "synchronous, in turns" if plan.colocated else f"asynchronous, staleness {plan.max_staleness}"
+
+
+def _trainer_layout(plan: Plan) -> str:
+    t = plan.trainer.layout
+    if plan.hardware.is_cpu:
+        return plural(plan.devices, "thread")
+    sizes = (("tp", t.tp), ("pp", t.pp), ("cp", t.cp), ("fsdp", t.fsdp), ("dp", t.dp), ("ep", t.ep))
+    return "·".join(f"{axis}{n}" for axis, n in sizes if n > 1 or axis in ("tp", "fsdp"))
+
+
+def _generator_layout(plan: Plan, choice: GeneratorChoice) -> str:
+    if plan.hardware.is_cpu:
+        return f"{plural(plan.generator_devices, 'thread')}·{choice.layout.precision}"
+    stages = f"·pp{choice.layout.pp}" if choice.layout.pp > 1 else ""
+    return f"tp{choice.layout.tp}{stages}·dp{choice.replicas}·{choice.layout.precision}"
+
+
+def plans_text(plans: Sequence[Plan], chosen: Plan, work: Workload, kinds: str = "") -> str:
+    """The table of all plans, then the chosen one in detail.
+
+    Args:
+        kinds: Of several kinds of devices, how many of which.
+    """
+    model, hardware = work.model, chosen.hardware
+    size = f"{model.total_params / 1e9:.3g} B parameters"
+    if model.experts:
+        size += f", {model.active_params / 1e9:.3g} B active a token"
+    estimated = _is_estimated(hardware)
+    mark = "~" if estimated else ""
+    lines = [
+        f"{model.name} ({size}) on {kinds or f'{chosen.devices} x {hardware.device.title}'}",
+        f"{plural(work.prompts_per_step, 'prompt')} x {plural(work.group_size, 'response')} a step; prompt "
+        f"{plural(work.prompt_tokens, 'token')}; response {work.response.label} (mean {work.response.mean:.0f}, longest of a step "
+        f"{work.response.expected_max(work.sequences):.0f})",
+        _legend(hardware),
+        "",
+    ]
+    rows = [
+        ["plan", "step", "generate", "train", "hand-over", "waiting", "tokens/s", "devices g+t", "generator", "trainer"]
+    ]
+    for plan in plans:
+        times = (plan.step_s, plan.generator.time_s, plan.trainer.time.total_s, plan.sync_s)
+        rows.append(
+            [
+                plan_title(plan) + (f" ({plan.devices} x {plan.hardware.device.name})" if kinds and len(plan.generators) == 1 else "") + "*" * (plan is chosen),
+                *(seconds_text(seconds, estimated=estimated) for seconds in times),
+                f"{mark}{plan.waiting:.0%}",
+                f"{mark}{plan.tokens_per_s:,.0f}",
+                "shared" if plan.colocated else f"{plan.generator_devices}+{plan.trainer_devices}",
+                " + ".join(_generator_layout(plan, choice) for choice in plan.generators),
+                _trainer_layout(plan),
+            ]
+        )  # fmt: skip
+    lines += [*_table(rows), "", *_details(chosen, work, estimated)]
+    if best := [plan.step_s for plan in plans if plan.colocated and plan is not chosen]:
+        lines.append(f"  gain       {mark}{min(best) / chosen.step_s:.2f} times as fast as in turns")
+    if estimated and not hardware.is_cpu:
+        lines += _rests_on(chosen, work)
+    return "\n".join(lines)
+
+
+def _details(plan: Plan, work: Workload, estimated: bool) -> list[str]:
+    t = plan.trainer
+    lines = [f"* {plan_title(plan)}: the least staleness within 2 % of the fastest", f"  binds      {plan.binds}"]
+    if plan.token_staleness:
+        lines.append(f"  staleness  of any token at most {plural(plan.token_staleness, 'version')}")
+    for g in plan.generators:
+        asked = g.demand
+        each = asked.sequences // asked.group_size
+        prompts = f"{each} prompts each" if g.is_even else f"{each - 1} or {each} prompts each"
+        lines.append(
+            f"  generator  {plural(g.devices, 'device')}{f' {g.hardware.device.name}' if len(plan.generators) > 1 else ''}: "
+            f"{plural(g.replicas, 'replica')}, {prompts}, {plural(asked.slots, 'sequence')} at once, "
+            f"{'partial rollouts' if asked.partial else 'whole batches'}"
+        )
+        lines.append(f"  memory     {_memory(g.memory, g.hardware)}")
+    recompute = "recomputed activations" if t.layout.recompute else "kept activations"
+    once = "prompts once a group" if t.layout.share_prompts else "prompts with every response"
+    lines.append(
+        f"  trainer    {plural(plan.trainer_devices, 'device')}: micro-batch {plural(t.layout.micro_batch, 'sequence')} a rank, {once}, {recompute}"
+    )
+    parts = ((name.removesuffix("_s"), seconds) for name, seconds in vars(t.time).items() if seconds)
+    lines.append("             " + ", ".join(f"{name} {seconds_text(s, estimated=estimated)}" for name, s in parts))
+    of_trainer = plan.hardware.joined(plan.devices) if plan.hardware.is_cpu else plan.hardware
+    lines.append(f"  memory     {_memory(t.memory, of_trainer)}")
+    if plan.devices > plan.used:
+        lines.append(
+            f"  unused     {plan.devices - plan.used} of {plan.devices} devices: prompts are dealt whole, and no layout found gives the busiest "
+            f"of {plan.generator.replicas} replicas or {t.layout.data_ranks} data ranks less to do with them"
+        )
+    return lines
+
+
+def _memory(parts: Any, hardware: Hardware) -> str:
+    held = ", ".join(f"{name.replace('_', ' ')} {_bytes(size)}" for name, size in parts.items() if size)
+    total = sum(parts.values()) * (1.0 + MARGIN)
+    return f"{_bytes(total)} of {_bytes(hardware.usable_memory_bytes)} with a margin of {MARGIN:.0%} ({held})"
+
+
+def _rests_on(plan: Plan, work: Workload) -> list[str]:
+    """The estimates that change the step by more than a twentieth when halved or doubled; of unused devices, what more use would
+    take."""
+    hardware, lines = plan.hardware, []
+    for name in hardware.efficiency.estimates:
+        value = getattr(hardware.efficiency, name)
+        steps = [
+            forecast_again(plan, work, hardware.with_efficiency(**{name: min(1.0, value * factor)}))
+            for factor in (0.5, 2.0)
+        ]
+        if max(abs(step / plan.step_s - 1.0) for step in steps) > 0.05:
+            low, high = (seconds_text(step, estimated=True) for step in steps)
+            shown = f"{value * 1e6:g} us" if name.endswith("_s") else f"{value:g}"
+            lines.append(
+                f"  rests on   {name} = {shown}, which nobody measured: half of it gives {low} a step, twice {high}"
+            )
+    return lines
+
+
+def with_graphs(plan: Plan, work: Workload, options: Any, staleness: Sequence[int]) -> str | None:
+    """For a plan that leaves devices unused or waiting because decode is launched by the host: the best plan if it were not.
+
+    None: the launches do not bind.
+    """
+    e = plan.hardware.efficiency
+    graphs = plan.hardware.with_efficiency(eager_layer_overhead_s=e.decode_layer_overhead_s)
+    if plan.hardware.is_cpu or plan.colocated or len(plan.generators) > 1:
+        return None
+    if forecast_again(plan, work, graphs) > 0.9 * plan.step_s:
+        return None
+    levels = [level for level in staleness if level] or [1]
+    other = search_all(graphs, work, options, plan.devices, levels[:1])[0]
+    return (
+        f"  cause      decode launched kernel by kernel, {e.eager_layer_overhead_s * 1e6:g} us a layer by estimate, sets the pace, and more "
+        f"devices do not shorten it: with captured graphs on every rank this job would use {other.used} of {other.devices} devices "
+        f"for {seconds_text(other.step_s, estimated=True)} a step"
+    )
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """Plain values, JSON-ready. Times in seconds, memory in bytes."""
+    t = plan.trainer
+    return {
+        "colocated": plan.colocated,
+        "max_staleness": plan.max_staleness,
+        "token_staleness": plan.token_staleness,
+        "devices": plan.devices,
+        "used_devices": plan.used,
+        "step_s": plan.step_s,
+        "binds": plan.binds,
+        "tokens_per_s": plan.tokens_per_s,
+        "sync_s": plan.sync_s,
+        "waiting": plan.waiting,
+        "generators": [
+            {
+                "hardware": g.hardware.device.name,
+                **dataclasses.asdict(g.layout),
+                "devices": g.devices,
+                "replicas": g.replicas,
+                "prompts": g.prompts,
+                "slots": g.demand.slots,
+                "max_segments": g.demand.max_segments,
+                "time_s": g.time_s,
+                "memory_bytes": dict(g.memory),
+            }
+            for g in plan.generators
+        ],
+        "trainer": {
+            **dataclasses.asdict(t.layout),
+            "devices": plan.trainer_devices,
+            "time_s": t.time.total_s,
+            "parts_s": dataclasses.asdict(t.time),
+            "memory_bytes": dict(t.memory),
+        },
+    }
+
+
+# -- simulations ------------------------------------------------------------------------------------------------------
+
+_ROLES = ("generator", "reward", "trainer")
+_BAR = 40
+
+
+def policy_title(result: SimulationResult) -> str:
+    """One name a schedule."""
+    s = result.scenario
+    title = "synchronous" if s.max_staleness == 0 else f"staleness {s.max_staleness}"
+    if s.weights == "latest":
+        title += f", latest ({s.kv_on_update})"
+    return title + (f", partial x{s.oversubscription:g} in {s.max_segments}" if s.max_segments > 1 else "")
+
+
+def results_text(results: Sequence[SimulationResult], legend: str) -> str:
+    """The table, then the staleness of trained tokens.
+
+    Args:
+        legend: What the times rest on.
+    """
+    s: Scenario = results[0].scenario
+    lines = [
+        s.title,
+        legend,
+        f"{plural(s.prompts_per_step, 'prompt')} x {plural(s.group_size, 'response')} a step, {s.lengths.label}; "
+        f"{plural(s.replicas, 'generator replica')}; {s.generator_devices}+{s.trainer_devices} devices; {plural(s.num_ticks, 'tick')}",
+        "",
+    ]
+    planned = any(r.scenario.planned_step_s for r in results)
+    failed = any(r.scenario.failures for r in results)
+    head = ["policy", "step", "theory", "step/theory", *(["planned"] if planned else []), "generate", "reward", "train"]
+    head += ["idle gen", "idle replicas", "idle train", "tokens/s", *(["failures", "lost"] if failed else [])]
+    rows = [head]
+    for r in results:
+        known = {"estimated": r.scenario.estimated}
+        row = [policy_title(r), seconds_text(r.step_s, **known), seconds_text(r.theory_s, **known)]
+        row.append(f"{r.step_s / r.theory_s:.3f}" if r.theory_s else "-")
+        if planned:
+            row.append(seconds_text(r.scenario.planned_step_s or 0.0, **known))
+        row += [seconds_text(r.role_s[role], **known) for role in _ROLES]
+        mark = "~" if r.scenario.estimated else ""
+        row += [f"{mark}{share:.0%}" for share in (r.idle["generator"], r.replica_idle, r.idle["trainer"])]
+        rows.append(
+            [*row, f"{mark}{r.tokens_per_s:,.0f}", *([str(r.num_failures), f"{r.lost_share:.0%}"] if failed else [])]
+        )
+    lines += _table(rows)
+    for r in results:
+        theory = "" if r.staleness_theory is None else f", theory {r.staleness_theory:.2f}"
+        lines += ["", f"staleness of trained tokens, {policy_title(r)} (mean {r.staleness_mean:.2f} versions{theory})"]
+        total = sum(r.staleness.values())
+        for lag, tokens in r.staleness.items():
+            lines.append(f"  {lag:>3}  {tokens / total:6.1%}  {'#' * round(_BAR * tokens / total)}".rstrip())
+    return "\n".join(lines)
+
+
+def legend_of(scenario: Scenario, hardware: Hardware | None) -> str:
+    """What a simulation's times rest on."""
+    if hardware is None:
+        return "every tick lasts as given" if not scenario.estimated else _ESTIMATED
+    return _legend(hardware)
+
+
+def result_to_dict(result: SimulationResult) -> dict[str, Any]:
+    """Plain values, JSON-ready. Times in seconds."""
+    s = result.scenario
+    plain = (
+        "title", "prompts_per_step", "group_size", "max_staleness", "weights", "kv_on_update", "max_segments", "oversubscription",
+        "replicas", "num_ticks", "seed", "planned_step_s", "estimated",
+    )  # fmt: skip
+    measured = (
+        "first_steady_tick", "step_s", "theory_s", "replica_idle", "device_idle", "tokens_per_s", "staleness_mean", "staleness_theory",
+        "num_failures", "lost_share", "total_s",
+    )  # fmt: skip
+    return {
+        "policy": policy_title(result),
+        **{name: getattr(s, name) for name in plain},
+        "lengths": {"label": s.lengths.label, "mean": s.lengths.mean, "limit": s.lengths.limit},
+        "devices": {"generator": s.generator_devices, "trainer": s.trainer_devices},
+        "variation": dataclasses.asdict(s.variation),
+        "failures": dataclasses.asdict(s.failures) if s.failures else None,
+        **{name: getattr(result, name) for name in measured},
+        "role_s": dict(result.role_s),
+        "idle": dict(result.idle),
+        "staleness_tokens": {str(lag): tokens for lag, tokens in result.staleness.items()},
+    }
+
+
+def save_trace(results: Sequence[SimulationResult], path: Path) -> None:
+    """Write every tick of every role and policy for https://ui.perfetto.dev; one lane a role and policy.
+
+    Raises:
+        LlamaRLError: The file cannot be written.
+    """
+    lanes = {(id(r), role): f"{policy_title(r)}: {role}" for r in results for role in _ROLES}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"--trace {path}: cannot make its folder: {error}") from error
+    writer = TraceWriter(path, list(lanes.values()))
+    for result in results:
+        for report in sorted(result.reports, key=lambda r: (r.started_s, r.finished_s)):
+            lane = lanes[id(result), report.executor]
+            writer.step(
+                lane, report.tick, report.started_s, report.finished_s, spans=report.spans, args=dict(report.metrics)
+            )
+    writer.close()

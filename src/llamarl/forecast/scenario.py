@@ -1,0 +1,448 @@
+"""What is simulated: a schedule, the sizes of a tick, and what everything costs. One frozen value, made from a plan, a recipe, a
+finished run or plain durations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.config import RunConfig, validate
+from llamarl.controller.graph import Graph
+from llamarl.controller.standard_graph import llamarl_graph
+from llamarl.errors import PlanError
+from llamarl.forecast.calibrate import Fit, replica_layout, trainer_layout
+from llamarl.forecast.costs import GeneratorLayout, decode_step_s, prefill_s, weight_sync_s
+from llamarl.forecast.hardware import Hardware
+from llamarl.forecast.lengths import Lengths, constant
+from llamarl.forecast.model import ModelSpec
+from llamarl.forecast.search import Plan, Workload, beside_s, trainer_demand
+from llamarl.forecast.ticks import GeneratorDemand, TrainerTime, generator_tick_s, trainer_tick
+
+__all__ = [
+    "Failures",
+    "FixedGeneratorCost",
+    "GeneratorCost",
+    "RewardCost",
+    "RooflineGeneratorCost",
+    "Scenario",
+    "TrainerCost",
+    "Variation",
+    "durations_scenario",
+    "scenario_from_plan",
+    "scenario_from_recipe",
+]
+
+Floats = npt.NDArray[np.float64]
+
+
+# -- costs ------------------------------------------------------------------------------------------------------------
+
+
+class GeneratorCost(Protocol):
+    """Time of one generator replica. Arrays go in, an array of the same shape comes out."""
+
+    def decode_step_s(self, active: Floats, context: Floats) -> Floats:
+        """Seconds in which each of ``active`` sequences, at mean ``context`` tokens, gains one token."""
+        ...
+
+    def prefill_s(self, tokens: Floats, context: Floats) -> Floats:
+        """Seconds in which the cache of ``tokens`` tokens is filled; each attends to ``context`` on average."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedGeneratorCost:
+    """A decode step takes as long, whatever is in it."""
+
+    step_s: float
+
+    def decode_step_s(self, active: Floats, context: Floats) -> Floats:
+        return self.step_s + 0.0 * active
+
+    def prefill_s(self, tokens: Floats, context: Floats) -> Floats:
+        return 0.0 * tokens
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RooflineGeneratorCost:
+    """The rooflines of one replica."""
+
+    hardware: Hardware
+    model: ModelSpec
+    layout: GeneratorLayout
+
+    def decode_step_s(self, active: Floats, context: Floats) -> Floats:
+        step = decode_step_s(self.hardware, self.model, self.layout, active, context)
+        return np.asarray(step, dtype=np.float64)
+
+    def prefill_s(self, tokens: Floats, context: Floats) -> Floats:
+        """Between sizes that are powers of two the rooflines are interpolated."""
+        sizes, values, attention = self._prefill_table
+        if tokens.size and tokens.max() > sizes[-1]:
+            raise PlanError(f"a replica would fill {tokens.max():.3g} tokens of cache in one tick: use more replicas")
+        return np.interp(tokens, sizes, values) + attention * tokens * context
+
+    @cached_property
+    def _prefill_table(self) -> tuple[Floats, Floats, float]:
+        sizes = np.array([0.0, *(2.0**i for i in range(41))])
+        values = np.array([prefill_s(self.hardware, self.model, self.layout, float(t), 0.0) for t in sizes])
+        attention = self.model.attention_flops(1.0) * self.model.layers / self.layout.devices
+        return sizes, values, self.hardware.efficiency.generator_scale * attention / self.hardware.attention_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerCost:
+    """An optimizer step over a batch, on all trainer ranks together."""
+
+    tick_s: float = 0.0
+    """Seconds of a tick that do not depend on its batch."""
+    token_s: float = 0.0
+    """More for each token of the batch, prompts included."""
+
+    @classmethod
+    def of(cls, time: TrainerTime, tokens: float) -> TrainerCost:
+        """A forecast tick over ``tokens`` as a line."""
+        return cls(tick_s=time.optimizer_s + time.host_s, token_s=time.of_batch_s / tokens)
+
+    def batch_s(self, tokens: float) -> float:
+        return self.tick_s + self.token_s * tokens
+
+    def scaled(self, factor: float) -> TrainerCost:
+        return TrainerCost(tick_s=self.tick_s * factor, token_s=self.token_s * factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardCost:
+    """Judging a batch."""
+
+    tick_s: float = 0.0
+    sample_s: float = 0.0
+    """Mean time of one sample's reward, log-normal."""
+    sample_sigma: float = 0.0
+    """Standard deviation of its logarithm; 0: all take as long."""
+    workers: int = 1
+    """Samples judged at once."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise PlanError(f"reward workers must be at least 1, got {self.workers}")
+
+    def batch_s(self, samples: int, rng: np.random.Generator) -> float:
+        """The pool's share of the sum, but never less than the slowest sample (greedy scheduling is at most their sum)."""
+        if self.sample_s == 0.0:
+            return self.tick_s
+        if self.sample_sigma == 0.0:
+            return self.tick_s + self.sample_s * math.ceil(samples / self.workers)
+        mu = math.log(self.sample_s) - self.sample_sigma**2 / 2.0
+        each = rng.lognormal(mu, self.sample_sigma, samples)
+        return self.tick_s + max(float(each.sum()) / self.workers, float(each.max()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variation:
+    """What differs between replicas and from tick to tick, besides lengths."""
+
+    slow_fraction: float = 0.0
+    """Share of generator replicas that are slow for the whole run."""
+    slow_factor: float = 1.0
+    """How many times as long they take."""
+    generator_jitter: float = 0.0
+    """Standard deviation of the logarithm of a factor of mean 1, drawn for each replica and tick."""
+    trainer_jitter: float = 0.0
+    """The same for the trainer, drawn each tick."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.slow_fraction <= 1.0:
+            raise PlanError(f"the share of slow replicas must be 0 to 1, got {self.slow_fraction}")
+        if not 1.0 <= self.slow_factor < math.inf:
+            raise PlanError(f"a slow replica takes at least as long as another: factor >= 1, got {self.slow_factor}")
+        for name in ("generator_jitter", "trainer_jitter"):
+            if not 0.0 <= getattr(self, name) <= 3.0:
+                raise PlanError(f"{name} must be 0 to 3, got {getattr(self, name)}")
+
+    def slow_replicas(self, replicas: int, seed: int) -> Floats:
+        """[replicas] factor of each: the slow ones are drawn once a run, and any share is at least one of them."""
+        factors = np.ones(replicas)
+        count = max(round(self.slow_fraction * replicas), 1 if self.slow_fraction > 0.0 else 0)
+        factors[np.random.default_rng([seed, 3]).permutation(replicas)[:count]] = self.slow_factor
+        return factors
+
+
+# -- the scenario -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """Devices die at random; the job dies with one and goes on from its last whole checkpoint."""
+
+    device_mtbf_hours: float
+    """Mean time between failures of one device."""
+    restart_s: float
+    """From the death to the first tick after it."""
+    checkpoint_every: int = 20
+    """Ticks between checkpoints. Writing one takes no time here."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.device_mtbf_hours < math.inf:
+            raise PlanError(f"the mean time between failures must be above 0 hours, got {self.device_mtbf_hours}")
+        if not 0.0 <= self.restart_s < math.inf:
+            raise PlanError(f"the time of a restart must be >= 0 s, got {self.restart_s}")
+        if self.checkpoint_every < 1:
+            raise PlanError(f"checkpoint_every must be at least 1 tick, got {self.checkpoint_every}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One job to simulate."""
+
+    title: str
+    prompts_per_step: int
+    group_size: int
+    lengths: Lengths
+    generator: GeneratorCost
+    trainer: TrainerCost
+    reward: RewardCost = field(default_factory=RewardCost)
+    prompt_tokens: int = 1
+    max_staleness: int = 1
+    weights: Literal["exact", "latest"] = "exact"
+    """As ``schedule.weights``."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """As ``generator.kv_on_update``; only ``latest`` simulates "keep"."""
+    max_segments: int = 1
+    oversubscription: float = 1.0
+    replicas: int = 1
+    slots: int = 1 << 20
+    """Sequences that a replica decodes at once."""
+    generator_devices: int = 1
+    trainer_devices: int = 1
+    weights_latency_s: float = 0.0
+    """A version is on the way that long after the trainer's tick, while both ends work on."""
+    weights_load_s: float = 0.0
+    """The generator cannot decode that long at the start of a tick, while it takes a version."""
+    variation: Variation = field(default_factory=Variation)
+    failures: Failures | None = None
+    num_ticks: int = 100
+    seed: int = 0
+    planned_step_s: float | None = None
+    """The plan's forecast, to be shown beside the simulated step."""
+    estimated: bool = True
+    """Times rest on constants that nobody measured."""
+
+    def __post_init__(self) -> None:
+        if self.num_ticks < 1:
+            raise PlanError(f"a simulation needs at least 1 tick, got {self.num_ticks}")
+        if self.slots < 1:
+            raise PlanError(f"a replica needs at least 1 slot, got {self.slots}")
+        for name in ("weights_latency_s", "weights_load_s"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise PlanError(f"{name} must be >= 0 seconds, got {getattr(self, name)}")
+        if self.weights == "exact" and self.kv_on_update == "keep":
+            raise PlanError('kv_on_update "keep" is simulated with weights "latest" only')
+        _ = self.config  # a schedule that no run could have is refused by the run's own checks
+
+    @property
+    def config(self) -> RunConfig:
+        """The recipe of the simulated schedule.
+
+        Raises:
+            ConfigError: No run could have it; every mistake in one message.
+        """
+        return validate(
+            {
+                "run": {"num_ticks": self.num_ticks, "seed": self.seed},
+                "schedule": {
+                    "prompts_per_step": self.prompts_per_step,
+                    "max_staleness": self.max_staleness,
+                    "weights": self.weights,
+                },
+                "generator": {
+                    "group_size": self.group_size,
+                    "kv_on_update": self.kv_on_update,
+                    "max_segments": self.max_segments,
+                    "oversubscription": float(self.oversubscription),
+                    "dp": self.replicas,
+                    "device": "cpu",
+                },
+                "trainer": {"device": "cpu"},
+                "algorithm": {"advantage": "reward"} if self.group_size == 1 else {},
+                "evaluation": {"every": 0, "device": "cpu"},
+            }
+        )
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of a real run of this schedule, its executors replaced by ones that only take time."""
+        real = llamarl_graph(self.config)
+        executors = tuple(
+            dataclasses.replace(spec, factory=_FACTORIES[spec.name], config=self) for spec in real.executors
+        )
+        return Graph(executors, real.channels)
+
+    @property
+    def devices(self) -> int:
+        return self.generator_devices + self.trainer_devices
+
+
+_FACTORIES = {
+    "generator": "llamarl.forecast.costed:CostedGenerator",
+    "reward": "llamarl.forecast.costed:CostedReward",
+    "trainer": "llamarl.forecast.costed:CostedTrainer",
+}
+
+
+def durations_scenario(
+    *,
+    generator_s: float,
+    reward_s: float,
+    trainer_s: float,
+    sync_s: float = 0.0,
+    max_staleness: int = 1,
+    tokens: int = 1,
+    **changes: Any,
+) -> Scenario:
+    """Executors whose ticks always last the same: one sequence, in ``tokens`` decode steps of together ``generator_s``.
+
+    Under ``weights = "latest"`` versions change between decode steps, so there should be many of them.
+    """
+    for name, value in (("generator", generator_s), ("reward", reward_s), ("trainer", trainer_s), ("sync", sync_s)):
+        if not 0.0 <= value < math.inf:
+            raise PlanError(f"{name}: a duration must be >= 0 seconds, got {value}")
+    scenario = Scenario(
+        title=f"{generator_s:g} s, {reward_s:g} s, {trainer_s:g} s, hand-over {sync_s:g} s",
+        prompts_per_step=1,
+        group_size=1,
+        lengths=constant(tokens),
+        generator=FixedGeneratorCost(step_s=generator_s / tokens),
+        trainer=TrainerCost(tick_s=trainer_s),
+        reward=RewardCost(tick_s=reward_s),
+        weights_latency_s=sync_s,
+        max_staleness=max_staleness,
+        estimated=False,
+    )
+    return dataclasses.replace(scenario, **changes)
+
+
+def scenario_from_plan(plan: Plan, work: Workload, oversubscription: float, **changes: Any) -> Scenario:
+    """The plan's layout, concurrency and rooflines, with lengths drawn for each response.
+
+    Simulated replicas get as many prompts each: where the plan deals some of them one more than others, all get as many as those,
+    and the trainer takes its time for the planned ones.
+
+    Raises:
+        PlanError: The plan shares devices between roles, which no graph of executors describes, or has several kinds of them.
+    """
+    if plan.colocated or len(plan.generators) > 1:
+        raise PlanError("only plans whose roles have devices of their own, of one kind, are simulated")
+    g, t = plan.generator, plan.trainer
+    prompts = g.replicas * g.demand.sequences // work.group_size
+    more = "" if g.is_even else f" ({prompts} prompts a tick, as many for each replica, for {work.prompts_per_step})"
+    scenario = Scenario(
+        title=f"{work.model.name}, {plan.devices} x {plan.hardware.device.title}{more}",
+        prompts_per_step=prompts,
+        group_size=work.group_size,
+        lengths=work.response,
+        prompt_tokens=work.prompt_tokens,
+        generator=RooflineGeneratorCost(hardware=g.hardware, model=work.model, layout=g.layout),
+        trainer=TrainerCost.of(t.time, prompts * work.group_size * (work.prompt_tokens + work.response.mean)),
+        reward=RewardCost(tick_s=work.reward_s),
+        max_staleness=plan.max_staleness,
+        max_segments=g.demand.max_segments,
+        oversubscription=oversubscription if g.demand.partial else 1.0,
+        replicas=g.replicas,
+        slots=g.demand.slots,
+        generator_devices=plan.generator_devices,
+        trainer_devices=plan.trainer_devices,
+        weights_load_s=plan.sync_s,  # as the plan counts it: in the generator's tick
+        planned_step_s=plan.step_s,
+        estimated=bool(plan.hardware.device.assumed or plan.hardware.efficiency.estimates),
+    )
+    return dataclasses.replace(scenario, **changes)
+
+
+def scenario_from_recipe(
+    config: RunConfig,
+    work: Workload,
+    hardware: Hardware,
+    threads: Mapping[str, int],
+    fit: Fit | None = None,
+    **changes: Any,
+) -> Scenario:
+    """A recipe's own layout under the rooflines; on CPU cores a rank's threads are one device, and the trainer has what the generator
+    leaves of the cores while both work.
+
+    Args:
+        threads: CPU threads of a generator's and a trainer's rank as a run would pin them; 1 on GPUs.
+        fit: What a run measured, whose jitter is then simulated too.
+
+    Raises:
+        PlanError: Replicas of several kinds.
+    """
+    g = config.generator
+    if len(g.replicas) > 1:
+        raise PlanError(
+            f"the recipe has {len(g.replicas)} kinds of [[generator.replicas]], and simulated replicas are all of one: leave the "
+            "others out, or set generator.dp"
+        )
+    own = g.as_of_kind(0) if g.replicas else g
+    each = math.ceil(work.prompts_per_step / own.dp)
+    cpu = hardware.is_cpu
+    of_generator, of_trainer = (
+        hardware.joined(threads[role]) if cpu else hardware for role in ("generator", "trainer")
+    )
+    layout = replica_layout(own, hardware)
+    trains = trainer_layout(config, work.model, work.prompt_tokens, work.response.mean)
+    time = trainer_tick(of_trainer, work.model, trains, trainer_demand(work))
+    cost = TrainerCost.of(time, work.tokens)
+    load_s = weight_sync_s(hardware, work.model, trainer_devices=trains.devices, replicas=[(own.dp, layout)])
+    devices = {
+        "generator": own.dp * layout.devices * threads["generator"],
+        "trainer": trains.devices * threads["trainer"],
+    }
+    sharing, cores = "", hardware.device.devices_per_node
+    if cpu and (wanted := sum(devices.values())) > cores and config.schedule.max_staleness:
+        sharing = f"; {wanted} threads share {cores} cores, the trainer has what the generator leaves"
+        demand = GeneratorDemand(
+            lengths=work.response, prompt_tokens=work.prompt_tokens, group_size=work.group_size,
+            sequences=each * work.group_size, total_sequences=work.sequences, slots=own.engine.max_sequences,
+        )  # fmt: skip
+        busy_s = load_s + generator_tick_s(of_generator, work.model, layout, demand)
+        used = min(devices["trainer"], cores)
+        held = max(0, min(used - 1, devices["generator"] + used - cores))
+        cost = cost.scaled(beside_s(time.total_s, busy_s, held=held, cores=used) / time.total_s)
+    scenario = Scenario(
+        title=f"{work.model.name}, as the recipe says, {hardware.device.title}{sharing}",
+        prompts_per_step=each * own.dp,
+        group_size=work.group_size,
+        lengths=work.response,
+        prompt_tokens=work.prompt_tokens,
+        generator=RooflineGeneratorCost(hardware=of_generator, model=work.model, layout=layout),
+        trainer=cost,
+        reward=RewardCost(tick_s=work.reward_s),
+        max_staleness=config.schedule.max_staleness,
+        weights=config.schedule.weights,
+        kv_on_update=g.kv_on_update if config.schedule.weights == "latest" else "recompute",
+        max_segments=g.max_segments,
+        oversubscription=g.oversubscription,
+        replicas=own.dp,
+        slots=own.engine.max_sequences,
+        generator_devices=devices["generator"],
+        trainer_devices=devices["trainer"],
+        weights_load_s=load_s,
+        variation=Variation(
+            generator_jitter=min(1.0, fit.jitter["generator"]), trainer_jitter=min(1.0, fit.jitter["trainer"])
+        )
+        if fit
+        else Variation(),
+        num_ticks=config.run.num_ticks,
+        seed=config.run.seed,
+        estimated=bool(hardware.device.assumed or hardware.efficiency.estimates),
+    )
+    return dataclasses.replace(scenario, **changes)

@@ -1,0 +1,237 @@
+"""A runtime on a virtual clock: the controller's loop runs as it is, and a tick takes as long as its executor says.
+
+    fire(order) ─▶ executor.step says how long ─▶ heap of finish times ─▶ wait() jumps to the earliest
+
+Time passes only in ``wait``. Ties are broken by the order of firing, so a simulation repeats exactly. A channel may have
+a latency: its token is on the way that long, and the sink's tick begins when the last of its inputs has arrived.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from llamarl.channels.base import ChannelSpec
+from llamarl.errors import DeadlineExceeded, ExecutorFailed
+from llamarl.executors.base import ExecutorContext, ExecutorSpec
+from llamarl.import_path import resolve
+from llamarl.runtime.base import News, Order, Report, SetupReport
+
+__all__ = ["RevisingExecutor", "Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
+
+Snapshots = dict[tuple[Path, str], Any]
+"""(folder, executor) -> state. A virtual checkpoint lies in memory; its folder is only a name."""
+
+AHEAD = "ahead"
+"""Label of spans in which a part of a tick was done before the tick itself came."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedStep:
+    """What one virtual firing made, and how long it took."""
+
+    duration_s: float
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+    """One payload a channel that leaves the executor."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    spans: tuple[tuple[str, float, float], ...] = ()
+    """(label, start, end), seconds after the start of the tick."""
+
+
+class VirtualExecutor(Protocol):
+    """An executor that only takes time. Made by ``factory(config, context)`` as every executor."""
+
+    def initial_token(self, channel: str, source_tick: int) -> Any: ...
+
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> TimedStep: ...
+
+    def save(self) -> Any:
+        """State after the last step; later steps must not change what was returned."""
+        ...
+
+    def load(self, state: Any) -> None: ...
+
+
+@runtime_checkable
+class RevisingExecutor(VirtualExecutor, Protocol):
+    """One with a ``latest`` in-channel. Its ``step`` gets the newest token that has arrived when the tick begins."""
+
+    def revise(self, elapsed_s: float, payload: Any) -> TimedStep:
+        """A newer token has arrived so many seconds into the tick: the tick as it now will be, from its start."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Token:
+    """Handle of a payload that arrives at ``ready_s``."""
+
+    payload: Any
+    ready_s: float
+
+
+@dataclass(frozen=True)
+class _Firing:
+    """A tick under way."""
+
+    order: Order
+    step: TimedStep
+    started_s: float
+
+    @property
+    def finished_s(self) -> float:
+        return self.started_s + self.step.duration_s
+
+
+class VirtualClockRuntime:
+    """The Protocol of ``runtime/base.py`` without time, processes or payloads.
+
+    Args:
+        latency_s: Channel -> seconds that a token is on the way; 0 where not named.
+        start_s: Where the clock stands at first.
+        fail_at_s: The job dies at this moment, as if a process of it did.
+        snapshots: Where virtual checkpoints lie; hand the same one to the runtime that resumes.
+    """
+
+    def __init__(
+        self,
+        *,
+        latency_s: Mapping[str, float] | None = None,
+        start_s: float = 0.0,
+        fail_at_s: float = float("inf"),
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        self._latency_s = dict(latency_s or {})
+        self._clock = start_s
+        self._fail_at_s = fail_at_s
+        self._snapshots: Snapshots = {} if snapshots is None else snapshots
+        self._executors: dict[str, VirtualExecutor] = {}
+        self._out: list[tuple[float, int, _Firing]] = []
+        self._fired = 0
+        self._news: list[tuple[float, int, str, Any]] = []
+        self._told = 0
+
+    def start(
+        self,
+        executors: Sequence[ExecutorSpec],
+        channels: Sequence[ChannelSpec],
+        *,
+        run_dir: Path | None,
+        seed: int,
+        first_tick: int,
+        load_from: Path | None,
+        deadline_s: float,
+    ) -> Mapping[str, SetupReport]:
+        """Make the executors; takes no time."""
+        assert not self._executors, "start is called once"
+        reports = {}
+        for spec in executors:
+            context = ExecutorContext(
+                name=spec.name, rank=0, num_ranks=spec.num_ranks, device=spec.device, run_dir=run_dir, seed=seed
+            )
+            executor = self._executors[spec.name] = resolve(spec.factory)(spec.config, context)
+            if load_from is not None:
+                executor.load(self._snapshots[load_from, spec.name])
+            initial = {
+                c.name: {
+                    tick: (_Token(executor.initial_token(c.name, tick), self._clock),)
+                    for tick in range(first_tick - c.delay, first_tick)
+                }
+                for c in channels
+                if c.source == spec.name
+            }
+            reports[spec.name] = SetupReport(executor=spec.name, initial_tokens=initial)
+        return reports
+
+    def fire(self, order: Order) -> None:
+        """Begin a tick when the last of its inputs has arrived."""
+        tokens = {name: handles[0] for name, handles in order.inputs.items()}
+        start = max([self._clock, *(token.ready_s for token in tokens.values())])
+        executor = self._executors[order.executor]
+        for name, later in order.later.items():
+            for _, handles in sorted(later.items()):
+                if handles[0].ready_s <= start:
+                    tokens[name] = handles[0]
+                else:
+                    self._announce(order.executor, handles[0])
+        step = executor.step(order.tick, {name: token.payload for name, token in tokens.items()})
+        assert step.duration_s >= 0, f"{order.executor} tick {order.tick}: duration {step.duration_s}"
+        if order.save_to is not None:
+            self._snapshots[order.save_to, order.executor] = executor.save()
+        self._push(_Firing(order, step, start), self._fired)
+        self._fired += 1
+
+    def _push(self, firing: _Firing, number: int) -> None:
+        heapq.heappush(self._out, (firing.finished_s, number, firing))
+
+    def tell(self, news: News) -> None:
+        """The token arrives when its latency is over; an executor that is then at work revises its tick."""
+        token = news.handles[0]
+        self._announce(news.executor, token)
+
+    def _announce(self, executor: str, token: _Token) -> None:
+        heapq.heappush(self._news, (max(self._clock, token.ready_s), self._told, executor, token.payload))
+        self._told += 1
+
+    def _revise(self) -> None:
+        """Hand out the earliest news."""
+        at, _, executor, payload = heapq.heappop(self._news)
+        for place, (_, fired, firing) in enumerate(self._out):
+            if firing.order.executor == executor:
+                sink = self._executors[executor]
+                assert isinstance(sink, RevisingExecutor), f"{executor!r} has a latest channel and no revise"
+                step = sink.revise(max(0.0, at - firing.started_s), payload)
+                if firing.order.save_to is not None:
+                    self._snapshots[firing.order.save_to, executor] = sink.save()
+                del self._out[place]
+                heapq.heapify(self._out)
+                self._push(replace(firing, step=step), fired)
+                return
+
+    def wait(self, deadline_s: float) -> Report:
+        """Jump to the earliest finish."""
+        assert self._out, "wait without an order out: it could never end"
+        while self._news and self._news[0][0] < min(self._out[0][0], self._fail_at_s, self._clock + deadline_s):
+            self._revise()
+        finish, _, firing = self._out[0]
+        order, step = firing.order, firing.step
+        until = min(self._fail_at_s, self._clock + deadline_s)
+        if finish > until:
+            self._clock = max(self._clock, until)
+            if until == self._fail_at_s:
+                raise ExecutorFailed(f"a simulated failure at {until:g} s, while {self._describe_out()}")
+            raise DeadlineExceeded(
+                f"nobody reported within {deadline_s:g} virtual seconds; out: {self._describe_out()}"
+            )
+        heapq.heappop(self._out)
+        self._clock = finish
+        return Report(
+            executor=order.executor,
+            tick=order.tick,
+            outputs={
+                name: (_Token(payload, finish + self._latency_s.get(name, 0.0)),)
+                for name, payload in step.outputs.items()
+            },
+            metrics=step.metrics,
+            started_s=firing.started_s,
+            finished_s=finish,
+            spans=tuple((label, firing.started_s + a, firing.started_s + b) for label, a, b in step.spans),
+        )
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._clock
+
+    def close(self) -> None:
+        """Forget everything. Idempotent."""
+        self._executors.clear()
+        self._out.clear()
+        self._news.clear()
+
+    def _describe_out(self) -> str:
+        return ", ".join(
+            f"{order.executor!r} works on tick {order.tick}"
+            for order in (f.order for *_, f in sorted(self._out, key=lambda out: out[:2])[:4])
+        )

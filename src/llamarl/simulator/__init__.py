@@ -1,1 +1,0 @@
-"""The real controller on a virtual clock."""

@@ -1,0 +1,183 @@
+"""``llamarl plan`` and ``llamarl simulate`` as a user meets them: tables, JSON, recipes, and every nonsense input."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.cli.main import main
+from llamarl.config import load_config
+from llamarl.engine.config import QUANTIZATIONS
+from llamarl.forecast.hardware import device_names
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
+JOB = "--model Llama-3.1-8B --devices 8 --hardware h100 --prompts 16 --group-size 8 --response-tokens 300:lognormal"
+SMALL = "--model SmolLM2-135M --prompts 8 --group-size 4 --response-tokens 64"
+
+
+def plan(line: str) -> int:
+    return main(["plan", *line.split()])
+
+
+def simulations(capsys: pytest.CaptureFixture[str], line: str) -> list[dict[str, Any]]:
+    assert main(["simulate", *line.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["simulations"]  # type: ignore[no-any-return]
+
+
+def test_no_time_of_an_unmeasured_machine_looks_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every time, rate and share of the table stands behind a ~, and the legend says on what it rests."""
+    for line, legend in ((JOB, "~ estimated"), (f"{RECIPE}", "~ guessed")):
+        assert plan(line) == 0
+        out = capsys.readouterr().out
+        assert legend in out
+        for row in out.splitlines():
+            if row.startswith(("synchronous", "asynchronous")):
+                cells = re.split(r" {2,}", row)
+                times = [cell for cell in cells[1:7] if cell != "0"]
+                assert len(times) >= 5 and all(cell.startswith("~") for cell in times), row
+    assert main(["simulate", str(RECIPE), "--ticks", "4"]) == 0
+    row = next(row for row in capsys.readouterr().out.splitlines() if row.startswith("staleness 1,"))
+    assert all(cell.startswith("~") for cell in re.split(r" {2,}", row)[1:3])
+
+
+def test_the_405b_plan_names_the_unmeasured_constant_behind_its_unused_devices(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert plan("--model Llama-3.1-405B --devices 1024 --hardware h100-sxm --response-tokens 4096:lognormal --staleness 1") == 0  # fmt: skip
+    out = capsys.readouterr().out
+    assert "unused     32 of 1024 devices" in out
+    assert "rests on   eager_layer_overhead_s = 300 us, which nobody measured" in out
+    assert "with captured graphs on every rank this job would use 1024 of 1024 devices" in out
+
+
+def test_json_has_every_plan_and_what_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{JOB} --json --staleness 0,1,3") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [(p["colocated"], p["max_staleness"]) for p in answer["plans"]] == [(True, 0), (False, 1), (False, 3)]
+    assert "eager_layer_overhead_s" in answer["estimates"] and not answer["rates_assumed"]
+    best = answer["plans"][answer["recommended"]]
+    assert sum(best["trainer"]["parts_s"].values()) == pytest.approx(best["trainer"]["time_s"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plan", "no model"),
+        ("plan --model Llama-3.1-8B --hardware h100", "--devices N"),
+        (f"plan {JOB.replace('--devices 8', '--devices 0')}", "at least 1"),
+        ("plan --model Llama-3.1-8B --devices 8:h100,4", "numbers of kinds"),
+        (f"plan {JOB.replace('h100', 'h1000')}", "nearest is 'h100-sxm'"),
+        (f"plan {JOB.replace('Llama-3.1-8B', 'Lama-3.1-8B')}", "nearest bundled shape is 'Llama-3.1-8B'"),
+        (f"plan {JOB.replace('Llama-3.1-8B', 'Llama-3.1-405B')}", "does not fit on 8 "),
+        (f"plan {JOB} --staleness -1", "staleness must be >= 0"),
+        (f"plan {JOB} --staleness a", "whole numbers"),
+        (f"plan {JOB} --precision bf17", "unknown bf17"),
+        (f"plan {JOB} --max-segments 0", "at least 1"),
+        (f"plan {JOB} --reward-s nan", "reward_s"),
+        (f"plan {JOB} --prompts 0", "prompts_per_step"),
+        (f"plan {JOB} --fit /nowhere", "is no run's folder"),
+        ("simulate", "nothing to simulate"),
+        ("simulate --durations 1,2", "expected G,R,T"),
+        ("simulate --durations 6,1,4 --devices 2", "--devices: --durations says"),
+        ("simulate --durations 6,1,4 --jitter x", "expected 1 to 2 numbers"),
+        ("simulate --durations 6,1,4 --weights newest", "expected exact, latest"),
+        ("simulate --durations 6,1,4 --kv-on-update keep", "add --weights latest"),
+        ("simulate tiny --devices 4", "a recipe or run says its own layout"),
+        ("simulate unlike", "2 kinds of [[generator.replicas]]"),
+    ],
+)
+def test_nonsense_gets_an_error_that_helps(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_planning_imports_no_torch() -> None:
+    code = f"import sys; from llamarl.cli.main import main; main(['plan', *{JOB.split()!r}]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("device", device_names())
+@pytest.mark.parametrize("devices", [1, 8])
+def test_every_device_gets_a_recipe_that_loads(device: str, devices: int, tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    assert plan(f"{SMALL} --hardware {device} --devices {devices} --recipe {file}") == 0
+    config = load_config(file)
+    assert config.schedule.colocated == (config.schedule.max_staleness == 0)
+    assert config.schedule.colocated or devices > 1
+    kind = "cpu" if device == "this-machine" else "cuda"
+    assert config.generator.quantization in QUANTIZATIONS["native", kind]
+
+
+def test_a_recipe_that_no_plan_has_written_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned, own = tmp_path / "planned.toml", tmp_path / "own.toml"
+    own.write_text("[run]\nnum_ticks = 7\n")
+    assert plan(f"{SMALL} --hardware h100 --devices 2 --recipe {own}") == 2
+    assert "own.toml: is there already" in capsys.readouterr().err and own.read_text() == "[run]\nnum_ticks = 7\n"
+    for devices in (2, 4):
+        assert plan(f"{SMALL} --hardware h100 --devices {devices} --recipe {planned}") == 0
+        assert f"{devices} x" in planned.read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_written_recipe_passes_the_dry_run_and_keeps_the_rest(staleness: int, tmp_path: Path) -> None:
+    from llamarl.controller.run import plan_run
+
+    out = tmp_path / "out.toml"
+    assert plan(f"{RECIPE} --response-tokens 40:lognormal:limit=80 --staleness {staleness} --recipe {out}") == 0
+    written, before = load_config(out), load_config(RECIPE)
+    assert written.schedule.prompts_per_step == before.schedule.prompts_per_step
+    assert written.algorithm == before.algorithm and written.schedule.max_staleness == staleness
+    assert "# placement" in plan_run(written)
+
+
+def test_several_kinds_get_a_recipe_of_replicas_whose_shares_are_their_prompts(tmp_path: Path) -> None:
+    out = tmp_path / "kinds.toml"
+    job = "--model Llama-3.1-8B --max-segments 1 --response-tokens 2048 --staleness 1"
+    assert plan(f"{job} --devices 8:a100-80gb,8:h100-sxm --recipe {out}") == 0
+    config = load_config(out)
+    assert len(config.generator.replicas) == 2 and config.schedule.prompts_per_step == 128
+    prompts = [kind.dp * kind.share for kind in config.generator.replicas]
+    of_first = 128 * prompts[0] / math.fsum(prompts)
+    assert of_first == pytest.approx(round(of_first)) and "generator_1 on a100-sxm" in out.read_text()
+
+
+def test_a_config_json_is_a_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for source in (tmp_path, tmp_path / "config.json"):
+        assert plan(f"{source} --devices 2 --hardware a100 --response-tokens 50") == 0
+        assert tmp_path.name in capsys.readouterr().out
+
+
+# -- simulate ---------------------------------------------------------------------------------------------------------
+
+
+def test_durations_reach_the_theory(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulations(capsys, "--durations 6,5,5,4 --staleness 0,1,2 --ticks 60")
+    assert [one["step_s"] for one in found] == pytest.approx([20.0, 10.0, 20 / 3])
+    assert not any(one["estimated"] for one in found)
+
+
+def test_a_plan_is_simulated_near_its_forecast_and_failures_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
+    (calm,) = simulations(capsys, f"{JOB} --staleness 2 --ticks 40")
+    assert calm["step_s"] == pytest.approx(calm["planned_step_s"], rel=0.15)
+    (broken,) = simulations(
+        capsys, f"{JOB} --staleness 2 --ticks 40 --mtbf-hours 0.05 --restart-s 30 --checkpoint-every 4"
+    )
+    assert broken["num_failures"] > 0 and broken["step_s"] > calm["step_s"]
+
+
+def test_a_recipe_and_changes_of_it_are_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = f"{RECIPE} --hardware h100 --max-segments 1 --ticks 20 --trace {tmp_path / 't.json'}"
+    (one,) = simulations(capsys, job)
+    (two,) = simulations(capsys, f"{job} --generator.dp 2")
+    assert (one["replicas"], two["replicas"]) == (1, 2)
+    assert two["role_s"]["generator"] < one["role_s"]["generator"]
+    assert (tmp_path / "t.json").stat().st_size > 1000

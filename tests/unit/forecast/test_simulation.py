@@ -1,0 +1,306 @@
+"""The simulator: theory where nothing varies, the real controller's rules, and tick by tick against a slow loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from linear_cost import LinearCost
+
+from llamarl.controller.config import DeadlineConfig
+from llamarl.controller.controller import run_graph
+from llamarl.controller.graph import Graph
+from llamarl.errors import ConfigError, DeadlineExceeded, PlanError
+from llamarl.forecast.lengths import constant, empirical, lognormal
+from llamarl.forecast.scenario import Failures, RewardCost, Scenario, TrainerCost, Variation, durations_scenario
+from llamarl.forecast.simulate import SimulationResult, simulate
+from llamarl.forecast.step_time import closed_form_period
+from llamarl.forecast.virtual_clock import TimedStep, VirtualClockRuntime
+from llamarl.runtime.base import Report
+from llamarl.tick_schedule import constant_batches, select_due, slot_starts
+
+
+def small(**changes: Any) -> Scenario:
+    scenario = Scenario(
+        title="small",
+        prompts_per_step=4,
+        group_size=3,
+        lengths=empirical([2, 3, 5, 9, 14, 30]),
+        generator=LinearCost(step_s=1.0, sequence_s=0.1, cache_token_s=0.01, prefill_token_s=0.02),
+        trainer=TrainerCost(tick_s=1.0, token_s=0.05),
+        prompt_tokens=7,
+        replicas=2,
+        num_ticks=12,
+    )
+    return dataclasses.replace(scenario, **changes)
+
+
+def test_theory_is_simulation_when_nothing_varies() -> None:
+    """200 random duration triples, every staleness 0 to 8, within 1%."""
+    rng = random.Random(0)
+    for _ in range(200):
+        generator, reward, trainer = (10 ** rng.uniform(-1, 1) for _ in range(3))
+        sync = rng.choice([0.0, 10 ** rng.uniform(-2, 0.5)])
+        for staleness in range(9):
+            durations = {"generator_s": generator, "reward_s": reward, "trainer_s": trainer, "sync_s": sync}
+            ticks = 3 * (staleness + 1)  # a whole number of rounds
+            theory = closed_form_period(**durations, max_staleness=staleness)
+            simulated = steady_period(durations, staleness, ticks)
+            assert simulated == pytest.approx(theory, rel=0.01), (durations, staleness)
+
+
+class Ends:
+    """Observer: when the trainer's ticks ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_report(self, report: Report) -> None:
+        if report.executor == "trainer":
+            self.ends.append(report.finished_s)
+
+
+def steady_period(durations: dict[str, float], staleness: int, ticks: int) -> float:
+    """Mean time between trainer ticks over the last ``ticks`` of a run on the bare runtime and controller."""
+    graph = GRAPHS.setdefault(staleness, durations_graph(staleness))
+    executors = tuple(dataclasses.replace(spec, config=durations[f"{spec.name}_s"]) for spec in graph.executors)
+    ends = Ends()
+    run_graph(
+        dataclasses.replace(graph, executors=executors),
+        VirtualClockRuntime(latency_s={"weights": durations["sync_s"]}),
+        num_ticks=ticks + 6,
+        seed=0,
+        deadlines=DeadlineConfig(step_s=1e9),
+        observers=[ends],
+    )
+    return (ends.ends[-1] - ends.ends[5]) / ticks
+
+
+GRAPHS: dict[int, Graph] = {}
+
+
+def durations_graph(staleness: int) -> Graph:
+    scenario = durations_scenario(generator_s=1, reward_s=1, trainer_s=1, max_staleness=staleness)
+    graph = scenario.graph
+    executors = tuple(dataclasses.replace(s, factory=f"{__file__}:Lasts") for s in graph.executors)
+    return dataclasses.replace(graph, executors=executors)
+
+
+class Lasts:
+    """An executor whose ticks always last the same."""
+
+    def __init__(self, seconds: float, context: Any) -> None:
+        self.seconds, self.name = seconds, context.name
+
+    def initial_token(self, channel: str, source_tick: int) -> None:
+        return None
+
+    def step(self, tick: int, inputs: Any) -> TimedStep:
+        out = {"generator": "completions", "reward": "scored", "trainer": "weights"}[self.name]
+        return TimedStep(duration_s=self.seconds, outputs={out: None})
+
+    def save(self) -> None: ...
+
+    def load(self, state: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("staleness", "period"), [(0, 16.0), (1, 8.0), (2, 6.0), (5, 6.0)])
+def test_costed_executors_of_constant_durations_reach_the_period(staleness: int, period: float) -> None:
+    result = simulate(durations_scenario(generator_s=6, reward_s=5, trainer_s=5, max_staleness=staleness, num_ticks=60))
+    assert result.step_s == pytest.approx(period)
+    assert result.theory_s == pytest.approx(period)
+    assert result.idle["generator"] == pytest.approx(1 - 6 / period, abs=1e-9)
+    assert result.idle["trainer"] == pytest.approx(1 - 5 / period, abs=1e-9)
+
+
+def test_of_a_run_of_one_tick_each_role_waits_while_the_others_work() -> None:
+    result = simulate(durations_scenario(generator_s=6, reward_s=4, trainer_s=5, num_ticks=1))
+    assert result.total_s == pytest.approx(15.0)
+    assert result.idle == pytest.approx({"generator": 9 / 15, "reward": 11 / 15, "trainer": 10 / 15})
+    assert result.replica_idle == pytest.approx(9 / 15)
+
+
+def test_a_version_on_the_way_delays_the_generator_but_nobody_else() -> None:
+    # Round of 6 + 5 + 5 + 4 s at staleness 0.
+    result = simulate(durations_scenario(generator_s=6, reward_s=5, trainer_s=5, sync_s=4, max_staleness=0))
+    assert result.step_s == pytest.approx(20.0)
+    assert result.idle["generator"] == pytest.approx(1 - 6 / 20)
+
+
+def slow_schedule(remaining: list[int], slots: int) -> tuple[list[int], list[int]]:
+    """One replica, step by step: (start, end) of each sequence."""
+    start, end = [0] * len(remaining), [0] * len(remaining)
+    waiting, running, step = list(range(len(remaining))), {}, 0
+    while waiting or running:
+        while waiting and (len(running) < slots or remaining[waiting[0]] == 0):
+            i = waiting.pop(0)
+            start[i] = end[i] = step
+            if remaining[i]:
+                running[i] = remaining[i]
+        step += 1
+        for i in list(running):
+            running[i] -= 1
+            if not running[i]:
+                end[i] = step
+                del running[i]
+    return start, end
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 7, 20])
+def test_the_schedule_and_its_time_are_those_of_a_loop_over_decode_steps(slots: int) -> None:
+    rng = np.random.default_rng(slots)
+    remaining = rng.integers(1, 12, (5, 9))
+    written = rng.integers(0, 6, (5, 9))
+    cost = LinearCost(step_s=1.0, sequence_s=0.25, cache_token_s=0.03)
+    starts = slot_starts(remaining, slots)
+    ends = starts + remaining
+    stop = rng.integers(1, ends.max(axis=1) + 1)
+    runs = constant_batches(remaining, starts, written, stop, slots)
+    seconds = np.bincount(runs.replica, runs.steps * cost.decode_step_s(runs.active, 4 + runs.written), 5)
+    for replica in range(5):
+        start, end = slow_schedule(remaining[replica].tolist(), slots)
+        assert starts[replica].tolist() == start and ends[replica].tolist() == end
+        slow = 0.0
+        for step in range(stop[replica]):
+            active = [i for i in range(9) if start[i] <= step < end[i]]
+            cached = sum(4 + written[replica, i] + step - start[i] for i in active)
+            slow += 1.0 + 0.25 * len(active) + 0.03 * cached
+        assert seconds[replica] == pytest.approx(slow, rel=1e-12)
+
+
+def slow_generator(scenario: Scenario, lengths_of_tick: list[np.ndarray]) -> list[tuple[list[int], int]]:
+    """The real generator's loop for one replica: (lengths delivered in order, decode steps) of each tick."""
+    per_tick, size = scenario.prompts_per_step, scenario.group_size
+    active: list[dict[str, Any]] = []
+    completed: list[int] = []
+    cursor, ticks = 0, []
+    for tick in range(scenario.num_ticks):
+        new = lengths_of_tick[tick].reshape(-1, size)
+        for lengths in new:
+            active.append({"id": cursor, "at": tick, "left": lengths.tolist(), "length": lengths.tolist()})
+            cursor += 1
+        steps = 0
+        while True:
+            position = {group["id"]: i for i, group in enumerate(active)}
+            chosen = select_due(
+                [g["at"] + scenario.max_segments - 1 for g in active], [position[i] for i in completed],
+                tick=tick, prompts_per_step=per_tick,
+            )  # fmt: skip
+            if chosen is not None:
+                break
+            steps += 1
+            for group in active:
+                group["left"] = [max(0, n - 1) for n in group["left"]]
+                if not any(group["left"]) and group["id"] not in completed:
+                    completed.append(group["id"])
+        gone = [active[i] for i in chosen]
+        ids = {g["id"] for g in gone}
+        active = [g for g in active if g["id"] not in ids]
+        completed = [i for i in completed if i not in ids]
+        ticks.append(([n for g in gone for n in g["length"]], steps))
+    return ticks
+
+
+def test_partial_rollouts_deliver_what_the_real_generators_loop_delivers() -> None:
+    scenario = small(replicas=1, prompts_per_step=4, oversubscription=1.75, max_segments=3, num_ticks=25)
+    lengths = [
+        scenario.lengths.sample((7 if tick == 0 else 4) * 3, np.random.default_rng([0, 1, tick])) for tick in range(25)
+    ]
+    expected = slow_generator(scenario, lengths)
+    result = simulate(scenario)
+    generator = [r for r in result.reports if r.executor == "generator"]
+    trainer = [r for r in result.reports if r.executor == "trainer"]
+    assert [r.metrics["decode_steps"] for r in generator] == [steps for _, steps in expected]
+    assert [r.metrics["tokens/trained"] for r in trainer] == [sum(lengths) for lengths, _ in expected]
+
+
+def test_staleness_is_exact_without_and_bounded_with_partial_rollouts() -> None:
+    whole = simulate(small(max_staleness=3))
+    assert set(whole.staleness) == {0, 1, 2, 3}  # min(k, 3)
+    partial = simulate(small(max_staleness=2, max_segments=3, oversubscription=2.5, num_ticks=60))
+    assert max(partial.staleness) == 2 + 3 - 1
+    assert sum(partial.staleness.values()) == sum(
+        r.metrics["tokens/trained"] for r in partial.reports if r.executor == "trainer"
+    )
+
+
+def test_the_same_scenario_gives_the_same_reports() -> None:
+    scenario = small(variation=Variation(generator_jitter=0.3, trainer_jitter=0.2, slow_fraction=0.5, slow_factor=2.0))
+    assert simulate(scenario).reports == simulate(scenario).reports
+    assert simulate(scenario).step_s != simulate(dataclasses.replace(scenario, seed=1)).step_s
+
+
+def test_a_run_that_fails_and_resumes_trains_on_the_same_tokens() -> None:
+    scenario = small(max_segments=2, oversubscription=1.5, num_ticks=40)
+    undisturbed = simulate(scenario)
+    hours = undisturbed.total_s / 3600.0 / 3.0 * scenario.devices  # about three failures
+    broken = simulate(
+        dataclasses.replace(scenario, failures=Failures(device_mtbf_hours=hours, restart_s=11.0, checkpoint_every=4))
+    )
+    assert broken.num_failures >= 1 and broken.total_s > undisturbed.total_s
+
+    def trained(result: SimulationResult) -> dict[int, float]:
+        return {r.tick: r.metrics["tokens/trained"] for r in result.reports if r.executor == "trainer"}
+
+    assert trained(broken) == trained(undisturbed)
+    assert broken.staleness == undisturbed.staleness
+    assert broken.total_s - undisturbed.total_s == pytest.approx(broken.lost_share * broken.total_s, rel=0.25)
+
+
+def test_a_job_that_dies_before_every_checkpoint_is_refused() -> None:
+    failures = Failures(device_mtbf_hours=1e-3, restart_s=1.0, checkpoint_every=10)
+    with pytest.raises(PlanError, match="take checkpoints more often than every 10 ticks"):
+        simulate(small(failures=failures))
+
+
+def test_slow_replicas_hold_up_a_tick_and_the_others_wait() -> None:
+    even = small(lengths=constant(20), replicas=4)
+    slow = dataclasses.replace(even, variation=Variation(slow_fraction=0.25, slow_factor=2.0))
+    a, b = simulate(even), simulate(slow)
+    work = a.role_s["generator"]
+    assert b.role_s["generator"] == pytest.approx(2.0 * work)
+    busy = (2.0 * work + 3 * work) / 4
+    assert b.replica_idle == pytest.approx(1.0 - busy / b.step_s, rel=0.02)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.05, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
+def test_a_share_of_slow_replicas_is_never_rounded_down_to_none(share: float, count: int) -> None:
+    factors = Variation(slow_fraction=share, slow_factor=3.0).slow_replicas(4, seed=0)
+    assert sorted(factors) == [1.0] * (4 - count) + [3.0] * count
+
+
+def test_variable_durations_make_the_step_longer_than_theory_and_staleness_wins_it_back() -> None:
+    scenario = small(lengths=lognormal(20, 0.8, 200), num_ticks=300, replicas=1)
+    scenario = dataclasses.replace(scenario, trainer=TrainerCost(token_s=simulate(scenario).role_s["generator"] / 260))
+    results = [simulate(dataclasses.replace(scenario, max_staleness=s)) for s in (1, 2, 4, 8)]
+    assert results[0].step_s > 1.05 * results[0].theory_s
+    totals = [r.total_s for r in results]  # more tokens on an edge never make a marked graph slower
+    assert totals == sorted(totals, reverse=True) and totals[-1] < 0.95 * totals[0]
+
+
+def test_rewards_take_the_pools_share_but_never_less_than_the_slowest() -> None:
+    rng = np.random.default_rng(0)
+    assert RewardCost(tick_s=1.0, sample_s=2.0, workers=4).batch_s(10, rng) == 1.0 + 2.0 * 3
+    assert RewardCost(sample_s=2.0, sample_sigma=1.0, workers=1000).batch_s(1000, np.random.default_rng(3)) == max(
+        np.random.default_rng(3).lognormal(np.log(2.0) - 0.5, 1.0, 1000)
+    )
+
+
+def test_a_schedule_that_no_run_could_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="oversubscription must be between 1 and max_segments"):
+        small(oversubscription=2.0)
+    with pytest.raises(ConfigError, match="must be a multiple of generator.dp"):
+        small(replicas=3)
+    with pytest.raises(PlanError, match="at least 1 tick"):
+        small(num_ticks=0)
+
+
+def test_the_controllers_deadline_runs_on_virtual_time() -> None:
+    graph = durations_scenario(generator_s=1, reward_s=100, trainer_s=1).graph
+    runtime = VirtualClockRuntime()
+    with pytest.raises(DeadlineExceeded, match="'reward' to finish tick 0"):
+        run_graph(graph, runtime, num_ticks=2, seed=0, deadlines=DeadlineConfig(step_s=30))
+    assert runtime.now() == pytest.approx(31.0)  # the oldest order is the reward's, sent at 1 s
