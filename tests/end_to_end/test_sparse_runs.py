@@ -45,7 +45,7 @@ def test_a_resumed_run_with_replay_has_the_bits_of_an_unbroken_one(llamarl: Comm
     assert table[1]["tokens/carried"] > 0  # responses went through the checkpoint with their experts
     assert max(row["rollout/segments_max"] for row in table) == 2
     for row in table:
-        assert 1 <= row["experts/load_mean"] <= row["experts/load_max"] <= 8 and row["experts/dropped"] == 0
+        assert 1 <= row["experts/load_mean"] <= row["experts/load_max"] <= 8
 
 
 STAGES = {"generator.pp": 2, "run.cores": 8}

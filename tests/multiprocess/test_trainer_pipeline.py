@@ -172,7 +172,6 @@ def test_routers_of_every_stage_choose_what_samples_say(runs: Path) -> None:
             del got["tokens/computed"]
             assert got == pytest.approx({key: expected[key] for key in got}, rel=1e-4, abs=1e-6)
             assert {"experts/load_max", "experts/load_mean", "experts/unused"} <= got.keys()
-            assert got["experts/dropped"] == 0
 
 
 def test_all_stages_skip_and_refuse_what_the_last_stage_of_one_data_rank_sees(runs: Path) -> None:

@@ -116,7 +116,7 @@ def expert_metrics(counts: Tensor) -> dict[str, float]:
     An expert's load is its share of its layer's choices times the number of experts: 1 where all are chosen alike. Nothing is
     said of a pass without tokens.
     """
-    of_experts, dropped = counts[:, :-1], float(counts[:, -1].sum())
+    of_experts = counts[:, :-1]
     choices = of_experts.sum(dim=1, keepdim=True)
     if not float(choices.min()):
         return {}
@@ -125,5 +125,4 @@ def expert_metrics(counts: Tensor) -> dict[str, float]:
         "experts/load_max": float(busiest.max()),
         "experts/load_mean": float(busiest.mean()),
         "experts/unused": float((of_experts == 0).double().mean()),
-        "experts/dropped": dropped,
     }

@@ -37,11 +37,10 @@ from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
 from llamarl.models.stored_parts import StoredPart
 from llamarl.models.value import HEAD, load_value_model, value_skeleton
-from llamarl.trainer.activation_offload import ActivationOffload
 from llamarl.trainer.config import LoraConfig
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel
 from llamarl.trainer.logprobs import LogitTransform
-from llamarl.trainer.policy import Policy, check_output_layer
+from llamarl.trainer.policy import Policy, check_output_layer, is_worth_offloading
 from llamarl.trainer.value_model import ValueModel
 
 __all__ = ["Built", "Module", "build_policy", "build_reward_model", "build_value_model"]
@@ -137,7 +136,7 @@ def build_policy(
         if checkpoint_every:
             policy.checkpoint_activations(every=checkpoint_every)
         if offload_activations and device.type == "cuda":
-            ActivationOffload().install(policy.layers)
+            policy.offload_activations(is_worth_offloading)
         return policy
 
     fill = None if parts is None else _reader(model_path, model, parts, layout, device)

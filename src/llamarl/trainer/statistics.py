@@ -22,7 +22,7 @@ _NOT_AVERAGED = ("loss/policy", "tokens/computed")
 """Sums that already carry the step's weights, and counts."""
 _OBSERVED = "observed"
 """Trained tokens that went through the forward pass: what the other sums are averaged over."""
-_COUNTS = ("tokens/trained", "tokens/computed", "samples/trained", "experts/dropped")
+_COUNTS = ("tokens/trained", "tokens/computed", "samples/trained")
 """Metrics that add up over the steps of a tick."""
 
 

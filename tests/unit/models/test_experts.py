@@ -23,14 +23,13 @@ def test_metrics_of_two_layers_worked_by_hand() -> None:
     counts = routing.counts(4)
     assert counts.tolist() == [[3, 2, 1, 0, 0], [2, 2, 1, 1, 0]]
     assert expert_metrics(counts) == pytest.approx(
-        {"experts/load_max": 2.0, "experts/load_mean": (2.0 + 4 / 3) / 2, "experts/unused": 1 / 8, "experts/dropped": 0}
+        {"experts/load_max": 2.0, "experts/load_mean": (2.0 + 4 / 3) / 2, "experts/unused": 1 / 8}
     )
 
 
-def test_a_choice_of_no_expert_counts_as_dropped() -> None:
+def test_a_choice_of_no_expert_is_counted_apart() -> None:
     counts = routing_of([[0, 4], [1, 7]]).counts(4)
     assert counts.tolist() == [[1, 1, 0, 0, 2]]
-    assert expert_metrics(counts)["experts/dropped"] == 2
 
 
 def test_without_tokens_nothing_is_said() -> None:

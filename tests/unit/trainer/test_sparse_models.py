@@ -104,7 +104,6 @@ def test_a_tick_says_how_evenly_its_tokens_lay_over_experts(folders: Path, famil
     count = tiny_config(family).num_local_experts if family != "qwen3_moe" else tiny_config(family).num_experts
     assert 1 <= found["experts/load_mean"] <= found["experts/load_max"] <= count
     assert 0 <= found["experts/unused"] < 1
-    assert found["experts/dropped"] == 0
 
 
 def test_a_dense_model_says_nothing_of_experts(tmp_path: Path) -> None:
