@@ -23,8 +23,7 @@ from harness import claim, spread, write_report
 from torch import Tensor
 
 from llamarl.models.parallel import make_layout
-from llamarl.trainer.pipeline import Links, run_stage
-from llamarl.trainer.pipeline_schedule import idle_share, schedule
+from llamarl.trainer.pipeline import Links, idle_share, run_stage, schedule
 
 CASES = ((2, 2), (2, 8), (4, 4), (4, 8), (4, 16), (8, 16))
 """Stages, micro-batches."""

@@ -26,6 +26,7 @@ from llamarl.models.parallel import (
     ParallelLayout,
     apply_fully_shard,
     apply_tensor_parallel,
+    make_layout,
     parameter_shards,
 )
 from llamarl.models.reward_model import load_reward_model, reward_skeleton
@@ -37,13 +38,13 @@ from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
 from llamarl.models.stored_parts import StoredPart
 from llamarl.models.value import HEAD, load_value_model, value_skeleton
-from llamarl.trainer.config import LoraConfig
+from llamarl.trainer.config import CriticConfig, LoraConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy, check_output_layer, is_worth_offloading
 from llamarl.trainer.value_model import ValueModel
 
-__all__ = ["Built", "Module", "build_policy", "build_reward_model", "build_value_model"]
+__all__ = ["Built", "Module", "build_policy", "build_reward_model", "build_value_model", "layout_of"]
 
 
 Module = TypeVar("Module", Policy, ValueModel)
@@ -62,6 +63,16 @@ class Built(Generic[Module]):
     """Where adapters are trained, the same of the frozen ones, as they are called without adapters; else empty."""
     initial: dict[str, Tensor] | None
     """Float32 values of the trained parameters from before they were rounded to the compute dtype; None if they still hold them."""
+
+
+def layout_of(config: TrainerConfig | ReferenceConfig | CriticConfig, section: str, device: str) -> ParallelLayout:
+    """Make the (pp, fsdp, cp, tp) mesh that a section of the configuration asks for.
+
+    Raises:
+        ValueError: ``fsdp * tp * pp * cp`` ranks are not there.
+    """
+    sizes = {axis: getattr(config, axis) for axis in ("fsdp", "tp", "pp", "cp")}
+    return make_layout(**sizes, ep=config.ep, device=device, keys=tuple(f"{section}.{axis}" for axis in sizes))
 
 
 def build_policy(

@@ -11,7 +11,7 @@ before the first pass: any split over micro-batches and ranks gives the same gra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +22,14 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.value import value_loss
 from llamarl.errors import TrainingDiverged
 from llamarl.models.loading import load_model_config
-from llamarl.models.parallel import (
-    make_layout,
-)
 from llamarl.models.repeatable import demanded
-from llamarl.trainer.annotate import Located, annotate, locate, microbatches, per_sequence
-from llamarl.trainer.batch import Microbatch, pack_sequences
-from llamarl.trainer.building import build_value_model
+from llamarl.trainer.batch import Microbatch
+from llamarl.trainer.building import build_value_model, layout_of
 from llamarl.trainer.config import CriticConfig
 from llamarl.trainer.credit import value_targets
 from llamarl.trainer.optimizer import learning_rate
-from llamarl.trainer.pipeline import make_links, run_stage
-from llamarl.trainer.pipeline_schedule import schedule
+from llamarl.trainer.pipeline import Forward, make_links
+from llamarl.trainer.scoring import Located, lay_out
 from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.trainer.value_model import ValueModel
@@ -71,15 +67,7 @@ class Critic(ShardedModel[ValueModel]):
         self.ticks_done = 0
         self.num_skipped_in_a_row = 0
         learning_rate(config.optimizer, config.optimizer.warmup_ticks, num_ticks)  # a bad schedule fails now
-        layout = make_layout(
-            fsdp=config.fsdp,
-            tp=config.tp,
-            pp=config.pp,
-            cp=config.cp,
-            ep=config.ep,
-            device=device,
-            keys=("critic.fsdp", "critic.tp", "critic.pp", "critic.cp"),
-        )
+        layout = layout_of(config, "critic", device)
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         dtype = getattr(torch, config.dtype)
         built = build_value_model(
@@ -107,19 +95,10 @@ class Critic(ShardedModel[ValueModel]):
         """
         if tick != self.ticks_done:
             raise ValueError(f"the critic has done {self.ticks_done} ticks, so its next is that, got {tick}")
-        located = locate(groups, self.algorithm)
-        sequences = [item.sequence for item in located]
-        packing = pack_sequences(
-            sequences,
-            max_tokens=self.config.max_tokens_per_microbatch,
-            share_prompts=self.share_prompts,
-            layout=self.layout,
-            device=self.device,
+        batch = lay_out(
+            groups, self.algorithm, self.config, self.layout, share_prompts=self.share_prompts, device=self.device
         )
-        batches = microbatches(
-            sequences, packing, device=self.device, share_prompts=self.share_prompts, layout=self.layout
-        )
-        num_tokens = int(self._sum([float(sum(len(s.targets) for s in sequences))])[0])
+        num_tokens = int(self._sum([float(batch.num_tokens)])[0])
         lr = learning_rate(self.config.optimizer, tick, self.num_ticks)
         values: list[Tensor] = []
         targets: list[Tensor] = []
@@ -130,19 +109,19 @@ class Critic(ShardedModel[ValueModel]):
 
             def forward(m: int, received: Tensor | None, update: int = update) -> Tensor:
                 nonlocal loss, clipped
-                estimates: Tensor = self.module(batches[m], received)
+                estimates: Tensor = self.module(batch.microbatches[m], received)
                 if not self.layout.is_last_stage:
                     return estimates
                 if update == 0:
                     values.append(estimates.detach())
-                    targets.append(self._targets(groups, [located[i] for i in packing[m]], values[m]))
+                    targets.append(self._targets(groups, [batch.located[i] for i in batch.packing[m]], values[m]))
                 terms, outside = value_loss(estimates, targets[m], values[m], clip=self.config.value_clip)
                 part = terms.sum() / max(1, num_tokens)
                 loss = loss + part.detach()
                 clipped += float(outside.sum()) if self.config.value_clip and update else 0.0
                 return part
 
-            self._forward_backward(batches, forward)
+            self._forward_backward(batch.microbatches, forward)
             (total_loss,) = self._sum([self.layout.sum_over_stages(loss).item()])
             grad_norm, stepped = self._update(lr, total_loss, empty=num_tokens == 0)
             skipped += not stepped
@@ -157,18 +136,17 @@ class Critic(ShardedModel[ValueModel]):
             metrics["critic/clipped_fraction"] = fraction
         if not self.layout.is_last_stage:
             return list(groups), metrics
-        return annotate(groups, located, per_sequence(sequences, packing, values), "values"), metrics
+        return batch.annotate(groups, values, "values"), metrics
 
-    def _forward_backward(self, batches: Sequence[Microbatch], forward: Callable[[int, Tensor | None], Tensor]) -> None:
-        """Both passes of every micro-batch; ``forward`` as ``pipeline.run_stage`` takes it."""
+    def _forward_backward(self, batches: Sequence[Microbatch], forward: Forward) -> None:
+        """Make both passes of every micro-batch."""
         if self._links is None:
             for m in range(len(batches)):
                 with demanded(self.device):
                     forward(m, None).backward()  # type: ignore[no-untyped-call]
             return
-        self._links.begin([batch.input_ids.shape[1] for batch in batches], trains=True)
         with demanded(self.device):
-            run_stage(schedule(self.layout.pp_rank, self.layout.pp, len(batches)), self._links, forward)
+            self._links.run(batches, forward, trains=True)
 
     def _targets(self, groups: Sequence[Group], items: Sequence[Located], values: Tensor) -> Tensor:
         """Returns of one micro-batch's tokens, [T], from the values that this tick's trainer will use."""

@@ -10,13 +10,24 @@ No deadlock: a send returns at once, what a stage receives was made from earlier
 for (its memory is wanted) only towards one end: for hidden states by those who come after, for gradients by those who come before.
 The two directions have groups of their own: NCCL carries out one group's transfers in the order in which they
 were asked for, and there a send that waits for its receiver would hold up what the receiver waits for.
+
+One forward, one backward (Narayanan et al., arXiv:2104.04473): a stage begins with as many forward passes as there are stages
+after it, then takes one more forward pass and the oldest backward pass in turn. Three stages, four micro-batches, ``f`` a forward
+pass, ``B`` a backward pass of twice its time::
+
+    stage 0   f0 f1 f2 .. .. .. .. B0 B0 f3 B1 B1 .. B2 B2 .. B3 B3
+    stage 1   .. f0 f1 .. .. B0 B0 f2 B1 B1 f3 B2 B2 .. B3 B3 .. ..
+    stage 2   .. .. f0 B0 B0 f1 B1 B1 f2 B2 B2 f3 B3 B3 .. .. .. ..
+
+Stage s of p keeps the activations of at most ``p - s`` micro-batches, however many there are, and with m of equal cost the
+pipeline stands still for ``(p - 1) / (m + p - 1)`` of its time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,10 +36,23 @@ from transformers import PreTrainedModel
 
 from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.batch import Microbatch
-from llamarl.trainer.pipeline_schedule import Action, forward_only
 from llamarl.trainer.policy import Policy
 
-__all__ = ["Links", "Neighbours", "logprobs_of", "make_links", "run_stage"]
+__all__ = [
+    "Action",
+    "Links",
+    "Neighbours",
+    "forward_all",
+    "idle_share",
+    "logprobs_of",
+    "make_links",
+    "most_alive",
+    "run_stage",
+    "schedule",
+]
+
+Action = tuple[Literal["F", "B"], int]
+"""Forward or backward pass, and of which micro-batch."""
 
 _WAIT_LIMIT = timedelta(minutes=30)
 """Longest wait for one transfer: as long as a neighbour may compute on its micro-batches before. A dead one is noticed at once."""
@@ -38,8 +62,41 @@ _MOST_UNDER_WAY = 2
 """Sends in one direction that may be under way before the oldest is waited for. In steady state that one has arrived: a stage takes
 gradient i - 2 before it gives the hidden states that come just before gradient i."""
 
+Forward = Callable[[int, Tensor | None], Tensor]
+"""(Micro-batch, hidden states of the stage before, or None on the first) -> hidden states for the next stage; the last's own."""
+
 _Sent = dict[int, tuple[dist.Work, Tensor]]
 """Micro-batch -> what was sent, which must stay until it has left."""
+
+
+def schedule(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+    """What a stage does, in order: each micro-batch forward once and backward once, both in their order."""
+    ahead = min(num_stages - 1 - stage, num_microbatches)
+    actions: list[Action] = [("F", i) for i in range(ahead)]
+    for i in range(num_microbatches):
+        if i + ahead < num_microbatches:
+            actions.append(("F", i + ahead))
+        actions.append(("B", i))
+    return actions
+
+
+def forward_only(num_microbatches: int) -> list[Action]:
+    """What every stage does where nothing is learned."""
+    return [("F", i) for i in range(num_microbatches)]
+
+
+def most_alive(actions: Sequence[Action]) -> int:
+    """Most micro-batches at once whose forward pass is done and whose backward pass is not."""
+    alive = most = 0
+    for kind, _ in actions:
+        alive += 1 if kind == "F" else -1
+        most = max(most, alive)
+    return most
+
+
+def idle_share(num_stages: int, num_microbatches: int) -> float:
+    """Share of its time that the pipeline stands still, with micro-batches and stages of equal cost."""
+    return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
 class Neighbours(Protocol):
@@ -70,6 +127,7 @@ class Links:
     """
 
     def __init__(self, layout: ParallelLayout, *, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._stage, self._num_stages = layout.pp_rank, layout.pp
         self.is_first, self.is_last = layout.pp_rank == 0, layout.pp_rank == layout.pp - 1
         self._width, self._dtype, self._device = width, dtype, device
         stride = layout.ranks_of_stage
@@ -85,6 +143,12 @@ class Links:
     def begin(self, num_tokens: Sequence[int], *, trains: bool) -> None:
         """Say how many tokens each of the step's micro-batches has, the same on every stage, and whether gradients come back."""
         self._num_tokens, self._trains = num_tokens, trains
+
+    def run(self, microbatches: Sequence[Microbatch], forward: Forward, *, trains: bool) -> None:
+        """Carry out this stage's passes over the same micro-batches on every stage."""
+        self.begin([microbatch.input_ids.shape[1] for microbatch in microbatches], trains=trains)
+        of_stage = schedule(self._stage, self._num_stages, len(microbatches))
+        run_stage(of_stage if trains else forward_only(len(microbatches)), self, forward)
 
     def send_hidden(self, microbatch: int, hidden: Tensor) -> None:
         self._hidden[microbatch] = self._send(microbatch, hidden, self._after, self._forward)
@@ -136,6 +200,15 @@ def make_links(
     return Links(layout, width=width, dtype=dtype, device=device)
 
 
+def forward_all(microbatches: Sequence[Microbatch], links: Links | None, forward: Forward) -> None:
+    """Call ``forward`` of every micro-batch, in order; in stages where there are ``links``."""
+    if links is not None:
+        links.run(microbatches, forward, trains=False)
+        return
+    for i in range(len(microbatches)):
+        forward(i, None)
+
+
 @torch.no_grad()
 def logprobs_of(policy: Policy, microbatches: Sequence[Microbatch], links: Links | None) -> list[Tensor]:
     """Log-probs of each micro-batch's trained tokens, [T] each; none on another stage than the last."""
@@ -147,22 +220,16 @@ def logprobs_of(policy: Policy, microbatches: Sequence[Microbatch], links: Links
             found.append(output)
         return output
 
-    if links is None:
-        return [policy(microbatch)[0] for microbatch in microbatches]
-    links.begin([microbatch.input_ids.shape[1] for microbatch in microbatches], trains=False)
-    run_stage(forward_only(len(microbatches)), links, forward)
+    forward_all(microbatches, links, forward)
     return found
 
 
-def run_stage(
-    actions: Sequence[Action], neighbours: Neighbours, forward: Callable[[int, Tensor | None], Tensor]
-) -> int:
+def run_stage(actions: Sequence[Action], neighbours: Neighbours, forward: Forward) -> int:
     """Carry out a stage's passes. Gradients are added to its parameters' own.
 
     Args:
         actions: Of this stage; without backward passes nothing is kept for them.
-        forward: (micro-batch, hidden states of the stage before, or None on the first) -> hidden states for the next stage, or on
-            the last the loss, a scalar.
+        forward: On the last stage gives the loss, a scalar, where there are backward passes.
 
     Returns:
         Most micro-batches whose activations were kept at once.

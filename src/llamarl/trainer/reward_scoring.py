@@ -21,10 +21,10 @@ from llamarl.errors import ModelError
 from llamarl.models.loading import load_model_config
 from llamarl.models.parallel import make_layout
 from llamarl.models.reward_model import is_packed, last_token, load_reward_model
-from llamarl.trainer.batch import TrainingSequence, make_microbatch, pack_sequences
+from llamarl.trainer.batch import TrainingSequence
 from llamarl.trainer.building import build_reward_model
-from llamarl.trainer.pipeline import Links, make_links, run_stage
-from llamarl.trainer.pipeline_schedule import forward_only
+from llamarl.trainer.pipeline import Links, forward_all, make_links
+from llamarl.trainer.scoring import pack_microbatches
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.trainer.value_model import ValueModel
 
@@ -112,19 +112,9 @@ class RewardScorer:
 
     def _score_packed(self, model: ValueModel, texts: Sequence[Sequence[list[int]]]) -> list[float]:
         sequences = _sequences(texts, model.model)
-        packing = pack_sequences(
-            sequences,
-            max_tokens=self.max_tokens,
-            share_prompts=self.share_prompts,
-            layout=self.layout,
-            device=self.device,
+        packing, batches = pack_microbatches(
+            sequences, self.layout, max_tokens=self.max_tokens, share_prompts=self.share_prompts, device=self.device
         )
-        batches = [
-            make_microbatch(
-                [sequences[i] for i in items], [1.0] * len(items), self.device, share_prompts=self.share_prompts
-            )
-            for items in packing
-        ]
         scores = [0.0] * len(sequences)
 
         def forward(number: int, received: Tensor | None) -> Tensor:
@@ -134,12 +124,7 @@ class RewardScorer:
                     scores[i] = score
             return output
 
-        if self._links is None:
-            for number in range(len(batches)):
-                forward(number, None)
-        else:
-            self._links.begin([batch.input_ids.shape[1] for batch in batches], trains=False)
-            run_stage(forward_only(len(batches)), self._links, forward)
+        forward_all(batches, self._links, forward)
         return scores
 
     def _score_padded(self, texts: Sequence[list[int]], types: Sequence[list[int]]) -> list[float]:

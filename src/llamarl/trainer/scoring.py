@@ -1,28 +1,143 @@
-"""A frozen model's log-probs of every token that trains: the arithmetic of the reference executor.
+"""A number beside every trained token: what reference and critic share, and the reference's arithmetic.
 
-The distribution is the policy's as the trainer sees it: the same packing of sequences, chunked output layer and sampling
-temperature. The model lies over the (pp, fsdp, cp, tp) mesh of its own ranks, so it need not fit one device.
+    groups ──find──▶ sequences with their place ──pack──▶ micro-batches ──model──▶ [T] a sequence ──annotate──▶ groups
+
+The groups keep their order and everything else they hold. Responses that cannot train pass as they are. A reference's
+distribution is the policy's as the trainer sees it: the same packing of sequences, chunked output layer and sampling
+temperature. Its model lies over the (pp, fsdp, cp, tp) mesh of its own ranks, so it need not fit one device.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.loading import load_model_config, torch_dtype
-from llamarl.models.parallel import make_layout
-from llamarl.trainer.annotate import annotate, locate, microbatches, per_sequence
-from llamarl.trainer.batch import pack_sequences
-from llamarl.trainer.building import build_policy
-from llamarl.trainer.config import ReferenceConfig
+from llamarl.models.parallel import ParallelLayout
+from llamarl.trainer.batch import (
+    Microbatch,
+    TrainingSequence,
+    make_microbatch,
+    pack_sequences,
+    trainable,
+    training_sequence,
+)
+from llamarl.trainer.building import build_policy, layout_of
+from llamarl.trainer.config import CriticConfig, ReferenceConfig
+from llamarl.trainer.context_parallel import ContextRanks
 from llamarl.trainer.pipeline import logprobs_of, make_links
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.types import Group
 
-__all__ = ["FrozenScorer"]
+__all__ = ["FrozenScorer", "LaidOut", "Located", "lay_out", "pack_microbatches"]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A sequence and the response that it is of."""
+
+    group: int
+    response: int
+    sequence: TrainingSequence
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """The responses of a batch that train, in micro-batches."""
+
+    located: list[Located]
+    packing: list[list[int]]
+    """Of each micro-batch: indices into ``located``."""
+    microbatches: list[Microbatch]
+
+    @property
+    def num_tokens(self) -> int:
+        """T of all sequences together."""
+        return sum(len(item.sequence.targets) for item in self.located)
+
+    def annotate(
+        self, groups: Sequence[Group], rows: Sequence[Tensor], field: Literal["reference_logprobs", "values"]
+    ) -> list[Group]:
+        """Write numbers beside the trained tokens of ``groups``; NaN on other tokens of their responses.
+
+        Args:
+            groups: Those that were laid out.
+            rows: One [sum of T] tensor a micro-batch.
+        """
+        changed: dict[tuple[int, int], npt.NDArray[np.float32]] = {}
+        for items, values in zip(self.packing, rows, strict=True):
+            parts = values.detach().float().cpu().split([len(self.located[i].sequence.targets) for i in items])
+            for item, part in zip((self.located[i] for i in items), parts, strict=True):
+                response = groups[item.group].responses[item.response]
+                noted = np.full(len(response.tokens), np.nan, np.float32)
+                noted[np.flatnonzero(response.loss_mask)] = part.numpy()
+                changed[item.group, item.response] = noted
+        found = list(groups)
+        for (g, r), noted in changed.items():
+            responses = list(found[g].responses)
+            responses[r] = dataclasses.replace(responses[r], **{field: noted})  # type: ignore[arg-type]
+            found[g] = dataclasses.replace(found[g], responses=tuple(responses))
+        return found
+
+
+def lay_out(
+    groups: Sequence[Group],
+    algorithm: AlgorithmConfig,
+    config: ReferenceConfig | CriticConfig,
+    layout: ParallelLayout,
+    *,
+    share_prompts: bool,
+    device: str | torch.device,
+) -> LaidOut:
+    """Find the responses that the trainer will train, in order, and pack them; their advantage is left at 0."""
+    located = [
+        Located(g, r, training_sequence(group, response, 0.0, g))
+        for g, group in enumerate(groups)
+        for r, response in enumerate(group.responses)
+        if trainable(response, algorithm)
+    ]
+    packing, microbatches = pack_microbatches(
+        [item.sequence for item in located],
+        layout,
+        max_tokens=config.max_tokens_per_microbatch,
+        share_prompts=share_prompts,
+        device=device,
+    )
+    return LaidOut(located, packing, microbatches)
+
+
+def pack_microbatches(
+    sequences: Sequence[TrainingSequence],
+    layout: ParallelLayout,
+    *,
+    max_tokens: int,
+    share_prompts: bool,
+    device: str | torch.device,
+) -> tuple[list[list[int]], list[Microbatch]]:
+    """Indices of each micro-batch's sequences, and its tensors, of this rank's part of it; every token weighs 1."""
+    packing = pack_sequences(
+        sequences, max_tokens=max_tokens, share_prompts=share_prompts, layout=layout, device=device
+    )
+    context = ContextRanks.of(layout)
+    return packing, [
+        make_microbatch(
+            [sequences[i] for i in items],
+            [1.0] * len(items),
+            torch.device(device),
+            share_prompts=share_prompts,
+            context=context,
+        )
+        for items in packing
+    ]
 
 
 class FrozenScorer:
@@ -48,15 +163,7 @@ class FrozenScorer:
             ValueError: ``fsdp * tp * pp * cp`` ranks are not there, or ``temperature`` is 0.
         """
         self.config, self.algorithm, self.device = config, algorithm, device
-        self.layout = make_layout(
-            fsdp=config.fsdp,
-            tp=config.tp,
-            pp=config.pp,
-            cp=config.cp,
-            ep=config.ep,
-            device=device,
-            keys=("reference.fsdp", "reference.tp", "reference.pp", "reference.cp"),
-        )
+        self.layout = layout_of(config, "reference", device)
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
         self.policy = build_policy(
@@ -76,19 +183,10 @@ class FrozenScorer:
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """This data-parallel rank's groups with ``reference_logprobs`` on every response that trains; as they came on another
         pipeline stage than the last."""
-        located = locate(groups, self.algorithm)
-        sequences = [item.sequence for item in located]
-        packing = pack_sequences(
-            sequences,
-            max_tokens=self.config.max_tokens_per_microbatch,
-            share_prompts=self.share_prompts,
-            layout=self.layout,
-            device=self.device,
+        batch = lay_out(
+            groups, self.algorithm, self.config, self.layout, share_prompts=self.share_prompts, device=self.device
         )
-        batches = microbatches(
-            sequences, packing, device=self.device, share_prompts=self.share_prompts, layout=self.layout
-        )
-        rows = logprobs_of(self.policy, batches, self._links)
+        rows = logprobs_of(self.policy, batch.microbatches, self._links)
         if not self.layout.is_last_stage:
             return list(groups)
-        return annotate(groups, located, per_sequence(sequences, packing, rows), "reference_logprobs")
+        return batch.annotate(groups, rows, "reference_logprobs")

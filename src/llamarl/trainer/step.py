@@ -30,7 +30,6 @@ from llamarl.models.decoder import changes_with_length
 from llamarl.models.experts import Routing, watching
 from llamarl.models.exported import ExportFacts
 from llamarl.models.loading import load_model_config, torch_dtype
-from llamarl.models.parallel import make_layout
 from llamarl.models.repeatable import demanded
 from llamarl.observability.ledger import scored_tokens
 from llamarl.seeding import derive_seed
@@ -42,14 +41,13 @@ from llamarl.trainer.batch import (
     pack_sequences,
     token_weight,
 )
-from llamarl.trainer.building import build_policy
+from llamarl.trainer.building import build_policy, layout_of
 from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig, num_at_once
 from llamarl.trainer.context_parallel import ContextRanks
 from llamarl.trainer.narrowing import KLText
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.optimizer import learning_rate
-from llamarl.trainer.pipeline import Links, logprobs_of, make_links, run_stage
-from llamarl.trainer.pipeline_schedule import schedule
+from llamarl.trainer.pipeline import Links, logprobs_of, make_links
 from llamarl.trainer.policy import Policy
 from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
@@ -134,15 +132,7 @@ class Trainer(ShardedModel[Policy]):
         self.loss = find_loss(algorithm.name)
         lora = with_targets(lora, model_path) if lora is not None and lora.rank else None
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
-        layout = make_layout(
-            fsdp=config.fsdp,
-            tp=config.tp,
-            pp=config.pp,
-            cp=config.cp,
-            ep=config.ep,
-            device=device,
-            keys=("trainer.fsdp", "trainer.tp", "trainer.pp", "trainer.cp"),
-        )
+        layout = layout_of(config, "trainer", device)
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         built = build_policy(
@@ -364,9 +354,8 @@ class Trainer(ShardedModel[Policy]):
             statistics.add_experts(self._chosen_experts(routing, microbatch))
             return output
 
-        links.begin([microbatch.input_ids.shape[1] for _, microbatch in microbatches], trains=True)
         with demanded(self.device):
-            run_stage(schedule(self.layout.pp_rank, self.layout.pp, len(microbatches)), links, forward)
+            links.run([microbatch for _, microbatch in microbatches], forward, trains=True)
         return found
 
     def _num_at_once(self) -> int:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llamarl.trainer.pipeline import run_stage
-from llamarl.trainer.pipeline_schedule import Action, idle_share, most_alive, schedule
+from llamarl.trainer.pipeline import Action, idle_share, most_alive, run_stage, schedule
 
 COST = {"F": 1, "B": 2}
 
