@@ -28,9 +28,8 @@ from llamarl.engine.episodes import EpisodeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.config import RewardPoolConfig, TaskConfig
-from llamarl.environments.episode_pool import EpisodePool
+from llamarl.environments.episode_pool import EpisodeItems, EpisodeOpener, EpisodePool
 from llamarl.environments.episodes import begin_episode
-from llamarl.environments.openings import EpisodeItems, EpisodeOpener
 from llamarl.models.loading import load_tokenizer
 from llamarl.types import Prompt
 

@@ -43,9 +43,8 @@ from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.episode import Message, Step
-from llamarl.environments.episode_pool import Answer, EpisodePool
+from llamarl.environments.episode_pool import Answer, EpisodeItems, EpisodeOpener, EpisodePool
 from llamarl.environments.episodes import Ask, begin_episode, episode_score, messages_of
-from llamarl.environments.openings import EpisodeItems, EpisodeOpener
 from llamarl.models.loading import context_length, load_tokenizer
 from llamarl.seeding import derive_seed
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig

@@ -3,7 +3,7 @@
     python scripts/make_tiny_model.py            # a few minutes on one or two cores
     python scripts/make_tiny_model.py --sparse   # Qwen3 with eight experts a layer, two of which compute a token
 
-Its task is ``llamarl.environments.steps``: add a list of digits, one written step a line. The demonstrations come from a
+Its task is ``llamarl.environments.sum_task``: add a list of digits, one written step a line. The demonstrations come from a
 careless clerk, who forgets the carry in ``SLIP`` of the steps that have one and goes on from the wrong total. So the
 warm-started policy knows how to write a step and knows both ways to finish one, and has no reason to prefer the right
 one: sampled or greedy, most of its sums are wrong. Nothing here sees a reward. What reinforcement learning adds later is
@@ -38,7 +38,7 @@ from transformers import (
 from llamarl.data.items import TaskItem
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task
-from llamarl.environments.steps import read_ledger
+from llamarl.environments.sum_task import read_ledger
 
 __all__ = ["careless_steps", "main"]
 

@@ -19,8 +19,7 @@ from llamarl.data.items import TaskItem
 from llamarl.environments.episode import Observation, Step
 from llamarl.environments.games.game import checked
 from llamarl.environments.math import judge_answer
-from llamarl.environments.tool_schemas import Tool
-from llamarl.environments.tools import ToolEnvironment, ToolError
+from llamarl.environments.tools import Tool, ToolEnvironment, ToolError
 
 __all__ = ["Calculator", "work_out"]
 

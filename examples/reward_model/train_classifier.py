@@ -17,7 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from llamarl.environments.steps import read_ledger, write_ledger, written_steps
+from llamarl.environments.sum_task import read_ledger, write_ledger, written_steps
 from llamarl.models.loading import load_tokenizer, resolve_model_path
 
 __all__ = ["answer", "train_classifier"]

@@ -20,8 +20,8 @@ from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import EpisodeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.environments.config import TaskConfig
+from llamarl.environments.episode_pool import EpisodeItems, EpisodeOpener
 from llamarl.environments.episodes import begin_episode
-from llamarl.environments.openings import EpisodeItems, EpisodeOpener
 from llamarl.models.loading import load_tokenizer
 from llamarl.models.parallel import make_layout
 

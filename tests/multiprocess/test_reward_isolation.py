@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llamarl.environments.config import RewardPoolConfig, TaskConfig
-from llamarl.environments.failures import count_causes
 from llamarl.environments.pool import RewardPool
 from llamarl.errors import DataError
+from llamarl.executors.reward import count_causes
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 JUDGE = '''

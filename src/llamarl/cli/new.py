@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _questions() -> list[dict[str, str]]:
     """Ledgers that the bundled model can read; the same ones each time."""
-    from llamarl.environments.steps import write_ledger
+    from llamarl.environments.sum_task import write_ledger
 
     rng = random.Random(0)
     ledgers: dict[str, int] = {}

@@ -48,7 +48,7 @@ from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.standby import Standby, check_standby, open_standby
 from llamarl.controller.stragglers import Stragglers
 from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
-from llamarl.environments.code_options import warning_of_no_box
+from llamarl.environments.code import warning_of_no_box
 from llamarl.errors import ConfigError, LlamaRLError, ModelError, NothingTrained, RunFolderLost, RunStopped
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.precision import settled_precisions

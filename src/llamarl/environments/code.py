@@ -11,36 +11,101 @@ wrong with a box is none: ``BoxFailed`` fails the sample.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from llamarl.data.items import Split, TaskItem
 from llamarl.environments.code_items import code_item, last_program
-from llamarl.environments.code_options import CodeOptions
-from llamarl.environments.config import MixedTask, TaskConfig
+from llamarl.environments.config import MixedTask, TaskConfig, TaskSection
 from llamarl.environments.items import TableItems
 from llamarl.environments.sandbox import run
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult
 from llamarl.environments.sandbox.run import Kind
-from llamarl.errors import DataError
+from llamarl.errors import DataError, Mistake
+from llamarl.mistakes import Reader
 from llamarl.process_tree import hide_memory
+from llamarl.strict import STRICT
 from llamarl.types import Prompt, Score
 
-__all__ = ["CodeTask", "Verdict", "judge_program", "same_output"]
+__all__ = ["CodeOptions", "CodeTask", "Verdict", "judge_program", "same_output", "warning_of_no_box"]
 
 _HERE = Path(run.__file__).parent
 _LIMITS = ("time", "memory", "processes", "disk", "output")
 _TESTER_OUTPUT = 16 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CodeOptions:
+    """How programs are run and scored."""
+
+    timeout_s: Annotated[float, Field(ge=0.5)] = 10.0
+    """Seconds that all tests of a sample may take together, the start of the boxes included."""
+
+    memory_mb: Annotated[int, Field(ge=64)] = 512
+    """MiB that a program may take; an interpreter takes some 30."""
+
+    score: Literal["all", "share"] = "all"
+    """all: 1 where every test passes, else 0. share: the share of the tests that pass."""
+
+    box: Literal["auto", "bwrap", "plain"] = "auto"
+    """auto and bwrap: bubblewrap; where it does not work the run is refused. plain is no box, and is taken only by name:
+    limits hold, but programs can read what the user can."""
+
+    packages: bool = True
+    """Whether programs and tests can import the installed packages, besides the standard library."""
+
+    @classmethod
+    def read(
+        cls, options: Mapping[str, Any], *, pool_timeout_s: float = math.inf, pool_memory_mb: int = 0
+    ) -> CodeOptions:
+        """Options of a recipe.
+
+        Args:
+            pool_timeout_s: ``task.pool.timeout_s``, after which the worker would be killed around the box.
+            pool_memory_mb: ``task.pool.memory_limit_mb``, which holds for what a worker starts; 0 is no limit.
+
+        Raises:
+            DataError: Options that there are not, or values that cannot be; all mistakes at once.
+        """
+        made, found = Reader(cls).read(options)
+        mistakes = [Mistake(f"task.options.{one.key}", one.text) for one in found]
+        if made.timeout_s + 1 > pool_timeout_s:
+            text = (
+                f"must be at most task.pool.timeout_s ({pool_timeout_s}) less 1, got {made.timeout_s}: a worker over its "
+                "time fails the sample, a program over its time is a wrong answer"
+            )
+            mistakes.append(Mistake("task.options.timeout_s", text, ("task.pool.timeout_s",)))
+        if pool_memory_mb and made.memory_mb > pool_memory_mb:
+            text = f"must be at most task.pool.memory_limit_mb ({pool_memory_mb}), got {made.memory_mb}"
+            mistakes.append(Mistake("task.options.memory_mb", text, ("task.pool.memory_limit_mb",)))
+        if mistakes:
+            raise DataError("\n".join(map(str, mistakes)), mistakes=mistakes)
+        return made
+
+
+def warning_of_no_box(config: TaskConfig) -> str:
+    """Say what a recipe gives up that runs programs in no box; empty for all others."""
+    tasks = list(config.tasks.values()) if isinstance(config, TaskSection) else []
+    if not any(task.name == "code" and task.options.get("box") == "plain" for task in tasks or [config]):
+        return ""
+    return (
+        "task.options.box = 'plain' is NO BOX: programs that the policy writes can read, and send to other processes of this "
+        "machine, whatever the user who runs them can (docs/code.md)"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What the tests said of a program."""
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
+from llamarl.data.items import Split, TaskItem
 from llamarl.environments.base import Task
 from llamarl.environments.config import TaskConfig, TaskSection
 from llamarl.errors import DataError, Mistake
 from llamarl.import_path import check
+from llamarl.types import Prompt, Score
 
-__all__ = ["PRESETS", "make_task", "task_mistakes", "with_preset"]
+__all__ = ["MixtureTask", "PRESETS", "make_task", "task_mistakes", "with_preset"]
 
 
 T = TypeVar("T", bound=TaskConfig)
@@ -37,8 +39,6 @@ def make_task(config: TaskConfig, seed: int) -> Task:
             cannot exist. That function is not imported here: see ``llamarl.import_path``.
     """
     if isinstance(config, TaskSection) and config.mixture:
-        from llamarl.environments.mixture import MixtureTask
-
         return MixtureTask({label: make_task(task, seed) for label, task in config.tasks.items()})
     task = _make_questions(config, seed)
     if config.judges:
@@ -80,7 +80,7 @@ def _make_questions(config: TaskConfig, seed: int) -> Task:
         return _users_task(config, seed)
     kind, _, dataset = config.name.partition(":")
     if kind == "steps":
-        from llamarl.environments.steps import StepsTask
+        from llamarl.environments.sum_task import StepsTask
 
         return StepsTask(config.options, seed=seed, eval_fraction=config.eval_fraction)
     if kind in ("reasoning_gym", "countdown"):
@@ -98,7 +98,7 @@ def _make_questions(config: TaskConfig, seed: int) -> Task:
 
         return CodeTask(config, seed=seed)
     if kind == "episodes":
-        from llamarl.environments.openings import EpisodeItems
+        from llamarl.environments.episode_pool import EpisodeItems
 
         return EpisodeItems()
     config = with_preset(config)
@@ -138,3 +138,30 @@ def _users_task(config: TaskConfig, seed: int) -> Task:
             f"{type(task).__name__} lacks {', '.join(missing)}",
         )
     return cast(Task, task)
+
+
+class MixtureTask:
+    """Judges each prompt as the task that it comes from does. Its items are read task by task: see ``data.mixture``."""
+
+    name = "mixture"
+
+    def __init__(self, tasks: Mapping[str, Task]) -> None:
+        self.tasks = dict(tasks)
+
+    def prepare(self) -> None:
+        """Import the user's modules and look for boxes, as those of its tasks do that judge so."""
+        from llamarl.environments.code import CodeTask
+        from llamarl.environments.functions import FunctionTask
+
+        for task in self.tasks.values():
+            if isinstance(task, FunctionTask | CodeTask):
+                task.prepare()
+
+    def num_items(self, split: Split) -> int | None:
+        raise NotImplementedError("a mixture's items are those of its tasks")
+
+    def item(self, split: Split, index: int) -> TaskItem:
+        raise NotImplementedError("a mixture's items are those of its tasks")
+
+    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
+        return self.tasks[prompt.task].respond(prompt, turns)

@@ -34,7 +34,7 @@ from llamarl.environments.episode_worker import (
     plain_observation,
     plain_step,
 )
-from llamarl.environments.worker_env import worker_environment
+from llamarl.environments.worker_process import worker_environment
 
 __all__ = ["Answer", "Difference", "Question", "first_difference", "play", "random_reply", "record_twice"]
 

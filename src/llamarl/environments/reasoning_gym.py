@@ -14,7 +14,7 @@ from typing import Any
 
 from llamarl.data.items import Split, TaskItem
 from llamarl.environments.answers import AnswerFrom, extract_answer, is_number
-from llamarl.environments.procedural import draw_item
+from llamarl.environments.base import draw_item
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 

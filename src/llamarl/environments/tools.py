@@ -13,23 +13,163 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import EpisodeOver, Message, Observation, Step
 from llamarl.environments.tool_calls import BadCall, Call, read_calls
-from llamarl.environments.tool_schemas import BadArguments, Tool
 
-__all__ = ["ToolEnvironment", "ToolError", "cut", "in_words", "waited_for"]
+__all__ = ["BadArguments", "Tool", "ToolEnvironment", "ToolError", "cut", "in_words", "tools_of", "waited_for"]
 
 MAX_CALLS = 16
 """Calls of one reply that are run; to the others the policy is told so."""
 
+_SECTION = re.compile(r"^[ \t]*(Args|Returns|Raises):[ \t]*$", re.MULTILINE)
+
 
 class ToolError(Exception):
     """Raised by a tool: the policy called it wrongly, and the text of this error tells it how."""
+
+
+class BadArguments(Exception):
+    """A call's arguments do not fit; the text says what was expected."""
+
+
+class Tool:
+    """A function that the policy may call: its JSON schema for chat templates, and the check of a call's arguments.
+
+    Pydantic makes both from the annotations, so ``"3"`` is taken for an ``int``: policies often quote numbers.
+
+    Args:
+        function: With a docstring, in Google style where it has parameters, and an annotation for each of them.
+
+    Raises:
+        ValueError: The function has no docstring, or a parameter without annotation, JSON schema or description.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__name__
+        self.function = function
+        doc = inspect.getdoc(function)
+        if not doc:
+            raise ValueError(f"tool {self.name!r} has no docstring: say in it what the tool does")
+        parts = _sections(doc)
+        hints, described = get_type_hints(function), _arguments(parts.get("Args", ""))
+        fields: dict[str, Any] = {}
+        for parameter in inspect.signature(function).parameters.values():
+            name = parameter.name
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+                raise ValueError(f"tool {self.name!r}: parameter {name!r} must be one that can be given by name")
+            if name not in hints:
+                raise ValueError(f"tool {self.name!r}: parameter {name!r} has no annotation, such as {name}: str")
+            if name not in described:
+                raise ValueError(f"tool {self.name!r}: parameter {name!r} has no line under Args: in the docstring")
+            default = ... if parameter.default is parameter.empty else parameter.default
+            # known by its alias: a parameter may be called like a method of pydantic's
+            fields[f"f{len(fields)}"] = (hints[name], Field(default, alias=name, description=described[name]))
+        try:
+            self._model = create_model(f"arguments of {self.name}", __config__=ConfigDict(extra="forbid"), **fields)
+            schema = self._model.model_json_schema()
+            properties = _inlined(schema.get("properties", {}), schema.get("$defs", {}))
+        except (PydanticUserError, RecursionError) as error:
+            raise ValueError(f"tool {self.name!r}: a parameter's type has no JSON schema: {error}") from error
+        parameters = {"type": "object", "properties": properties}
+        if "required" in schema:
+            parameters["required"] = schema["required"]
+        body = {"name": self.name, "description": parts[""], "parameters": parameters}
+        self.schema: dict[str, Any] = {"type": "function", "function": body}
+
+    @property
+    def usage(self) -> str:
+        """Name and parameters, for the policy: ``add(x: integer, y: integer, optional)``."""
+        body = self.schema["function"]["parameters"]
+        required = body.get("required", [])
+        shown = [
+            f"{name}: {_type_name(schema)}{'' if name in required else ', optional'}"
+            for name, schema in body["properties"].items()
+        ]
+        return f"{self.name}({'; '.join(shown)})"
+
+    def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the annotations want them; those left out take the function's own defaults.
+
+        Raises:
+            BadArguments: One is missing, unknown or of a wrong type.
+        """
+        try:
+            model = self._model.model_validate(dict(arguments))
+        except ValidationError as error:
+            wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:4]]
+            raise BadArguments(f"{'; '.join(wrong)}. Expected {self.usage}") from error
+        names = {field: str(of.alias) for field, of in type(model).model_fields.items()}
+        return {names[field]: getattr(model, field) for field in model.model_fields_set}
+
+
+def tools_of(instance: object, *, leave_out: frozenset[str]) -> dict[str, Tool]:
+    """The public methods of an object, in the order of their definition, as tools.
+
+    Raises:
+        ValueError: One of them has no docstring or annotations; or there is none.
+    """
+    found: dict[str, Tool] = {}
+    for cls in reversed(type(instance).__mro__[:-1]):
+        for name, member in vars(cls).items():
+            if (
+                name.startswith("_")
+                or name in leave_out
+                or isinstance(member, type)
+                or not callable(getattr(cls, name))
+            ):
+                continue
+            found[name] = Tool(getattr(instance, name))
+    if not found:
+        raise ValueError(f"{type(instance).__name__} has no public method that could be a tool")
+    return found
+
+
+def _sections(doc: str) -> dict[str, str]:
+    """What stands before the first heading under ``""``, and the text under each heading."""
+    pieces = _SECTION.split(doc)
+    return {"": pieces[0].strip(), **dict(zip(pieces[1::2], pieces[2::2], strict=True))}
+
+
+def _arguments(block: str) -> dict[str, str]:
+    """Parameter -> its description, the lines of one joined by spaces."""
+    lines = [line for line in block.splitlines() if line.strip()]
+    indent = min((len(line) - len(line.lstrip()) for line in lines), default=0)
+    found: dict[str, str] = {}
+    name = ""
+    for line in lines:
+        head = re.match(r"(\w+)(?:\s*\([^)]*\))?:\s*(.*)", line[indent:])
+        if head and not line[indent : indent + 1].isspace():
+            name = head[1]
+            found[name] = head[2].strip()
+        elif name:
+            found[name] = f"{found[name]} {line.strip()}".strip()
+    return found
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """A schema, or several by name, without pydantic's titles, defaults and references, which few templates show well."""
+    if isinstance(schema, list):
+        return [_inlined(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        schema = {**definitions[schema["$ref"].rpartition("/")[2]], **schema}
+    hidden = [key for key in ("title", "default", "$ref") if not isinstance(schema.get(key), dict)]
+    return {key: _inlined(value, definitions) for key, value in schema.items() if key not in hidden}
+
+
+def _type_name(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(map(_type_name, schema["anyOf"]))
+    return " or ".join(map(str, schema["enum"])) if "enum" in schema else str(schema.get("type", "any"))
 
 
 class ToolEnvironment(ABC):

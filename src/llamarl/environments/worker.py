@@ -164,8 +164,8 @@ def _failed(error: Exception, memory_limit_mb: int) -> dict[str, Any]:
 
 
 def _judge(task: Task, episodes: Sequence[tuple[Prompt, Sequence[str], Sequence[int]]]) -> list[dict[str, Any]]:
+    from llamarl.environments.factory import MixtureTask
     from llamarl.environments.functions import FunctionTask, NotANumber, as_score
-    from llamarl.environments.mixture import MixtureTask
 
     if isinstance(task, MixtureTask):  # a job's samples are of one task
         task = task.tasks[episodes[0][0].task]
@@ -206,9 +206,8 @@ class _Judge:
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         from llamarl.environments.code import CodeTask
-        from llamarl.environments.factory import make_task
+        from llamarl.environments.factory import MixtureTask, make_task
         from llamarl.environments.functions import FunctionTask
-        from llamarl.environments.mixture import MixtureTask
 
         self._task = make_task(config, seed)
         if isinstance(self._task, FunctionTask | MixtureTask | CodeTask):

@@ -25,8 +25,7 @@ from typing import Any, ClassVar, Self
 
 from llamarl.environments.config import RewardPoolConfig
 from llamarl.environments.messages import Answer, Answered, BrokenReply, Ready, Refused, pack_request
-from llamarl.environments.worker_env import unset_names
-from llamarl.environments.worker_process import Job, WorkerProcess
+from llamarl.environments.worker_process import Job, WorkerProcess, unset_names
 from llamarl.errors import DataError, DeadlineExceeded, ExecutorFailed
 from llamarl.running_time import running_s
 from llamarl.types import Failure, FailureKind

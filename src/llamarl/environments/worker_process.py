@@ -10,19 +10,70 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from llamarl.environments.config import RewardPoolConfig
 from llamarl.environments.messages import Answered, BrokenReply, Frames, Ready, Refused, parse_reply
-from llamarl.environments.worker_env import worker_environment
 from llamarl.running_time import running_s
 
-__all__ = ["Job", "WorkerProcess"]
+__all__ = ["Job", "PASSED", "WorkerProcess", "unset_names", "worker_environment"]
 
 _EXIT_WAIT_S = 10.0
 _PIECE_BYTES = 1 << 16
+
+
+PASSED = (
+    # programs, libraries, folders
+    *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH", "HOME", "USER", "LOGNAME"),
+    *("TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
+    # language and time
+    *("LANG", "LANGUAGE", "LC_*", "TZ", "TZDIR"),
+    # the Python installation
+    *("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONWARNINGS"),
+    *("PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONNOUSERSITE"),
+    # where certificates lie
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    # devices that this process may use
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"),
+    # where models and data lie, and whether the network may be asked for them; no tokens
+    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "HF_ASSETS_CACHE", "HF_ENDPOINT"),
+    *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"),
+    *("TORCH_HOME", "NLTK_DATA", "TOKENIZERS_PARALLELISM"),
+)
+"""Names, and patterns with ``*``, that every reward worker gets."""
+
+_DEFAULTS = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def worker_environment(
+    environment: Mapping[str, str], pass_env: Sequence[str], import_path: Iterable[str]
+) -> dict[str, str]:
+    """The variables of a worker.
+
+    Args:
+        environment: Of this process.
+        pass_env: Further names or patterns that the recipe passes on; also over the numbers of threads, which are 1.
+        import_path: Folders that this process imports from.
+    """
+    return {
+        **_matching(environment, PASSED),
+        **_DEFAULTS,
+        **_matching(environment, pass_env),
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in import_path),
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def unset_names(environment: Mapping[str, str], pass_env: Sequence[str]) -> list[str]:
+    """Names in ``pass_env`` that stand for no variable."""
+    return [pattern for pattern in pass_env if not _matching(environment, [pattern])]
+
+
+def _matching(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if any(fnmatchcase(k, pattern) for pattern in patterns)}
 
 
 @dataclass(frozen=True, slots=True)

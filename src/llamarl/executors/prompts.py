@@ -7,9 +7,8 @@ from llamarl.data.chat import Tokenizer
 from llamarl.data.mixture import MixedStream
 from llamarl.data.prompts import PromptStream
 from llamarl.environments.config import TaskConfig
-from llamarl.environments.episode_pool import Environments
+from llamarl.environments.episode_pool import Environments, EpisodeOpener
 from llamarl.environments.factory import make_task
-from llamarl.environments.openings import EpisodeOpener
 from llamarl.errors import ConfigError
 from llamarl.models.loading import context_length
 

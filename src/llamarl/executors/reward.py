@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import numpy as np
 
 from llamarl.checkpoint.run_identity import RunIdentity
 from llamarl.config import RunConfig
-from llamarl.environments.failures import count_causes
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
 from llamarl.executors.dynamic_sampling import DynamicSampler
@@ -30,7 +30,7 @@ from llamarl.observability.writing import Patience
 from llamarl.roles import ROLES
 from llamarl.types import Failure, Group, Score
 
-__all__ = ["JUDGING_SHARE", "RewardExecutor", "part_means", "reward_metrics"]
+__all__ = ["JUDGING_SHARE", "RewardExecutor", "count_causes", "failure_cause", "part_means", "reward_metrics"]
 
 JUDGING_SHARE = 0.9
 """Of ``deadlines.step_s``, what judging may take; the samples that are left then are failed, and the run goes on."""
@@ -185,3 +185,39 @@ def _of_task(groups: Sequence[Group], task: str) -> dict[str, float]:
         "accuracy": float(np.mean([value >= 1 for value in values])) if values else float("nan"),
         "groups": float(len(mine)),
     }
+
+
+_MAX_CAUSE = 300
+_RAISED = ("exception", "environment")
+"""Kinds whose detail is an exception and its place."""
+
+
+def failure_cause(failure: Failure) -> str:
+    """One line: the kind, what was said, and for an exception its place: ``exception: KeyError: 'x' at rewards.py:7``."""
+    first, *rest = failure.detail.splitlines() or [""]
+    place = rest[0].strip() if rest and rest[0].lstrip().startswith("at ") else ""
+    where = place.partition(": ")[0] if failure.kind in _RAISED else ""
+    return f"{failure.kind}: {first[:_MAX_CAUSE]}{where and ' ' + where}"
+
+
+def count_causes(groups: Iterable[Group]) -> dict[str, int]:
+    """Number of failed samples of each cause, the commonest first.
+
+    Exceptions of one type from one line are one cause, shown as the first of them: their texts often hold the sample.
+    """
+    shown: dict[tuple[str, ...], str] = {}
+    counts: Counter[tuple[str, ...]] = Counter()
+    for group in groups:
+        for response in group.responses:
+            if isinstance(response.outcome, Failure):
+                key = _key(response.outcome)
+                shown.setdefault(key, failure_cause(response.outcome))
+                counts[key] += 1
+    return {shown[key]: number for key, number in counts.most_common()}
+
+
+def _key(failure: Failure) -> tuple[str, ...]:
+    first, *rest = failure.detail.splitlines() or [""]
+    if failure.kind in _RAISED and rest:
+        return failure.kind, first.partition(":")[0], rest[0]
+    return failure.kind, first

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import llamarl
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task
-from llamarl.environments.steps import written_steps
+from llamarl.environments.sum_task import written_steps
 
 FOLDER = Path(llamarl.__file__).parent / "assets" / "tiny"
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from llamarl.config import validate
-from llamarl.environments.code import CodeTask, Verdict, judge_program, same_output
+from llamarl.environments.code import CodeOptions, CodeTask, Verdict, judge_program, same_output, warning_of_no_box
 from llamarl.environments.code_items import code_item, last_program
-from llamarl.environments.code_options import CodeOptions, warning_of_no_box
 from llamarl.environments.config import RewardPoolConfig, TaskConfig, TaskSection
 from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from llamarl.config import validate
-from llamarl.environments.calling import how_to_call
 from llamarl.environments.episode import Step
 from llamarl.environments.episode_worker import checked_step
-from llamarl.environments.failures import count_causes, failure_cause
-from llamarl.environments.functions import NotANumber, as_score
+from llamarl.environments.functions import NotANumber, as_score, how_to_call
 from llamarl.environments.guardian import OutputTail
 from llamarl.environments.messages import (
     Answered,
@@ -29,8 +27,9 @@ from llamarl.environments.messages import (
     parse_reply,
 )
 from llamarl.environments.pool import split_into_batches
-from llamarl.environments.worker_env import unset_names, worker_environment
+from llamarl.environments.worker_process import unset_names, worker_environment
 from llamarl.errors import ConfigError, DataError
+from llamarl.executors.reward import count_causes, failure_cause
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 

@@ -18,13 +18,11 @@ from typing import Any
 import pytest
 from hostile_programs import ENDLESS, HOSTILE, LIMITS, SHORT
 
-from llamarl.environments.code import judge_program
-from llamarl.environments.code_options import CodeOptions
+from llamarl.environments.code import CodeOptions, judge_program
 from llamarl.environments.sandbox import installation, run
-from llamarl.environments.sandbox.cgroup import MemoryGroup
 from llamarl.environments.sandbox.inside import syscall_filter
 from llamarl.environments.sandbox.installation import Installation, without_nested
-from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, limit_in_words
+from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, MemoryGroup, limit_in_words
 from llamarl.environments.sandbox.run import Kind, Program, box_user, find_box, run_in_box, run_together, why_no_box
 from llamarl.process_tree import adopt_orphans
 

@@ -15,7 +15,7 @@ from llamarl.environments.base import Task
 from llamarl.environments.config import RewardPart, TaskConfig
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.environments.functions import NotANumber, as_score
-from llamarl.environments.steps import read_ledger, write_ledger, written_steps
+from llamarl.environments.sum_task import read_ledger, write_ledger, written_steps
 from llamarl.errors import DataError
 from llamarl.import_path import check, import_user
 from llamarl.types import Prompt, Score

@@ -13,8 +13,7 @@ import pytest
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.trl import TrlEnvironment
-from llamarl.environments.tool_schemas import BadArguments, Tool, tools_of
-from llamarl.environments.tools import ToolError, cut
+from llamarl.environments.tools import BadArguments, Tool, ToolError, cut, tools_of
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples/games"))
 
@@ -48,8 +47,7 @@ def odd(
     pair: tuple[int, str],
     maybe: int | None = None,
     either: int | str = 1,
-    whatever: Any = None,
-    deep: list[dict[str, list[int]]] | None = None,
+    title: Any = None,
 ) -> None:
     """Order something.
 
@@ -63,8 +61,7 @@ def odd(
         pair: Two things.
         maybe: Perhaps.
         either: One or the other.
-        whatever: Anything.
-        deep: Nested.
+        title: Anything.
 
     Raises:
         ValueError: Never.
@@ -76,11 +73,47 @@ def nothing() -> dict[str, int]:
     return {"seen": 3}
 
 
-@pytest.mark.parametrize("function", [plain, odd, nothing], ids=lambda f: f.__name__)
-def test_the_schema_is_the_one_of_transformers(function: Any) -> None:
-    from transformers.utils import get_json_schema
-
-    assert Tool(function).schema == get_json_schema(function)
+def test_a_schema_has_names_types_enums_and_descriptions() -> None:
+    assert Tool(plain).schema == {
+        "type": "function",
+        "function": {
+            "name": "plain",
+            "description": "Add two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "The first one."},
+                    "b": {"type": "number", "description": "The second one, which has a default."},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+    assert Tool(odd).schema["function"]["description"] == "Order something.\n\nIt may take long."
+    parameters = Tool(odd).schema["function"]["parameters"]
+    assert parameters["required"] == ["kind", "size", "extras", "prices", "pair"]
+    text, number = {"type": "string"}, {"type": "integer"}
+    assert parameters["properties"] == {
+        "kind": {"type": "string", "enum": ["tea", "coffee"], "description": "Which."},
+        "size": {"type": "string", "enum": ["small", "large"], "description": "How large."},
+        "extras": {"type": "array", "items": text, "description": "What else."},
+        "prices": {
+            "type": "object",
+            "additionalProperties": {"type": "number"},
+            "description": "What it costs: a table.",
+        },
+        "pair": {
+            "type": "array",
+            "prefixItems": [number, text],
+            "minItems": 2,
+            "maxItems": 2,
+            "description": "Two things.",
+        },
+        "maybe": {"anyOf": [number, {"type": "null"}], "description": "Perhaps."},
+        "either": {"anyOf": [number, text], "description": "One or the other."},
+        "title": {"description": "Anything."},
+    }
+    assert Tool(nothing).schema["function"]["parameters"] == {"type": "object", "properties": {}}
 
 
 def test_environments_are_made_without_torch_and_transformers() -> None:
@@ -99,7 +132,7 @@ def test_environments_are_made_without_torch_and_transformers() -> None:
         ('def f(a): "Doc.\\n\\nArgs:\\n    a: x"', "no annotation"),
         ('def f(a: int): "Doc."', "no line under Args"),
         ('def f(*a: int): "Doc."', "given by name"),
-        ('def f(a: object): "Doc.\\n\\nArgs:\\n    a: x"', "no JSON schema"),
+        ('def f(a: slice): "Doc.\\n\\nArgs:\\n    a: x"', "no JSON schema"),
     ],
 )
 def test_a_method_that_cannot_be_a_tool_says_why(source: str, why: str) -> None:

@@ -23,8 +23,7 @@ from llamarl.environments.adapters.randomness import OwnRandomness
 from llamarl.environments.episode import Observation, Step
 from llamarl.environments.games.game import checked
 from llamarl.environments.math import judge_answer
-from llamarl.environments.tool_schemas import Tool, tools_of
-from llamarl.environments.tools import ToolEnvironment, waited_for
+from llamarl.environments.tools import Tool, ToolEnvironment, tools_of, waited_for
 from llamarl.import_path import import_user
 
 __all__ = ["TrlEnvironment", "trl"]

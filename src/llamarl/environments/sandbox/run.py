@@ -29,9 +29,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from llamarl.environments.sandbox.cgroup import MemoryGroup
 from llamarl.environments.sandbox.installation import find_installation
-from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult, Limit, limit_in_words
+from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult, Limit, MemoryGroup, limit_in_words
 
 __all__ = ["Kind", "Program", "find_box", "run_in_box", "run_together", "why_no_box"]
 

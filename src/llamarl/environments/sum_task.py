@@ -18,7 +18,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from llamarl.data.items import Split, TaskItem
-from llamarl.environments.procedural import draw_item
+from llamarl.environments.base import draw_item
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 
