@@ -59,7 +59,7 @@ def deaf():
         signal.signal(number, signal.SIG_IGN)
 
 def frame(job):
-    body = json.dumps({"kind": "verdicts", "job": job, "retire": False, "verdicts": [{"value": -9.0, "parts": {}}]})
+    body = json.dumps({"reply": {"job": job, "retire": False, "answer": [{"value": -9.0, "parts": {}}]}})
     return len(body).to_bytes(8, "little") + body.encode()
 
 def forked(act, wait):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.cli.doctor_environment import Question, first_difference, record_twice
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.agent import AgentFailed, AgentProgram
-from llamarl.environments.play_twice import Question, first_difference, record_twice
 
 pytest.importorskip("openai", reason="openai is not installed: make test-environments")
 

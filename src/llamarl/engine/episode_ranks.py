@@ -15,9 +15,7 @@ from typing import Any
 
 from llamarl.engine.ranks import EngineRanks
 from llamarl.environments.config import TaskConfig
-from llamarl.environments.episode import Observation, Step
 from llamarl.environments.episode_pool import Answer, Environments, EpisodePool
-from llamarl.environments.episode_worker import plain_observation, plain_step
 from llamarl.environments.episodes import Ask
 from llamarl.environments.messages import LENGTH_BYTES, Answered, pack_reply, parse_reply
 from llamarl.models.parallel import ParallelLayout
@@ -54,7 +52,7 @@ class SharedEpisodes:
 
         def heard() -> bytes:
             assert self._pool is not None, "rank 0 holds the pool"
-            return _pack(self._pool.wait(ask))
+            return pack_reply(Answered(0, self._pool.wait(ask)))[LENGTH_BYTES:]
 
         reply = parse_reply(self._share(heard))
         assert isinstance(reply, Answered) and not isinstance(reply.answer, tuple), reply
@@ -87,15 +85,3 @@ def make_environments(task: TaskConfig, layout: ParallelLayout | None) -> Enviro
     if ranks.alone:
         return EpisodePool(task)
     return SharedEpisodes(EpisodePool(task) if ranks.is_leader else None, ranks.share_bytes)
-
-
-def _pack(answer: Answer) -> bytes:
-    said: dict[str, Any]
-    match answer:
-        case Observation():
-            said = {"observation": plain_observation(answer)}
-        case Step():
-            said = {"step": plain_step(answer)}
-        case _:
-            said = {"failed": "exception", "detail": answer.detail}
-    return pack_reply({"kind": "answer", "job": 0, "retire": False, "answer": said})[LENGTH_BYTES:]

@@ -29,6 +29,7 @@ __all__ = [
     "QuestionsTask",
     "RewardFailed",
     "as_score",
+    "finite",
     "how_to_call",
 ]
 
@@ -165,12 +166,13 @@ def as_score(value: object) -> Score:
     if isinstance(value, Score):
         if nameless := [name for name in value.parts if not isinstance(name, str)]:
             raise NotANumber(f"reward part {nameless[0]!r} must be named by text")
-        parts = {name: _finite(f"reward part {name!r}", number) for name, number in value.parts.items()}
-        return Score(value=_finite("reward", value.value), parts=parts)
-    return Score(value=_finite("reward", value))
+        parts = {name: finite(f"reward part {name!r}", number) for name, number in value.parts.items()}
+        return Score(value=finite("reward", value.value), parts=parts)
+    return Score(value=finite("reward", value))
 
 
-def _finite(what: str, value: object) -> float:
+def finite(what: str, value: object) -> float:
+    """A number as a float. Raises: NotANumber."""
     if not isinstance(value, numbers.Real):
         shown = str(value)[:80] if not isinstance(value, Score) else "Score"
         raise NotANumber(f"{what} is {type(value).__name__} {shown!r}, expected a number: return float(...)")

@@ -1,9 +1,8 @@
 """One worker of a pool: ``python -m llamarl.environments.worker JOBS_FD CONTROL_FD POOL_PID``.
 
 The program forks at once: the parent becomes the worker's guardian (see ``guardian``), the child judges responses or plays
-environments (``episode_worker``), as its first request says, in its main thread, what comes over the socket ``JOBS_FD`` (see
-``messages``). It imports no torch, and starts in about the time the task's
-own library takes.
+environments, as its first request says (see ``jobs``), in its main thread, what comes over the socket ``JOBS_FD`` (see
+``messages``). It imports no torch, and starts in about the time that the task's own library takes.
 
 Judges print, fork, exit and close what they find. So standard input is empty, standard output and error lead to the guardian,
 processes that a judge starts or forks do not inherit the socket, a forked one that comes back here ends instead of answering, and
@@ -17,17 +16,15 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from llamarl.environments.guardian import guard
 
 if TYPE_CHECKING:
-    from llamarl.environments.base import Task
-    from llamarl.environments.config import TaskConfig
-    from llamarl.types import Prompt
+    from llamarl.environments.messages import Answered, Ready, Refused
+    from llamarl.types import Failure
 
-__all__ = ["Work", "limit_memory", "main", "plain_text"]
+__all__ = ["main"]
 
 _MAX_MESSAGE = 1500
 _MAX_PLACE = 500
@@ -52,11 +49,11 @@ class _Pool:
 
         return pickle.loads(self._read(int.from_bytes(self._read(LENGTH_BYTES), "little")))
 
-    def reply(self, message: dict[str, Any]) -> None:
+    def reply(self, reply: Ready | Refused | Answered) -> None:
         from llamarl.environments.messages import pack_reply
 
         self._check()
-        left = memoryview(pack_reply(message))
+        left = memoryview(pack_reply(reply))
         while left:
             left = left[os.write(self._fd, left) :]
 
@@ -127,7 +124,7 @@ def _end(status: int, words: str) -> NoReturn:
     os._exit(status)
 
 
-def limit_memory(limit_mb: int) -> None:
+def _limit_memory(limit_mb: int) -> None:
     """Let this process and each that it starts hold at most so much memory of its own; 0 is no limit."""
     if limit_mb:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -137,13 +134,10 @@ def limit_memory(limit_mb: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def plain_text(text: str, most: int) -> str:
-    """Text that can be written as UTF-8, of limited length."""
-    return text[:most].encode("utf-8", "backslashreplace").decode()
-
-
 def _first_lines(error: BaseException, memory_limit_mb: int) -> str:
     """Type, message and the innermost place of an exception, in a few lines."""
+    from llamarl.environments.messages import plain_text
+
     try:
         message = str(error)
     except Exception as second:  # the user's exceptions too may raise anything
@@ -155,77 +149,14 @@ def _first_lines(error: BaseException, memory_limit_mb: int) -> str:
     return plain_text(f"{type(error).__name__}: {message}", _MAX_MESSAGE) + plain_text(place, _MAX_PLACE)
 
 
-def _failed(error: Exception, memory_limit_mb: int) -> dict[str, Any]:
+def _failed(error: Exception, memory_limit_mb: int) -> Failure:
     from llamarl.environments.functions import NotANumber
+    from llamarl.environments.messages import plain_text
+    from llamarl.types import Failure
 
     if isinstance(error, NotANumber):
-        return {"failed": "not_a_number", "detail": plain_text(str(error), _MAX_MESSAGE)}
-    return {"failed": "exception", "detail": _first_lines(error, memory_limit_mb)}
-
-
-def _judge(task: Task, episodes: Sequence[tuple[Prompt, Sequence[str], Sequence[int]]]) -> list[dict[str, Any]]:
-    from llamarl.environments.factory import MixtureTask
-    from llamarl.environments.functions import FunctionTask, NotANumber, as_score
-
-    if isinstance(task, MixtureTask):  # a job's samples are of one task
-        task = task.tasks[episodes[0][0].task]
-    if isinstance(task, FunctionTask):
-        returned = task.respond_to_batch(episodes)
-    else:
-        ((prompt, turns, _),) = episodes
-        returned = [task.respond(prompt, turns)]
-    verdicts: list[dict[str, Any]] = []
-    for value in returned:
-        try:
-            score = as_score(value)
-            parts = {plain_text(part, 200): number for part, number in score.parts.items()}
-            verdicts.append({"value": score.value, "parts": parts})
-        except NotANumber as error:
-            verdicts.append(_failed(error, 0))
-    return verdicts
-
-
-class Work(Protocol):
-    """What a worker is there for."""
-
-    def answer(self, request: Any, released: Sequence[Any]) -> dict[str, Any]:
-        """The reply to one request; may raise what the user's code raises.
-
-        Args:
-            released: What it holds live and will not be asked about again.
-        """
-        ...
-
-    def failed(self, request: Any, failure: dict[str, Any]) -> dict[str, Any]:
-        """The reply where ``answer`` raised."""
-        ...
-
-
-class _Judge:
-    """Judges samples."""
-
-    def __init__(self, config: TaskConfig, seed: int) -> None:
-        from llamarl.environments.code import CodeTask
-        from llamarl.environments.factory import MixtureTask, make_task
-        from llamarl.environments.functions import FunctionTask
-
-        self._task = make_task(config, seed)
-        if isinstance(self._task, FunctionTask | MixtureTask | CodeTask):
-            self._task.prepare()
-
-    def answer(self, request: Any, released: Sequence[Any]) -> dict[str, Any]:
-        return {"kind": "verdicts", "verdicts": _judge(self._task, request)}
-
-    def failed(self, request: Any, failure: dict[str, Any]) -> dict[str, Any]:
-        return {"kind": "verdicts", "verdicts": [failure] * len(request)}
-
-
-def _make_work(kind: str, config: TaskConfig, seed: int) -> Work:
-    if kind == "judge":
-        return _Judge(config, seed)
-    from llamarl.environments.episode_worker import Player
-
-    return Player(config)
+        return Failure(kind="not_a_number", detail=plain_text(str(error), _MAX_MESSAGE))
+    return Failure(kind="exception", detail=_first_lines(error, memory_limit_mb))
 
 
 def main() -> None:
@@ -235,26 +166,29 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the last lines are there when it crashes
     pool = _Pool(jobs, output, mark)
     # Only now the imports that take time: the guardian keeps watch already.
+    from llamarl.environments.messages import Answered, Ready, Refused, plain_text
     from llamarl.errors import LlamaRLError
 
     kind, config, seed = pool.read()
     memory_limit_mb = config.pool.memory_limit_mb
     try:
-        limit_memory(memory_limit_mb)
-        work = _make_work(kind, config, seed)
+        _limit_memory(memory_limit_mb)
+        from llamarl.environments.jobs import Judge, Player
+
+        work: Any = Judge(config, seed) if kind == "judge" else Player(config)
     except LlamaRLError as error:
-        pool.reply({"kind": "refused", "cause": plain_text(str(error), 4 * _MAX_MESSAGE)})
+        pool.reply(Refused(plain_text(str(error), 4 * _MAX_MESSAGE)))
         return
     except Exception as error:  # user code at import; the pool turns it into its own error
-        pool.reply({"kind": "refused", "cause": _first_lines(error, memory_limit_mb)})
+        pool.reply(Refused(_first_lines(error, memory_limit_mb)))
         return
-    pool.reply({"kind": "ready", "pid": os.getpid()})
+    pool.reply(Ready(os.getpid()))
     while True:
         job, request, released = pool.read()
         pool.next_sample()
         retire = False
         try:
-            reply = work.answer(request, released)
+            answer = work.answer(request, released)
         except BaseException as error:
             if not pool.is_own():
                 if isinstance(error, SystemExit) and isinstance(error.code, int | None):
@@ -264,14 +198,14 @@ def main() -> None:
             if not isinstance(error, Exception):  # SystemExit and its like end the worker
                 raise
             # The user's code may raise anything: what it was asked for is failed, and the run goes on.
-            reply = work.failed(request, _failed(error, memory_limit_mb))
+            answer = work.failed(request, _failed(error, memory_limit_mb))
             # Nobody knows what a process that ran out of memory still holds, so it does nothing else.
             retire = isinstance(error, MemoryError)
             del error
         if not pool.is_own():  # a judge's forked child came back from it
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left over would ring in the next sample
-        pool.reply({**reply, "job": job, "retire": retire})
+        pool.reply(Answered(job, answer, retire))
 
 
 if __name__ == "__main__":

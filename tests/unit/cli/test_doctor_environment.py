@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from llamarl.cli.doctor_environment import Difference, first_difference, play, random_reply
 from llamarl.cli.main import main
-from llamarl.environments.play_twice import Difference, first_difference, play, random_reply
 from llamarl.environments.tool_calls import Call, read_calls
 
 SHAKY = '''
@@ -143,7 +143,7 @@ def test_what_does_not_repeat_is_told_with_its_place(
     [
         ("Raises", "KeyError: 'no such door'"),
         ("Speaks", "its role must be user, tool or system"),
-        ("Nan", "reward of a turn is float nan, expected a finite number"),
+        ("Nan", "reward of a turn is nan, expected a finite number"),
         ("Both", "text and messages are both given"),
         ("Number", "text is int 5, expected str"),
         ("Dies", "died (exit status 7)"),

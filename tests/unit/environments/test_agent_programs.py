@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llamarl.cli.doctor_environment import Question, first_difference, record_twice
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.agent import AgentFailed, AgentProgram
 from llamarl.environments.adapters.chat_requests import (
@@ -26,11 +27,10 @@ from llamarl.environments.adapters.chat_requests import (
     shown,
 )
 from llamarl.environments.config import TaskSection
-from llamarl.environments.episode import EpisodeOver, Observation
-from llamarl.environments.episode_worker import Player, checked_observation
+from llamarl.environments.episode import Observation, Step
 from llamarl.environments.episodes import Ask, Play, digest_of, episode_item
 from llamarl.environments.functions import NotANumber
-from llamarl.environments.play_twice import Question, first_difference, record_twice
+from llamarl.environments.jobs import Player, checked_observation
 from llamarl.environments.registry import check_environment, make_environment
 from llamarl.errors import DataError
 from llamarl.types import Opening, Prompt
@@ -326,14 +326,15 @@ def test_episodes_live_beside_each_other_and_are_played_again(file: str) -> None
         return Ask(key=(key,), play=Play(task="", item=ITEM, seed=key), replies=replies, digests=digests)
 
     player, second = Player(config), Player(config)
-    assert player.answer(ask(1), [])["answer"]["observation"]["text"] == ""
-    answers = [player.answer(ask(key, (TWO_CALLS,)), [])["answer"]["step"] for key in (1, 2)]
+    assert player.answer(ask(1), []) == Observation()
+    answers = [player.answer(ask(key, (TWO_CALLS,)), []) for key in (1, 2)]
     env = AgentProgram(f"{file}:tools")
     env.reset(ITEM, 1)
     digest = digest_of(env.step(TWO_CALLS))
     env.close()
-    ended = [p.answer(ask(1, (TWO_CALLS, "102"), (digest,)), [])["answer"]["step"] for p in (player, second)]
-    assert answers[0] == answers[1] and ended[0] == ended[1] and ended[0]["reward"] == 1.0
+    ended = [p.answer(ask(1, (TWO_CALLS, "102"), (digest,)), []) for p in (player, second)]
+    assert answers[0] == answers[1] and ended[0] == ended[1]
+    assert isinstance(ended[0], Step) and ended[0].reward == 1.0
     player.answer(ask(3), [(2,)])  # releases what is left
 
 

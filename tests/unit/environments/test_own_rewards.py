@@ -15,8 +15,8 @@ from llamarl.config import load_config, save_config
 from llamarl.data.items import TaskItem
 from llamarl.environments.config import RewardPart, TaskConfig
 from llamarl.environments.functions import FunctionTask, NotANumber, as_score
+from llamarl.environments.jobs import _verdict
 from llamarl.environments.pool import RewardPool
-from llamarl.environments.worker import _judge
 from llamarl.errors import ConfigError
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
@@ -93,12 +93,13 @@ def test_rewards_are_added_up_by_weight_and_each_is_a_part(module: str) -> None:
 
 
 def test_one_that_fails_fails_the_sample_by_its_name(module: str) -> None:
-    def verdict(name: str) -> Mapping[str, Any]:
+    def verdict(name: str) -> Score | Failure:
         judges = [RewardPart(function=f"{module}:right"), RewardPart(function=f"{module}:{name}", name="second")]
-        (found,) = _judge(FunctionTask(Items(), judges), [(prompt(), ("7",), [])])
-        return found
+        (value,) = FunctionTask(Items(), judges).respond_to_batch([(prompt(), ("7",), [])])
+        return _verdict(value)
 
-    assert verdict("infinite")["detail"] == "reward 'second': reward is inf, expected a finite number"
+    told = "reward 'second': reward is inf, expected a finite number"
+    assert verdict("infinite") == Failure(kind="not_a_number", detail=told)
     with pytest.raises(RuntimeError, match="'second': KeyError: 'nothing'"):
         verdict("broken")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,10 @@ import numpy as np
 import pytest
 
 from llamarl.config import validate
-from llamarl.environments.episode import Step
-from llamarl.environments.episode_worker import checked_step
+from llamarl.environments.episode import Observation, Step
 from llamarl.environments.functions import NotANumber, as_score, how_to_call
 from llamarl.environments.guardian import OutputTail
+from llamarl.environments.jobs import checked_step
 from llamarl.environments.messages import (
     Answered,
     BrokenReply,
@@ -34,24 +33,30 @@ from llamarl.types import Failure, Group, Prompt, Response, Score
 
 
 def test_frames_come_whole_however_the_bytes_are_cut() -> None:
-    sent = [{"kind": "refused", "cause": "x" * length} for length in (0, 5, 300)]
+    sent = [Refused("x" * length) for length in (0, 5, 300)]
     data = b"".join(map(pack_reply, sent))
     frames = Frames()
     got = [frame for i in range(len(data)) for frame in frames.feed(data[i : i + 1])]
-    assert [json.loads(frame) for frame in got] == sent
+    assert [parse_reply(frame) for frame in got] == sent
     with pytest.raises(BrokenReply):
         Frames().feed(b"\xff" * 8)
 
 
-def test_replies_are_read_with_every_bit_of_their_numbers() -> None:
-    value = 0.1 + 0.2
-    verdicts = [{"value": value, "parts": {"a": 5e-324}}, {"failed": "exception", "detail": "d"}]
-    frame = pack_reply({"kind": "verdicts", "job": 3, "retire": True, "verdicts": verdicts})[8:]
-    assert parse_reply(frame) == Answered(
-        3, (Score(value=value, parts={"a": 5e-324}), Failure(kind="exception", detail="d")), True
-    )
-    assert parse_reply(pack_reply({"kind": "ready", "pid": 7})[8:]) == Ready(7)
-    assert parse_reply(pack_reply({"kind": "refused", "cause": "no"})[8:]) == Refused("no")
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Ready(7),
+        Refused("no"),
+        Answered(3, (Score(value=0.1 + 0.2, parts={"a": 5e-324}), Failure(kind="exception", detail="d")), True),
+        Answered(4, ()),
+        Answered(5, Failure(kind="environment", detail="")),
+        Answered(6, Observation(messages=({"role": "user", "content": ["\u00e9"]},), tools=({"name": "f"},))),
+        Answered(7, Step(text="on", reward=-1e308, done=True, truncated=True, parts={"moves": 1.0})),
+        Answered(8, Step()),
+    ],
+)
+def test_replies_are_read_with_every_bit_of_their_numbers(reply: Ready | Refused | Answered) -> None:
+    assert parse_reply(pack_reply(reply)[8:]) == reply
 
 
 @pytest.mark.parametrize(
@@ -60,13 +65,16 @@ def test_replies_are_read_with_every_bit_of_their_numbers() -> None:
         "",
         "[]",
         "\x80",
-        '{"kind": "ready"}',
-        '{"kind": "verdicts", "job": "1", "retire": false, "verdicts": []}',
-        '{"kind": "verdicts", "job": 1, "retire": false, "verdicts": [{"value": NaN, "parts": {}}]}',
-        '{"kind": "verdicts", "job": 1, "retire": false, "verdicts": [{"value": 1, "parts": {}}]}',
-        '{"kind": "verdicts", "job": 1, "retire": false, "verdicts": [{"value": 1.0, "parts": {"a": Infinity}}]}',
-        '{"kind": "verdicts", "job": 1, "retire": false, "verdicts": [{"failed": "generation", "detail": ""}]}',
         "[" * 100_000,
+        '{"reply": {}}',
+        '{"reply": {"pid": "7"}}',
+        '{"reply": {"job": "1", "retire": false, "answer": []}}',
+        '{"reply": {"job": 1, "retire": false, "answer": [{"value": NaN, "parts": {}}]}}',
+        '{"reply": {"job": 1, "retire": false, "answer": [{"value": true, "parts": {}}]}}',
+        '{"reply": {"job": 1, "retire": false, "answer": [{"value": 1.0, "parts": {"a": Infinity}}]}}',
+        '{"reply": {"job": 1, "retire": false, "answer": [{"kind": "generation", "detail": ""}]}}',
+        '{"reply": {"job": 1, "retire": false, "answer": {"text": "", "messages": ["no object"], "tools": []}}}',
+        '{"reply": {"job": 1, "retire": false, "answer": {"text": "", "surplus": 1}}}',
     ],
 )
 def test_what_is_no_reply_is_refused(text: str) -> None:

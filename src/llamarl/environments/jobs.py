@@ -1,4 +1,6 @@
-"""What a worker does that holds environments: keep the live one of each episode, or play it again where there is none.
+"""What workers do: judge samples, or play environments. See ``worker`` for the program around it.
+
+A player keeps the live environment of each episode, or plays it again where there is none:
 
     ask (episode, item, seed, replies) ──live and at the last reply but one?──yes──▶ step(last reply) ──▶ Step
                                                      └─no─▶ reset, step through the replies before ──▲
@@ -11,30 +13,57 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import numbers
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from llamarl.environments.code import CodeTask
 from llamarl.environments.config import TaskConfig, TaskSection
 from llamarl.environments.episode import Environment, Observation, Step
 from llamarl.environments.episodes import Ask, digest_of
-from llamarl.environments.functions import NotANumber
+from llamarl.environments.factory import MixtureTask, make_task
+from llamarl.environments.functions import FunctionTask, NotANumber, as_score, finite
+from llamarl.environments.messages import Answer, plain_text
 from llamarl.environments.registry import make_environment
+from llamarl.types import Failure, Prompt, Score
 
-__all__ = [
-    "DoesNotRepeat",
-    "Player",
-    "checked_observation",
-    "checked_step",
-    "close_quietly",
-    "plain_observation",
-    "plain_step",
-]
+__all__ = ["DoesNotRepeat", "Judge", "Player", "checked_observation", "checked_step", "close_quietly"]
 
 _MAX_CHARACTERS = 1 << 20
 """Of one answer: more is no text for a policy, but an environment that has lost itself."""
+
+
+class Judge:
+    """Judges samples: prompt, the policy's words, their tokens."""
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        self._task = make_task(config, seed)
+        if isinstance(self._task, FunctionTask | MixtureTask | CodeTask):
+            self._task.prepare()
+
+    def answer(
+        self, samples: Sequence[tuple[Prompt, Sequence[str], Sequence[int]]], released: object = ()
+    ) -> tuple[Score | Failure, ...]:
+        """The verdicts; raises what the user's code raises."""
+        task = self._task
+        if isinstance(task, MixtureTask):  # a job's samples are of one task
+            task = task.tasks[samples[0][0].task]
+        if isinstance(task, FunctionTask):
+            return tuple(map(_verdict, task.respond_to_batch(samples)))
+        ((prompt, turns, _),) = samples
+        return (_verdict(task.respond(prompt, turns)),)
+
+    def failed(self, samples: Sequence[object], failure: Failure) -> Answer:
+        """The answer where the user's code raised."""
+        return (failure,) * len(samples)
+
+
+def _verdict(value: object) -> Score | Failure:
+    try:
+        score = as_score(value)
+    except NotANumber as error:
+        return Failure(kind="not_a_number", detail=plain_text(str(error), 1500))
+    return Score(value=score.value, parts={plain_text(part, 200): number for part, number in score.parts.items()})
 
 
 class DoesNotRepeat(RuntimeError):
@@ -63,7 +92,7 @@ class Player:
             close_quietly(make())
         self._live: dict[tuple[Any, ...], _Live] = {}
 
-    def answer(self, ask: Ask, released: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    def answer(self, ask: Ask, released: Sequence[tuple[Any, ...]]) -> Answer:
         """The reply to an ask.
 
         Args:
@@ -72,7 +101,7 @@ class Player:
         for key in released:
             self._close(key)
         if not ask.replies:
-            return {"kind": "answer", "answer": {"observation": plain_observation(self._open(ask))}}
+            return self._open(ask)
         live = self._live.get(ask.key)
         if live is None or live.num_replies != len(ask.replies) - 1:
             self._close(ask.key)
@@ -85,11 +114,11 @@ class Player:
         live.num_replies += 1
         if step.done:
             self._close(ask.key)
-        return {"kind": "answer", "answer": {"step": plain_step(step)}}
+        return step
 
-    def failed(self, request: Any, failure: dict[str, Any]) -> dict[str, Any]:
-        """The reply where the environment raised."""
-        return {"kind": "answer", "answer": failure}
+    def failed(self, ask: Ask, failure: Failure) -> Answer:
+        """The answer where the environment raised."""
+        return Failure(kind="environment", detail=failure.detail)
 
     def _open(self, ask: Ask) -> Observation:
         """Begin an episode, only to see how it begins."""
@@ -149,10 +178,10 @@ def checked_step(value: object) -> Step:
     return dataclasses.replace(
         value,
         **_checked_words(value),
-        reward=_finite("reward", value.reward),
+        reward=finite("reward of a turn", value.reward),
         done=bool(value.done) or bool(value.truncated),
         truncated=bool(value.truncated),
-        parts={_plain(name): _finite(f"part {name!r}", number) for name, number in value.parts.items()},
+        parts={_plain(name): finite(f"part {name!r} of a turn", number) for name, number in value.parts.items()},
     )
 
 
@@ -190,26 +219,3 @@ def _inner(value: Any) -> Any:
     if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
         return [_inner(item) for item in value]
     return _plain(value)
-
-
-def _finite(what: str, value: object) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
-        raise NotANumber(f"{what} of a turn is {type(value).__name__} {value!s:.80}, expected a finite number")
-    return float(value)
-
-
-def plain_observation(said: Observation) -> dict[str, Any]:
-    """As it stands in a reply."""
-    return {"text": said.text, "messages": list(said.messages), "tools": list(said.tools)}
-
-
-def plain_step(said: Step) -> dict[str, Any]:
-    """As it stands in a reply."""
-    return {
-        "text": said.text,
-        "messages": list(said.messages),
-        "reward": said.reward,
-        "done": said.done,
-        "truncated": said.truncated,
-        "parts": dict(said.parts),
-    }
