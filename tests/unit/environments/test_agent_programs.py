@@ -27,7 +27,7 @@ from llamarl.environments.adapters.chat_requests import (
     shown,
 )
 from llamarl.environments.config import TaskSection
-from llamarl.environments.episode import Observation, Step
+from llamarl.environments.episode import EpisodeOver, Observation, Step
 from llamarl.environments.episodes import Ask, Play, digest_of, episode_item
 from llamarl.environments.functions import NotANumber
 from llamarl.environments.jobs import Player, checked_observation
@@ -326,7 +326,8 @@ def test_episodes_live_beside_each_other_and_are_played_again(file: str) -> None
         return Ask(key=(key,), play=Play(task="", item=ITEM, seed=key), replies=replies, digests=digests)
 
     player, second = Player(config), Player(config)
-    assert player.answer(ask(1), []) == Observation()
+    opened = player.answer(ask(1), [])
+    assert isinstance(opened, Observation) and opened.text == ""
     answers = [player.answer(ask(key, (TWO_CALLS,)), []) for key in (1, 2)]
     env = AgentProgram(f"{file}:tools")
     env.reset(ITEM, 1)

@@ -147,7 +147,7 @@ def test_output_is_compared_without_white_space_at_the_ends() -> None:
     [
         ("def f(x): return x", ["assert f(2) == 2", "assert f('ä\\udc80') == 'ä\\udc80'", "assert f(1.5) == 1.5 and f(None) is None"]),
         ("def f(x): return x", ["assert f([1, (2, {3})]) == [1, (2, {3})]", "assert f({(1, 2): b'x'}) == {(1, 2): b'x'}"]),
-        ("def f(x): return x", ["assert f(10 ** 6000) == 10 ** 6000", "assert f(1 + 2j) == 1 + 2j", "assert f(range(3)) == range(3)"]),
+        ("def f(x): return x", ["assert f(10 ** 6000) == 10 ** 6000", "assert f(1 + 2j) == 1 + 2j", "assert f(range(3)) == [0, 1, 2]"]),
         ("def f(x): return x", ["assert f(float('inf')) > 1", "assert f(float('nan')) != 1", "assert isinstance(f(True), bool)"]),
         ("def f(x): return x", ["from decimal import Decimal\nassert f(Decimal('1.10')) == Decimal('1.10')",
                                 "from fractions import Fraction\nassert f(Fraction(1, 3)) == Fraction(1, 3)"]),

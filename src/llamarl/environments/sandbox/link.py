@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections import deque
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from itertools import islice
@@ -20,8 +21,22 @@ _MOST_BYTES = 16 << 20
 _MOST_DEEP = 200
 _MOST_ITEMS = 10_000
 """Of an iterator: one without end crosses as its beginning."""
-_PLAIN: tuple[Any, ...] = (tuple, set, frozenset)
-_SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
+_SCALARS: dict[Any, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    int: (lambda value: hex(int(value)), lambda text: int(text, 16)),
+    float: (float.hex, float.fromhex),
+    complex: (lambda value: repr(complex(value)), complex),
+    bytes: (bytes.hex, bytes.fromhex),
+    bytearray: (bytearray.hex, bytearray.fromhex),
+    Decimal: (str, Decimal),
+    Fraction: (str, Fraction),
+}
+"""Type -> how its values are written, exactly, and read."""
+_SEQUENCES: dict[Any, type] = {list: list, tuple: tuple, set: set, frozenset: frozenset}
+_SEQUENCES |= dict.fromkeys((deque, range, type({}.keys()), type({}.values()), type({}.items())), list)
+"""Type -> what it becomes."""
+_READS = {kind.__name__: read for kind, (_, read) in _SCALARS.items()}
+_MAKES: dict[str, Callable[[Any], Any]] = {"iter": lambda items: iter(list(items))}
+_MAKES |= {made.__name__: made for made in _SEQUENCES.values()}
 
 
 class Gone(BaseException):
@@ -87,60 +102,32 @@ def encode(value: Any, depth: int = 0) -> Any:
         raise RecursionError("a value is nested too deeply for a test")
     if isinstance(value, str):
         return str.__str__(value)
-    if isinstance(value, int):
-        whole = int(value) if type(value) is not int else value
-        return whole if -(2**53) < whole < 2**53 else {"int": hex(whole)}
-    if isinstance(value, float):
-        return {"float": float.hex(float(value))}
-    if isinstance(value, complex):
-        return {"complex": [float.hex(value.real), float.hex(value.imag)]}
-    if isinstance(value, (bytes, bytearray)):
-        return {"bytearray" if isinstance(value, bytearray) else "bytes": bytes(value).hex()}
-    if isinstance(value, (Decimal, Fraction)):
-        return {"decimal" if isinstance(value, Decimal) else "fraction": str(value)}
-    if isinstance(value, range):
-        return {"range": [hex(value.start), hex(value.stop), hex(value.step)]}
+    for kind, (write, _) in _SCALARS.items():
+        if isinstance(value, kind):
+            return {kind.__name__: write(value)}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return encode(value.tolist(), depth + 1)
-
-    def many(items: Any) -> list[Any]:
-        return [encode(item, depth + 1) for item in items]
-
     if isinstance(value, dict):
-        return {"dict": [many(pair) for pair in dict.items(value)]}
-    if isinstance(value, (list, deque, type({}.keys()), type({}.values()), type({}.items()))):
-        return many(value if not isinstance(value, list) else list.__iter__(value))
-    for kind in _PLAIN:
+        return {"dict": [[encode(item, depth + 1) for item in pair] for pair in dict.items(value)]}
+    for kind in _SEQUENCES:
         if isinstance(value, kind):
-            return {kind.__name__: many(kind.__iter__(value))}
+            return {_SEQUENCES[kind].__name__: [encode(item, depth + 1) for item in kind.__iter__(value)]}
     if hasattr(value, "__next__"):
-        return {"iterator": many(islice(value, _MOST_ITEMS))}
+        return {"iter": [encode(item, depth + 1) for item in islice(value, _MOST_ITEMS)]}
     raise TypeError(f"{type(value).__name__} is no plain data, and only that passes between tests and program")
 
 
 def decode(value: Any) -> Any:
     """The value of such JSON. Raises ``Gone`` for what ``encode`` does not say."""
-    if value is None or isinstance(value, (bool, int, str)):
+    if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, list):
-        return [decode(item) for item in value]
     try:
         ((kind, of),) = value.items()
-        if kind in _SEQUENCES:
-            return _SEQUENCES[kind]([decode(item) for item in of])
         if kind == "dict":
             return {decode(key): decode(item) for key, item in of}
-        if kind == "int":
-            return int(of, 16)
-        if kind == "float":
-            return float.fromhex(of)
-        if kind == "complex":
-            return complex(*map(float.fromhex, of))
-        if kind == "range":
-            return range(*(int(number, 16) for number in of))
-        if kind in ("bytes", "bytearray"):
-            return bytearray.fromhex(of) if kind == "bytearray" else bytes.fromhex(of)
-        return {"decimal": Decimal, "fraction": Fraction}[kind](of)
+        if kind in _MAKES:
+            return _MAKES[kind](decode(item) for item in of)
+        return _READS[kind](of)
     except (AttributeError, TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
         raise Gone(f"no value: {type(error).__name__}") from error
 

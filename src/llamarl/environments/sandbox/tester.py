@@ -62,12 +62,12 @@ def _change(arg: Any, now: Any) -> None:
 
 def _error(answer: dict[str, Any]) -> BaseException:
     """The built-in exception that the program raised, or the nearest one that its own derives from."""
-    names, args = answer["raised"], decode(answer.get("args"))
+    names, args = answer["raised"], answer.get("args")
     for name in names if isinstance(names, list) else []:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, BaseException):
             with contextlib.suppress(TypeError):  # a few want arguments of their own
-                return kind(*(args if isinstance(args, list) else []))
+                return kind(*map(decode, args if isinstance(args, list) else []))
     return Exception("the program raised")
 
 
