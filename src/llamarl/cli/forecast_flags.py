@@ -132,10 +132,15 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
         reward_s=reward_s,
         reference_model=getattr(args, "reference_model", False),
     )
+    if fit and work.model.name != fit.model:
+        pools = [(pools[0][0].with_efficiency(estimates=("generator_scale", "trainer_scale")), pools[0][1])]
     segments = pick(args.max_segments, config.generator.max_segments if config else None, 4)
+    options = options_of(args, segments)
+    if fit and not args.precision:
+        options = dataclasses.replace(options, precisions=(fit.precision,))  # no other was measured
     return Question(
         work=work,
-        options=options_of(args, segments),
+        options=options,
         pools=pools,
         model_path=model_path,
         recipe=recipe,

@@ -26,20 +26,15 @@ What is simulated:
   recipe.toml            the recipe's own layout by rooflines, on --hardware or on this machine; --section.key VALUE as in
                          llamarl train changes a setting
   a run's folder         the same with the constants, lengths and jitter that the run measured
-  --model, --devices     the best asynchronous plans, as llamarl plan finds them
   --durations 6,1,5      generator, reward and trainer always take these seconds (a fourth number: hand-over)"""
-
-_TOKENS_OF_A_TICK = 1000
-"""With --durations: decode steps of a tick where versions may change between them."""
 
 _EPILOG = """\
 examples:
   llamarl simulate --durations 6,5,5 --staleness 0,1,2
-  llamarl simulate --durations 6,1,4 --staleness 1,2 --weights exact,latest
   llamarl simulate tiny --staleness 0,1,2 --trainer.fsdp 2 --trace trace.json
   llamarl simulate runs/tiny --staleness 0,1,2
-  llamarl simulate --model Llama-3.1-70B --devices 256 --hardware h100 --response-tokens 4096:lognormal \\
-      --slow-replicas 0.05:1.5 --mtbf-hours 50000
+  llamarl simulate plan.toml --model Llama-3.1-70B --hardware h100 --response-tokens 4096:lognormal \\
+      --slow-replicas 0.05:1.5 --mtbf-hours 50000            plan.toml: of llamarl plan --recipe
 
 Response lengths as in llamarl plan --help. docs/forecast.md says what the model leaves out."""
 
@@ -52,23 +47,17 @@ def add_parser(subparsers: Any, full: bool = True) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run, takes_overrides=True, overrides=(), max_pipeline=1)
+    parser.set_defaults(run=run, takes_overrides=True, overrides=(), max_pipeline=1, precision=None)
     if not full:
         return
     parser.add_argument("source", nargs="?", type=shipped_or_path, help="recipe (its name or TOML file) or run folder")
     parser.add_argument("--durations", metavar="G,R,T[,SYNC]", help="seconds a tick of each role, always the same")
-    what = add_job(parser, "a recipe or run")
-    what.add_argument("--reward-sample", metavar="MEAN[:SIGMA[:WORKERS]]", help="more: seconds a sample, log-normal")
+    add_job(parser, "a recipe or run")
     add_devices(parser)
     how = parser.add_argument_group("the schedule")
-    how.add_argument("--staleness", help="max_staleness values (default: the recipe's or run's, else 1,2,4)")
-    how.add_argument("--weights", help="exact (default), latest, or exact,latest: which version makes a batch")
-    how.add_argument(
-        "--kv-on-update", choices=("recompute", "keep"), help="what latest does with the cache at a new version"
-    )
+    how.add_argument("--staleness", help="max_staleness values (default: the recipe's or run's)")
     how.add_argument("--max-segments", type=int, help="versions a response may span; 1: no partial rollouts")
     how.add_argument("--oversubscription", type=float, help="active groups in units of a step's, 1 to max-segments")
-    how.add_argument("--precision", help="generator precisions a plan may use, e.g. bf16,fp8")
     how.add_argument("--ticks", type=int, help="trainer ticks (default 100)")
     how.add_argument("--seed", type=int, help="of lengths, jitter and failures (default: the recipe's, else 0)")
     vary = parser.add_argument_group("what varies besides lengths")
@@ -96,15 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.forecast.simulate import simulate
 
     found, hardware, notes = _scenarios(args)
-    scenarios = [
-        _with_weights(_varied(scenario, args), weights, args)
-        for scenario in found
-        for weights in _policies(args, scenario)
-    ]
-    if args.kv_on_update and not any(scenario.weights == "latest" for scenario in scenarios):
-        raise PlanError(
-            f"--kv-on-update {args.kv_on_update}: with exact weights no version changes inside a tick: add --weights latest"
-        )
+    scenarios = [_varied(scenario, args) for scenario in found]
     results = [simulate(scenario) for scenario in scenarios]
     if args.trace:
         save_trace(results, args.trace)
@@ -123,43 +104,24 @@ def _scenarios(args: argparse.Namespace) -> tuple[list[Scenario], Hardware | Non
     """What is simulated at each staleness, the hardware that its times rest on, and what to say of it."""
     if args.durations:
         return _from_durations(args), None, []
-    if not (args.source or args.model):
-        raise PlanError("nothing to simulate: give a recipe, a run folder, --durations or --model")
-    from llamarl.forecast.scenario import scenario_from_plan, scenario_from_recipe
-    from llamarl.forecast.search import asynchronous, split_candidates
+    from llamarl.forecast.scenario import scenario_from_recipe
 
-    args.overrides = list(args.overrides)
+    because = "a recipe or run says its own: change it with --section.key VALUE"
+    refuse_flags(args, "--devices", because=because)
+    if not args.source:
+        raise PlanError("nothing to simulate: give a recipe, a run folder or --durations")
     question = ask(args, _schedule_overrides(args))
-    ((hardware, devices),) = question.pools
-    work, config = question.work, question.config
-    if config is not None:
-        refuse_flags(
-            args, "--devices", because="a recipe or run says its own layout: change it with --section.key VALUE"
+    ((hardware, _),) = question.pools
+    config = question.config
+    if config is None:
+        raise PlanError(
+            "nothing to simulate: give a recipe, a run folder or --durations (llamarl plan --recipe writes one)"
         )
-        refuse_flags(args, "--precision", because="say it with --generator.quantization")
-        levels = staleness_levels(args.staleness or str(config.schedule.max_staleness))
-        schedules = [dataclasses.replace(config.schedule, max_staleness=level) for level in levels]
-        return (
-            [
-                scenario_from_recipe(
-                    dataclasses.replace(config, schedule=schedule), work, hardware, question.threads, question.fit
-                )
-                for schedule in schedules
-            ],
-            hardware,
-            question.notes,
-        )
-    if args.overrides:
-        raise PlanError(f"{args.overrides[0]}: only a recipe or a run has settings to change: name one")
-    options = question.options
-    if args.max_segments is None:
-        options = dataclasses.replace(options, max_segments=1, oversubscription=1.0)
-    if args.oversubscription is not None:
-        options = dataclasses.replace(options, oversubscription=args.oversubscription)
-    candidates = split_candidates(hardware, work, options, devices)
-    levels = [level for level in staleness_levels(args.staleness or "1,2,4") if level]
-    plans = [asynchronous(hardware, work, options, devices, level, candidates) for level in levels]
-    return [scenario_from_plan(plan, work, options.oversubscription) for plan in plans], hardware, question.notes
+    levels = staleness_levels(args.staleness or str(config.schedule.max_staleness))
+    schedules = [dataclasses.replace(config.schedule, max_staleness=level) for level in levels]
+    changed = [dataclasses.replace(config, schedule=schedule) for schedule in schedules]
+    found = [scenario_from_recipe(one, question.work, hardware, question.threads, question.fit) for one in changed]
+    return found, hardware, question.notes
 
 
 def _schedule_overrides(args: argparse.Namespace) -> list[str]:
@@ -181,7 +143,7 @@ def _from_durations(args: argparse.Namespace) -> list[Scenario]:
     if args.source or args.model:
         raise PlanError("--durations stands alone: leave the recipe or --model out")
     refuse_flags(
-        args, "--prompts", "--group-size", "--prompt-tokens", "--response-tokens", "--reward-s", "--hardware", "--devices", "--precision",
+        args, "--prompts", "--group-size", "--prompt-tokens", "--response-tokens", "--reward-s", "--hardware", "--devices",
         "--max-segments", "--oversubscription", "--fit", because="--durations says what every tick takes",
     )  # fmt: skip
     try:
@@ -191,28 +153,10 @@ def _from_durations(args: argparse.Namespace) -> list[Scenario]:
     if len(values) not in (3, 4):
         raise PlanError(f"--durations {args.durations!r}: expected G,R,T or G,R,T,SYNC in seconds, for example 6,1,5")
     generator, reward, trainer, sync = (*values, 0.0)[:4]
-    tokens = _TOKENS_OF_A_TICK if "latest" in (args.weights or "") else 1
     return [
-        durations_scenario(
-            generator_s=generator, reward_s=reward, trainer_s=trainer, sync_s=sync, max_staleness=level, tokens=tokens
-        )
+        durations_scenario(generator_s=generator, reward_s=reward, trainer_s=trainer, sync_s=sync, max_staleness=level)
         for level in staleness_levels(args.staleness or "0,1,2,4")
     ]
-
-
-def _policies(args: argparse.Namespace, scenario: Scenario) -> list[str]:
-    policies = args.weights.split(",") if args.weights else [scenario.weights]
-    if unknown := [policy for policy in policies if policy not in ("exact", "latest")]:
-        raise PlanError(
-            f"--weights {args.weights!r}: expected exact, latest, or both joined by a comma, got {unknown[0]!r}"
-        )
-    return policies
-
-
-def _with_weights(scenario: Scenario, weights: str, args: argparse.Namespace) -> Scenario:
-    kv = args.kv_on_update or scenario.kv_on_update
-    changes: dict[str, Any] = {"weights": weights, "kv_on_update": kv if weights == "latest" else "recompute"}
-    return dataclasses.replace(scenario, **changes)
 
 
 def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:
@@ -224,7 +168,6 @@ def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:
     share, factor = _numbers(args.slow_replicas, "--slow-replicas", ":", slow, least=2)
     jitters = (own.generator_jitter, own.trainer_jitter) if args.jitter is None else (0.0, 0.0)
     generator_jitter, trainer_jitter = _numbers(args.jitter, "--jitter", ",", jitters, least=1)
-    sample_s, sigma, workers = _numbers(args.reward_sample, "--reward-sample", ":", (0.0, 0.0, 1.0), least=1)
     changes: dict[str, Any] = {
         "seed": scenario.seed if args.seed is None else args.seed,
         "variation": Variation(
@@ -235,10 +178,6 @@ def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:
     if args.mtbf_hours is not None:
         changes["failures"] = Failures(
             device_mtbf_hours=args.mtbf_hours, restart_s=args.restart_s, checkpoint_every=args.checkpoint_every
-        )
-    if args.reward_sample:
-        changes["reward"] = dataclasses.replace(
-            scenario.reward, sample_s=sample_s, sample_sigma=sigma, workers=int(workers)
         )
     return dataclasses.replace(scenario, **changes)
 

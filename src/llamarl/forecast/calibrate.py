@@ -47,6 +47,9 @@ Rows = npt.NDArray[np.float64]
 class Fit:
     """What a run measured."""
 
+    model: str
+    precision: str
+    """Of the generator."""
     hardware: Hardware
     """With the four constants, and no estimate left among those that its own job rests on."""
     lengths: Lengths
@@ -136,17 +139,16 @@ def fit_run(config: RunConfig, folder: Path, hardware: Hardware, threads: Mappin
     train = np.array([(token_s * count + time.optimizer_s, 1.0) for count in tokens])
     generated = np.array([tick.generator_s for tick in ticks])
     trained = np.array([_alone_s(tick, hardware, threads, config) for tick in ticks])
-    g, t = non_negative_line(decode, generated), non_negative_line(train, trained)
+    g, t = _scale_and_rest(decode, generated), _scale_and_rest(train, trained)
     device = replace(
         hardware.device, title=f"{hardware.device.title}, fitted to {folder} ({len(ticks)} ticks)", assumed=False
     )
     fitted = replace(hardware, device=device).with_efficiency(
-        generator_scale=g[0],
-        decode_step_overhead_s=g[1],
-        trainer_scale=t[0],
-        train_step_overhead_s=t[1],
+        generator_scale=g[0], decode_step_overhead_s=g[1], trainer_scale=t[0], train_step_overhead_s=t[1]
     )
     return Fit(
+        model=model.name,
+        precision=layout.precision,
         hardware=replace(fitted, efficiency=replace(fitted.efficiency, estimates=())),
         lengths=lengths,
         prompt_tokens=prompt_tokens,
@@ -195,6 +197,17 @@ def _alone_s(tick: _Tick, hardware: Hardware, threads: Mapping[str, int], config
         return tick.trainer_s
     beside = min(tick.trainer_s, tick.generator_s)
     return (left * beside + own * (tick.trainer_s - beside)) / own
+
+
+def _scale_and_rest(rows: Rows, seconds: Rows) -> list[float]:
+    """The line; where ticks are too much alike to tell work from rest, all of their time counts as growing with the work, which
+    is the safer half of a guess for larger jobs."""
+    line, alone = non_negative_line(rows, seconds), [float(np.median(seconds / rows[:, 0])), 0.0]
+
+    def error(found: list[float]) -> float:
+        return float(((rows @ np.array(found) / seconds - 1.0) ** 2).sum())
+
+    return line if line[0] > 0.0 and error(line) < error(alone) / 2.0 else alone
 
 
 def non_negative_line(rows: Rows, seconds: Rows) -> list[float]:

@@ -17,15 +17,7 @@ import numpy.typing as npt
 from llamarl.errors import FileError, PlanError
 from llamarl.reading import parse_json, read_lines, user_path
 
-__all__ = [
-    "Lengths",
-    "constant",
-    "empirical",
-    "lognormal",
-    "parse_lengths",
-    "pareto",
-    "read_lengths",
-]
+__all__ = ["Lengths", "constant", "empirical", "lognormal", "parse_lengths", "pareto", "read_lengths"]
 
 _MAX_LIMIT = 1_048_576
 _KINDS = ("constant", "lognormal", "pareto")
@@ -176,33 +168,20 @@ def read_lengths(path: Path) -> Lengths:
 
 
 def _lengths_of_line(line: str, where: str) -> list[int]:
+    """Of a whole number, or of a sample of a run: a list of tokens, or their count."""
     try:
         value = parse_json(line, where, big_integers=True, lone_surrogates=True)
     except FileError:
         value = None  # as wrong as any other text
+    if isinstance(value, Mapping):
+        named = (value.get(key) for key in ("response_tokens", "response_length", "num_tokens", "tokens"))
+        value = next((len(found) if isinstance(found, list) else found for found in named if found is not None), None)
     if isinstance(value, int) and not isinstance(value, bool):
         return [value]
-    if isinstance(value, Mapping):
-        nested = value.get("responses")
-        records = nested if isinstance(nested, list) else [value]
-        lengths = [_length_of_record(record) for record in records if isinstance(record, Mapping)]
-        known = [length for length in lengths if length is not None]
-        if known:
-            return known
     raise PlanError(
-        f"response lengths: {where}: expected a whole number or an object with response_tokens, "
-        f"response_length, num_tokens or tokens, got {line[:60]!r}"
+        f"response lengths: {where}: expected a whole number or an object with response_tokens, response_length, num_tokens or "
+        f"tokens, got {line[:60]!r}"
     )
-
-
-def _length_of_record(record: Mapping[str, object]) -> int | None:
-    for key in ("response_tokens", "response_length", "num_tokens", "tokens"):
-        value = record.get(key)
-        if isinstance(value, list):
-            return len(value)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
 
 
 def parse_lengths(text: str) -> Lengths:

@@ -2,7 +2,7 @@
 
     generator   weights, the peak of the cache over a tick, the buffers of a step (T rows, N sequences sampled for):
                   MLP of a prefill  T (4 H + 2 D + 4 I / tp)   |  attention of a decode  the wave's cache of a layer
-                  draws             2 N V / tp in float32      |  attention of a long prompt's later steps
+                  draws             2 N V / tp in float32
     trainer     16 bytes a parameter of state, and the fullest moment of the fullest pipeline stage:
                   forward of the output layer    kept activations + two chunks of logits
                   backward of the output layer   kept activations + a chunk of logits + the layer's gradient
@@ -40,8 +40,6 @@ _LOGIT_ROWS = 512.0
 """Tokens whose logits the trainer holds at once: the default of ``trainer.logprob_chunk_tokens``."""
 _MAX_BATCH_TOKENS = 2048
 """``generator.engine.max_batch_tokens`` where a recipe does not say."""
-_MOST_SCORES = 1 << 25
-"""Of one call of attention with a mask (``models/paged_attention.py``)."""
 _PADDED = 1.1
 """Rows of a batch of decodes over what they hold: sequences share one where that is at most 1.25."""
 
@@ -66,24 +64,8 @@ def generator_memory(
     prefill = rows * width * (4 * model.hidden + 2 * model.head_dim + 4 * model.intermediate / layout.tp)
     decode = _PADDED * cache / model.layers + sampled * width * 4 * model.hidden
     draws = rows * width * model.hidden + 8.0 * sampled * model.vocab / layout.tp
-    longest = demand.prompt_tokens + (demand.lengths.limit if demand.partial else 0)
-    workspace = max(prefill, _prefill_attention(hardware, model, layout, longest), decode, draws)
-    return {"weights": weight_bytes(hardware, model, layout), "kv_cache": cache, "workspace": workspace}
-
-
-def _prefill_attention(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, longest: float) -> float:
-    """Bytes of a later step of a long prompt, inside a layer's attention; 0 for a prompt of one step, which masks nothing."""
-    if longest <= _MAX_BATCH_TOKENS:
-        return 0.0
-    width, heads = hardware.device.activation_bytes, model.heads / layout.tp
-    kv = model.kv_values_per_token / min(layout.tp, model.kv_shards)
-    past = longest * kv * width
-    score = 1.0  # what may be seen, yes or no
-    if not hardware.is_cpu:  # a GPU's kernel takes numbers, and as many key-value heads as there are others
-        score += width
-        past += longest * 2 * heads * model.head_dim * width * (model.heads != model.kv_heads)
-    scores = min(_MAX_BATCH_TOKENS * longest, _MOST_SCORES)
-    return past + score * scores + _MAX_BATCH_TOKENS * width * (2 * model.hidden + 2 * heads * model.head_dim + kv)
+    workspace = {"weights": weight_bytes(hardware, model, layout), "kv_cache": cache}
+    return {**workspace, "workspace": max(prefill, decode, draws)}
 
 
 # -- the trainer ------------------------------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from llamarl.algorithms.config import CRITIC_ADVANTAGES
 from llamarl.config import RunConfig, known_keys, validate
@@ -33,6 +34,7 @@ def left_out(config: RunConfig) -> list[str]:
         "the reward model": config.reward_model.path,
         "the judge": config.judge.path,
         "the critic": config.algorithm.advantage in CRITIC_ADVANTAGES,
+        'versions that arrive inside a tick (schedule.weights = "latest")': config.schedule.weights == "latest",
     }
     return [name for name, asked in wanted.items() if asked]
 
@@ -255,34 +257,10 @@ def _recipe_text(settings: Mapping[str, Any], known: Collection[str], header: st
         known: Dotted keys that a recipe may hold.
         header: First lines, without ``#``.
     """
+
+    def kept(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        own = {k: kept(f"{section}.{k}", v) if isinstance(v, Mapping) else v for k, v in values.items()}
+        return {k: v for k, v in own.items() if isinstance(v, dict) or f"{section}.{k}" in known or section in known}
+
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
-
-    def write(section: str, values: Mapping[str, Any]) -> None:
-        own = {k: v for k, v in values.items() if not isinstance(v, Mapping) and not _are_tables(v)}
-        own = {k: v for k, v in own.items() if f"{section}.{k}" in known or section in known}
-        if own:
-            lines.extend(["", f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in own.items())])
-        for key, value in values.items():
-            if isinstance(value, Mapping):
-                write(f"{section}.{key}", value)
-            elif _are_tables(value):
-                for table in value:
-                    lines.extend(["", f"[[{section}.{key}]]", *(f"{k} = {_toml(v)}" for k, v in table.items())])
-
-    for section, values in settings.items():
-        write(section, values)
-    return "\n".join(lines) + "\n"
-
-
-def _are_tables(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, Mapping) for one in value)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    return "\n".join([*lines, "", tomli_w.dumps({key: kept(key, values) for key, values in settings.items()})])

@@ -20,6 +20,7 @@ __all__ = ["plan_title", "plan_to_dict", "plans_text", "result_to_dict", "result
 
 _GUESSED = "~ guessed: the rates of this machine are assumed, times may be wrong several times over; a finished run measures it: llamarl plan RUN"
 _ESTIMATED = "~ estimated: rates are the maker's times published efficiencies; no time here was measured with llamarl"
+_EXTRAPOLATED = "~ extrapolated: the constants are fitted to a run of another model on this machine"
 _FITTED = "forecast from constants fitted to a run of this machine; no time here was itself measured"
 
 
@@ -30,6 +31,8 @@ def _is_estimated(hardware: Hardware) -> bool:
 def _legend(hardware: Hardware) -> str:
     if hardware.device.assumed:
         return _GUESSED
+    if "generator_scale" in hardware.efficiency.estimates:
+        return _EXTRAPOLATED
     return _ESTIMATED if hardware.efficiency.estimates else _FITTED
 
 
@@ -120,7 +123,7 @@ def plans_text(plans: Sequence[Plan], chosen: Plan, work: Workload, kinds: str =
     lines += [*_table(rows), "", *_details(chosen, work, estimated)]
     if best := [plan.step_s for plan in plans if plan.colocated and plan is not chosen]:
         lines.append(f"  gain       {mark}{min(best) / chosen.step_s:.2f} times as fast as in turns")
-    if estimated and not hardware.is_cpu:
+    if _legend(hardware) is _ESTIMATED:
         lines += _rests_on(chosen, work)
     return "\n".join(lines)
 
@@ -250,8 +253,6 @@ def policy_title(result: SimulationResult) -> str:
     """One name a schedule."""
     s = result.scenario
     title = "synchronous" if s.max_staleness == 0 else f"staleness {s.max_staleness}"
-    if s.weights == "latest":
-        title += f", latest ({s.kv_on_update})"
     return title + (f", partial x{s.oversubscription:g} in {s.max_segments}" if s.max_segments > 1 else "")
 
 
@@ -269,17 +270,14 @@ def results_text(results: Sequence[SimulationResult], legend: str) -> str:
         f"{plural(s.replicas, 'generator replica')}; {s.generator_devices}+{s.trainer_devices} devices; {plural(s.num_ticks, 'tick')}",
         "",
     ]
-    planned = any(r.scenario.planned_step_s for r in results)
     failed = any(r.scenario.failures for r in results)
-    head = ["policy", "step", "theory", "step/theory", *(["planned"] if planned else []), "generate", "reward", "train"]
+    head = ["policy", "step", "theory", "step/theory", "generate", "reward", "train"]
     head += ["idle gen", "idle replicas", "idle train", "tokens/s", *(["failures", "lost"] if failed else [])]
     rows = [head]
     for r in results:
         known = {"estimated": r.scenario.estimated}
         row = [policy_title(r), seconds_text(r.step_s, **known), seconds_text(r.theory_s, **known)]
         row.append(f"{r.step_s / r.theory_s:.3f}" if r.theory_s else "-")
-        if planned:
-            row.append(seconds_text(r.scenario.planned_step_s or 0.0, **known))
         row += [seconds_text(r.role_s[role], **known) for role in _ROLES]
         mark = "~" if r.scenario.estimated else ""
         row += [f"{mark}{share:.0%}" for share in (r.idle["generator"], r.replica_idle, r.idle["trainer"])]
@@ -288,8 +286,7 @@ def results_text(results: Sequence[SimulationResult], legend: str) -> str:
         )
     lines += _table(rows)
     for r in results:
-        theory = "" if r.staleness_theory is None else f", theory {r.staleness_theory:.2f}"
-        lines += ["", f"staleness of trained tokens, {policy_title(r)} (mean {r.staleness_mean:.2f} versions{theory})"]
+        lines += ["", f"staleness of trained tokens, {policy_title(r)} (mean {r.staleness_mean:.2f} versions)"]
         total = sum(r.staleness.values())
         for lag, tokens in r.staleness.items():
             lines.append(f"  {lag:>3}  {tokens / total:6.1%}  {'#' * round(_BAR * tokens / total)}".rstrip())
@@ -307,11 +304,11 @@ def result_to_dict(result: SimulationResult) -> dict[str, Any]:
     """Plain values, JSON-ready. Times in seconds."""
     s = result.scenario
     plain = (
-        "title", "prompts_per_step", "group_size", "max_staleness", "weights", "kv_on_update", "max_segments", "oversubscription",
-        "replicas", "num_ticks", "seed", "planned_step_s", "estimated",
+        "title", "prompts_per_step", "group_size", "max_staleness", "max_segments", "oversubscription",
+        "replicas", "num_ticks", "seed", "estimated",
     )  # fmt: skip
     measured = (
-        "first_steady_tick", "step_s", "theory_s", "replica_idle", "device_idle", "tokens_per_s", "staleness_mean", "staleness_theory",
+        "first_steady_tick", "step_s", "theory_s", "replica_idle", "device_idle", "tokens_per_s", "staleness_mean",
         "num_failures", "lost_share", "total_s",
     )  # fmt: skip
     return {

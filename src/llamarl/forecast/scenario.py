@@ -1,5 +1,5 @@
-"""What is simulated: a schedule, the sizes of a tick, and what everything costs. One frozen value, made from a plan, a recipe, a
-finished run or plain durations.
+"""What is simulated: a schedule, the sizes of a tick, and what everything costs. One frozen value, made from a recipe, a finished run
+or plain durations.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +23,18 @@ from llamarl.forecast.costs import GeneratorLayout, decode_step_s, prefill_s, we
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths, constant
 from llamarl.forecast.model import ModelSpec
-from llamarl.forecast.search import Plan, Workload, beside_s, trainer_demand
+from llamarl.forecast.search import Workload, beside_s, trainer_demand
 from llamarl.forecast.ticks import GeneratorDemand, TrainerTime, generator_tick_s, trainer_tick
 
 __all__ = [
     "Failures",
     "FixedGeneratorCost",
     "GeneratorCost",
-    "RewardCost",
     "RooflineGeneratorCost",
     "Scenario",
     "TrainerCost",
     "Variation",
     "durations_scenario",
-    "scenario_from_plan",
     "scenario_from_recipe",
 ]
 
@@ -120,33 +118,6 @@ class TrainerCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardCost:
-    """Judging a batch."""
-
-    tick_s: float = 0.0
-    sample_s: float = 0.0
-    """Mean time of one sample's reward, log-normal."""
-    sample_sigma: float = 0.0
-    """Standard deviation of its logarithm; 0: all take as long."""
-    workers: int = 1
-    """Samples judged at once."""
-
-    def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise PlanError(f"reward workers must be at least 1, got {self.workers}")
-
-    def batch_s(self, samples: int, rng: np.random.Generator) -> float:
-        """The pool's share of the sum, but never less than the slowest sample (greedy scheduling is at most their sum)."""
-        if self.sample_s == 0.0:
-            return self.tick_s
-        if self.sample_sigma == 0.0:
-            return self.tick_s + self.sample_s * math.ceil(samples / self.workers)
-        mu = math.log(self.sample_s) - self.sample_sigma**2 / 2.0
-        each = rng.lognormal(mu, self.sample_sigma, samples)
-        return self.tick_s + max(float(each.sum()) / self.workers, float(each.max()))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Variation:
     """What differs between replicas and from tick to tick, besides lengths."""
 
@@ -209,13 +180,10 @@ class Scenario:
     lengths: Lengths
     generator: GeneratorCost
     trainer: TrainerCost
-    reward: RewardCost = field(default_factory=RewardCost)
+    reward_s: float = 0.0
+    """Of judging a tick."""
     prompt_tokens: int = 1
     max_staleness: int = 1
-    weights: Literal["exact", "latest"] = "exact"
-    """As ``schedule.weights``."""
-    kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """As ``generator.kv_on_update``; only ``latest`` simulates "keep"."""
     max_segments: int = 1
     oversubscription: float = 1.0
     replicas: int = 1
@@ -231,8 +199,6 @@ class Scenario:
     failures: Failures | None = None
     num_ticks: int = 100
     seed: int = 0
-    planned_step_s: float | None = None
-    """The plan's forecast, to be shown beside the simulated step."""
     estimated: bool = True
     """Times rest on constants that nobody measured."""
 
@@ -244,8 +210,6 @@ class Scenario:
         for name in ("weights_latency_s", "weights_load_s"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"{name} must be >= 0 seconds, got {getattr(self, name)}")
-        if self.weights == "exact" and self.kv_on_update == "keep":
-            raise PlanError('kv_on_update "keep" is simulated with weights "latest" only')
         _ = self.config  # a schedule that no run could have is refused by the run's own checks
 
     @property
@@ -261,11 +225,9 @@ class Scenario:
                 "schedule": {
                     "prompts_per_step": self.prompts_per_step,
                     "max_staleness": self.max_staleness,
-                    "weights": self.weights,
                 },
                 "generator": {
                     "group_size": self.group_size,
-                    "kv_on_update": self.kv_on_update,
                     "max_segments": self.max_segments,
                     "oversubscription": float(self.oversubscription),
                     "dp": self.replicas,
@@ -305,13 +267,9 @@ def durations_scenario(
     trainer_s: float,
     sync_s: float = 0.0,
     max_staleness: int = 1,
-    tokens: int = 1,
     **changes: Any,
 ) -> Scenario:
-    """Executors whose ticks always last the same: one sequence, in ``tokens`` decode steps of together ``generator_s``.
-
-    Under ``weights = "latest"`` versions change between decode steps, so there should be many of them.
-    """
+    """Executors whose ticks always last the same: one sequence of one token."""
     for name, value in (("generator", generator_s), ("reward", reward_s), ("trainer", trainer_s), ("sync", sync_s)):
         if not 0.0 <= value < math.inf:
             raise PlanError(f"{name}: a duration must be >= 0 seconds, got {value}")
@@ -319,50 +277,13 @@ def durations_scenario(
         title=f"{generator_s:g} s, {reward_s:g} s, {trainer_s:g} s, hand-over {sync_s:g} s",
         prompts_per_step=1,
         group_size=1,
-        lengths=constant(tokens),
-        generator=FixedGeneratorCost(step_s=generator_s / tokens),
+        lengths=constant(1),
+        generator=FixedGeneratorCost(step_s=generator_s),
         trainer=TrainerCost(tick_s=trainer_s),
-        reward=RewardCost(tick_s=reward_s),
+        reward_s=reward_s,
         weights_latency_s=sync_s,
         max_staleness=max_staleness,
         estimated=False,
-    )
-    return dataclasses.replace(scenario, **changes)
-
-
-def scenario_from_plan(plan: Plan, work: Workload, oversubscription: float, **changes: Any) -> Scenario:
-    """The plan's layout, concurrency and rooflines, with lengths drawn for each response.
-
-    Simulated replicas get as many prompts each: where the plan deals some of them one more than others, all get as many as those,
-    and the trainer takes its time for the planned ones.
-
-    Raises:
-        PlanError: The plan shares devices between roles, which no graph of executors describes, or has several kinds of them.
-    """
-    if plan.colocated or len(plan.generators) > 1:
-        raise PlanError("only plans whose roles have devices of their own, of one kind, are simulated")
-    g, t = plan.generator, plan.trainer
-    prompts = g.replicas * g.demand.sequences // work.group_size
-    more = "" if g.is_even else f" ({prompts} prompts a tick, as many for each replica, for {work.prompts_per_step})"
-    scenario = Scenario(
-        title=f"{work.model.name}, {plan.devices} x {plan.hardware.device.title}{more}",
-        prompts_per_step=prompts,
-        group_size=work.group_size,
-        lengths=work.response,
-        prompt_tokens=work.prompt_tokens,
-        generator=RooflineGeneratorCost(hardware=g.hardware, model=work.model, layout=g.layout),
-        trainer=TrainerCost.of(t.time, prompts * work.group_size * (work.prompt_tokens + work.response.mean)),
-        reward=RewardCost(tick_s=work.reward_s),
-        max_staleness=plan.max_staleness,
-        max_segments=g.demand.max_segments,
-        oversubscription=oversubscription if g.demand.partial else 1.0,
-        replicas=g.replicas,
-        slots=g.demand.slots,
-        generator_devices=plan.generator_devices,
-        trainer_devices=plan.trainer_devices,
-        weights_load_s=plan.sync_s,  # as the plan counts it: in the generator's tick
-        planned_step_s=plan.step_s,
-        estimated=bool(plan.hardware.device.assumed or plan.hardware.efficiency.estimates),
     )
     return dataclasses.replace(scenario, **changes)
 
@@ -425,10 +346,8 @@ def scenario_from_recipe(
         prompt_tokens=work.prompt_tokens,
         generator=RooflineGeneratorCost(hardware=of_generator, model=work.model, layout=layout),
         trainer=cost,
-        reward=RewardCost(tick_s=work.reward_s),
+        reward_s=work.reward_s,
         max_staleness=config.schedule.max_staleness,
-        weights=config.schedule.weights,
-        kv_on_update=g.kv_on_update if config.schedule.weights == "latest" else "recompute",
         max_segments=g.max_segments,
         oversubscription=g.oversubscription,
         replicas=own.dp,

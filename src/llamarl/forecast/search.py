@@ -26,12 +26,7 @@ from llamarl.forecast.costs import GeneratorLayout, turns_s, weight_bytes, weigh
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.memory import MARGIN, fits, generator_memory, trainer_memory
-from llamarl.forecast.model import (
-    ModelSpec,
-    context_parallel_sizes,
-    expert_parallel_sizes,
-    tensor_parallel_sizes,
-)
+from llamarl.forecast.model import ModelSpec, context_parallel_sizes, expert_parallel_sizes, tensor_parallel_sizes
 from llamarl.forecast.step_time import max_cycle_mean, reinforcement_learning_graph
 from llamarl.forecast.ticks import (
     GeneratorDemand,
@@ -364,13 +359,10 @@ def trainer_choices(hardware: Hardware, work: Workload, options: Options, device
                 # Ranks beyond the fewest that leave nobody a larger share only hold smaller shards, and hand over less each.
                 fewest = math.ceil(work.prompts_per_step / math.ceil(work.prompts_per_step / most)) if most else 0
                 found = False
-                for ranks in sorted({fewest, most} - {0}):
-                    shards = {ranks, *(f for f in (1, 8, 64, node // tp) if 0 < f < ranks and ranks % f == 0)}
-                    for fsdp, recompute, share in product(sorted(shards), (False, True), sharing):
+                for fsdp in sorted({fewest, most} - {0}):
+                    for recompute, share in product((False, True), sharing):
                         for ep in expert_parallel_sizes(model, tp, fsdp * cp):
-                            layout = TrainerLayout(
-                                tp, pp, fsdp, ranks // fsdp, 1, recompute, cp=cp, ep=ep, share_prompts=share
-                            )
+                            layout = TrainerLayout(tp, pp, fsdp, 1, 1, recompute, cp=cp, ep=ep, share_prompts=share)
                             for choice in _micro_batches(hardware, model, demand, layout):
                                 found = True
                                 yield choice

@@ -20,7 +20,7 @@ from llamarl.controller.controller import run_graph
 from llamarl.errors import ExecutorFailed, PlanError
 from llamarl.forecast.costed import STALENESS_METRIC
 from llamarl.forecast.scenario import Failures, Scenario
-from llamarl.forecast.step_time import closed_form_period, mean_staleness
+from llamarl.forecast.step_time import closed_form_period
 from llamarl.forecast.virtual_clock import Snapshots, VirtualClockRuntime
 from llamarl.observability.trace import idle_share
 from llamarl.runtime.base import Report
@@ -60,9 +60,6 @@ class SimulationResult:
     """Trained response tokens by time."""
     staleness: Mapping[int, int]
     """Staleness in versions -> trained response tokens, over the whole run."""
-    staleness_theory: float | None
-    """Mean staleness that theory gives from the roles' mean durations; None where it gives none (partial rollouts, and under the
-    latest weights lengths that differ)."""
     num_failures: int
     lost_share: float
     """Share of the run's time that failures cost: from the last tick that was kept to the end of the restart."""
@@ -218,13 +215,6 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
     trained = sum(report.metrics["tokens/trained"] for report in steady["trainer"])
     around = {**{f"{role}_s": seconds for role, seconds in role_s.items()}, "sync_s": scenario.weights_latency_s}
     theory_s = closed_form_period(**around, max_staleness=scenario.max_staleness)
-    staleness_theory: float | None = None
-    if scenario.oversubscription == 1.0 and scenario.failures is None:
-        staleness_theory = float(scenario.max_staleness)
-        if scenario.weights == "latest" and scenario.lengths.mean != scenario.lengths.limit:
-            staleness_theory = None  # theory takes tokens to come at one rate, and a batch drains
-        elif scenario.weights == "latest":
-            staleness_theory = mean_staleness(**around, max_staleness=scenario.max_staleness)
     return SimulationResult(
         scenario=scenario,
         reports=tuple(reports),
@@ -238,7 +228,6 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
         / scenario.devices,
         tokens_per_s=trained / (finish - start) if finish > start else 0.0,
         staleness=dict(sorted(staleness.items())),
-        staleness_theory=staleness_theory,
         num_failures=num_failures,
         lost_share=lost_s / total_s if total_s else 0.0,
         total_s=total_s,

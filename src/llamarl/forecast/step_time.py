@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from llamarl.errors import GraphError
 
-__all__ = ["Edge", "Period", "closed_form_period", "max_cycle_mean", "mean_staleness", "reinforcement_learning_graph"]
+__all__ = ["Edge", "Period", "closed_form_period", "max_cycle_mean", "reinforcement_learning_graph"]
 
 
 @dataclass(frozen=True)
@@ -137,17 +137,3 @@ def closed_form_period(
     """What ``max_cycle_mean`` gives for ``reinforcement_learning_graph``, in one line."""
     around = (generator_s + reward_s + trainer_s + sync_s) / (max_staleness + 1)
     return max(generator_s, reward_s, trainer_s, around)
-
-
-def mean_staleness(
-    *, generator_s: float, reward_s: float, trainer_s: float, sync_s: float, max_staleness: int
-) -> float:
-    """Mean staleness of a token in the steady state, if all durations are constant and tokens come at a constant rate.
-
-    Where the generator sets the period, version v comes ``reward + trainer + sync`` after the end of batch v - 1, so a token
-    sampled x seconds into a tick is ``ceil((reward + trainer + sync - x) / generator)`` versions old; the mean over x is the
-    quotient. Elsewhere the generator waits at the start of each tick for the oldest version it may take, and takes that.
-    """
-    others = reward_s + trainer_s + sync_s
-    bound = max(generator_s, reward_s, trainer_s, (generator_s + others) / (max_staleness + 1))
-    return others / generator_s if bound <= generator_s * (1 + 1e-9) else float(max_staleness)

@@ -150,22 +150,7 @@ def _whole_batch(lengths: Lengths, count: int, slots: int, total: int) -> tuple[
     slots = min(slots, count)
     start = slot_starts(values, slots)
     runs = constant_batches(values, start, np.zeros_like(start), np.array([math.inf]), slots)
-    return *_merged(runs.steps, runs.active, runs.written), float(runs.held.max())
-
-
-_RUNS = 64
-
-
-def _merged(steps: Floats, active: Floats, written: Floats) -> tuple[Floats, Floats, Floats]:
-    """Neighbouring runs joined to at most ``_RUNS``, step-weighted: step time is near linear inside one."""
-    if len(steps) <= _RUNS:
-        return steps.astype(np.float64), active.astype(np.float64), written.astype(np.float64)
-    bins = np.minimum((np.cumsum(steps) / steps.sum() * _RUNS).astype(int), _RUNS - 1)
-    joined = np.bincount(bins, steps, _RUNS).astype(np.float64)
-    keep = joined > 0
-    mean = np.bincount(bins, steps * active, _RUNS)[keep] / joined[keep]
-    tokens = np.bincount(bins, steps * active * written, _RUNS)[keep] / joined[keep]
-    return joined[keep], mean, tokens / mean
+    return runs.steps, runs.active, runs.written, float(runs.held.max())
 
 
 _SAMPLES = 1536

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from llamarl.channels.base import ChannelSpec
 from llamarl.errors import DeadlineExceeded, ExecutorFailed
@@ -20,7 +20,7 @@ from llamarl.executors.base import ExecutorContext, ExecutorSpec
 from llamarl.import_path import resolve
 from llamarl.runtime.base import News, Order, Report, SetupReport
 
-__all__ = ["RevisingExecutor", "Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
+__all__ = ["Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
 
 Snapshots = dict[tuple[Path, str], Any]
 """(folder, executor) -> state. A virtual checkpoint lies in memory; its folder is only a name."""
@@ -53,15 +53,6 @@ class VirtualExecutor(Protocol):
         ...
 
     def load(self, state: Any) -> None: ...
-
-
-@runtime_checkable
-class RevisingExecutor(VirtualExecutor, Protocol):
-    """One with a ``latest`` in-channel. Its ``step`` gets the newest token that has arrived when the tick begins."""
-
-    def revise(self, elapsed_s: float, payload: Any) -> TimedStep:
-        """A newer token has arrived so many seconds into the tick: the tick as it now will be, from its start."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -110,8 +101,6 @@ class VirtualClockRuntime:
         self._executors: dict[str, VirtualExecutor] = {}
         self._out: list[tuple[float, int, _Firing]] = []
         self._fired = 0
-        self._news: list[tuple[float, int, str, Any]] = []
-        self._told = 0
 
     def start(
         self,
@@ -150,12 +139,6 @@ class VirtualClockRuntime:
         tokens = {name: handles[0] for name, handles in order.inputs.items()}
         start = max([self._clock, *(token.ready_s for token in tokens.values())])
         executor = self._executors[order.executor]
-        for name, later in order.later.items():
-            for _, handles in sorted(later.items()):
-                if handles[0].ready_s <= start:
-                    tokens[name] = handles[0]
-                else:
-                    self._announce(order.executor, handles[0])
         step = executor.step(order.tick, {name: token.payload for name, token in tokens.items()})
         assert step.duration_s >= 0, f"{order.executor} tick {order.tick}: duration {step.duration_s}"
         if order.save_to is not None:
@@ -167,34 +150,11 @@ class VirtualClockRuntime:
         heapq.heappush(self._out, (firing.finished_s, number, firing))
 
     def tell(self, news: News) -> None:
-        """The token arrives when its latency is over; an executor that is then at work revises its tick."""
-        token = news.handles[0]
-        self._announce(news.executor, token)
-
-    def _announce(self, executor: str, token: _Token) -> None:
-        heapq.heappush(self._news, (max(self._clock, token.ready_s), self._told, executor, token.payload))
-        self._told += 1
-
-    def _revise(self) -> None:
-        """Hand out the earliest news."""
-        at, _, executor, payload = heapq.heappop(self._news)
-        for place, (_, fired, firing) in enumerate(self._out):
-            if firing.order.executor == executor:
-                sink = self._executors[executor]
-                assert isinstance(sink, RevisingExecutor), f"{executor!r} has a latest channel and no revise"
-                step = sink.revise(max(0.0, at - firing.started_s), payload)
-                if firing.order.save_to is not None:
-                    self._snapshots[firing.order.save_to, executor] = sink.save()
-                del self._out[place]
-                heapq.heapify(self._out)
-                self._push(replace(firing, step=step), fired)
-                return
+        """Ignore a version that arrives inside a tick."""
 
     def wait(self, deadline_s: float) -> Report:
         """Jump to the earliest finish."""
         assert self._out, "wait without an order out: it could never end"
-        while self._news and self._news[0][0] < min(self._out[0][0], self._fail_at_s, self._clock + deadline_s):
-            self._revise()
         finish, _, firing = self._out[0]
         order, step = firing.order, firing.step
         until = min(self._fail_at_s, self._clock + deadline_s)
@@ -228,7 +188,6 @@ class VirtualClockRuntime:
         """Forget everything. Idempotent."""
         self._executors.clear()
         self._out.clear()
-        self._news.clear()
 
     def _describe_out(self) -> str:
         return ", ".join(

@@ -11,7 +11,7 @@ import pytest
 
 from llamarl.config import RunConfig, save_config, validate
 from llamarl.errors import PlanError
-from llamarl.forecast.calibrate import Fit, fit_run, lengths_of_run, non_negative_line, trainer_layout
+from llamarl.forecast.calibrate import Fit, _scale_and_rest, fit_run, lengths_of_run, non_negative_line, trainer_layout
 from llamarl.forecast.costs import GeneratorLayout, decode_step_s, prefill_s
 from llamarl.forecast.hardware import Hardware, find_hardware
 from llamarl.forecast.lengths import empirical
@@ -98,6 +98,12 @@ def test_lengths_and_prompts_are_those_that_a_run_kept(tmp_path: Path) -> None:
     found = lengths_of_run(tmp_path / "run")
     assert found is not None and found[1] == PROMPT and 20 <= found[0].mean <= 400
     assert lengths_of_run(tmp_path) is None
+
+
+def test_ticks_too_much_alike_to_tell_work_from_rest_count_as_work() -> None:
+    """Nothing grows with the work in these: a line would say that any larger job takes as long."""
+    rows = np.array([[1.0, 1.0], [1.02, 1.0], [0.98, 1.0]])
+    assert _scale_and_rest(rows, np.array([2.0, 1.9, 2.1])) == pytest.approx([2.0, 0.0])
 
 
 def test_a_line_has_no_negative_slope() -> None:

@@ -15,7 +15,7 @@ from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.errors import ConfigError, DeadlineExceeded, PlanError
 from llamarl.forecast.lengths import constant, empirical, lognormal
-from llamarl.forecast.scenario import Failures, RewardCost, Scenario, TrainerCost, Variation, durations_scenario
+from llamarl.forecast.scenario import Failures, Scenario, TrainerCost, Variation, durations_scenario
 from llamarl.forecast.simulate import SimulationResult, simulate
 from llamarl.forecast.step_time import closed_form_period
 from llamarl.forecast.virtual_clock import TimedStep, VirtualClockRuntime
@@ -279,14 +279,6 @@ def test_variable_durations_make_the_step_longer_than_theory_and_staleness_wins_
     assert results[0].step_s > 1.05 * results[0].theory_s
     totals = [r.total_s for r in results]  # more tokens on an edge never make a marked graph slower
     assert totals == sorted(totals, reverse=True) and totals[-1] < 0.95 * totals[0]
-
-
-def test_rewards_take_the_pools_share_but_never_less_than_the_slowest() -> None:
-    rng = np.random.default_rng(0)
-    assert RewardCost(tick_s=1.0, sample_s=2.0, workers=4).batch_s(10, rng) == 1.0 + 2.0 * 3
-    assert RewardCost(sample_s=2.0, sample_sigma=1.0, workers=1000).batch_s(1000, np.random.default_rng(3)) == max(
-        np.random.default_rng(3).lognormal(np.log(2.0) - 0.5, 1.0, 1000)
-    )
 
 
 def test_a_schedule_that_no_run_could_have_is_refused() -> None:

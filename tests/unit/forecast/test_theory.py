@@ -7,13 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from step_time_theorem import (
-    RolesProblem,
-    SampleTime,
-    asynchronous_step_s,
-    integer_split_step_s,
-    synchronous_step_s,
-)
+from step_time_theorem import RolesProblem, SampleTime, asynchronous_step_s, integer_split_step_s, synchronous_step_s
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 BATCHES = tuple(float(2**i) for i in range(11))
