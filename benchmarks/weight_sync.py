@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
-from llamarl.weight_sync.layout import Layout, ParameterSpec, Piece, mesh_layout, replicated_layout
+from llamarl.weight_sync.layout import ParameterSpec, Piece
+from llamarl.weight_sync.mesh_layout import MeshLayout
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
 from llamarl.weight_sync.sink import Puller
 from llamarl.weight_sync.source import Publisher
@@ -127,9 +128,9 @@ def _status(key: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {key}")
 
 
-def local_tensors(layout: Layout, rank: int, fill: bool) -> dict[str, torch.Tensor]:
+def local_tensors(layout: MeshLayout, rank: int, fill: bool) -> dict[str, torch.Tensor]:
     """This rank's local tensors; values depend on the global position, so that every rank agrees on them."""
-    return {p.tensor: local_tensor(p, fill) for p in layout.pieces[rank]}
+    return {p.parameter: local_tensor(p, fill) for p in layout.pieces_of(rank)}
 
 
 def local_tensor(piece: Piece, fill: bool) -> torch.Tensor:
@@ -141,8 +142,8 @@ def local_tensor(piece: Piece, fill: bool) -> torch.Tensor:
     return tensor
 
 
-def check_values(layout: Layout, rank: int, live: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(live[piece.tensor], local_tensor(piece, fill=True)) for piece in layout.pieces[rank])
+def check_values(layout: MeshLayout, rank: int, live: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(live[piece.parameter], local_tensor(piece, fill=True)) for piece in layout.pieces_of(rank))
 
 
 # ---- one trainer rank to one generator rank
@@ -150,7 +151,7 @@ def check_values(layout: Layout, rank: int, live: dict[str, torch.Tensor]) -> bo
 
 def one_source(pipe: Connection, to_sink: Connection, model: str) -> None:
     torch.set_num_threads(1)
-    layout = replicated_layout(llama_parameters(model), 1)
+    layout = MeshLayout(llama_parameters(model), {"rank": 1})
     tensors = local_tensors(layout, 0, fill=True)
     pool = torch.zeros(sum(t.numel() for t in tensors.values()))  # as large as what is copied: its pages count too
     publisher = Publisher(rank=0, num_source_ranks=1, num_slots=1, transport=SharedMemorySource())
@@ -176,7 +177,7 @@ def one_source(pipe: Connection, to_sink: Connection, model: str) -> None:
 
 def one_sink(pipe: Connection, from_source: Connection, model: str) -> None:
     torch.set_num_threads(1)
-    layout = replicated_layout(llama_parameters(model), 1)
+    layout = MeshLayout(llama_parameters(model), {"rank": 1})
     live = local_tensors(layout, 0, fill=False)
     served = live
     puller = Puller(rank=0, num_sink_ranks=1, transport=SharedMemorySink())
@@ -255,12 +256,12 @@ def check_one(processes: Processes) -> bool:
 # ---- four trainer ranks to two generator ranks
 
 
-def reshard_layouts(model: str, sink_kind: str) -> tuple[ModelParameters, Layout, Layout]:
+def reshard_layouts(model: str, sink_kind: str) -> tuple[ModelParameters, MeshLayout, MeshLayout]:
     parameters = llama_parameters(model)
-    source = mesh_layout(parameters, {"fsdp": 2, "tp": 2}, fsdp_tp_placements(parameters))
+    source = MeshLayout(parameters, {"fsdp": 2, "tp": 2}, fsdp_tp_placements(parameters))
     if sink_kind == "tp":
-        return parameters, source, mesh_layout(parameters, {"tp": 2}, tp_placements(parameters))
-    return parameters, source, mesh_layout(parameters, {"replica": 2}, {})
+        return parameters, source, MeshLayout(parameters, {"tp": 2}, tp_placements(parameters))
+    return parameters, source, MeshLayout(parameters, {"replica": 2}, {})
 
 
 def reshard_rank(pipe: Connection, rank: int, model: str, sink_kind: str, store: str) -> None:
@@ -308,8 +309,8 @@ def reshard_rank(pipe: Connection, rank: int, model: str, sink_kind: str, store:
 def gather_then_broadcast(
     rank: int,
     parameters: ModelParameters,
-    source: Layout,
-    sink: Layout,
+    source: MeshLayout,
+    sink: MeshLayout,
     tensors: dict[str, torch.Tensor],
     receivers: Any,
 ) -> None:
@@ -319,7 +320,7 @@ def gather_then_broadcast(
         if rank == 0:
             whole = torch.empty(spec.shape)
             for other in range(4):
-                for piece in source.pieces[other]:
+                for piece in source.pieces_of(other):
                     if piece.parameter == name:
                         part = tensors[name] if other == 0 else torch.empty([b - a for a, b in piece.box])
                         if other != 0:
@@ -336,7 +337,7 @@ def gather_then_broadcast(
         dist.broadcast(full[name], src=0, group=receivers)
     if rank >= 4:
         for piece in sink.pieces[rank - 4]:
-            tensors[piece.tensor].copy_(full[piece.parameter][tuple(slice(a, b) for a, b in piece.box)])
+            tensors[piece.parameter].copy_(full[piece.parameter][tuple(slice(a, b) for a, b in piece.box)])
 
 
 def reshard(model: str, sink_kind: str, repeats: int) -> dict[str, Any]:

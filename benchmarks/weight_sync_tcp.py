@@ -34,7 +34,7 @@ from weight_sync import Processes, free_bytes, llama_parameters, local_tensor
 from llamarl.transports.network import Network, join
 from llamarl.transports.segment_server import server_here
 from llamarl.transports.tcp import TcpSink, TcpSource
-from llamarl.weight_sync.layout import replicated_layout
+from llamarl.weight_sync.mesh_layout import MeshLayout
 from llamarl.weight_sync.sink import Puller
 from llamarl.weight_sync.source import Publisher
 
@@ -46,8 +46,8 @@ def source(pipe: Connection, to_sink: Connection, model: str, namespace: str, ne
     enter(namespace)
     join(network)
     torch.set_num_threads(1)
-    layout = replicated_layout(llama_parameters(model, "bfloat16"), 1)
-    tensors = {p.tensor: local_tensor(p, fill=True).bfloat16() for p in layout.pieces[0]}
+    layout = MeshLayout(llama_parameters(model, "bfloat16"), {"rank": 1})
+    tensors = {p.parameter: local_tensor(p, fill=True).bfloat16() for p in layout.pieces_of(0)}
     nbytes = sum(t.nbytes for t in tensors.values())
     publisher = Publisher(rank=0, num_source_ranks=1, num_slots=1, transport=TcpSource())
     handle = publisher.publish(0, tensors, layout=layout)
@@ -81,8 +81,8 @@ def sink(pipe: Connection, from_source: Connection, model: str, namespace: str, 
     enter(namespace)
     join(network)
     torch.set_num_threads(1)
-    layout = replicated_layout(llama_parameters(model, "bfloat16"), 1)
-    shapes = {p.tensor: [b - a for a, b in p.box] for p in layout.pieces[0]}
+    layout = MeshLayout(llama_parameters(model, "bfloat16"), {"rank": 1})
+    shapes = {p.parameter: [b - a for a, b in p.box] for p in layout.pieces_of(0)}
     nbytes = sum(2 * torch.Size(shape).numel() for shape in shapes.values())
     pool = torch.zeros(nbytes // 2, dtype=torch.bfloat16)  # the raw stream's bytes go where the weights go
     live, at = {}, 0
@@ -94,7 +94,9 @@ def sink(pipe: Connection, from_source: Connection, model: str, namespace: str, 
     pipe.send("ready")
     while (what := pipe.recv()) is not None:
         if what == "check":
-            pipe.send(all(torch.equal(live[p.tensor], local_tensor(p, fill=True).bfloat16()) for p in layout.pieces[0]))
+            pipe.send(
+                all(torch.equal(live[p.parameter], local_tensor(p, fill=True).bfloat16()) for p in layout.pieces_of(0))
+            )
             continue
         assert from_source.poll(WAIT_S)
         if what == "raw":

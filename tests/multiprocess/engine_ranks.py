@@ -23,7 +23,7 @@ from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.parallel import ParallelLayout, make_layout
-from llamarl.weight_sync.layout import mesh_layout
+from llamarl.weight_sync.mesh_layout import MeshLayout
 from llamarl.weight_sync.model_layouts import model_parameters, tp_placements
 
 WIDE = {"num_attention_heads": 8}
@@ -78,7 +78,7 @@ def generate(folder: Path, family: str, layout: ParallelLayout | None) -> dict[s
         spec, rank=0 if layout is None else layout.tp_rank, num_source_ranks=1, num_sink_ranks=tp
     )
     parameters = model_parameters(folder / family, dtype="float32")
-    parts = mesh_layout(parameters, {"dp": 1, "tp": tp}, tp_placements(parameters))
+    parts = MeshLayout(parameters, {"dp": 1, "tp": tp}, tp_placements(parameters))
     later = dict(make_model(family, seed=9).named_parameters())
     handle = sender.send(0, WeightsPayload(version=1, tensors=later, sink_layout=parts))
     receiver.receive((handle,), 60.0).load_into(engine.parameters_for_sync(), parts)  # type: ignore[union-attr]

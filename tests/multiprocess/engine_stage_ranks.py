@@ -33,7 +33,8 @@ from llamarl.executors.generator_ranks import generator_layout, generator_weight
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.parallel import ParallelLayout
 from llamarl.weight_sync.adapter_layouts import adapter_parameters
-from llamarl.weight_sync.layout import Shard, mesh_layout
+from llamarl.weight_sync.layout import Shard
+from llamarl.weight_sync.mesh_layout import MeshLayout
 from llamarl.weight_sync.model_layouts import model_parameters
 
 NUM_KV_TOKENS = 90
@@ -178,7 +179,7 @@ def generate_over_adapters(
     adapters = adapter_parameters(parameters, rank=config.lora.rank, targets=config.lora.targets)
     rng = torch.Generator().manual_seed(4)
     whole = {name: 0.6 * torch.randn(spec.shape, generator=rng) for name, spec in adapters.items()}
-    source = mesh_layout(
+    source = MeshLayout(
         adapters, {"fsdp": 2}, {name: [Shard("fsdp", 1 if ".lora_A." in name else 0)] for name in adapters}
     )
 

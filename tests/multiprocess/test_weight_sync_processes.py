@@ -19,14 +19,15 @@ from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSen
 from llamarl.errors import WeightSyncError
 from llamarl.transports.checksum import ChecksumKind, block_digest
 from llamarl.weight_sync import source
-from llamarl.weight_sync.layout import Layout, ParameterSpec, Shard, mesh_layout, replicated_layout
+from llamarl.weight_sync.layout import ParameterSpec, Shard
+from llamarl.weight_sync.mesh_layout import MeshLayout
 
 WAIT_S = 120.0
 SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=1, capacity=2)
 SHAPES = {"embed": (1024, 96), "q": (96, 96), "o": (96, 96), "norm": (96,)}
 SPECS = {name: ParameterSpec(shape, "float32") for name, shape in SHAPES.items()}
 CUTS = {"embed": [Shard("tp", 0)], "q": [Shard("tp", 0)], "o": [Shard("tp", 1)]}
-TRAINER = mesh_layout(SPECS, {"fsdp": 2, "tp": 2}, {name: [*CUTS.get(name, []), Shard("fsdp", 0)] for name in SPECS})
+TRAINER = MeshLayout(SPECS, {"fsdp": 2, "tp": 2}, {name: [*CUTS.get(name, []), Shard("fsdp", 0)] for name in SPECS})
 
 
 def full_model(version: int) -> dict[str, torch.Tensor]:
@@ -34,14 +35,17 @@ def full_model(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def shards(layout: Layout, rank: int, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {p.tensor: full[p.parameter][tuple(slice(a, b) for a, b in p.box)].contiguous() for p in layout.pieces[rank]}
+def shards(layout: MeshLayout, rank: int, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        p.parameter: full[p.parameter][tuple(slice(a, b) for a, b in p.box)].contiguous()
+        for p in layout.pieces_of(rank)
+    }
 
 
-def trainer_rank(pipe: Connection, rank: int, num_ranks: int, num_sinks: int, sink: Layout | None) -> None:
+def trainer_rank(pipe: Connection, rank: int, num_ranks: int, num_sinks: int, sink: MeshLayout | None) -> None:
     """Sends the versions it is asked for; answers with handles; ends on None."""
     torch.set_num_threads(1)
-    layout = TRAINER if num_ranks == 4 else replicated_layout(SPECS, num_ranks)
+    layout = TRAINER if num_ranks == 4 else MeshLayout(SPECS, {"rank": num_ranks})
     sender = WeightsSender(SPEC, rank=rank, num_source_ranks=num_ranks, num_sink_ranks=num_sinks)
     while (version := pipe.recv()) is not None:
         tensors = shards(layout, rank, full_model(version))
@@ -51,11 +55,11 @@ def trainer_rank(pipe: Connection, rank: int, num_ranks: int, num_sinks: int, si
     sender.close()
 
 
-def generator_rank(pipe: Connection, rank: int, num_ranks: int, num_sources: int, sink: Layout) -> None:
+def generator_rank(pipe: Connection, rank: int, num_ranks: int, num_sources: int, sink: MeshLayout) -> None:
     """Loads the versions it gets handles of; answers with its tensors or the error's text; ends on None."""
     torch.set_num_threads(1)
     receiver = WeightsReceiver(SPEC, rank=rank, num_source_ranks=num_sources, num_sink_ranks=num_ranks)
-    live = {p.tensor: torch.zeros([b - a for a, b in p.box]) for p in sink.pieces[rank]}
+    live = {p.parameter: torch.zeros([b - a for a, b in p.box]) for p in sink.pieces_of(rank)}
     while (handles := pipe.recv()) is not None:
         try:
             version = receiver.receive(handles, WAIT_S)
@@ -131,7 +135,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("sink_mesh", [{"tp": 2}, {"replica": 2}], ids=["to_tp_2", "to_2_replicas"])
 def test_four_trainer_ranks_to_two_generator_ranks(ranks: Ranks, sink_mesh: dict[str, int]) -> None:
-    sink = mesh_layout(SPECS, sink_mesh, CUTS if "tp" in sink_mesh else {})
+    sink = MeshLayout(SPECS, sink_mesh, CUTS if "tp" in sink_mesh else {})
     trainers = [ranks.start(trainer_rank, rank, 4, 2, sink) for rank in range(4)]
     generators = [ranks.start(generator_rank, rank, 2, 4, sink) for rank in range(2)]
     for version in range(4):  # twice round the ring of two slots
@@ -145,7 +149,7 @@ def test_four_trainer_ranks_to_two_generator_ranks(ranks: Ranks, sink_mesh: dict
 
 
 def test_dead_source_is_named_and_a_restarted_sink_can_pull_what_still_lies_there(ranks: Ranks) -> None:
-    sink = replicated_layout(SPECS, 1)
+    sink = MeshLayout(SPECS, {"rank": 1})
     trainer = ranks.start(trainer_rank, 0, 1, 1, None)
     first = ranks.start(generator_rank, 0, 1, 1, sink)
     handles = (ranks.ask(trainer, 0),)

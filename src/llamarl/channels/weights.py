@@ -19,7 +19,6 @@ from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.errors import ChannelError
 from llamarl.transports.base import SinkTransport, SourceTransport
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
-from llamarl.weight_sync.layout import HeldShard, Layout
 from llamarl.weight_sync.manifest import SlotHandle
 from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.sink import Puller, WeightVersion
@@ -37,9 +36,8 @@ class WeightsPayload:
     """Trainer ticks done."""
     tensors: Mapping[str, torch.Tensor]
     """This rank's local tensors by name; a tied weight once."""
-    layout: Layout | MeshLayout | Mapping[str, HeldShard] | None = None
-    """Which boxes all source ranks hold, or this rank's shard of each parameter; None: every rank holds all whole. A sink of many
-    source ranks is spared the catalogs of those that it pulls nothing from, if it is a rule (``MeshLayout``)."""
+    layout: MeshLayout | None = None
+    """Which boxes all source ranks hold; None: every rank holds all whole."""
     wire_dtype: torch.dtype | None = None
     """Floating-point parameters travel in it, one-byte codes excepted; None: all as they are."""
     sink_layout: AnyLayout | None = None

@@ -17,14 +17,14 @@ from llamarl.config import RunConfig
 from llamarl.executors.generator_ranks import rank_weights
 from llamarl.models.parallel import ParallelLayout, make_layout
 from llamarl.types import Group
-from llamarl.weight_sync.mesh_layout import RuleLayout
+from llamarl.weight_sync.mesh_layout import AnyLayout
 
 __all__ = ["EvaluatorRanks", "evaluator_weights", "in_order_of_prompts", "share_of"]
 
 T = TypeVar("T")
 
 
-def evaluator_weights(config: RunConfig) -> RuleLayout | None:
+def evaluator_weights(config: RunConfig) -> AnyLayout | None:
     """What every evaluator rank holds of what is handed over; None without tensor parallelism: each holds all of it."""
     return rank_weights(config, ((1, config.evaluation.tp),) * config.evaluation.dp)
 

@@ -30,7 +30,7 @@ from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParallelLayout, make_layout
 from llamarl.weight_sync.adapter_layouts import adapter_parameters, adapter_stages
-from llamarl.weight_sync.mesh_layout import STAGE_AXIS, JoinedLayout, MeshLayout, RuleLayout
+from llamarl.weight_sync.mesh_layout import STAGE_AXIS, AnyLayout, JoinedLayout, MeshLayout
 from llamarl.weight_sync.model_layouts import model_parameters, tp_placements
 from llamarl.weight_sync.stage_layouts import holding_stages
 
@@ -137,14 +137,14 @@ def generator_layout(config: RunConfig, device: str, replica: Replica) -> Parall
     )
 
 
-def generator_weights(config: RunConfig) -> RuleLayout | None:
+def generator_weights(config: RunConfig) -> AnyLayout | None:
     """What every generator rank holds of what is handed over; None: each holds all of it."""
     generator = config.generator
     kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
     return rank_weights(config, tuple((kind.pp, kind.tp) for kind in kinds for _ in range(kind.dp * kind.cp)))
 
 
-def rank_weights(config: RunConfig, replicas: tuple[tuple[int, int], ...]) -> RuleLayout | None:
+def rank_weights(config: RunConfig, replicas: tuple[tuple[int, int], ...]) -> AnyLayout | None:
     """What each rank of replicas of so many (stages, tensor-parallel ranks of a stage) holds of what is handed over, parameters or
     adapters alone; None where each holds all of it."""
     if set(replicas) == {(1, 1)}:
@@ -157,7 +157,7 @@ def rank_weights(config: RunConfig, replicas: tuple[tuple[int, int], ...]) -> Ru
 @cache
 def _weights(
     path: str, replicas: tuple[tuple[int, int], ...], adapters: tuple[int, tuple[str, ...]] | None
-) -> RuleLayout:
+) -> AnyLayout:
     """
     Args:
         replicas: Stages of each, and tensor-parallel ranks of a stage.

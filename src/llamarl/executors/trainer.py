@@ -26,7 +26,6 @@ from llamarl.executors.device_lease import DeviceLease
 from llamarl.executors.evaluator_ranks import evaluator_weights
 from llamarl.executors.generator_ranks import generator_weights
 from llamarl.models.exported import ExportFacts
-from llamarl.models.parallel import ParameterShard
 from llamarl.models.precision import settle_precision
 from llamarl.observability.keys import own_metrics
 from llamarl.observability.trained_tokens import write_trained
@@ -37,7 +36,7 @@ from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
 from llamarl.trainer.token_log import TokenLog
 from llamarl.types import Group
-from llamarl.weight_sync.mesh_layout import MeshLayout, RuleLayout
+from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.trainer_layout import layout_of_shards
 
 __all__ = ["TrainerExecutor"]
@@ -173,23 +172,20 @@ class TrainerExecutor(BaseExecutor):
             return None
         return self._payload(version, background=True, sink_layout=self._layout_behind(channel.name))
 
-    def _sync_layout(self) -> MeshLayout | Mapping[str, ParameterShard]:
-        """What all trainer ranks hold of what is handed over. Where experts are spread over ``ep`` this rank's part alone, as no one mesh
-        of axes says who holds what: sinks then read every rank's catalog."""
-        if self.trainer.layout.ep > 1:
-            return self.trainer.sync_layout()
+    def _sync_layout(self) -> MeshLayout:
+        """What all trainer ranks hold of what is handed over."""
         if self._layout is None:
             self._layout = layout_of_shards(self.trainer.sync_layout(), self.trainer.layout)
         return self._layout
 
-    def _layout_behind(self, channel: str) -> RuleLayout | None:
+    def _layout_behind(self, channel: str) -> AnyLayout | None:
         """What the ranks at a channel's other end hold of what is handed over; None: all of it."""
         sink = next((edge.sink for edge in self.context.writes if edge.name == channel), "generator")
         known = {"generator": generator_weights, "evaluator": evaluator_weights}
         return known[sink](self.config) if sink in known else None
 
     def _payload(
-        self, version: int, *, background: bool = False, sink_layout: RuleLayout | None = None
+        self, version: int, *, background: bool = False, sink_layout: AnyLayout | None = None
     ) -> WeightsPayload:
         released = _Released() if background else None
         if released is not None:

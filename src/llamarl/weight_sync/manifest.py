@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from llamarl.transports.base import Address
 from llamarl.transports.checksum import BLOCK_BYTES, ChecksumKind, digest
-from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, Piece, box_elements, dtype_bytes
-from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout, RuleLayout
+from llamarl.weight_sync.layout import Box, ParameterSpec, Piece, box_elements, dtype_bytes
+from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
 
 __all__ = ["Block", "Catalog", "Region", "SlotHandle", "build_catalog", "manifest_checksum"]
 
@@ -55,16 +56,21 @@ class Catalog:
     """Where everything lies in one source rank's buffer."""
 
     rank: int
-    parameters: Mapping[str, ParameterSpec]
-    """All parameters of the hand-over, also those of which this rank holds nothing; ``dtype`` is the wire dtype."""
-    pieces: tuple[Piece, ...]
-    """What this rank publishes. The planner reads them; the local tensor is the source's own affair."""
+    layout: MeshLayout
+    """What all source ranks hold, also those of which this rank holds nothing; a parameter's ``dtype`` is the wire dtype."""
     blocks: tuple[Block, ...]
     checksum: ChecksumKind = "xxh3"
     """How the blocks' checksums are made."""
-    layout: MeshLayout | None = None
-    """What all source ranks hold, of ``parameters``: a sink then plans without the other ranks' catalogs. None: each source rank
-    has said its own pieces alone."""
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """All parameters of the hand-over."""
+        return self.layout.parameters
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank publishes."""
+        return self.layout.pieces_of(self.rank)
 
     @property
     def nbytes(self) -> int:
@@ -77,12 +83,11 @@ class Catalog:
             "rank": self.rank,
             "checksum": self.checksum,
             "parameters": [[name, list(spec.shape), spec.dtype] for name, spec in self.parameters.items()],
-            "pieces": [[names[p.parameter], p.box, p.tensor, p.origin] for p in self.pieces],
             "blocks": [
                 [b.offset, b.nbytes, [[names[r.parameter], r.box, r.offset, r.nbytes] for r in b.regions]]
                 for b in self.blocks
             ],
-            "layout": None if self.layout is None else self.layout.to_json(),
+            "layout": self.layout.to_json(),
         }
         return json.dumps(value, separators=(",", ":")).encode()
 
@@ -94,13 +99,11 @@ class Catalog:
         return Catalog(
             rank=value["rank"],
             checksum=value["checksum"],
-            parameters=parameters,
-            pieces=tuple(Piece(names[i], _box(box), tensor, tuple(o)) for i, box, tensor, o in value["pieces"]),
+            layout=MeshLayout.from_json(value["layout"], parameters),
             blocks=tuple(
                 Block(offset, size, tuple(Region(names[i], _box(box), o, n) for i, box, o, n in regions))
                 for offset, size, regions in value["blocks"]
             ),
-            layout=None if value["layout"] is None else MeshLayout.from_json(value["layout"], parameters),
         )
 
 
@@ -129,7 +132,7 @@ def manifest_checksum(version: int, catalog_checksum: int, checksums: npt.NDArra
 
 
 def build_catalog(
-    layout: Layout | MeshLayout,
+    layout: MeshLayout,
     rank: int,
     *,
     wire_dtypes: Mapping[str, str] | None = None,
@@ -147,19 +150,15 @@ def build_catalog(
     parameters = {
         name: ParameterSpec(spec.shape, wire_dtypes.get(name, spec.dtype)) for name, spec in layout.parameters.items()
     }
-    pieces = tuple({(p.parameter, p.box): p for p in reversed(layout.pieces_of(rank))}.values())[::-1]
     bounds = _sink_bounds(sink)
     packer = _Packer(block_bytes)
-    for piece in pieces:
+    for piece in layout.pieces_of(rank):
         itemsize = dtype_bytes(parameters[piece.parameter].dtype)
         for cell in _cells(piece.box, bounds(piece)):
             packer.align()
             for box in _runs(cell, max(1, block_bytes // itemsize)):
                 packer.add(piece.parameter, box, box_elements(box) * itemsize)
-    rule = None
-    if isinstance(layout, MeshLayout):
-        rule = MeshLayout(parameters, layout.mesh, layout.cuts, layout.stages)
-    return Catalog(rank, parameters, pieces, packer.finish(), checksum, rule)
+    return Catalog(rank, replace(layout, parameters=parameters), packer.finish(), checksum)
 
 
 class _Packer:
@@ -196,27 +195,17 @@ class _Packer:
 
 def _sink_bounds(sink: AnyLayout | None) -> Callable[[Piece], list[set[int]] | None]:
     """Where the sinks' boxes begin and end by dimension, as far as that is inside of a piece; None: they are not known."""
-    if sink is None:
-        return lambda piece: None
-    if isinstance(sink, RuleLayout):
-        known: dict[object, list[set[int]]] = {}
+    known: dict[object, list[set[int]]] = {}
 
-        def edges(piece: Piece) -> list[set[int]] | None:
-            if piece.parameter not in sink.grids:
-                return None
-            key = (sink.grids[piece.parameter], piece.box)  # layers repeat
-            if key not in known:
-                known[key] = sink.edges(piece.parameter, piece.box)
-            return known[key]
+    def edges(piece: Piece) -> list[set[int]] | None:
+        if sink is None or piece.parameter not in sink.grids:
+            return None
+        key = (sink.grids[piece.parameter], piece.box)  # layers repeat
+        if key not in known:
+            known[key] = sink.edges(piece.parameter, piece.box)
+        return known[key]
 
-        return edges
-    bounds: dict[str, list[set[int]]] = {}
-    for pieces in sink.pieces:
-        for piece in pieces:
-            dims = bounds.setdefault(piece.parameter, [set() for _ in piece.box])
-            for cut, edges_of_dim in zip(dims, piece.box, strict=True):
-                cut.update(edges_of_dim)
-    return lambda piece: bounds.get(piece.parameter)
+    return edges
 
 
 def _cells(box: Box, cuts: list[set[int]] | None) -> Iterator[Box]:

@@ -80,9 +80,9 @@ def plan_mapping(catalogs: Sequence[Catalog], copies: Sequence[SliceCopy], piece
         for index, block in enumerate(catalog.blocks):
             for region in block.regions:
                 regions.setdefault((catalog.rank, region.parameter), []).append((region, index))
-    parts: dict[str, list[SliceCopy]] = {piece.tensor: [] for piece in pieces}
+    parts: dict[str, list[SliceCopy]] = {piece.parameter: [] for piece in pieces}
     for copy in copies:
-        parts[copy.sink_tensor].append(copy)
+        parts[copy.parameter].append(copy)
     mapped: dict[str, MappedTensor] = {}
     private: dict[str, tuple[tuple[int, ...], str]] = {}
     blocks: set[tuple[int, int]] = set()
@@ -96,7 +96,7 @@ def plan_mapping(catalogs: Sequence[Catalog], copies: Sequence[SliceCopy], piece
         else:
             mapped[name] = MappedTensor(first.source_rank, run[0], run[1], shape, dtype)
             blocks.update((index, first.source_rank) for index in run[2])
-    return MapPlan(mapped, private, tuple(c for c in copies if c.sink_tensor in private), tuple(sorted(blocks)))
+    return MapPlan(mapped, private, tuple(c for c in copies if c.parameter in private), tuple(sorted(blocks)))
 
 
 def map_slots(slots: Sequence[RemoteSlot], plan: MapPlan, clock: Clock) -> dict[str, torch.Tensor] | None:

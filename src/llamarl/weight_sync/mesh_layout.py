@@ -1,7 +1,7 @@
 """A layout as a rule: a mesh of ranks and, for each parameter, the cuts along its axes. Pure: no tensors.
 
-``layout.Layout`` lists the pieces of every rank; this works out the piece of one rank, and which ranks hold what meets a
-given box, when it is asked. What a rank asks for costs it the same on 8 ranks and on thousands:
+It works out the piece of one rank, and which ranks hold what meets a given box, when it is asked. What a rank asks for costs it
+the same on 8 ranks and on thousands:
 
     parameter ─▶ grid of cells (one box each, disjoint, together the whole) ─▶ ranks that hold a cell
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from llamarl.errors import PlanError
 from llamarl.models.sizes import part_of_rank
-from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, Piece, Shard, box_elements, shard_box, whole_box
+from llamarl.weight_sync.layout import Box, ParameterSpec, Piece, Shard, box_elements, shard_box, whole_box
 
 __all__ = [
     "STAGE_AXIS",
@@ -33,7 +33,6 @@ __all__ = [
     "JoinedLayout",
     "MeshLayout",
     "RankSet",
-    "RuleLayout",
 ]
 
 STAGE_AXIS = "pp"
@@ -244,11 +243,7 @@ class MeshLayout:
     def pieces_of(self, rank: int) -> tuple[Piece, ...]:
         """What one rank holds, in the parameters' order."""
         boxes = {grid: grid.held(rank) for grid in set(self.grids.values())}
-        return tuple(
-            Piece(name, box, name, (0,) * len(box))
-            for name, grid in self.grids.items()
-            if (box := boxes[grid]) is not None
-        )
+        return tuple(Piece(name, box) for name, grid in self.grids.items() if (box := boxes[grid]) is not None)
 
     def held_somewhere(self) -> set[str]:
         """Parameters of which some rank holds something: all but those without an element."""
@@ -261,10 +256,6 @@ class MeshLayout:
             for dim, bounds in zip(edges, cell.box, strict=True):
                 dim.update(bounds)
         return edges
-
-    def listed(self) -> Layout:
-        """The same with every rank's pieces listed."""
-        return Layout(dict(self.parameters), tuple(self.pieces_of(rank) for rank in range(self.num_ranks)))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the parameters: these name their grid by its number."""
@@ -366,14 +357,9 @@ class JoinedLayout:
         of_parts = [part.edges(parameter, box) for part in self.parts]
         return [set().union(*dims) for dims in zip(*of_parts, strict=True)]
 
-    def listed(self) -> Layout:
-        """See ``MeshLayout``."""
-        return Layout(dict(self.parameters), tuple(self.pieces_of(rank) for rank in range(self.num_ranks)))
 
-
-RuleLayout = MeshLayout | JoinedLayout
-"""A layout from which a rank's piece is worked out."""
-AnyLayout = Layout | RuleLayout
+AnyLayout = MeshLayout | JoinedLayout
+"""What a sink may have; a source is one mesh."""
 
 
 def _ascends(values: Iterable[int]) -> bool:

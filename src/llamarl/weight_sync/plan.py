@@ -1,4 +1,4 @@
-"""The transfer plan: from two layouts to a list of slice copies. Pure: no tensors, no processes.
+"""One sink rank's part of the transfer plan: from two layouts to slice copies. Pure: no tensors, no processes.
 
 For each parameter, intersect what a sink rank needs with what source ranks hold::
 
@@ -9,34 +9,24 @@ For each parameter, intersect what a sink rank needs with what source ranks hold
 
 Every element that a sink holds is written by exactly one copy. Copies that the same source ranks could send are dealt to
 these ranks in turn, largest first, so that replicas share the load to within one copy: of the rank that is dealt first
-and the one that is dealt last, each copy of the second is at least as large as the next one of the first. Whose turn a
-copy is depends on the two layouts alone, so every rank computes the same plan without a word.
+and the one that is dealt last, each copy of the second is at least as large as the next one of the first.
 
-This lists the plan of all ranks, for layouts that are lists themselves. A rank of two layouts that are rules works out
-its own part alone, to the same result: ``local_plan.py``.
+A rank works out its own part alone, with work that grows with its own copies, not with the ranks of the job. Whose turn a copy
+is follows from how many copies come before it, which is counted instead of listed: parameters of one kind have the same
+copies, and one box goes to as many sink ranks as hold it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from llamarl.errors import PlanError
-from llamarl.weight_sync.layout import (
-    Box,
-    Layout,
-    ParameterSpec,
-    Piece,
-    box_elements,
-    dtype_bytes,
-    intersect,
-    shift,
-    subtract,
-)
+from llamarl.weight_sync.layout import Box, ParameterSpec, box_elements, dtype_bytes, shift
+from llamarl.weight_sync.mesh_layout import AnyLayout, Cell, Grid, JoinedGrid, MeshLayout, RankSet
 
-__all__ = ["SliceCopy", "TransferPlan", "check_names", "plan_transfer"]
+__all__ = ["SliceCopy", "copies_to_sink"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,120 +37,54 @@ class SliceCopy:
     box: Box
     """Global coordinates."""
     source_rank: int
-    source_tensor: str
     source_slice: Box
     """In the source's local tensor."""
     sink_rank: int
-    sink_tensor: str
     sink_slice: Box
     """In the sink's local tensor."""
     nbytes: int
     """In the source's dtype."""
 
 
-@dataclass(frozen=True)
-class TransferPlan:
-    """All slice copies of one hand-over, in order of the source's parameters, sink rank and position."""
-
-    copies: tuple[SliceCopy, ...]
-    num_source_ranks: int
-    num_sink_ranks: int
-
-    def to_sink(self, rank: int) -> tuple[SliceCopy, ...]:
-        """Copies that sink ``rank`` pulls."""
-        return tuple(c for c in self.copies if c.sink_rank == rank)
-
-    def sent_bytes(self) -> list[int]:
-        """Bytes that leave each source rank."""
-        return _sum_by(((c.source_rank, c.nbytes) for c in self.copies), self.num_source_ranks)
-
-    def received_bytes(self) -> list[int]:
-        """Bytes that reach each sink rank."""
-        return _sum_by(((c.sink_rank, c.nbytes) for c in self.copies), self.num_sink_ranks)
-
-    def link_bytes(self) -> dict[tuple[int, int], int]:
-        """(source rank, sink rank) -> bytes, for the pairs that talk at all."""
-        total: dict[tuple[int, int], int] = defaultdict(int)
-        for copy in self.copies:
-            total[copy.source_rank, copy.sink_rank] += copy.nbytes
-        return dict(sorted(total.items()))
-
-
-def plan_transfer(source: Layout, sink: Layout, *, allow_unused: bool = False) -> TransferPlan:
-    """The slice copies that fill every piece of ``sink`` from ``source``.
+def copies_to_sink(
+    source: MeshLayout, sink: AnyLayout, rank: int, *, allow_unused: bool = False
+) -> tuple[SliceCopy, ...]:
+    """List what sink ``rank`` pulls, in order of parameter and position.
 
     Args:
         allow_unused: Accept source parameters that no sink rank holds. They would keep their old values unnoticed if a
             sink forgot them, so by default they are an error.
 
     Raises:
-        PlanError: A parameter is missing on one side, has another shape, or no source rank holds a part of it.
+        PlanError: A parameter is missing on one side, or has another shape.
     """
-    check_names(source, sink, allow_unused)
-    holders = _by_parameter(source)
-    needs = _by_parameter(sink)
-    jobs: list[_Job] = []
-    geometry: dict[object, list[list[tuple[int, Box]]]] = {}
-    for name in source.parameters:
-        wanted = needs.get(name, [])
-        itemsize = dtype_bytes(source.parameters[name].dtype)
-        by_box: dict[Box, dict[int, Piece]] = {}
-        for rank, piece in holders[name]:
-            by_box.setdefault(piece.box, {}).setdefault(rank, piece)
-        boxes = list(by_box)
-        sink_boxes = list(dict.fromkeys(piece.box for _, piece in wanted))
-        key = (tuple(boxes), tuple(sink_boxes))  # layers repeat: their geometry is worked out once
-        if key not in geometry:
-            geometry[key] = [_cover(name, need, boxes) for need in sink_boxes]
-        covers = dict(zip(sink_boxes, geometry[key], strict=True))
-        of_name = [
-            _Job(name, box, box_elements(box) * itemsize, by_box[boxes[index]], sink_rank, piece)
-            for sink_rank, piece in wanted
-            for index, box in covers[piece.box]
-        ]
-        jobs += sorted(of_name, key=lambda job: (job.sink_rank, job.box))
-    copies = tuple(
-        SliceCopy(
-            parameter=job.name,
-            box=job.box,
-            source_rank=rank,
-            source_tensor=(held := job.holders[rank]).tensor,
-            source_slice=shift(job.box, [a for a, _ in held.box], held.origin),
-            sink_rank=job.sink_rank,
-            sink_tensor=job.piece.tensor,
-            sink_slice=shift(job.box, [a for a, _ in job.piece.box], job.piece.origin),
-            nbytes=job.nbytes,
-        )
-        for job, rank in zip(jobs, _deal(jobs), strict=True)
-    )
-    return TransferPlan(copies, source.num_ranks, sink.num_ranks)
+    _check_names(source, sink, allow_unused)
+    deal = _Deal(source, sink)
+    copies = []
+    for kind in deal.kinds:
+        box = kind.sink.held(rank)
+        if box is None:
+            continue
+        wanted = kind.sink.holders(rank)
+        ordinal = wanted.index(rank)
+        for cell in kind.source.meeting(box):
+            make = _copies(kind, cell, rank, [start for start, _ in box])
+            for index, place in enumerate(kind.places):
+                turn = 0
+                if len(cell.ranks) > 1:
+                    turn = (deal.first_turn(cell.ranks, kind, place, (cell.box, wanted.first)) + ordinal) % len(
+                        cell.ranks
+                    )
+                copies.append(make(index, cell.ranks[turn]))
+    copies.sort(key=lambda copy: (copy[0], copy[1].box))
+    return tuple(copy for _, copy in copies)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A copy whose source rank is still to be chosen."""
-
-    name: str
-    box: Box
-    nbytes: int
-    holders: Mapping[int, Piece]
-    """By source rank."""
-    sink_rank: int
-    piece: Piece
-
-
-class _Names(Protocol):
-    @property
-    def parameters(self) -> Mapping[str, ParameterSpec]: ...
-
-    def held_somewhere(self) -> set[str]: ...
-
-
-def check_names(source: _Names, sink: _Names, allow_unused: bool) -> None:
+def _check_names(source: MeshLayout, sink: AnyLayout, allow_unused: bool) -> None:
     """Both sides must mean the same parameters.
 
     Raises:
-        PlanError: See ``plan_transfer``.
+        PlanError: A parameter is missing on one side, or has another shape.
     """
     missing = sorted(sink.parameters.keys() - source.parameters.keys())
     if missing:
@@ -185,55 +109,104 @@ def _some(names: list[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _by_parameter(layout: Layout) -> Mapping[str, list[tuple[int, Piece]]]:
-    result: dict[str, list[tuple[int, Piece]]] = {name: [] for name in layout.parameters}
-    for rank, pieces in enumerate(layout.pieces):
-        for piece in pieces:
-            result[piece.parameter].append((rank, piece))
-    return result
+_Where = tuple[Box, int]
+"""What a source's cell and a sink's have in common, and the first rank of the sink's mesh."""
 
 
-def _cover(name: str, need: Box, boxes: list[Box]) -> list[tuple[int, Box]]:
-    """Disjoint parts of ``need`` with the index of the box each comes from, in order of position."""
-    remaining = [need]
-    parts: list[tuple[int, Box]] = []
-    for index, box in enumerate(boxes):
-        if intersect(need, box) is None:
-            continue
-        left: list[Box] = []
-        for region in remaining:
-            common = intersect(region, box)
-            if common is None:
-                left.append(region)
-            else:
-                parts.append((index, common))
-                left.extend(subtract(region, common))
-        remaining = left
-        if not remaining:
-            break
-    if remaining:
-        raise PlanError(
-            f"no source rank holds box {remaining[0]} of {name!r}, which a sink rank needs as part of {need}"
-        )
-    return sorted(parts, key=lambda part: part[1])
+@dataclass(frozen=True, eq=False)
+class _Kind:
+    """Parameters that lie alike on both sides."""
+
+    source: Grid
+    sink: Grid | JoinedGrid
+    itemsize: int
+    """Of an element as the source has it."""
+    names: Sequence[str]
+    places: Sequence[int]
+    """Of these among the source's parameters, ascending."""
 
 
-def _deal(jobs: Sequence[_Job]) -> list[int]:
-    """The source rank of each copy."""
-    turns: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for index, job in enumerate(jobs):
-        turns[tuple(sorted(job.holders))].append(index)
-    place = {name: index for index, name in enumerate(dict.fromkeys(job.name for job in jobs))}
-    chosen = [0] * len(jobs)
-    for ranks, indices in turns.items():
-        indices.sort(key=lambda i: (-jobs[i].nbytes, place[jobs[i].name], jobs[i].box, jobs[i].sink_rank))
-        for turn, index in enumerate(indices):
-            chosen[index] = ranks[turn % len(ranks)]
-    return chosen
+@dataclass(frozen=True)
+class _Parts:
+    """Copies of one size that the parameters of one kind have, of the cell that some source ranks hold together."""
+
+    kind: _Kind
+    where: Sequence[_Where]
+    """In order."""
+    before: Sequence[int]
+    """Copies of one parameter before each of these, and of all of them."""
 
 
-def _sum_by(pairs: Iterable[tuple[int, int]], size: int) -> list[int]:
-    total = [0] * size
-    for index, amount in pairs:
-        total[index] += amount
-    return total
+class _Deal:
+    """Whose turn a copy is, for the copies that several source ranks could send."""
+
+    def __init__(self, source: MeshLayout, sink: AnyLayout) -> None:
+        self.kinds = _kinds(source.parameters, source.grids, sink.grids)
+        self._of: dict[RankSet, tuple[dict[int, list[_Parts]], dict[int, int]]] = {}
+
+    def first_turn(self, holders: RankSet, kind: _Kind, place: int, where: _Where) -> int:
+        """Copies dealt to ``holders`` before those of a box of the parameter at ``place``: larger ones, then those of the same
+        size of parameters before it and of boxes before this one."""
+        if holders not in self._of:
+            self._of[holders] = self._parts(holders)
+        by_size, larger = self._of[holders]
+        size = box_elements(where[0]) * kind.itemsize
+        turn = larger[size]
+        for parts in by_size[size]:
+            turn += parts.before[-1] * bisect_left(parts.kind.places, place)
+            if parts.kind is kind:
+                turn += parts.before[bisect_left(parts.where, where)]
+        return turn
+
+    def _parts(self, holders: RankSet) -> tuple[dict[int, list[_Parts]], dict[int, int]]:
+        by_size: dict[int, list[_Parts]] = {}
+        for kind in self.kinds:
+            box = kind.source.held(holders[0])
+            if box is None or kind.source.holders(holders[0]) != holders:
+                continue
+            cells: dict[int, list[Cell]] = {}
+            for cell in kind.sink.meeting(box):
+                cells.setdefault(box_elements(cell.box) * kind.itemsize, []).append(cell)
+            for size, alike in cells.items():
+                before = [0]
+                for cell in alike:
+                    before.append(before[-1] + len(cell.ranks))
+                by_size.setdefault(size, []).append(
+                    _Parts(kind, [(cell.box, cell.ranks.first) for cell in alike], before)
+                )
+        larger, count = {}, 0
+        for size in sorted(by_size, reverse=True):
+            larger[size] = count
+            count += sum(parts.before[-1] * len(parts.kind.places) for parts in by_size[size])
+        return by_size, larger
+
+
+def _kinds(
+    parameters: Mapping[str, ParameterSpec],
+    source: Mapping[str, Grid],
+    sink: Mapping[str, Grid] | Mapping[str, JoinedGrid],
+) -> list[_Kind]:
+    found: dict[tuple[Grid, Grid | JoinedGrid, int], tuple[list[str], list[int]]] = {}
+    for place, (name, spec) in enumerate(parameters.items()):
+        if name in sink and all(spec.shape):
+            names, places = found.setdefault((source[name], sink[name], dtype_bytes(spec.dtype)), ([], []))
+            names.append(name)
+            places.append(place)
+    return [_Kind(*key, names, places) for key, (names, places) in found.items()]
+
+
+def _copies(
+    kind: _Kind, held: Cell, sink_rank: int, start: Sequence[int]
+) -> Callable[[int, int], tuple[int, SliceCopy]]:
+    """Makes the copies of one box: of a parameter, from a source rank that holds it in ``held`` to a sink rank whose own box begins
+    at ``start``. What they have in common is made once, for there are as many as layers."""
+    box = held.box
+    origin = (0,) * len(box)
+    source_slice, sink_slice = shift(box, held.start, origin), shift(box, start, origin)
+    nbytes = box_elements(box) * kind.itemsize
+
+    def make(index: int, source_rank: int) -> tuple[int, SliceCopy]:
+        copy = SliceCopy(kind.names[index], box, source_rank, source_slice, sink_rank, sink_slice, nbytes)
+        return kind.places[index], copy
+
+    return make

@@ -26,12 +26,11 @@ from llamarl.transports.deadline import Clock, deadline_clock, wait_for_device
 from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.tcp import TcpRemote
 from llamarl.weight_sync.dtypes import torch_dtype
-from llamarl.weight_sync.layout import Box, Layout, ParameterSpec, box_elements, intersect, shift
-from llamarl.weight_sync.local_plan import copies_to_sink
+from llamarl.weight_sync.layout import Box, ParameterSpec, box_elements, intersect, shift
 from llamarl.weight_sync.manifest import Block, Catalog, SlotHandle
 from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping, worth_mapping
-from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout, RuleLayout
-from llamarl.weight_sync.plan import SliceCopy, plan_transfer
+from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
+from llamarl.weight_sync.plan import SliceCopy, copies_to_sink
 from llamarl.weight_sync.relay import Relays
 from llamarl.weight_sync.remote_slot import MAX_ATTEMPTS, RemoteSlot, read_catalog
 from llamarl.weight_sync.source import whole_on_each
@@ -68,7 +67,7 @@ class _Pull:
 class _Share:
     """What this rank pulls of sources and sinks that hold what ``key`` says."""
 
-    key: tuple[object, AnyLayout]
+    key: tuple[MeshLayout, AnyLayout]
     copies: tuple[SliceCopy, ...]
     source_ranks: tuple[int, ...]
     """Ascending."""
@@ -113,8 +112,8 @@ class Puller:
     def open(self, handles: Sequence[SlotHandle], deadline_s: float) -> WeightVersion:
         """Open the slots of the source ranks that this rank pulls from, and prove their manifests. Pulls no weights yet.
 
-        Whom it pulls from is known from the version before, or to be all of them where each has said its own pieces alone. Of a
-        first version one slot is looked at here, and the others are opened when it is asked for.
+        Whom it pulls from is known from the version before. Of a first version one slot is looked at here, and the others are opened
+        when it is asked for.
 
         Args:
             deadline_s: Longest time that this takes, and, each for itself, all that is later asked of the version.
@@ -131,8 +130,8 @@ class Puller:
             known = (self.rank % len(handles),)  # sinks begin at different sources
         with self._opening:
             who, remote, catalog = self._slot(handles[known[0]], clock)
-            if catalog.layout is None or len(handles) == 1:
-                known = tuple(range(len(handles)))
+            if len(handles) == 1:
+                known = (0,)
             elif not self._shares:
                 RemoteSlot(handles[known[0]], remote, catalog, who, clock)  # proves it; may not be one to pull from
                 known = ()
@@ -221,35 +220,24 @@ class Puller:
         sink = self._sink(version, layout)
         if sink.num_ranks != self._num_sink_ranks:
             raise ValueError(f"the layout counts {sink.num_ranks} sink ranks, the channel {self._num_sink_ranks}")
-        rule = version.catalog.layout
-        told: list[Catalog] = []
-        if rule is None:  # each source rank has said its own pieces alone
-            told = [slot.catalog for slot in version.slots_of(range(version.num_source_ranks), clock)]
-        key = (rule if rule is not None else tuple(id(catalog) for catalog in told), sink)
+        source = version.catalog.layout
+        key = (source, sink)
         found = next((share for share in self._shares if share.key == key), None)
         if found is None:
             try:
-                copies = self._copies(rule or Layout(version.parameters, tuple(c.pieces for c in told)), sink)
+                copies = copies_to_sink(source, sink, self.rank, allow_unused=self._allow_unused)
             except PlanError as error:
                 raise WeightSyncError(f"{self._name}: sink rank {self.rank} cannot be served: {error}") from error
-            ranks = {copy.source_rank for copy in copies} if rule is not None else range(len(told))
-            found = _Share(key, copies, tuple(sorted(ranks)))
+            found = _Share(key, copies, tuple(sorted({copy.source_rank for copy in copies})))
         self._shares = [found, *(share for share in self._shares if share is not found)][:2]
         slots = version.slots_of(found.source_ranks, clock)
         for slot in slots:
-            if slot.catalog.layout != rule:
+            if slot.catalog.layout != source:
                 raise WeightSyncError(
                     f"{slot.who}: it describes another layout of the sources than source rank {version.catalog.rank}; "
                     "this version is not served: resume the run"
                 )
         return slots, found.copies
-
-    def _copies(self, source: Layout | MeshLayout, sink: AnyLayout) -> tuple[SliceCopy, ...]:
-        if isinstance(source, MeshLayout) and isinstance(sink, RuleLayout):
-            return copies_to_sink(source, sink, self.rank, allow_unused=self._allow_unused)
-        source = source if isinstance(source, Layout) else source.listed()
-        sink = sink if isinstance(sink, Layout) else sink.listed()
-        return plan_transfer(source, sink, allow_unused=self._allow_unused).to_sink(self.rank)
 
     def _sink(self, version: WeightVersion, layout: AnyLayout | None) -> AnyLayout:
         return layout if layout is not None else MeshLayout(version.parameters, {"rank": self._num_sink_ranks})
@@ -299,8 +287,8 @@ class Puller:
         if catalog is None:
             catalog = read_catalog(handle, known[1], who, clock)
             for other in self._catalogs.values():  # the ranks of one layout say the same of it: kept once
-                if (other.parameters, other.layout) == (catalog.parameters, catalog.layout):
-                    catalog = replace(catalog, parameters=other.parameters, layout=other.layout)
+                if other.layout == catalog.layout:
+                    catalog = replace(catalog, layout=other.layout)
                     break
             self._catalogs[catalog_key] = catalog
         return who, known[1], catalog
@@ -383,14 +371,14 @@ class Puller:
         raw = self._scratch[offset : offset + nbytes].view(dtype).view(shape)
         inside = shift(common, [a for a, _ in region], [0] * len(region))
         there = shift(common, [a for a, _ in copy.box], [a for a, _ in copy.sink_slice])
-        tensor = local.get(copy.sink_tensor)
+        tensor = local.get(copy.parameter)
         fits = tensor is not None and tensor.ndim == len(there) and all(
             b <= size for (_, b), size in zip(there, tensor.shape, strict=True)
         )  # fmt: skip
         if tensor is None or not fits:
             raise WeightSyncError(
-                f"{self._name}: sink rank {self.rank}: the layout places {copy.parameter!r} at {there} of tensor "
-                f"{copy.sink_tensor!r}, which {'has shape ' + str(tuple(tensor.shape)) if tensor is not None else 'is not there'}"
+                f"{self._name}: sink rank {self.rank}: the layout asks for {there} of its tensor "
+                f"{copy.parameter!r}, which {'has shape ' + str(tuple(tensor.shape)) if tensor is not None else 'is not there'}"
             )
         return _Placement(copy.parameter, raw[_slices(inside)], tensor[_slices(there)])
 
@@ -448,7 +436,7 @@ class WeightVersion:
 
         Args:
             tensors: This sink rank's tensors by name; written in place, cast where their dtype differs.
-            layout: All sink ranks' pieces, listed or as a rule; None: every sink rank holds every tensor whole, under the
+            layout: Of all sink ranks; None: every sink rank holds every tensor whole, under the
                 source's names.
             deadline_s: Longest time that it takes; None: the channel's.
 

@@ -24,7 +24,7 @@ from llamarl.transports.base import SourceTransport
 from llamarl.transports.checksum import block_digest, digest, mix64
 from llamarl.transports.slots import SlotState, Word
 from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
-from llamarl.weight_sync.layout import HeldShard, Layout, ParameterSpec, layout_of_rank
+from llamarl.weight_sync.layout import ParameterSpec
 from llamarl.weight_sync.manifest import Catalog, SlotHandle, build_catalog, manifest_checksum
 from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.source_slot import SourceSlot, make_slot, slot_offsets
@@ -68,7 +68,7 @@ class Publisher:
         version: int,
         tensors: Mapping[str, torch.Tensor],
         *,
-        layout: Layout | MeshLayout | Mapping[str, HeldShard] | None = None,
+        layout: MeshLayout | None = None,
         wire_dtype: torch.dtype | None = None,
         sink_layout: AnyLayout | None = None,
         token: int | None = None,
@@ -78,9 +78,8 @@ class Publisher:
         """Copy the shards into the next slot, cast on the way, and mark it ready.
 
         Args:
-            tensors: This rank's local tensors, by the names the layout's pieces use.
-            layout: All source ranks' pieces, listed or as a rule, or this rank's shards by parameter; None: every rank holds
-                every tensor whole.
+            tensors: This rank's local tensors: what it holds of each parameter, by its name.
+            layout: Of all source ranks; None: every rank holds every tensor whole.
             wire_dtype: Floating-point parameters travel in it, one-byte codes excepted; None: all in their own dtype.
             sink_layout: What the sinks will ask for, if known; the slot is then cut to fit.
             token: Its number, above that of every earlier call; None: the last one's plus 1.
@@ -243,7 +242,7 @@ class Publisher:
     def _prepare(
         self,
         local: Mapping[str, torch.Tensor],
-        layout: Layout | MeshLayout | Mapping[str, HeldShard] | None,
+        layout: MeshLayout | None,
         wire_dtype: torch.dtype | None,
         sink_layout: AnyLayout | None,
     ) -> None:
@@ -251,13 +250,7 @@ class Publisher:
         made_for = (signature, layout, wire_dtype, sink_layout)
         if made_for == self._made_for:
             return
-        source: Layout | MeshLayout
-        if layout is None:
-            source = whole_on_each(local, self._num_source_ranks)
-        elif isinstance(layout, Layout | MeshLayout):
-            source = layout
-        else:
-            source = layout_of_rank(layout, self._rank, self._num_source_ranks)
+        source = whole_on_each(local, self._num_source_ranks) if layout is None else layout
         if source.num_ranks != self._num_source_ranks:
             raise ValueError(f"the layout counts {source.num_ranks} source ranks, the channel {self._num_source_ranks}")
         _check_tensors(source, self._rank, local)
@@ -293,24 +286,16 @@ def whole_on_each(local: Mapping[str, torch.Tensor], num_ranks: int) -> MeshLayo
     return MeshLayout(specs, {"rank": num_ranks})
 
 
-def _check_tensors(layout: Layout | MeshLayout, rank: int, local: Mapping[str, torch.Tensor]) -> None:
+def _check_tensors(layout: MeshLayout, rank: int, local: Mapping[str, torch.Tensor]) -> None:
     for piece in layout.pieces_of(rank):
-        tensor = local.get(piece.tensor)
-        if tensor is None:
-            raise ValueError(
-                f"source rank {rank}: the layout places {piece.parameter!r} in {piece.tensor!r}, which is not sent"
-            )
-        fits = len(piece.local_box) == tensor.ndim and all(
-            b <= size for (_, b), size in zip(piece.local_box, tensor.shape, strict=True)
-        )
-        if not fits:
-            raise ValueError(
-                f"source rank {rank}: {piece.tensor!r} has shape {tuple(tensor.shape)}, "
-                f"the layout needs {piece.local_box} of it for {piece.parameter!r}"
-            )
+        tensor = local.get(piece.parameter)
+        shape = tuple(stop - start for start, stop in piece.box)
+        if tensor is None or tuple(tensor.shape) != shape:
+            found = "is not sent" if tensor is None else f"has shape {tuple(tensor.shape)}"
+            raise ValueError(f"source rank {rank}: {piece.parameter!r} {found}, the layout gives it shape {shape}")
 
 
-def _wire_dtypes(layout: Layout | MeshLayout, wire_dtype: torch.dtype | None) -> dict[str, str]:
+def _wire_dtypes(layout: MeshLayout, wire_dtype: torch.dtype | None) -> dict[str, str]:
     if wire_dtype is None:
         return {}
     if not wire_dtype.is_floating_point:

@@ -18,7 +18,7 @@ from llamarl.errors import ChannelError, WeightSyncError
 from llamarl.transports.base import SourceBuffer, SourceTransport
 from llamarl.transports.slots import PAGE, header_words
 from llamarl.weight_sync.dtypes import torch_dtype
-from llamarl.weight_sync.layout import Piece, shift, span, whole_box
+from llamarl.weight_sync.layout import shift, span, whole_box
 from llamarl.weight_sync.manifest import Catalog
 
 __all__ = ["RegionCopy", "SourceSlot", "make_slot", "slot_offsets"]
@@ -106,26 +106,20 @@ def make_slot(
     except ChannelError as error:
         raise WeightSyncError(f"cannot register a slot for the weights: {error}") from error
     buffer.control[PAGE : PAGE + len(catalog_bytes)] = torch.frombuffer(bytearray(catalog_bytes), dtype=torch.uint8)
-    pieces: dict[str, list[Piece]] = {}
-    for piece in catalog.pieces:
-        pieces.setdefault(piece.parameter, []).append(piece)
+    starts = {piece.parameter: [a for a, _ in piece.box] for piece in catalog.pieces}
     data = buffer.data
     copies = []
     for block in catalog.blocks:
         of_block = []
         for region in block.regions:
             spec = catalog.parameters[region.parameter]
-            piece = next(
-                p for p in pieces[region.parameter]
-                if all(a <= c and d <= b for (a, b), (c, d) in zip(p.box, region.box, strict=True))
-            )  # fmt: skip
             view = data[region.offset : region.offset + region.nbytes].view(torch_dtype(spec.dtype))
-            where = shift(region.box, [a for a, _ in piece.box], piece.origin)
-            start, stop = span(where, whole_box(shapes[piece.tensor]))
+            where = shift(region.box, starts[region.parameter], [0] * len(region.box))
+            start, stop = span(where, whole_box(shapes[region.parameter]))
             of_block.append(
                 RegionCopy(
                     view=view.view([b - a for a, b in region.box]),
-                    tensor=piece.tensor,
+                    tensor=region.parameter,
                     where=tuple(slice(a, b) for a, b in where),
                     start=start if stop - start == view.numel() else None,
                 )

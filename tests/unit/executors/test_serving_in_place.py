@@ -16,7 +16,8 @@ from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import DeadlineExceeded, WeightSyncError
 from llamarl.executors.version_loader import serve
 from llamarl.transports.slots import SlotState, Word
-from llamarl.weight_sync.layout import ParameterSpec, Shard, mesh_layout
+from llamarl.weight_sync.layout import ParameterSpec, Shard
+from llamarl.weight_sync.mesh_layout import MeshLayout
 
 SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
 ENDS = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
@@ -83,10 +84,10 @@ class ShardedEdge:
 
     def hand_over(self, version: int, tensors: dict[str, torch.Tensor]) -> Any:
         specs = {name: ParameterSpec(tuple(t.shape), "float32") for name, t in tensors.items()}
-        layout = mesh_layout(specs, {"fsdp": 2}, {name: [Shard("fsdp", 0)] for name in specs})
+        layout = MeshLayout(specs, {"fsdp": 2}, {name: [Shard("fsdp", 0)] for name in specs})
         handles = []
         for rank, sender in enumerate(self.senders):
-            held = {p.tensor: tensors[p.parameter][slice(*p.box[0])].clone() for p in layout.pieces[rank]}
+            held = {p.parameter: tensors[p.parameter][slice(*p.box[0])].clone() for p in layout.pieces_of(rank)}
             handles.append(sender.send(version, WeightsPayload(version=version, tensors=held, layout=layout)))
         return self.receiver.receive(tuple(handles), 60.0)
 

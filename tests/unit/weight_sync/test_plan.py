@@ -1,53 +1,57 @@
-"""The transfer plan on layouts small enough to work out by hand."""
+"""The transfer plan: by hand on small layouts, and random ones against the plain properties that make it right."""
 
 from __future__ import annotations
 
+import json
+import random
+from collections import Counter, defaultdict
+
+import numpy as np
 import pytest
-from fused_layout import fuse
 
 from llamarl.errors import PlanError
-from llamarl.weight_sync.layout import (
-    Layout,
-    ParameterSpec,
-    Piece,
-    Shard,
-    chunk_bounds,
-    mesh_layout,
-    replicated_layout,
-    subtract,
-)
-from llamarl.weight_sync.plan import plan_transfer
+from llamarl.models.parallel import EXPERT_SHARD, EXPERTS, SHARD, Cut, ParallelLayout, ParameterShard, shard_box
+from llamarl.weight_sync.layout import Box, ParameterSpec, Shard, chunk_bounds
+from llamarl.weight_sync.manifest import Catalog, build_catalog
+from llamarl.weight_sync.mesh_layout import AnyLayout, JoinedLayout, MeshLayout, RankSet
+from llamarl.weight_sync.plan import SliceCopy, copies_to_sink
+from llamarl.weight_sync.trainer_layout import layout_of_shards
 
 W = {"w": ParameterSpec((8, 4), "float32")}
 
 
+def plan(source: MeshLayout, sink: AnyLayout) -> list[SliceCopy]:
+    """What all sink ranks pull."""
+    return [copy for rank in range(sink.num_ranks) for copy in copies_to_sink(source, sink, rank)]
+
+
+def sent_bytes(copies: list[SliceCopy], num_sources: int) -> list[int]:
+    return [sum(copy.nbytes for copy in copies if copy.source_rank == rank) for rank in range(num_sources)]
+
+
 def test_rows_of_two_shards_to_three() -> None:
-    source = mesh_layout(W, {"fsdp": 2}, {"w": [Shard("fsdp", 0)]})
-    sink = mesh_layout(W, {"tp": 3}, {"w": [Shard("tp", 0)]})
+    source = MeshLayout(W, {"fsdp": 2}, {"w": (Shard("fsdp", 0),)})
+    sink = MeshLayout(W, {"tp": 3}, {"w": (Shard("tp", 0),)})
     copies = [
-        (c.source_rank, c.sink_rank, c.box[0], c.source_slice[0], c.sink_slice[0])
-        for c in plan_transfer(source, sink).copies
+        (c.source_rank, c.sink_rank, c.box[0], c.source_slice[0], c.sink_slice[0], c.nbytes) for c in plan(source, sink)
     ]
     assert copies == [
-        (0, 0, (0, 3), (0, 3), (0, 3)),
-        (0, 1, (3, 4), (3, 4), (0, 1)),
-        (1, 1, (4, 6), (0, 2), (1, 3)),
-        (1, 2, (6, 8), (2, 4), (0, 2)),
+        (0, 0, (0, 3), (0, 3), (0, 3), 48),
+        (0, 1, (3, 4), (3, 4), (0, 1), 16),
+        (1, 1, (4, 6), (0, 2), (1, 3), 32),
+        (1, 2, (6, 8), (2, 4), (0, 2), 32),
     ]
 
 
 def test_rows_to_columns_meet_in_every_pair() -> None:
-    source = mesh_layout(W, {"fsdp": 2}, {"w": [Shard("fsdp", 0)]})
-    sink = mesh_layout(W, {"tp": 2}, {"w": [Shard("tp", 1)]})
-    plan = plan_transfer(source, sink)
-    assert [(c.source_rank, c.sink_rank, c.box) for c in plan.copies] == [
+    source = MeshLayout(W, {"fsdp": 2}, {"w": (Shard("fsdp", 0),)})
+    sink = MeshLayout(W, {"tp": 2}, {"w": (Shard("tp", 1),)})
+    assert [(c.source_rank, c.sink_rank, c.box) for c in plan(source, sink)] == [
         (0, 0, ((0, 4), (0, 2))),
         (1, 0, ((4, 8), (0, 2))),
         (0, 1, ((0, 4), (2, 4))),
         (1, 1, ((4, 8), (2, 4))),
     ]
-    assert plan.sent_bytes() == [64, 64] and plan.received_bytes() == [64, 64]
-    assert plan.link_bytes() == {(0, 0): 32, (0, 1): 32, (1, 0): 32, (1, 1): 32}
 
 
 def test_chunks_follow_torch_also_where_some_are_empty() -> None:
@@ -57,91 +61,250 @@ def test_chunks_follow_torch_also_where_some_are_empty() -> None:
 
 def test_uneven_shards_leave_a_rank_without_a_piece() -> None:
     specs = {"w": ParameterSpec((5, 2), "float32")}
-    source = mesh_layout(specs, {"fsdp": 4}, {"w": [Shard("fsdp", 0)]})
-    assert [len(p) for p in source.pieces] == [1, 1, 1, 0]
-    plan = plan_transfer(source, replicated_layout(specs, 1))
-    assert [(c.source_rank, c.box[0]) for c in plan.copies] == [(0, (0, 2)), (1, (2, 4)), (2, (4, 5))]
+    source = MeshLayout(specs, {"fsdp": 4}, {"w": (Shard("fsdp", 0),)})
+    assert [len(source.pieces_of(rank)) for rank in range(4)] == [1, 1, 1, 0]
+    copies = plan(source, MeshLayout(specs, {"rank": 1}))
+    assert [(c.source_rank, c.box[0]) for c in copies] == [(0, (0, 2)), (1, (2, 4)), (2, (4, 5))]
 
 
 def test_tensor_parallelism_cuts_before_fsdp() -> None:
-    source = mesh_layout(W, {"fsdp": 2, "tp": 2}, {"w": [Shard("tp", 0), Shard("fsdp", 0)]})
-    assert [p[0].box[0] for p in source.pieces] == [(0, 2), (4, 6), (2, 4), (6, 8)]  # rank = fsdp * 2 + tp
-
-
-def test_replicated_sources_share_the_load() -> None:
-    specs = {f"w{i}": ParameterSpec((4, 4), "float32") for i in range(6)}
-    plan = plan_transfer(replicated_layout(specs, 3), replicated_layout(specs, 2))
-    assert plan.sent_bytes() == [256, 256, 256]  # 6 parameters x 2 sinks x 64 bytes over 3 sources
-
-
-def test_fused_sink_takes_its_parts_from_split_parameters() -> None:
-    specs = {
-        "q": ParameterSpec((8, 4), "float32"),
-        "k": ParameterSpec((4, 4), "float32"),
-        "v": ParameterSpec((4, 4), "float32"),
-    }
-    cut = {name: [Shard("tp", 0)] for name in specs}
-    sink = fuse(mesh_layout(specs, {"tp": 2}, cut), {"qkv": ["q", "k", "v"]})
-    plan = plan_transfer(replicated_layout(specs, 1), sink)
-    rank1 = [(c.parameter, c.source_slice[0], c.sink_tensor, c.sink_slice[0]) for c in plan.to_sink(1)]
-    assert rank1 == [("q", (4, 8), "qkv", (0, 4)), ("k", (2, 4), "qkv", (4, 6)), ("v", (2, 4), "qkv", (6, 8))]
-
-
-def test_fused_source_is_split_at_the_sink() -> None:
-    specs = {"gate": ParameterSpec((2, 4), "float32"), "up": ParameterSpec((2, 4), "float32")}
-    source = fuse(replicated_layout(specs, 1), {"gate_up": ["gate", "up"]})
-    plan = plan_transfer(source, replicated_layout(specs, 1))
-    assert [(c.parameter, c.source_tensor, c.source_slice[0]) for c in plan.copies] == [
-        ("gate", "gate_up", (0, 2)),
-        ("up", "gate_up", (2, 4)),
-    ]
-
-
-def test_tied_weight_fills_both_tensors_of_the_sink() -> None:
-    box = ((0, 8), (0, 4))
-    sink = Layout(W, ((Piece("w", box, "embed", (0, 0)), Piece("w", box, "lm_head", (0, 0))),))
-    plan = plan_transfer(replicated_layout(W, 1), sink)
-    assert [(c.sink_tensor, c.nbytes) for c in plan.copies] == [("embed", 128), ("lm_head", 128)]
+    source = MeshLayout(W, {"fsdp": 2, "tp": 2}, {"w": (Shard("tp", 0), Shard("fsdp", 0))})
+    rows = [source.pieces_of(rank)[0].box[0] for rank in range(4)]
+    assert rows == [(0, 2), (4, 6), (2, 4), (6, 8)]  # rank = fsdp * 2 + tp
 
 
 def test_scalar_parameter_is_one_copy() -> None:
     specs = {"scale": ParameterSpec((), "float32")}
-    plan = plan_transfer(replicated_layout(specs, 2), replicated_layout(specs, 1))
-    assert [(c.box, c.nbytes) for c in plan.copies] == [((), 4)]
-
-
-def test_subtract_leaves_disjoint_boxes_around_the_hole() -> None:
-    rest = subtract(((0, 4), (0, 4)), ((1, 2), (1, 3)))
-    assert rest == [((0, 1), (0, 4)), ((2, 4), (0, 4)), ((1, 2), (0, 1)), ((1, 2), (3, 4))]
-
-
-def test_overlapping_source_boxes_write_each_element_once() -> None:
-    held = (Piece("w", ((0, 5), (0, 4)), "w", (0, 0)),), (Piece("w", ((3, 8), (0, 4)), "w", (0, 0)),)
-    plan = plan_transfer(Layout(W, held), replicated_layout(W, 1))
-    assert [(c.source_rank, c.box[0], c.source_slice[0]) for c in plan.copies] == [
-        (0, (0, 5), (0, 5)),
-        (1, (5, 8), (2, 5)),
+    assert [(c.box, c.nbytes) for c in plan(MeshLayout(specs, {"rank": 2}), MeshLayout(specs, {"rank": 1}))] == [
+        ((), 4)
     ]
 
 
-def test_part_that_nobody_holds_is_named() -> None:
-    source = Layout(W, ((Piece("w", ((0, 5), (0, 4)), "w", (0, 0)),),))
-    with pytest.raises(PlanError, match=r"\(\(5, 8\), \(0, 4\)\) of 'w'"):
-        plan_transfer(source, replicated_layout(W, 1))
-
-
 def test_names_and_shapes_must_agree() -> None:
-    other = {"v": ParameterSpec((8, 4), "float32")}
+    v = {"v": ParameterSpec((8, 4), "float32")}
+    one, both = MeshLayout(W, {"rank": 1}), MeshLayout(W | v, {"rank": 1})
     with pytest.raises(PlanError, match="source does not send: v"):
-        plan_transfer(replicated_layout(W, 1), replicated_layout(other, 1))
-    both = W | other
+        plan(one, both)
     with pytest.raises(PlanError, match="no sink rank holds: v"):
-        plan_transfer(replicated_layout(both, 1), replicated_layout(W, 1))
-    assert len(plan_transfer(replicated_layout(both, 1), replicated_layout(W, 1), allow_unused=True).copies) == 1
+        plan(both, one)
+    assert len(copies_to_sink(both, one, 0, allow_unused=True)) == 1
     with pytest.raises(PlanError, match=r"\(8, 4\) at the source, \(4, 8\) at the sink"):
-        plan_transfer(replicated_layout(W, 1), replicated_layout({"w": ParameterSpec((4, 8), "float32")}, 1))
+        plan(one, MeshLayout({"w": ParameterSpec((4, 8), "float32")}, {"rank": 1}))
 
 
-def test_piece_outside_its_parameter_is_refused() -> None:
-    with pytest.raises(PlanError, match="rank 0 holds box"):
-        Layout(W, ((Piece("w", ((0, 9), (0, 4)), "w", (0, 0)),),))
+def random_model(rng: random.Random) -> tuple[dict[str, ParameterSpec], dict[str, int], int]:
+    """A decoder's parameters with small, odd sizes; the dimension that tensor parallelism cuts; its key-value heads."""
+    hidden, kv_heads, experts = rng.randint(3, 9), rng.choice([1, 2, 4]), rng.choice([0, 0, 4, 8])
+    heads, middle, words = kv_heads * rng.choice([1, 2]) * 2, rng.randint(4, 11), rng.randint(9, 23)
+    shapes: dict[str, tuple[tuple[int, ...], int | None]] = {"embed": ((words, hidden), 0)}
+    for layer in range(rng.randint(1, 4)):
+        shapes |= {
+            f"{layer}.q": ((heads * 3, hidden), 0),
+            f"{layer}.k": ((kv_heads * 3, hidden), 0),
+            f"{layer}.o": ((hidden, heads * 3), 1),
+            f"{layer}.norm": ((hidden,), None),
+        }
+        if experts:
+            shapes[f"{layer}.experts"] = ((experts, middle, hidden), 0)
+        else:
+            shapes |= {f"{layer}.up": ((middle, hidden), 0), f"{layer}.down": ((hidden, middle), 1)}
+    shapes |= {"norm": ((hidden,), None), "scale": ((), None)}
+    if rng.random() < 0.5:
+        shapes["head"] = ((words, hidden), 0)
+    dtype = rng.choice(["float32", "bfloat16"])
+    return (
+        {name: ParameterSpec(shape, dtype) for name, (shape, _) in shapes.items()},
+        {name: dim for name, (_, dim) in shapes.items() if dim is not None},
+        kv_heads,
+    )
+
+
+def random_side(
+    rng: random.Random, specs: dict[str, ParameterSpec], tp_dims: dict[str, int], kv_heads: int, *, trains: bool
+) -> MeshLayout:
+    """pp x fsdp or replicas x expert ranks x tp, in any order of the axes; the ends of the model tied over stages at times."""
+    sizes = {
+        "pp": rng.choice([1, 1, 2, 3]),
+        "fsdp": rng.choice([1, 2, 3]),
+        "ep": rng.choice([1, 1, 2]),
+        "tp": rng.choice([1, 2, 4, kv_heads * 2]),
+    }
+    axes = rng.sample(list(sizes), len(sizes))
+    cuts: dict[str, tuple[Shard, ...]] = {}
+    stages: dict[str, tuple[int, ...]] = {}
+    tied = "head" not in specs and rng.random() < 0.8
+    for name, spec in specs.items():
+        of_name = []
+        if name in tp_dims:
+            axis = "ep" if name.endswith("experts") and rng.random() < 0.5 else "tp"
+            of_name.append(Shard(axis, tp_dims[name], kv_heads if name.endswith(".k") else None))
+        if trains and spec.shape:
+            of_name.append(Shard("fsdp", 0))
+        cuts[name] = tuple(of_name)
+        last = sizes["pp"] - 1
+        if sizes["pp"] > 1:
+            layer = name.split(".")[0]
+            if layer.isdigit():
+                stages[name] = (min(last, int(layer)),)
+            elif name == "embed":
+                stages[name] = (0, last) if tied else (0,)
+            elif name != "scale":
+                stages[name] = (last,)
+    return MeshLayout(specs, {axis: sizes[axis] for axis in axes}, cuts, stages)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in box)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_each_element_is_written_once_with_its_value_by_ranks_that_take_turns(block: int) -> None:
+    for seed in range(block * 40, block * 40 + 40):
+        rng = random.Random(seed)
+        specs, tp_dims, kv_heads = random_model(rng)
+        source = random_side(rng, specs, tp_dims, kv_heads, trains=True)
+        parts = tuple(random_side(rng, specs, tp_dims, kv_heads, trains=False) for _ in range(rng.choice([1, 1, 2, 3])))
+        sink = parts[0] if len(parts) == 1 else JoinedLayout(parts)  # replicas of one size, or of several
+        values = {n: np.arange(1, np.prod(s.shape, dtype=int) + 1).reshape(s.shape) for n, s in specs.items()}
+        copies = plan(source, sink)
+        held = [
+            {p.parameter: values[p.parameter][slices(p.box)] for p in source.pieces_of(rank)}
+            for rank in range(source.num_ranks)
+        ]
+        for rank in range(sink.num_ranks):
+            wanted = {p.parameter: values[p.parameter][slices(p.box)] for p in sink.pieces_of(rank)}
+            got = {name: np.zeros_like(value) for name, value in wanted.items()}
+            mine = [copy for copy in copies if copy.sink_rank == rank]
+            for copy in mine:  # += so that a second copy of an element is seen
+                got[copy.parameter][slices(copy.sink_slice)] += held[copy.source_rank][copy.parameter][
+                    slices(copy.source_slice)
+                ]
+            for name, value in wanted.items():
+                np.testing.assert_array_equal(got[name], value, err_msg=f"seed {seed}, rank {rank}, {name}")
+            itemsize = 4 if specs["norm"].dtype == "float32" else 2
+            assert sum(copy.nbytes for copy in mine) == itemsize * sum(value.size for value in wanted.values())
+        check_turns(source, copies, seed)
+
+
+def check_turns(source: MeshLayout, copies: list[SliceCopy], seed: int) -> None:
+    """Ranks that hold the same: of the one that is dealt first and the one that is dealt last, each copy of the second is at least
+    as large as the next one of the first."""
+    dealt: dict[tuple[int, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for copy in copies:
+        holders = source.grids[copy.parameter].holders(copy.source_rank)
+        dealt[tuple(holders[i] for i in range(len(holders)))][copy.source_rank].append(copy.nbytes)
+    for ranks, of_ranks in dealt.items():
+        turns = [sorted(of_ranks.get(rank, []), reverse=True) for rank in ranks]
+        lengths = [len(sizes) for sizes in turns]
+        assert lengths == sorted(lengths, reverse=True) and max(lengths) - min(lengths) <= 1, (seed, ranks)
+        assert all(last >= following for last, following in zip(turns[-1], turns[0][1:], strict=False)), (seed, ranks)
+
+
+def test_ranks_that_hold_the_same_take_turns_by_hand() -> None:
+    """Three sources hold all; two sinks: the two copies of the matrix first, by sink, then those of the two vectors."""
+    specs = {
+        "a": ParameterSpec((4,), "float32"),
+        "w": ParameterSpec((4, 4), "float32"),
+        "b": ParameterSpec((4,), "float32"),
+    }
+    source, sink = MeshLayout(specs, {"rank": 3}), MeshLayout(specs, {"rank": 2})
+    turns = {(c.parameter, c.sink_rank): c.source_rank for c in plan(source, sink)}
+    assert turns == {("w", 0): 0, ("w", 1): 1, ("a", 0): 2, ("a", 1): 0, ("b", 0): 1, ("b", 1): 2}
+
+
+def test_turns_do_not_depend_on_how_many_others_are_looked_at() -> None:
+    """512 whole sources and 512 whole sinks: a sink works out its own part, and each of a size goes to another source."""
+    specs = {f"w{i}": ParameterSpec((4, 1 + i % 3), "bfloat16") for i in range(30)}
+    source, sink = MeshLayout(specs, {"rank": 512}), MeshLayout(specs, {"rank": 512})
+    for rank in (0, 1, 77, 511):
+        copies = copies_to_sink(source, sink, rank)
+        assert Counter(c.parameter for c in copies) == Counter(list(specs))
+        assert {c.source_rank for c in copies} == {rank}  # each size is dealt round and round, 512 copies a parameter
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cuts", "stages"),
+    [
+        ({"tp": 2}, {"w": (Shard("fsdp", 0),)}, {}),
+        ({"tp": 2}, {"w": (Shard("tp", 2),)}, {}),
+        ({"tp": 3}, {"w": (Shard("tp", 0, 2),)}, {}),
+        ({"tp": 2}, {"w": (Shard("tp", 0), Shard("tp", 1))}, {}),
+        ({"tp": 2}, {}, {"w": (0,)}),
+        ({"pp": 2}, {}, {"w": (2,)}),
+        ({"pp": 2}, {}, {"w": ()}),
+        ({"pp": 2}, {}, {"w": (1, 0)}),
+    ],
+)
+def test_what_cannot_be_cut_so_is_refused(
+    mesh: dict[str, int], cuts: dict[str, tuple[Shard, ...]], stages: dict[str, tuple[int, ...]]
+) -> None:
+    with pytest.raises(PlanError, match="'w' of shape"):
+        MeshLayout(W, mesh, cuts, stages)
+
+
+def test_a_layout_travels_as_plain_values() -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        side = random_side(rng, *random_model(rng), trains=True)
+        there = MeshLayout.from_json(side.to_json(), side.parameters)
+        assert there.grids == side.grids and there.mesh == side.mesh
+        assert MeshLayout.from_json(there.to_json(), side.parameters) == there
+
+
+def test_ranks_of_a_cell_count_row_by_row() -> None:
+    ranks = RankSet.of(((0, 2), range(1, 2), range(4)), (3, 2, 4))
+    assert [ranks[i] for i in range(len(ranks))] == [4, 5, 6, 7, 20, 21, 22, 23]
+    assert [ranks.index(rank) for rank in (4, 7, 22)] == [0, 3, 6]
+    with pytest.raises(IndexError):
+        ranks[8]
+    assert (
+        ranks
+        == RankSet.of(((0, 2), range(4, 8)), (3, 8))
+        == RankSet.of(((0, 2), range(1, 2), range(2), range(2)), (3, 2, 2, 2))
+    )
+    assert [ranks.moved(10)[0], ranks.moved(10).index(33)] == [14, 7]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"fsdp": 4, "tp": 2, "ep": 2},
+        {"fsdp": 2, "cp": 2, "tp": 2, "ep": 4, "pp": 2},
+        {"fsdp": 3, "cp": 1, "tp": 1, "ep": 3},
+        {"fsdp": 3, "cp": 2, "tp": 4, "pp": 3},
+    ],
+)
+def test_a_trainers_rule_gives_each_rank_what_it_says_of_itself(sizes: dict[str, int]) -> None:
+    """Also where experts lie along axes of their own, and rows do not divide over the ranks."""
+    layout = ParallelLayout(mesh=None, **{"fsdp": 1, "tp": 1, **sizes})
+    experts = (Cut(EXPERTS, 0), Cut(EXPERT_SHARD, 0)) if layout.ep > 1 else (Cut("tp", 0), Cut(SHARD, 0))
+    kinds: dict[str, tuple[tuple[int, ...], tuple[Cut, ...]]] = {
+        "embed": ((50, 8), (Cut("tp", 0, size=50), Cut(SHARD, 0))),
+        "k": ((16, 8), (Cut("tp", 0, 2), Cut(SHARD, 0))),
+        "o": ((10, 16), (Cut("tp", 1), Cut(SHARD, 0))),
+        "experts": ((24, 6, 8), experts),
+        "norm": ((10,), (Cut(SHARD, 0),)),
+    }
+    last = layout.pp - 1
+    stages = {name: (0, last) if name == "embed" and last else (last,) for name in kinds}
+
+    def said_by(rank: int) -> dict[str, ParameterShard]:
+        return {
+            name: ParameterShard(
+                shape, "float32", shard_box(shape, cuts, layout, rank, stages[name]), cuts, stages[name]
+            )
+            for name, (shape, cuts) in kinds.items()
+        }
+
+    rule = layout_of_shards(said_by(0), layout)
+    again = MeshLayout.from_json(json.loads(json.dumps(rule.to_json())), rule.parameters)
+    assert again.grids == rule.grids
+    for rank in range(layout.num_ranks):
+        boxes = {name: shard.box for name, shard in said_by(rank).items() if all(a < b for a, b in shard.box)}
+        assert {piece.parameter: piece.box for piece in rule.pieces_of(rank)} == boxes, rank
+    catalog = Catalog.from_bytes(build_catalog(rule, 0, wire_dtypes={"embed": "bfloat16"}).to_bytes())
+    assert catalog.layout.grids == rule.grids  # also of experts, which lie along axes of their own
+    sink = MeshLayout(rule.parameters, {"rank": 2})
+    copies = plan(rule, sink)
+    assert sum(c.nbytes for c in copies) == 2 * sum(spec.nbytes for spec in rule.parameters.values())
+    check_turns(rule, copies, 0)

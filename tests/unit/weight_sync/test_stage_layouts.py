@@ -12,10 +12,12 @@ from tiny_models import tiny_config, tiny_model
 
 from llamarl.models.parallel import Cut, ParallelLayout, ParameterShard, shard_box
 from llamarl.models.stages import cut_into_stage
-from llamarl.weight_sync.layout import Layout, Shard, layout_of_rank, mesh_layout
+from llamarl.weight_sync.layout import Shard
+from llamarl.weight_sync.mesh_layout import MeshLayout
 from llamarl.weight_sync.model_layouts import model_parameters
-from llamarl.weight_sync.plan import plan_transfer
+from llamarl.weight_sync.plan import copies_to_sink
 from llamarl.weight_sync.stage_layouts import stage_parameters
+from llamarl.weight_sync.trainer_layout import layout_of_shards
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])  # tied, not tied, tied with norms on both sides
@@ -33,22 +35,17 @@ def test_each_part_travels_once_from_a_stage_that_holds_it() -> None:
     """Two stages x two tensor-parallel ranks to two tensor-parallel ranks, by hand; ``embed`` is tied."""
     trainer = ParallelLayout(fsdp=1, tp=2, pp=2, mesh=None)
     held = {"embed": ((6, 4), (), (0, 1)), "q0": ((4, 4), (Cut("tp", 0),), (0,)), "q1": ((4, 4), (Cut("tp", 0),), (1,))}
-    said = []
-    for rank in range(4):  # as each rank describes itself: of what other stages hold, an empty part
-        shards = {
-            name: ParameterShard(shape, "float32", shard_box(shape, cuts, trainer, rank, stages), cuts, stages)
-            for name, (shape, cuts, stages) in held.items()
-        }
-        said.append(layout_of_rank(shards, rank, 4))
-    assert all(layout.parameters == said[0].parameters for layout in said)
-    source = Layout(said[0].parameters, tuple(layout.pieces[rank] for rank, layout in enumerate(said)))
-    sink = mesh_layout(said[0].parameters, {"tp": 2}, {"q0": [Shard("tp", 0)], "q1": [Shard("tp", 0)]})
-    plan = plan_transfer(source, sink)
-    routes = {(c.parameter, c.box, c.source_rank, c.sink_rank) for c in plan.copies if c.parameter != "embed"}
-    assert routes == {
+    shards = {
+        name: ParameterShard(shape, "float32", shard_box(shape, cuts, trainer, 0, stages), cuts, stages)
+        for name, (shape, cuts, stages) in held.items()
+    }
+    source = layout_of_shards(shards, trainer)
+    sink = MeshLayout(source.parameters, {"tp": 2}, {"q0": (Shard("tp", 0),), "q1": (Shard("tp", 0),)})
+    copies = [copy for rank in (0, 1) for copy in copies_to_sink(source, sink, rank)]
+    assert {(c.parameter, c.box, c.source_rank, c.sink_rank) for c in copies if c.parameter != "embed"} == {
         (name, ((2 * tp, 2 * tp + 2), (0, 4)), 2 * stage + tp, tp)
         for stage, name in enumerate(["q0", "q1"])
         for tp in (0, 1)
     }
-    assert plan.received_bytes() == [4 * (24 + 8 + 8)] * 2  # embed whole, and half of each matrix
-    assert sum(plan.sent_bytes()) == 2 * 4 * (24 + 8 + 8)
+    received = [sum(c.nbytes for c in copies if c.sink_rank == rank) for rank in (0, 1)]
+    assert received == [4 * (24 + 8 + 8)] * 2  # embed whole, and half of each matrix
