@@ -34,10 +34,15 @@ import llamarl
 from llamarl.transports.shared_memory import SharedMemorySink
 from llamarl.weight_sync.manifest import Catalog, build_catalog
 from llamarl.weight_sync.mesh_layout import MeshLayout
-from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters, tp_placements
+from llamarl.weight_sync.model_layouts import (
+    ModelParameters,
+    fsdp_tp_placements,
+    holding_stages,
+    model_parameters,
+    tp_placements,
+)
 from llamarl.weight_sync.plan import copies_to_sink
 from llamarl.weight_sync.sink import Puller
-from llamarl.weight_sync.stage_layouts import holding_stages
 
 MODEL = "Llama-3.1-405B"
 LAYERS_OF_A_STAGE = 2

@@ -32,10 +32,9 @@ from llamarl.engine.sequence import Sequence
 from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.parallel import ParallelLayout
-from llamarl.weight_sync.adapter_layouts import adapter_parameters
 from llamarl.weight_sync.layout import Shard
 from llamarl.weight_sync.mesh_layout import MeshLayout
-from llamarl.weight_sync.model_layouts import model_parameters
+from llamarl.weight_sync.model_layouts import adapter_parameters, model_parameters
 
 NUM_KV_TOKENS = 90
 """Room that all sequences together do not have: some are preempted."""

@@ -21,8 +21,7 @@ from llamarl.plural import format_bytes, plural
 from llamarl.roles import carries_version
 from llamarl.transports.table import Place, choose_transport
 from llamarl.weight_sync.layout import fullest_rank_bytes
-from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters
-from llamarl.weight_sync.stage_layouts import holding_stages
+from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, holding_stages, model_parameters
 
 __all__ = ["WeightEdge", "edge_copies_held", "settle_weight_edges", "versions_held"]
 

@@ -29,10 +29,14 @@ from llamarl.config import RunConfig
 from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParallelLayout, make_layout
-from llamarl.weight_sync.adapter_layouts import adapter_parameters, adapter_stages
 from llamarl.weight_sync.mesh_layout import STAGE_AXIS, AnyLayout, JoinedLayout, MeshLayout
-from llamarl.weight_sync.model_layouts import model_parameters, tp_placements
-from llamarl.weight_sync.stage_layouts import holding_stages
+from llamarl.weight_sync.model_layouts import (
+    adapter_parameters,
+    adapter_stages,
+    holding_stages,
+    model_parameters,
+    tp_placements,
+)
 
 __all__ = ["Replica", "generator_layout", "generator_weights", "rank_weights", "replicas_of", "why_ranks_unfit"]
 

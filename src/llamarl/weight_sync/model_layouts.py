@@ -1,13 +1,13 @@
-"""Layouts of a named model: parameters from its configuration alone, cuts from its own tensor-parallel plan.
+"""Layouts of a named model: parameters from its configuration alone, cuts from its own tensor-parallel plan, stages from names.
 
 Nothing is downloaded or allocated: the decoder is built on PyTorch's meta device.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,26 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llamarl.errors import ModelError
-from llamarl.models.sizes import KEY_VALUE_LAYERS
+from llamarl.models.adapters import adapter_shapes
+from llamarl.models.sizes import KEY_VALUE_LAYERS, layers_of_stages
 from llamarl.weight_sync.layout import ParameterSpec, Shard
 
 __all__ = [
     "ModelParameters",
-    "described",
+    "adapter_parameters",
+    "adapter_stages",
     "fsdp_tp_placements",
+    "holding_stages",
     "model_parameters",
-    "name_pattern",
+    "stage_parameters",
     "tp_placements",
 ]
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 # Styles of transformers' plans, by what they do to a parameter.
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
 _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
-_REPLICATED = ("replicate", "replicated_with_grad_allreduce")
 
 
 class ModelParameters(dict[str, ParameterSpec]):
@@ -38,74 +42,32 @@ class ModelParameters(dict[str, ParameterSpec]):
 
     Attributes:
         tp_dims: The dimension it cuts, of those that it cuts.
-        packed: Of these, the ones that hold two matrices one after the other along that dimension (gate and up), each cut
-            for itself.
-        whole: Why each of the others is whole on every rank.
         at_most: Parts into which some are cut at most: a key-value head is not cut, more ranks hold the same one.
-        tp_sizes: The sizes that fit the model, ascending; None: not known.
     """
 
     def __init__(
-        self,
-        specs: Mapping[str, ParameterSpec],
-        tp_dims: Mapping[str, int],
-        *,
-        packed: Collection[str] = (),
-        whole: Mapping[str, str] | None = None,
-        at_most: Mapping[str, int] | None = None,
-        tp_sizes: Sequence[int] | None = None,
+        self, specs: Mapping[str, ParameterSpec], tp_dims: Mapping[str, int], at_most: Mapping[str, int] | None = None
     ) -> None:
         super().__init__(specs)
         self.tp_dims = dict(tp_dims)
-        self.packed = frozenset(packed)
-        self.whole = dict(whole or {})
         self.at_most = dict(at_most or {})
-        self.tp_sizes = None if tp_sizes is None else tuple(tp_sizes)
-
-    def with_specs(self, specs: Mapping[str, ParameterSpec], tp_dims: Mapping[str, int]) -> ModelParameters:
-        """The same model with other parameters: none of them packed."""
-        return ModelParameters(specs, tp_dims, whole=self.whole, at_most=self.at_most, tp_sizes=self.tp_sizes)
 
     @property
     def num_elements(self) -> int:
-        total = 0
-        for spec in self.values():
-            size = 1
-            for extent in spec.shape:
-                size *= extent
-            total += size
-        return total
-
-    def unpacked(self) -> ModelParameters:
-        """Each packed parameter as its two halves (``name[0]``, ``name[1]``): boxes then say where its bytes lie."""
-        specs: dict[str, ParameterSpec] = {}
-        tp_dims: dict[str, int] = {}
-        for name, spec in self.items():
-            dim = self.tp_dims.get(name)
-            halves = [name]
-            if dim is not None and name in self.packed:
-                halves = [f"{name}[0]", f"{name}[1]"]
-                spec = replace(spec, shape=(*spec.shape[:dim], spec.shape[dim] // 2, *spec.shape[dim + 1 :]))
-            specs |= {half: spec for half in halves}
-            tp_dims |= {half: dim for half in halves if dim is not None}
-        return self.with_specs(specs, tp_dims)
+        return sum(math.prod(spec.shape) for spec in self.values())
 
 
-def model_parameters(
-    config: str | Path | Mapping[str, Any], *, dtype: str = "bfloat16", cut_vocabulary: bool = True
-) -> ModelParameters:
+def model_parameters(config: str | Path | Mapping[str, Any], *, dtype: str = "bfloat16") -> ModelParameters:
     """Parameters of the model that a Hugging Face ``config.json`` (its path, its folder, or its object) describes.
 
-    Args:
-        cut_vocabulary: Tensor parallelism cuts embedding and output layer along the vocabulary, as trainer and engine do.
-            False: it leaves them whole, as the models' own plans say.
+    Tensor parallelism cuts embedding and output layer along the vocabulary, and the rest by the model's own plan.
 
     Raises:
         ModelError: The file is missing, does not describe a model, or one of an architecture that transformers does not
             know.
     """
     try:
-        own = described(config)
+        own = _described(config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(own, trust_remote_code=False)
     except ModelError:
@@ -119,40 +81,23 @@ def model_parameters(
     prefix = f"{model.base_model_prefix}."
     specs: dict[str, ParameterSpec] = {}
     tp_dims: dict[str, int] = {}
-    packed: set[str] = set()
-    whole: dict[str, str] = {}
     at_most: dict[str, int] = {}
     kv_heads = getattr(base.config, "num_key_value_heads", None)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     vocabulary = [p for layer in ends if layer is not None for p in layer.parameters(recurse=False)]
     for name, parameter in model.named_parameters():
         specs[name] = ParameterSpec(tuple(parameter.shape), dtype)
-        path = name_pattern(name.removeprefix(prefix))
+        path = re.sub(r"\.\d+(?=\.)", ".*", name.removeprefix(prefix))
         style = plan.get(path) or plan.get(
             path.rpartition(".")[0]
         )  # experts are parameters without a module of their own
-        if plan and cut_vocabulary and any(parameter is own for own in vocabulary):
+        if plan and any(parameter is own for own in vocabulary):
             tp_dims[name] = 0
         elif (dim := _cut_dim(style, parameter.ndim)) is not None:
             tp_dims[name] = dim
             if kv_heads and path.split(".")[-2] in KEY_VALUE_LAYERS:
                 at_most[name] = kv_heads
-            if str(style).startswith("packed_") and parameter.ndim == 2 and parameter.shape[dim] % 2 == 0:
-                packed.add(name)
-        elif style is None:
-            whole[name] = "not in the model's tensor-parallel plan"
-        elif style in _REPLICATED or style in _ROWS:  # the second: biases, which are added once
-            whole[name] = "whole by the model's tensor-parallel plan"
-        else:
-            whole[name] = f"its style {style!r} cuts no parameter that is known here"
-    return ModelParameters(
-        specs, tp_dims, packed=packed, whole=whole, at_most=at_most, tp_sizes=_tp_sizes(base.config) if plan else (1,)
-    )
-
-
-def name_pattern(name: str) -> str:
-    """``model.layers.3.mlp.experts.7.up_proj.weight`` -> ``model.layers.*.mlp.experts.*.up_proj.weight``."""
-    return re.sub(r"\.\d+(?=\.)", ".*", name)
+    return ModelParameters(specs, tp_dims, at_most)
 
 
 def _cut_dim(style: str | None, ndim: int) -> int | None:
@@ -165,16 +110,7 @@ def _cut_dim(style: str | None, ndim: int) -> int | None:
     return ndim - 1 if style in _ROWS and ndim >= 2 else None
 
 
-def _tp_sizes(config: PretrainedConfig) -> list[int] | None:
-    """Sizes that divide the attention heads, and divide the key-value heads or are a multiple of them."""
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int) or heads < 1:
-        return None
-    kv = getattr(config, "num_key_value_heads", None) or heads
-    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
-
-
-def described(config: str | Path | Mapping[str, Any]) -> PretrainedConfig:
+def _described(config: str | Path | Mapping[str, Any]) -> PretrainedConfig:
     """What transformers makes of a ``config.json``: its path, its folder, or its object.
 
     Raises:
@@ -206,3 +142,79 @@ def fsdp_tp_placements(parameters: ModelParameters, fsdp: str = "fsdp", tp: str 
 
 def _tp_shard(parameters: ModelParameters, name: str, axis: str) -> Shard:
     return Shard(axis, parameters.tp_dims[name], parameters.at_most.get(name))
+
+
+def stage_parameters(parameters: ModelParameters, num_stages: int) -> list[ModelParameters]:
+    """The parameters of each stage, cut as ``models.stages`` cuts the decoder: what is named before the layers is the first
+    stage's, what is named after them the last one's. With tied ends the embedding, too, is the last one's as well.
+
+    Args:
+        parameters: Of the whole model, in its order.
+
+    Raises:
+        ValueError: There are fewer layers than stages.
+    """
+    if num_stages == 1:
+        return [parameters]
+    names = list(parameters)
+    layer = {name: int(found[1]) for name in names if (found := _LAYER.search(name))}
+    places = [i for i, name in enumerate(names) if name in layer]
+    own = layers_of_stages(max(layer.values(), default=-1) + 1, num_stages)
+    before, after = names[: places[0]], names[places[-1] + 1 :]
+    tied = [] if any(len(parameters[name].shape) > 1 for name in after) else before
+    held = [[name for name in names if name in layer and layer[name] in layers] for layers in own]
+    held[0] = before + held[0]
+    held[-1] = tied + held[-1] + after
+    return [
+        ModelParameters(
+            {name: parameters[name] for name in stage},
+            {name: dim for name, dim in parameters.tp_dims.items() if name in stage},
+            parameters.at_most,
+        )
+        for stage in held
+    ]
+
+
+def holding_stages(parameters: ModelParameters, num_stages: int) -> dict[str, tuple[int, ...]]:
+    """Parameter -> the stages that hold it; empty with a single stage: it holds all.
+
+    Raises:
+        ValueError: There are fewer layers than stages.
+    """
+    held: dict[str, tuple[int, ...]] = {}
+    for stage, own in enumerate(stage_parameters(parameters, num_stages) if num_stages > 1 else ()):
+        for name in own:
+            held[name] = (*held.get(name, ()), stage)
+    return held
+
+
+def adapter_parameters(parameters: ModelParameters, *, rank: int, targets: Sequence[str]) -> ModelParameters:
+    """The LoRA adapters beside a model's parameters, as they are handed over alone: float32. Where W is cut by rows, B is, and A is
+    whole; where it is cut by columns, A is, and B is whole.
+
+    Args:
+        rank: Of the adapters.
+        targets: Names of the layers that have one.
+    """
+    shapes = adapter_shapes({name: spec.shape for name, spec in parameters.items()}, rank=rank, targets=targets)
+    dims: dict[str, int] = {}
+    at_most: dict[str, int] = {}
+    for name in shapes:
+        layer, _, factor = name.rpartition(".lora_")
+        cut = parameters.tp_dims.get(f"{layer}.weight")
+        if cut == (1 if factor.startswith("A") else 0):
+            dims[name] = cut
+            if (parts := parameters.at_most.get(f"{layer}.weight")) is not None:
+                at_most[name] = parts
+    return ModelParameters({name: ParameterSpec(shape, "float32") for name, shape in shapes.items()}, dims, at_most)
+
+
+def adapter_stages(holding: Mapping[str, tuple[int, ...]], adapters: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Adapter -> the stages that hold it: those of its layer's weight.
+
+    Args:
+        holding: Of the model's parameters, as ``holding_stages`` says; empty with a single stage.
+    """
+    if not holding:
+        return {}
+    return {name: holding[f"{name.rpartition('.lora_')[0]}.weight"] for name in adapters}

@@ -45,7 +45,7 @@ def test_neighbouring_ranks_hold_the_same_key_value_head_and_other_query_heads()
     ]  # fmt: skip
 
 
-def test_tied_and_untied_vocabularies_are_cut_unless_the_models_own_plan_is_asked_for() -> None:
+def test_tied_and_untied_vocabularies_are_cut() -> None:
     ends = {"model.embed_tokens.weight", "lm_head.weight"}
     assert ends <= small_llama(4, 2).tp_dims.keys()
     tied = small_llama(4, 2, tied=True)
@@ -53,7 +53,6 @@ def test_tied_and_untied_vocabularies_are_cut_unless_the_models_own_plan_is_aske
     phi = {"model_type": "phi", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 61,
            "num_attention_heads": 2, "partial_rotary_factor": 0.5}  # fmt: skip
     assert model_parameters(phi).tp_dims["lm_head.bias"] == 0
-    assert not {*ends, "lm_head.bias"} & model_parameters(phi, cut_vocabulary=False).tp_dims.keys()
 
 
 def test_any_layout_of_a_model_is_handed_over_to_any_other_whole_and_counted_right() -> None:
