@@ -112,7 +112,7 @@ def test_an_altered_checkpoint_is_refused_by_name(llamarl: CommandLine, tmp_path
     run_dir = tmp_path / "run"
     settings = {"run.num_ticks": 2, "run.runtime": '"inline"', "checkpoint.every": 1, "evaluation.every": 0}
     assert llamarl.train(run_dir, settings).returncode == 0
-    state = next((run_dir / "checkpoints" / "tick_000001" / "trainer" / "state").glob("*.distcp"))
+    state = next((run_dir / "checkpoints" / "tick_000001" / "trainer" / "state").glob("*.safetensors"))
     data = bytearray(state.read_bytes())
     data[-1] ^= 1
     state.write_bytes(data)

@@ -210,4 +210,4 @@ def test_parallel_ranks_on_hosts_that_share_nothing_write_one_checkpoint_between
         assert done.returncode == 0, done.stdout + done.stderr
     assert_same_run(folder / "runs" / "two-ranks-apart", folder / "runs" / "two-ranks")
     state = folder / "runs" / "two-ranks-apart" / "checkpoints" / "tick_000001" / "trainer" / "state"
-    assert sorted(path.name for path in state.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "values.json"]
+    assert sorted(path.name for path in state.iterdir()) == ["rank_0.safetensors", "rank_1.safetensors", "values.json"]

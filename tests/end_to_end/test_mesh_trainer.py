@@ -41,7 +41,7 @@ def test_a_whole_job_with_a_mesh_trainer_ends_with_a_model_that_moved(
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["policy_version"] for row in rows(tmp_path / "run")] == [1, 2]
     assert all(row["grad_norm"] > 0 and row["tokens/trained"] > 0 for row in rows(tmp_path / "run"))
-    assert (tmp_path / "run" / "checkpoints" / "tick_000001" / "trainer" / "state" / "__3_0.distcp").is_file()
+    assert (tmp_path / "run" / "checkpoints" / "tick_000001" / "trainer" / "state" / "rank_3.safetensors").is_file()
     initial = load_file(resolve_model_path("bundled:tiny") / "model.safetensors")
     trained = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert trained.keys() == initial.keys()

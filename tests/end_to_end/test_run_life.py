@@ -108,7 +108,7 @@ def untimed(run_dir: Path) -> list[dict[str, Any]]:
 def trainer_state(run_dir: Path, tick: int) -> dict[str, str]:
     """Name -> checksum of what the trainer saved after a tick."""
     files = CheckpointStore(run_dir / "checkpoints").load(tick).manifest.files
-    return {f.path: f.xxh3_128 for f in files if f.path.startswith("trainer/") and f.path.endswith(".distcp")}
+    return {f.path: f.xxh3_128 for f in files if f.path.startswith("trainer/") and f.path.endswith(".safetensors")}
 
 
 def contents(run_dir: Path) -> dict[Path, bytes]:

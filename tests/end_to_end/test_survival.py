@@ -201,8 +201,8 @@ def test_a_disk_without_room_for_a_checkpoint_and_then_for_a_line_costs_neither_
     assert what_counts(run_dir) == what_counts(undisturbed)
     assert CheckpointStore(run_dir / "checkpoints").load().tick == 9
     assert (
-        checkpoints(run_dir)["checkpoints/tick_000009/trainer/state/__0_0.distcp"]
-        == (checkpoints(undisturbed)["checkpoints/tick_000009/trainer/state/__0_0.distcp"])
+        checkpoints(run_dir)["checkpoints/tick_000009/trainer/state/rank_0.safetensors"]
+        == (checkpoints(undisturbed)["checkpoints/tick_000009/trainer/state/rank_0.safetensors"])
     )
 
 

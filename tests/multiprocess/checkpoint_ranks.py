@@ -8,10 +8,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from rank_processes import join_group
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
@@ -24,6 +24,7 @@ from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import CheckpointError
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.trainer import TrainerExecutor
+from llamarl.trainer import sharded_state
 
 SAVED = 1
 """The tick whose state is saved; with ``max_staleness`` 1, version 1 still lies on the weights edge."""
@@ -109,13 +110,13 @@ def resume(rank: int, folder: Path) -> None:
 
 def refused_save(trainer: TrainerExecutor, root: Path, rank: int, refused: int) -> None:
     """One rank's disk is full: every rank hears of it, at once, and may save again."""
-    original = dcp.FileSystemWriter.write_data
+    original = sharded_state.save_file
 
-    def write_data(self: dcp.FileSystemWriter, *args: object, **kwargs: object) -> object:
+    def save_file(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if rank == refused:
-        dcp.FileSystemWriter.write_data = write_data  # type: ignore[method-assign,assignment]
+        sharded_state.save_file = save_file
     try:
         trainer.save(rank_folder(root, rank), SAVED).result(timeout=60)
     except CheckpointError as error:
@@ -123,7 +124,7 @@ def refused_save(trainer: TrainerExecutor, root: Path, rank: int, refused: int) 
     else:
         raise AssertionError("it was refused")
     finally:
-        dcp.FileSystemWriter.write_data = original  # type: ignore[method-assign]
+        sharded_state.save_file = original
 
 
 def reshard(rank: int, folder: Path) -> None:
@@ -139,13 +140,13 @@ def reshard(rank: int, folder: Path) -> None:
 
 
 def die(rank: int, folder: Path) -> None:
-    original = dcp.FileSystemWriter.finish
+    original = sharded_state.save_file
 
-    def finish(self: dcp.FileSystemWriter, *args: object, **kwargs: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)  # the parts are written, the index is not
-        original(self, *args, **kwargs)  # type: ignore[arg-type]
+    def save_file(*args: Any) -> None:
+        original(*args)
+        os.kill(os.getpid(), signal.SIGKILL)  # the parts are written, the values are not
 
-    dcp.FileSystemWriter.finish = finish  # type: ignore[method-assign,assignment]
+    sharded_state.save_file = save_file
     trainer = executor(folder, rank, 1, 1)
     trainer.expect_saves({SAVED})
     for tick in range(SAVED + 1):

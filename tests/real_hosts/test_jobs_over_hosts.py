@@ -121,7 +121,7 @@ def test_four_by_four_ranks_over_four_hosts_give_the_bits_of_one_machine(
     train(folder / "four-parallel", *sizes, *where, hosts=four, key=key)
     assert_same_run(folder / "one-parallel", folder / "four-parallel")
     state = folder / "four-parallel" / "checkpoints" / "tick_000001" / "trainer" / "state"
-    assert len(list(state.glob("*.distcp"))) == 4
+    assert len(list(state.glob("*.safetensors"))) == 4
 
 
 def test_a_run_on_the_latest_weights_is_replayed_over_hosts_and_one_over_hosts_on_one_machine(

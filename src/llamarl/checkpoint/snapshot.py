@@ -34,7 +34,7 @@ __all__ = [
     "checksum_file",
 ]
 
-FORMAT = 2
+FORMAT = 3
 """Version of the manifest. A reader refuses one that it does not know."""
 
 MANIFEST = "manifest.json"

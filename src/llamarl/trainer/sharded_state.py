@@ -1,21 +1,21 @@
-"""The trainer's state on disk, by ``torch.distributed.checkpoint``: saved while training goes on, loaded by any layout.
+"""The trainer's state on disk as safetensors: saved while training goes on, loaded by any layout.
 
     tick ─▶ stage: copies in host memory ─▶ the next tick trains
-                        └─▶ a thread: ranks agree who writes what, each writes one file, rank 0 the index
+                        └─▶ a thread: ranks agree who writes what, each writes rank_N.safetensors, rank 0 the values
 
-Every tensor is written by its *global* coordinates, so ranks of another layout read the slices that are theirs. Tensors are
-stored as they are: the same layout goes on with the same bits. Replicas write once.
-
-Our parts are plain tensors with a box in a global shape, not DTensors (tensor parallelism cuts first, FSDP2 then cuts what
-is left by rows, unevenly), so ``Shard`` answers what the library asks of its own sharded tensors, and two planners look up its part.
+Every tensor is written with its place in the *global* tensor, so ranks of another layout read the slices that are theirs.
+Tensors are stored as they are: the same layout goes on with the same bits. Replicas write once. A file says itself which parts
+it holds (JSON in its header), so there is no index; a part that is in no file is missed when its tensor is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import threading
-import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,70 +23,32 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from llamarl.checkpoint.storage import save_failed
-from llamarl.checkpoint.tensor_index import SafeFileSystemReader
 from llamarl.errors import CheckpointError
 from llamarl.models.parallel import ParameterShard
 
 __all__ = ["Shard", "StagedState", "in_background", "read_state", "stage", "write_state"]
 
-# One rank alone needs no process group; the library warns of it at every save.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
 _VALUES = "values.json"
-_INDEX = ".metadata"
+_PARTS = "parts"
+"""Key in a file's header: what the file holds, as ``_Place`` of each key."""
 T = TypeVar("T")
 _Box = tuple[tuple[int, int], ...]
+_Place = tuple[Sequence[int], Sequence[tuple[int, int]], str]
+"""Shape of the global tensor, box of the part in it, name of the dtype."""
 
 
+@dataclass(frozen=True)
 class Shard:
-    """The part ``box`` of a tensor of global ``shape``; an empty box takes part in nothing."""
+    """The part ``box`` of a tensor of global ``shape``."""
 
-    def __init__(self, tensor: Tensor, shape: tuple[int, ...], box: _Box) -> None:
-        self.tensor, self.shape = tensor, torch.Size(shape)
-        self._chunk = ChunkStorageMetadata(
-            offsets=torch.Size(start for start, _ in box), sizes=torch.Size(stop - start for start, stop in box)
-        )
-
-    def size(self) -> torch.Size:
-        return self.shape
-
-    def __create_write_items__(self, fqn: str, shard: Shard) -> list[WriteItem]:
-        if self.tensor.numel() == 0:
-            return []
-        data = TensorWriteData(
-            chunk=self._chunk, properties=TensorProperties.create_from_tensor(self.tensor), size=self.shape
-        )
-        return [WriteItem(index=MetadataIndex(fqn, self._chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk] if self.tensor.numel() else []
-
-
-class _SavePlanner(dcp.DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].tensor
-
-
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].tensor
+    tensor: Tensor
+    shape: tuple[int, ...]
+    box: _Box
 
 
 @dataclass(frozen=True)
@@ -120,12 +82,6 @@ def stage(
     return StagedState(staged, values)
 
 
-class _Writer(dcp.FileSystemWriter):
-    def storage_meta(self) -> StorageMeta:
-        """Names neither the folder nor the moment: equal states are equal files, wherever they are written."""
-        return StorageMeta()
-
-
 def write_state(folder: Path, state: StagedState, *, rank: int, group: dist.ProcessGroup | None) -> tuple[Path, ...]:
     """Write the parts of all ranks into one folder, synced to the disk. Every rank calls it. The folder may lie on another
     disk for each rank: together they then hold what one folder would.
@@ -138,33 +94,58 @@ def write_state(folder: Path, state: StagedState, *, rank: int, group: dist.Proc
 
     Raises:
         CheckpointError: A rank could not write; every rank raises, naming the cause.
-        OSError: This one could not.
     """
-    try:  # makes the folder, too, and tells every rank of whoever could not
-        dcp.save(
-            dict(state.shards),
-            storage_writer=_Writer(folder),
-            planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=group is None,
-        )
-    except CheckpointException as error:  # not an Exception, and its text is long
-        causes = (f"rank {r}: {_root_of(failure[0])}" for r, failure in sorted(error.failures.items()))
-        raise save_failed("trainer state cannot be written", folder, OSError(0, "; ".join(causes))) from error
-    if rank == 0:
-        (folder / _VALUES).write_text(json.dumps(dict(state.values), indent=1), encoding="utf-8")
-    own = tuple(sorted(folder.glob(f"__{rank}_*")))
-    return (folder / _VALUES, folder / _INDEX, *own) if rank == 0 else own
+    held = {key: (shard.box, shard.tensor.nbytes) for key, shard in state.shards.items() if shard.tensor.numel()}
+    writers = share_out(_of_every_rank(held, group))
+    own = {key: shard for key, shard in state.shards.items() if writers.get((key, shard.box)) == (rank if group else 0)}
+    files: list[Path] = []
+    cause = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if own:
+            files.append(folder / f"rank_{rank}.safetensors")
+            places = {key: (shard.shape, shard.box, str(shard.tensor.dtype)[6:]) for key, shard in own.items()}
+            save_file({key: shard.tensor for key, shard in own.items()}, files[0], {_PARTS: json.dumps(places)})
+            with open(files[0], "rb") as file:
+                os.fsync(file.fileno())
+        if rank == 0:
+            files.append(folder / _VALUES)
+            files[-1].write_text(json.dumps(dict(state.values), indent=1), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        cause = getattr(error, "strerror", None) or str(error)
+    causes = [f"rank {r}: {why}" for r, why in enumerate(_of_every_rank(cause, group)) if why]
+    if causes:
+        raise save_failed("trainer state cannot be written", folder, OSError(0, "; ".join(causes)))
+    return tuple(files)
 
 
-def _root_of(error: BaseException) -> str:
-    """The system's word, where there is one below what the library made of it."""
-    below: BaseException | None = error
-    while below is not None:
-        if isinstance(below, OSError) and below.strerror:
-            return below.strerror
-        below = below.__cause__ or below.__context__
-    return repr(error)
+def _of_every_rank(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """What each rank of the group gives, by rank."""
+    if group is None:
+        return [value]
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def share_out(held: Sequence[Mapping[str, tuple[_Box, int]]]) -> dict[tuple[str, _Box], int]:
+    """Which rank writes each part: of those that hold it, the one with the fewest bytes so far.
+
+    Args:
+        held: Of each rank, key -> box and bytes of the part that it holds.
+    """
+    holders: dict[tuple[str, _Box], list[int]] = {}
+    sizes: dict[tuple[str, _Box], int] = {}
+    for rank, parts in enumerate(held):
+        for key, (box, num_bytes) in parts.items():
+            holders.setdefault((key, box), []).append(rank)
+            sizes[key, box] = num_bytes
+    load = [0] * len(held)
+    writers: dict[tuple[str, _Box], int] = {}
+    for part in sorted(holders):
+        writers[part] = min(holders[part], key=lambda rank: (load[rank], rank))
+        load[writers[part]] += sizes[part]
+    return writers
 
 
 def read_state(
@@ -184,35 +165,63 @@ def read_state(
     Raises:
         CheckpointError: Missing, torn, or of another model.
     """
-    wanted: dict[str, Shard] = {}
+    read: dict[str, Tensor] = {}
     try:
         values = json.loads((folder / _VALUES).read_text(encoding="utf-8"))
-        reader = SafeFileSystemReader(folder)
-        for key, stored in reader.read_metadata().state_dict_metadata.items():
-            kind, _, name = key.partition("/")
-            if only is not None and key not in only:
-                continue
-            shard = shards_of(kind).get(name)
-            if not isinstance(stored, TensorStorageMetadata):
-                raise CheckpointError(f"trainer state in {folder} was altered: {key} is no tensor")
-            if shard is None or tuple(stored.size) not in (shard.shape, ()):
-                here = "no such parameter" if shard is None else f"shape {shard.shape}"
-                raise CheckpointError(
-                    f"trainer state in {folder} is of another model: it holds {name} of shape {tuple(stored.size)}, "
-                    f"this one has {here}"
-                )
-            shape, box = (shard.shape, shard.box) if len(stored.size) else ((), ())
-            part = torch.empty([stop - start for start, stop in box], dtype=stored.properties.dtype)
-            wanted[key] = Shard(part, shape, box)
-        dcp.load(dict(wanted), storage_reader=reader, planner=_LoadPlanner(flatten_state_dict=False), no_dist=True)
-    except (OSError, ValueError, KeyError, EOFError, RuntimeError) as error:
+        with contextlib.ExitStack() as files:
+            stored: dict[str, list[tuple[Any, _Place]]] = {}
+            for path in sorted(folder.glob("rank_*.safetensors")):
+                file = files.enter_context(safe_open(path, framework="pt"))
+                for key, place in json.loads((file.metadata() or {})[_PARTS]).items():
+                    if only is None or key in only:
+                        stored.setdefault(key, []).append((file, place))
+            for key, parts in stored.items():
+                kind, _, name = key.partition("/")
+                shape, shard = tuple(parts[0][1][0]), shards_of(kind).get(name)
+                if shard is None or shape not in (shard.shape, ()):
+                    here = "no such parameter" if shard is None else f"shape {shard.shape}"
+                    raise CheckpointError(
+                        f"trainer state in {folder} is of another model: it holds {name} of shape {shape}, "
+                        f"this one has {here}"
+                    )
+                read[key] = _assemble(key, parts, shape, shard.box if shape else ())
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"trainer state in {folder} cannot be read: {error}") from error
-    except CheckpointException as error:
-        causes = "; ".join(repr(failure[0]) for failure in error.failures.values())
-        raise CheckpointError(f"trainer state in {folder} cannot be read: {causes}") from error
-    if only is not None and (absent := sorted(set(only) - wanted.keys())):
-        raise CheckpointError(f"trainer state in {folder} is of another model: it does not hold {absent[0]}")
-    return {key: shard.tensor for key, shard in wanted.items()}, values
+    if only is not None and (missing := sorted(set(only) - read.keys())):
+        raise CheckpointError(f"trainer state in {folder} is of another model: it does not hold {missing[0]}")
+    if only is None and not read:
+        raise CheckpointError(f"trainer state in {folder} cannot be read: it holds no tensors (rank_*.safetensors)")
+    return read, values
+
+
+def _assemble(key: str, parts: Sequence[tuple[Any, _Place]], shape: tuple[int, ...], box: _Box) -> Tensor:
+    """The part ``box`` of a tensor, from those in files that overlap it.
+
+    Raises:
+        ValueError: The parts are not of one tensor, do not make it whole, or are not what their file's header says.
+    """
+    dtype = getattr(torch, parts[0][1][2], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{key} has no dtype, its file's header says {parts[0][1][2]}")
+    whole = torch.empty([stop - start for start, stop in box], dtype=dtype)
+    num_stored = 0
+    for file, (part_shape, part_box, part_dtype) in parts:
+        stored = file.get_slice(key)
+        sizes = [stop - start for start, stop in part_box]
+        if tuple(part_shape) != shape or part_dtype != parts[0][1][2] or stored.get_shape() != sizes:
+            raise ValueError(f"a part of {key} does not fit the others or its file")
+        num_stored += math.prod(sizes)
+        both = [(a, b, c, d) for (a, b), (c, d) in zip(box, part_box, strict=True)]  # a to b here, c to d in the file
+        into = tuple(slice(max(a, c) - a, min(b, d) - a) for a, b, c, d in both)
+        out_of = tuple(slice(max(a, c) - c, min(b, d) - c) for a, b, c, d in both)
+        if all(one.start < one.stop for one in into):
+            found = stored[out_of] if out_of else file.get_tensor(key)
+            if found.dtype != whole.dtype:
+                raise ValueError(f"{key} is {found.dtype}, its file's header says {part_dtype}")
+            whole[into] = found
+    if num_stored != math.prod(shape):
+        raise ValueError(f"{num_stored:,} of {math.prod(shape):,} numbers of {key} are there")
+    return whole
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:

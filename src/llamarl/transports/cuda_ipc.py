@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import pickle
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -56,7 +56,7 @@ class _Buffer:
         # Each call makes a handle with a reference count of its own, which the sink that opens it counts down.
         shares = [self.data.untyped_storage()._share_cuda_() for _ in range(num_sink_ranks)]
         self._counters = [(share[4], share[5]) for share in shares]
-        handles = pickle.dumps((uuid, start, [tuple(share) for share in shares]))
+        handles = pack_handles(uuid, start, shares)
         self._segment = Segment(control_bytes + len(handles))
         whole = torch.from_numpy(self._segment.bytes)
         whole[control_bytes:] = torch.frombuffer(bytearray(handles), dtype=torch.uint8)
@@ -201,10 +201,34 @@ class CudaIpcSink:
         pass
 
 
+def pack_handles(uuid: str, start: int, shares: Sequence[Sequence[Any]]) -> bytes:
+    """Write the GPU, where in its storage the buffer starts, and a handle for each sink rank, as JSON: what torch calls the
+    parts of a handle are numbers, truth values and bytes, and bytes are written as hexadecimal text."""
+    plain = [[part.hex() if isinstance(part, bytes) else part for part in share] for share in shares]
+    return json.dumps([uuid, start, plain]).encode()
+
+
+def unpack_handles(data: bytes) -> tuple[str, int, list[list[Any]]]:
+    """Read what ``pack_handles`` wrote.
+
+    Raises:
+        ChannelError: It is something else.
+    """
+    try:
+        uuid, start, shares = json.loads(data)
+        return (
+            str(uuid),
+            int(start),
+            [[bytes.fromhex(part) if isinstance(part, str) else part for part in share] for share in shares],
+        )
+    except (ValueError, TypeError) as error:
+        raise ChannelError(f"the source's handles cannot be read: {error}") from error
+
+
 def _shared_data(address: CudaIpcAddress, segment: MappedSegment, rank: int) -> torch.Tensor:
     """The source's device memory, mapped here."""
     at = address.control_bytes
-    uuid, start, shares = pickle.loads(segment.bytes[at : at + address.handles_bytes].tobytes())
+    uuid, start, shares = unpack_handles(segment.bytes[at : at + address.handles_bytes].tobytes())
     if not 0 <= rank < len(shares):
         raise ChannelError(f"the source shares its buffer with {len(shares)} sink ranks, this is rank {rank}")
     device = _device_of(uuid)

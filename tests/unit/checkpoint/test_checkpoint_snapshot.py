@@ -17,8 +17,8 @@ def test_what_was_written_to_a_manifest_is_equal_after_reading() -> None:
 
 
 def test_a_manifest_of_another_format_is_refused() -> None:
-    data = Manifest(tick=3, files=()).to_bytes().replace(b'"format": 2', b'"format": 1')
-    with pytest.raises(ValueError, match="has format 1, this llamarl reads format 2"):
+    data = Manifest(tick=3, files=()).to_bytes().replace(b'"format": 3', b'"format": 1')
+    with pytest.raises(ValueError, match="has format 1, this llamarl reads format 3"):
         Manifest.from_bytes(data)
 
 

@@ -64,7 +64,7 @@ def _save(two: Two, tick: int) -> dict[str, tuple[FileRecord, ...]]:
     for rank in (0, 1):
         for executor, path in (
             ("generator", f"generator/rank_{rank}/g"),
-            ("trainer", f"trainer/state/__{rank}_0.distcp"),
+            ("trainer", f"trainer/state/rank_{rank}.safetensors"),
         ):
             told = two.write(rank, name + path, f"{path} after {tick}".encode() * 50_000)
             written[f"{executor} rank {rank}"] = (replace(told, path=path),)
@@ -80,8 +80,8 @@ def test_a_checkpoint_of_three_machines_is_finished_whole_and_leaves_nothing_on_
         "generator/rank_0/g",
         "generator/rank_1/g",
         "reward/rank_0/r",
-        "trainer/state/__0_0.distcp",
-        "trainer/state/__1_0.distcp",
+        "trainer/state/rank_0.safetensors",
+        "trainer/state/rank_1.safetensors",
     ]
     for number in (0, 1):
         assert not list((two.of(number) / "checkpoints").iterdir())
@@ -101,8 +101,8 @@ def test_a_resume_sends_each_rank_its_state_wherever_it_is_now(two: Two, tmp_pat
         assert found == {
             ".run_id",
             f"{at}/generator/rank_1/g",
-            f"{at}/trainer/state/__0_0.distcp",
-            f"{at}/trainer/state/__1_0.distcp",
+            f"{at}/trainer/state/rank_0.safetensors",
+            f"{at}/trainer/state/rank_1.safetensors",
             f"{at}/reward/rank_0/r",
         }
         assert (folder.path / at / "generator/rank_1/g").read_bytes() == b"generator/rank_1/g after 3" * 50_000
@@ -114,7 +114,7 @@ def test_a_file_that_is_not_there_as_its_rank_told_is_refused_by_file_and_host(
     two: Two, number: int, damage: str
 ) -> None:
     written = _save(two, 3)
-    path = two.of(number) / f"checkpoints/tick_000003.partial/trainer/state/__{number}_0.distcp"
+    path = two.of(number) / f"checkpoints/tick_000003.partial/trainer/state/rank_{number}.safetensors"
     data = path.read_bytes()
     path.unlink()
     if damage == "altered":
@@ -122,7 +122,7 @@ def test_a_file_that_is_not_there_as_its_rank_told_is_refused_by_file_and_host(
     with pytest.raises(CheckpointError) as caught:
         two.far.fetch(written, two.run_dir / "checkpoints" / "tick_000003.partial")
     told = "it was altered" if damage == "altered" else "is not there"
-    assert f"host {'ab'[number]}: checkpoints/tick_000003.partial/trainer/state/__{number}_0.distcp" in str(
+    assert f"host {'ab'[number]}: checkpoints/tick_000003.partial/trainer/state/rank_{number}.safetensors" in str(
         caught.value
     )
     assert told in str(caught.value) and str(caught.value).count("\n") == 1
@@ -134,9 +134,9 @@ def test_a_state_that_was_altered_since_is_not_taken_by_the_host(two: Two) -> No
     written = _save(two, 3)
     two.far.fetch(written, two.run_dir / "checkpoints" / "tick_000003.partial")
     checkpoint = two.store.finish(3, written, {})
-    path = checkpoint.path / "trainer/state/__1_0.distcp"
+    path = checkpoint.path / "trainer/state/rank_1.safetensors"
     path.write_bytes(b"X" + path.read_bytes()[1:])
-    with pytest.raises(CheckpointError, match="__1_0.distcp: it was altered"):
+    with pytest.raises(CheckpointError, match="rank_1.safetensors: it was altered"):
         two.far.send_state(checkpoint.path, checkpoint.manifest.files)
 
 

@@ -53,11 +53,11 @@ def test_what_is_written_beside_the_ticks_is_reported_when_it_is_written_with_wh
     assert saves.writing == (3,) and saves.take() == {}
     state = tmp_path / "tick_3.partial" / "trainer" / "state"
     state.mkdir()
-    (state / "__0_0.distcp").write_bytes(b"weights")
-    (state / "__1_0.distcp").write_bytes(b"of another rank")
-    writing.set_result((state / "__0_0.distcp",))
+    (state / "rank_0.safetensors").write_bytes(b"weights")
+    (state / "rank_1.safetensors").write_bytes(b"of another rank")
+    writing.set_result((state / "rank_0.safetensors",))
     saves.finish(wait=False)
-    assert saves.writing == () and saves.take() == {3: (record("trainer/state/__0_0.distcp", b"weights"),)}
+    assert saves.writing == () and saves.take() == {3: (record("trainer/state/rank_0.safetensors", b"weights"),)}
 
 
 def test_a_file_that_a_save_names_and_did_not_write_is_told_of(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def refused() -> OSError:
 def test_a_full_disk_beside_the_ticks_is_told_of_once_and_the_next_state_is_written(tmp_path: Path) -> None:
     saves, writing = RankSaves("trainer", 0, limit_s=10), Future[None]()
     begin(saves, tmp_path, lambda folder, tick: writing)
-    state = tmp_path / "tick_3.partial" / "trainer" / "state" / "__0_0.distcp"
+    state = tmp_path / "tick_3.partial" / "trainer" / "state" / "rank_0.safetensors"
     state.parent.mkdir()
     state.write_bytes(b"a part")
     writing.set_exception(refused())

@@ -307,7 +307,7 @@ def test_a_torn_or_foreign_snapshot_is_refused(model_folder: Path, tmp_path: Pat
     other = _trainer(write_model(tmp_path / "other", "qwen3"))
     with pytest.raises(CheckpointError, match="another model"):
         other.load(tmp_path)
-    (state,) = tmp_path.glob("*.distcp")
+    (state,) = tmp_path.glob("*.safetensors")
     state.write_bytes(state.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match="cannot be read"):
         trainer.load(tmp_path)

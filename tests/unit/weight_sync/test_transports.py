@@ -12,7 +12,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
 from llamarl.transports.checksum import block_digest, digest
-from llamarl.transports.cuda_ipc import CudaIpcSink, CudaIpcSource
+from llamarl.transports.cuda_ipc import CudaIpcSink, CudaIpcSource, pack_handles, unpack_handles
 from llamarl.transports.deadline import deadline_clock, wait_for_device
 from llamarl.transports.shared_memory import SharedMemorySource
 from llamarl.transports.table import Place, choose_transport
@@ -144,3 +144,12 @@ def test_sink_uses_the_checksum_that_the_catalog_names() -> None:
     sender._publisher._slots[0].buffer.data[9000] ^= 4
     with pytest.raises(WeightSyncError, match="w: the bytes pulled"):
         read_all(version)
+
+
+def test_handles_of_gpu_memory_cross_as_plain_data() -> None:
+    share = (1, b"\x00\xffhandle", 4096, 512, b"counter\x80", 7, b"", True)  # as torch's _share_cuda_ gives it
+    data = pack_handles("GPU-1", 256, [share, share])
+    assert unpack_handles(data) == ("GPU-1", 256, [list(share)] * 2)
+    for wrong in (b"\x80\x04N.", b"{}", b'["GPU-1", 0, [["no hex"]]]', b"[1, 2]"):
+        with pytest.raises(ChannelError, match="handles cannot be read"):
+            unpack_handles(wrong)
