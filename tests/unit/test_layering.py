@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,3 +150,17 @@ def test_every_module_of_ours_that_is_imported_exists() -> None:
 def test_no_two_test_files_share_a_name() -> None:
     names = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
     assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
+
+
+UNPICKLES = {
+    "environments/worker.py": "a worker reads the requests of the process that started it",
+    "runtime/commands.py": "a rank reads its controller's orders over an authenticated link",
+    "runtime/ranks.py": "the controller reads its ranks' replies over the same link",
+}
+"""Modules that may unpickle, and from whom: nothing of a disk, nothing that anyone else sends."""
+
+
+def test_nothing_is_unpickled_but_by_three_named_modules() -> None:
+    call = re.compile(r"pickle\.loads?\b|Unpickler\b|torch\.load\(|from pickle import|allow_pickle=True")
+    found = {path.relative_to(ROOT).as_posix() for path in MODULES if call.search(path.read_text(encoding="utf-8"))}
+    assert found == UNPICKLES.keys()

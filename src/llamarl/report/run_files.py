@@ -17,7 +17,7 @@ from llamarl.observability.metrics import METRICS_FILE, read_metrics
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER
 from llamarl.observability.trace import TRACE_FILE, Trace, read_trace
 from llamarl.observability.warning_log import read_warnings
-from llamarl.reading import read_object, read_toml, user_path
+from llamarl.reading import read_object, read_toml, refuse_pipes, user_path
 
 __all__ = ["RunFiles", "open_run", "read_run"]
 
@@ -63,6 +63,7 @@ def open_run(named: str) -> Path:
 
     Raises:
         ConfigError: It is not there, or holds no run.
+        FileError: A pipe or a device in it.
     """
     path = user_path(named, "RUN")
     if not path.exists():
@@ -73,6 +74,7 @@ def open_run(named: str) -> Path:
         inside = sorted(child.parent for child in path.glob(f"*/{_CONFIG_FILE}"))
         hint = f"; it has runs inside: {', '.join(map(str, inside[:4]))}" if inside else ""
         raise ConfigError(f"{path} holds no run (none of {', '.join(_MARKS)}){hint}: give the folder of a run")
+    refuse_pipes(path)
     return path
 
 

@@ -132,3 +132,15 @@ def test_the_command_writes_one_file_and_says_its_size(tmp_path: Path, capsys: p
     assert main(["report", str(run), "--out", str(tmp_path / "no" / "x.html")]) != 0
     assert "cannot be written" in capsys.readouterr().err
     assert main(["report", str(run), "--max-mb", "nan"]) != 0
+
+
+@pytest.mark.parametrize("verb", ["report", "watch"])
+def test_a_pipe_anywhere_in_a_run_is_refused_before_anything_waits_for_it(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "rollouts").mkdir()
+    pipe = tmp_path / "rollouts" / "tick_000000.jsonl"
+    os.mkfifo(pipe)
+    assert main([verb, str(tmp_path)]) == 2
+    assert f"{pipe} is a pipe, expected a file" in capsys.readouterr().err
